@@ -1,0 +1,1 @@
+"""The engine: every part of raydix that needs no Ray."""

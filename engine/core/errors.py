@@ -1,0 +1,96 @@
+"""The two kinds of error that reach a caller.
+
+`RequestError`: the caller erred; sending the same request again fails again.
+`ServiceError`: raydix erred or is busy; the same request may succeed later.
+
+Both carry an HTTP status and a stable `code`; one handler in the ingress turns them into OpenAI's error object.
+"""
+
+
+class RaydixError(Exception):
+    """Base of every error that is meant for a caller's eyes."""
+
+    status: int = 500
+    code: str = "internal_error"
+    kind: str = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.param, self.__dict__))
+
+
+def _rebuild(
+    kind: type[RaydixError], message: str, param: str | None, attributes: dict[str, object]
+) -> RaydixError:
+    error = kind(message, param=param)
+    error.__dict__.update(attributes)
+    return error
+
+
+class RequestError(RaydixError):
+    """The caller erred (4xx)."""
+
+    status = 400
+    code = "invalid_request"
+    kind = "invalid_request_error"
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that is not served."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class NotFoundError(RequestError):
+    """No such route or object."""
+
+    status = 404
+    code = "not_found"
+
+
+class BodyTooLargeError(RequestError):
+    """The request body exceeds the configured limit."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class ContextLengthError(RequestError):
+    """Prompt and requested tokens do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class ServiceError(RaydixError):
+    """raydix could not serve a valid request (429, 5xx); retrying may succeed."""
+
+    status = 503
+    code = "service_unavailable"
+    kind = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class OverloadedError(ServiceError):
+    """Too many requests are queued."""
+
+    status = 429
+    code = "overloaded"
+    kind = "rate_limit_error"
+
+
+class NoWorkerError(ServiceError):
+    """No worker that could run the request is alive."""
+
+    code = "no_worker"
+
+
+class StartupError(Exception):
+    """The configuration or the model cannot be used; one line for the operator, exit code 2."""
