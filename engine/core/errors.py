@@ -23,9 +23,7 @@ class RaydixError(Exception):
         return (_rebuild, (type(self), self.message, self.param, self.__dict__))
 
 
-def _rebuild(
-    kind: type[RaydixError], message: str, param: str | None, attributes: dict[str, object]
-) -> RaydixError:
+def _rebuild(kind: type[RaydixError], message: str, param: str | None, attributes: dict[str, object]) -> RaydixError:
     error = kind(message, param=param)
     error.__dict__.update(attributes)
     return error

@@ -52,3 +52,107 @@ class TokenLogprobs(NamedTuple):
     chosen: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+
+
+class Stage(StrEnum):
+    """Which part of a request an assignment asks a worker for."""
+
+    WHOLE = "whole"
+    """Prefill and decode."""
+    PREFILL = "prefill"
+    """Compute the prompt, sample one token, export the KV."""
+    DECODE = "decode"
+    """Go on from imported KV; compute what has not arrived in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One request as a worker gets it. A failed-over request comes again with a higher `attempt` and more tokens."""
+
+    request_id: str
+    attempt: int
+    stage: Stage
+    token_ids: tuple[int, ...]
+    """The prompt, and after it every token that was generated already."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    reply_to: str
+    """Id of the ingress replica whose token stream gets the events."""
+    salt: bytes = b""
+    awaited: tuple[BlockHash, ...] = ()
+    """Blocks that others were told to send here; waited for, never depended on."""
+    await_timeout_s: float = 30.0
+    """How long to wait without any of them arriving."""
+
+
+class TokenEvent(NamedTuple):
+    """One generated token, or the end of a request without one (`token_id` None)."""
+
+    request_id: str
+    attempt: int
+    position: int
+    """Index among the generated tokens, from 0; the same whichever attempt or worker produced it."""
+    token_id: int | None
+    finish: FinishReason | None
+    logprobs: TokenLogprobs | None
+    cached_tokens: int
+    """Prompt tokens whose KV this attempt found in a cache."""
+    detail: str | None = None
+    """What went wrong, when `finish` is ERROR."""
+
+
+class Handover(NamedTuple):
+    """The end of a prefill assignment: the decode worker can go on from the sampled token."""
+
+    request_id: str
+    attempt: int
+    token_id: int
+    tail: BlockHash | None
+    """The partial last block of the prompt, exported like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What an exported segment contains. Its payload is the blocks in this order, one after the other."""
+
+    fingerprint: str
+    """Of the model, KV dtype and layout; another worker's must be equal."""
+    hashes: tuple[BlockHash, ...]
+    """One per block, in sequence order; the last one is partial when `handover` names it as its tail."""
+    num_bytes: int
+    checksum: int
+    handover: Handover | None = None
+
+    @property
+    def full_hashes(self) -> tuple[BlockHash, ...]:
+        """The blocks that others can use: all but the tail."""
+        return self.hashes[:-1] if self.handover is not None and self.handover.tail is not None else self.hashes
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitRequest:
+    """What the manager needs to know of a request to place it."""
+
+    request_id: str
+    attempt: int
+    hashes: tuple[BlockHash, ...]
+    """Of all full blocks of the prompt and of what was generated already."""
+    num_tokens: int
+    session: str | None = None
+    excluded: tuple[str, ...] = ()
+    """Workers that just failed this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The manager's answer: who runs the request and which blocks will be sent to them."""
+
+    request_id: str
+    attempt: int
+    prefill: str
+    decode: str
+    prefill_epoch: int
+    decode_epoch: int
+    prefill_awaited: tuple[BlockHash, ...]
+    decode_awaited: tuple[BlockHash, ...]
+    predicted_ttft_s: float

@@ -1,0 +1,1 @@
+"""Everything that touches Ray: the actors, the deployments that host them, and the HTTP front."""

@@ -1,0 +1,391 @@
+"""Sends an ingress replica's requests to their workers and follows their tokens, across failures.
+
+Each generation holds the tokens delivered so far. A token event is taken if its position is the next one, dropped if
+that position was delivered already. So whatever is retried, by whom and how often, every token appears exactly once,
+and because the token at a position does not depend on who computes it, the text is the one it would have been.
+
+When a decode worker dies, its generations are admitted again with what they have generated as part of the prompt.
+When only the prefill worker of a split request dies, its decode worker is told to compute what did not arrive.
+When the manager is out of reach, requests go whole to the worker their session hashes to.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from actors.names import MANAGER, find_actor
+from engine.core.errors import NoWorkerError, OverloadedError, ServiceError
+from engine.core.hashing import hash_blocks, root_hash
+from engine.core.placement import rank_by_session
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    Assignment,
+    Role,
+    SamplingParams,
+    Stage,
+    TokenEvent,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PING_S = 2.0
+MANAGER_TIMEOUT_S = 5.0
+RETRY_S = 0.25
+MAX_ATTEMPTS = 10
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One running request of this ingress: what it asked for, what it got, who works on it."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    salt: bytes = b""
+    session: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    attempt: int = 0
+    prefill: str | None = None
+    decode: str | None = None
+    cached_tokens: int | None = None
+    inbox: list[TokenEvent] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: ServiceError | None = None
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What requests are hashed with; equal to the workers'."""
+
+    fingerprint: str
+    block_size: int
+    await_timeout_s: float
+
+
+class Dispatcher:
+    """The data plane of one ingress replica."""
+
+    def __init__(
+        self, ingress_id: str, app_name: str, model: ModelFacts, max_active: int, on_failover: Callable[[], None]
+    ) -> None:
+        self._ingress_id = ingress_id
+        self._app_name = app_name
+        self._model = model
+        self._max_active = max_active
+        self._on_failover = on_failover
+        self._active: dict[str, Generation] = {}
+        self._workers: dict[str, ActorHandle] = {}
+        self._known_workers: dict[str, Role] = {}
+        self._manager: ActorHandle | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._admits = Batch(self._admit_all)
+        self._first_tokens: list[str] = []
+        self._released: list[str] = []
+        self._assignments: dict[str, list[Assignment]] = {}
+        self._flush_scheduled = False
+
+    def start(self) -> None:
+        """Begin to tell workers that this ingress is alive. Needs a running event loop."""
+        self._spawn(self._keep_alive())
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def reserve(self, count: int) -> None:
+        """Raises OverloadedError if `count` more requests would be too many."""
+        if len(self._active) + count > self._max_active:
+            raise OverloadedError(
+                f"{len(self._active)} requests are under way and at most {self._max_active} are accepted; "
+                "try again later",
+                retry_after_s=1,
+            )
+
+    async def generate(self, generation: Generation) -> AsyncIterator[list[TokenEvent]]:
+        """Run a request; yields the tokens in order, each once, as many at a time as have arrived.
+
+        Raises:
+            ServiceError: no worker could take it, or every attempt failed.
+        """
+        self._active[generation.request_id] = generation
+        try:
+            await self._dispatch(generation)
+            while not generation.finished:
+                await generation.arrived.wait()
+                generation.arrived.clear()
+                if generation.failure is not None:
+                    raise generation.failure
+                events, generation.inbox = generation.inbox, []
+                if events:
+                    yield events
+        finally:
+            self._end(generation)
+
+    async def workers(self) -> dict[str, Role]:
+        """The workers that the manager knows now; empty when it is out of reach."""
+        try:
+            manager = await self._get_manager()
+            infos = await asyncio.wait_for(_answer(manager.workers.remote()), MANAGER_TIMEOUT_S)
+        except (RayError, TimeoutError, ServiceError):
+            return {}
+        self._known_workers = {info.worker_id: info.role for info in infos}
+        return self._known_workers
+
+    # Sending
+
+    async def _dispatch(self, generation: Generation) -> None:
+        """Place a generation and send it to its workers, trying again while workers come and go."""
+        tried: tuple[str, ...] = ()
+        for _ in range(round(self._model.await_timeout_s / RETRY_S)):
+            admission = await self._admit(generation, tried)
+            if admission is not None and self._send(generation, admission):
+                return
+            await asyncio.sleep(RETRY_S)
+            if generation.request_id not in self._active:
+                return
+        raise NoWorkerError("no worker is ready to take the request", retry_after_s=5)
+
+    async def _admit(self, generation: Generation, excluded: tuple[str, ...]) -> Admission | None:
+        token_ids = (*generation.prompt, *generation.tokens)
+        root = root_hash(self._model.fingerprint, generation.salt)
+        request = AdmitRequest(
+            generation.request_id,
+            generation.attempt,
+            tuple(hash_blocks(root, token_ids, self._model.block_size)),
+            len(token_ids),
+            generation.session,
+            excluded,
+        )
+        try:
+            return await asyncio.wait_for(self._admits.add(request), MANAGER_TIMEOUT_S)
+        except (RayError, TimeoutError, ServiceError):
+            self._manager = None
+            return self._place_alone(request)
+
+    async def _admit_all(self, requests: list[AdmitRequest]) -> list[Admission | None]:
+        manager = await self._get_manager()
+        admissions: list[Admission | None] = await manager.admit.remote(requests)
+        return admissions
+
+    def _place_alone(self, request: AdmitRequest) -> Admission | None:
+        """Without the manager: whole, on the worker that the session prefers."""
+        able = [w for w, role in self._known_workers.items() if role is not Role.PREFILL] or [*self._known_workers]
+        for worker_id in rank_by_session(request.session or request.request_id, able):
+            if worker_id not in request.excluded:
+                return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), (), 0.0)
+        return None
+
+    def _send(self, generation: Generation, admission: Admission) -> bool:
+        """Submit to the admitted workers; False if one of them is not there."""
+        if not (self._follow(admission.prefill) and self._follow(admission.decode)):
+            self._released.append(generation.request_id)
+            return False
+        generation.prefill, generation.decode = admission.prefill, admission.decode
+        self._known_workers.setdefault(admission.decode, Role.DECODE)
+        if admission.prefill == admission.decode:
+            self._assign(generation, admission.decode, Stage.WHOLE, admission.prefill_awaited)
+        else:
+            self._assign(generation, admission.prefill, Stage.PREFILL, admission.prefill_awaited)
+            self._assign(generation, admission.decode, Stage.DECODE, admission.decode_awaited)
+        return True
+
+    def _assign(self, generation: Generation, worker_id: str, stage: Stage, awaited: tuple[bytes, ...]) -> None:
+        assignment = Assignment(
+            generation.request_id,
+            generation.attempt,
+            stage,
+            (*generation.prompt, *generation.tokens),
+            len(generation.prompt),
+            generation.sampling,
+            self._ingress_id,
+            generation.salt,
+            awaited,
+            self._model.await_timeout_s,
+        )
+        self._assignments.setdefault(worker_id, []).append(assignment)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send what has gathered in this turn of the event loop: one call per receiver."""
+        self._flush_scheduled = False
+        assignments, self._assignments = self._assignments, {}
+        for worker_id, batch in assignments.items():
+            self._call(worker_id, "submit", batch)
+        if (self._first_tokens or self._released) and self._manager is not None:
+            first_tokens, self._first_tokens = self._first_tokens, []
+            released, self._released = self._released, []
+            self._spawn(_quietly(self._manager.settle.remote(first_tokens, released)))
+
+    def _call(self, worker_id: str, method: str, *args: Any) -> None:
+        """Call a worker without waiting; if it is dead, its token stream will tell."""
+        handle = self._workers.get(worker_id)
+        if handle is not None:
+            self._spawn(_quietly(getattr(handle, method).remote(*args)))
+
+    async def _get_manager(self) -> ActorHandle:
+        if self._manager is None:
+            self._manager = find_actor(MANAGER, self._app_name)
+        if self._manager is None:
+            raise NoWorkerError("the KV cache manager is not there")
+        return self._manager
+
+    # Receiving
+
+    def _follow(self, worker_id: str) -> bool:
+        """Make sure that a worker's token stream is being read; False if there is no such worker."""
+        if worker_id in self._workers:
+            return True
+        handle = find_actor(worker_id, self._app_name)
+        if handle is None:
+            return False
+        self._workers[worker_id] = handle
+        self._spawn(self._read(worker_id, handle))
+        return True
+
+    async def _read(self, worker_id: str, handle: ActorHandle) -> None:
+        try:
+            async for ref in handle.token_stream.remote(self._ingress_id):
+                self._receive(worker_id, await ref)
+        except RayError as error:
+            logger.warning("token stream of %s ended: %s", worker_id, type(error).__name__)
+        self._worker_lost(worker_id)
+
+    def _receive(self, worker_id: str, events: list[TokenEvent]) -> None:
+        for event in events:
+            generation = self._active.get(event.request_id)
+            if generation is None or event.attempt != generation.attempt or generation.finished:
+                continue
+            if event.token_id is None:
+                generation.failure = ServiceError(f"the model could not be run: {event.detail}")
+                generation.failure.status = 500
+            elif event.position == len(generation.tokens):
+                self._take(generation, event)
+            elif event.position > len(generation.tokens):
+                logger.error("%s: position %d came early", event.request_id, event.position)
+                continue
+            else:
+                continue
+            generation.arrived.set()
+
+    def _take(self, generation: Generation, event: TokenEvent) -> None:
+        assert event.token_id is not None
+        if not generation.tokens:
+            self._first_tokens.append(generation.request_id)
+            self._flush_soon()
+        if generation.cached_tokens is None:
+            generation.cached_tokens = event.cached_tokens
+        generation.tokens.append(event.token_id)
+        generation.inbox.append(event)
+        generation.finished = event.finish is not None
+
+    def _end(self, generation: Generation) -> None:
+        """The request is over: free what it holds. Whoever finished it has done so; a first token that is also the
+        last came from the prefill worker, and the decode worker still waits."""
+        self._active.pop(generation.request_id, None)
+        generation.inbox.clear()
+        if not generation.finished or len(generation.tokens) == 1:
+            for worker_id in {generation.prefill, generation.decode}:
+                if worker_id is not None:
+                    self._call(worker_id, "abort", [generation.request_id])
+        self._released.append(generation.request_id)
+        self._flush_soon()
+
+    # Failures
+
+    def _worker_lost(self, worker_id: str) -> None:
+        self._workers.pop(worker_id, None)
+        self._known_workers.pop(worker_id, None)
+        for generation in list(self._active.values()):
+            if generation.finished:
+                continue
+            if generation.decode == worker_id:
+                self._spawn(self._fail_over(generation, worker_id))
+            elif generation.prefill == worker_id and generation.decode is not None:
+                self._call(generation.decode, "stop_awaiting", [generation.request_id])
+
+    async def _fail_over(self, generation: Generation, lost: str) -> None:
+        """Go on elsewhere from the last token delivered."""
+        if generation.prefill is not None and generation.prefill != lost:
+            self._call(generation.prefill, "abort", [generation.request_id])
+        generation.prefill = generation.decode = None
+        generation.attempt += 1
+        self._on_failover()
+        try:
+            if generation.attempt >= MAX_ATTEMPTS:
+                raise ServiceError(f"given up after {MAX_ATTEMPTS} workers died under this request")
+            await self._dispatch(generation)
+        except ServiceError as error:
+            generation.failure = error
+            generation.arrived.set()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            for worker_id in list(self._workers):
+                self._call(worker_id, "ping", self._ingress_id)
+            await self.workers()
+            await asyncio.sleep(PING_S)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class Batch:
+    """Gathers calls made in the same turn of the event loop into one."""
+
+    def __init__(self, send: Callable[[list[Any]], Any]) -> None:
+        self._send = send
+        self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def add(self, item: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting.append((item, answer))
+        return await answer
+
+    def _flush(self) -> None:
+        task = asyncio.ensure_future(self._run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            results = await self._send([item for item, _ in waiting])
+        except Exception as error:  # every caller gets it
+            for _, answer in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (_, answer), result in zip(waiting, results, strict=True):
+            if not answer.done():
+                answer.set_result(result)
+
+
+async def _answer(ref: Any) -> Any:
+    return await ref
+
+
+async def _quietly(ref: Any) -> None:
+    """Wait for a call whose failure is somebody else's to notice."""
+    try:
+        await ref
+    except RayError as error:
+        logger.debug("call failed: %s", type(error).__name__)

@@ -1,0 +1,127 @@
+"""Serve deployments that host one actor each, so that Serve restarts, scales, updates and drains our actors.
+
+A host's replica starts its child in the replica's placement group and waits until it is ready; the data plane calls
+the child directly. A child that dies is replaced at once by its host; a host that dies takes its child with it (Ray
+ends actors whose owner is gone) and Serve starts another.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.kv_cache_manager import KVCacheManager
+from actors.names import MANAGER, namespace
+from configs.schema import CacheSection, Config, ModelSection, WorkerSection
+from engine.core.placement import CostModel
+from engine.core.scheduler import SchedulerLimits
+from engine.core.types import Role
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+MAX_CONCURRENT_CALLS = 10_000
+MANAGER_CPUS = 0.1
+
+
+class ActorHost:
+    """Starts one actor, replaces it when it dies, and speaks for its health."""
+
+    async def __init__(self, kind: str, config: Mapping[str, Any]) -> None:  # type: ignore[misc]
+        self._kind = kind
+        self._config = Config.model_validate(config)
+        context = serve.get_replica_context()
+        self._app_name = context.app_name
+        self._name = MANAGER if kind == MANAGER else f"{kind}-{context.replica_id.unique_id}"
+        self._failure: str | None = None
+        self._child = await self._start_child()
+        self._watch = asyncio.create_task(self._replace_when_dead())
+
+    async def check_health(self) -> None:
+        """Called by Serve; raises when the child cannot be brought back."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    async def _start_child(self) -> ActorHandle:
+        child = self._create_manager() if self._kind == MANAGER else self._create_worker(Role(self._kind))
+        await child.start.remote()
+        logger.info("%s started", self._name)
+        return child
+
+    async def _replace_when_dead(self) -> None:
+        while True:
+            try:
+                await self._child.join.remote()
+            except RayError as error:
+                logger.warning("%s died (%s), starting another", self._name, type(error).__name__)
+            try:
+                self._child = await self._start_child()
+            except (RayError, ValueError) as error:
+                self._failure = f"{self._name} does not start again: {error}"
+                return
+
+    def _options(self, **options: Any) -> dict[str, Any]:
+        group = ray.util.get_current_placement_group()
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=-1)
+        return {
+            "name": self._name,
+            "namespace": namespace(self._app_name),
+            "max_concurrency": MAX_CONCURRENT_CALLS,
+            **options,
+        }
+
+    def _create_manager(self) -> ActorHandle:
+        placement = self._config.placement
+        costs = CostModel(
+            block_size=self._config.cache.block_size,
+            import_bytes_per_s=placement.import_gib_per_s * GIB,
+            piggyback_tokens=placement.piggyback_tokens,
+        )
+        actor = ray.remote(KVCacheManager).options(**self._options(num_cpus=MANAGER_CPUS))
+        return actor.remote(costs, int(self._config.cache.segment_gib * GIB))
+
+    def _create_worker(self, role: Role) -> ActorHandle:
+        from actors.worker import WORKER_CLASSES  # torch comes with it, which a manager's host does not need
+
+        section: WorkerSection = getattr(self._config.workers, role)
+        actor = ray.remote(WORKER_CLASSES[role]).options(
+            **self._options(
+                num_cpus=section.num_cpus,
+                num_gpus=section.num_gpus,
+                resources=section.resources,
+                runtime_env={"env_vars": thread_environment(section.num_threads)},
+            )
+        )
+        settings = engine_settings(self._config.model, self._config.cache, section)
+        return actor.remote(settings, role, self._name, self._app_name)
+
+
+def engine_settings(model: ModelSection, cache: CacheSection, worker: WorkerSection) -> Any:
+    """The engine that a worker section describes."""
+    from engine.model.build import EngineSettings
+
+    return EngineSettings(
+        source=model.source,
+        dtype=model.dtype,
+        device=worker.device,
+        max_model_len=model.max_model_len,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        pool_gib=cache.pool_gib,
+        limits=SchedulerLimits(worker.token_budget, worker.max_requests),
+    )
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """How a worker's OpenMP threads wait: asleep, because workers on one machine share its cores."""
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    if num_threads:
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+    return environment

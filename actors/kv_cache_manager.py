@@ -1,0 +1,134 @@
+"""The central actor: admits requests, follows every worker's blocks, owns the exported KV, sends it where it is wanted.
+
+A thin shell around `engine.core.directory.Directory`: messages become events, instructions become calls.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from actors.messages import ExportItem, Registration, WorkerInfo
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
+from engine.core.errors import NoWorkerError
+from engine.core.placement import CostModel
+from engine.core.types import Admission, AdmitRequest
+
+logger = logging.getLogger(__name__)
+
+
+class KVCacheManager:
+    """The prefix index of the cluster and the owner of its exported KV."""
+
+    def __init__(self, costs: CostModel, segment_budget_bytes: int) -> None:
+        self._directory = Directory(costs, segment_budget_bytes)
+        self._handles: dict[str, ActorHandle] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+
+    async def start(self) -> None:
+        """Answers once the manager is up."""
+
+    async def join(self) -> None:
+        """Never returns: a caller learns of the manager's end by the error that this call then raises."""
+        await asyncio.Event().wait()
+
+    # Workers
+
+    async def register(self, registration: Registration, handle: list[ActorHandle]) -> None:
+        """Take up a worker and begin to read its export stream."""
+        worker_id, epoch = registration.worker_id, registration.epoch
+        known = self._followers.pop(worker_id, None)
+        if known is not None:
+            known.cancel()
+        self._handles[worker_id] = handle[0]
+        self._carry_out(
+            self._directory.register(worker_id, registration.role, epoch, registration.block_bytes, registration.hashes)
+        )
+        self._followers[worker_id] = asyncio.create_task(self._follow(worker_id, epoch, handle[0]))
+        logger.info("%s registered with %d blocks", worker_id, len(registration.hashes))
+
+    async def heartbeat(self, worker_id: str, epoch: int, prefill_tokens_per_s: float) -> bool:
+        """Whether this worker is registered; it reports its prefill rate (0: not measured yet)."""
+        self._directory.worker_measured(worker_id, epoch, prefill_tokens_per_s)
+        return self._directory.is_current(worker_id, epoch)
+
+    async def workers(self) -> list[WorkerInfo]:
+        """All registered workers."""
+        return [WorkerInfo(w.worker_id, w.role, w.epoch) for w in self._directory.workers.values()]
+
+    # Requests
+
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | None]:
+        """Place requests, each in one atomic step; None for one that no worker could take."""
+        admissions: list[Admission | None] = []
+        for request in requests:
+            try:
+                admission, instructions = self._directory.admit(request)
+            except NoWorkerError:
+                admissions.append(None)
+                continue
+            self._carry_out(instructions)
+            admissions.append(admission)
+        return admissions
+
+    async def settle(self, first_tokens: Sequence[str], released: Sequence[str]) -> None:
+        """Requests got their first token; requests ended."""
+        for request_id in first_tokens:
+            self._directory.first_token(request_id)
+        for request_id in released:
+            self._carry_out(self._directory.release(request_id))
+
+    async def statistics(self) -> dict[str, int]:
+        """Sizes of the index, after checking its integrity."""
+        self._directory.check_integrity()
+        return {
+            "num_workers": len(self._directory.workers),
+            "num_blocks": self._directory.num_blocks,
+            "num_segments": self._directory.num_segments,
+            "segment_bytes": self._directory.segment_bytes,
+            "num_reservations": self._directory.num_reservations,
+        }
+
+    # Inside
+
+    async def _follow(self, worker_id: str, epoch: int, handle: ActorHandle) -> None:
+        """Read one worker's export stream until the worker is gone."""
+        try:
+            stream = handle.export_stream.remote()
+            async for ref in stream:
+                item: ExportItem = await ref
+                if item.header is not None:
+                    payload = await anext(stream) if item.header.num_bytes else None
+                    self._carry_out(self._directory.segment_exported(worker_id, epoch, item.header, payload))
+                self._carry_out(self._directory.blocks_changed(worker_id, epoch, item.sealed, item.evicted))
+                self._carry_out(self._directory.export_failed(worker_id, epoch, item.missing))
+        except RayError as error:
+            logger.warning("%s is gone: %s", worker_id, type(error).__name__)
+        self._carry_out(self._directory.remove_worker(worker_id, epoch))
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            handle = self._handles[instruction.worker_id]
+            match instruction:
+                case Deliver(segment=Segment(header=header, ref=ref)):
+                    call = handle.import_segment.remote(header, [] if ref is None else [ref])
+                case Export(hashes=hashes):
+                    call = handle.export_blocks.remote(hashes)
+                case Lost(hashes=hashes):
+                    call = handle.blocks_lost.remote(hashes)
+            self._keep(call)
+
+    def _keep(self, call: Any) -> None:
+        """Hold a call's answer until it is there, and let a worker that died meanwhile be noticed by its stream."""
+        answer = asyncio.ensure_future(call)
+        self._calls.add(answer)
+        answer.add_done_callback(self._answered)
+
+    def _answered(self, answer: asyncio.Future[Any]) -> None:
+        self._calls.discard(answer)
+        if not answer.cancelled() and (error := answer.exception()) is not None and not isinstance(error, RayError):
+            logger.error("a worker refused an instruction: %s", error)

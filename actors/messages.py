@@ -1,0 +1,37 @@
+"""Values that actors send each other, beyond those of `engine.core.types`."""
+
+from dataclasses import dataclass
+
+from engine.core.types import BlockHash, Role, SegmentHeader
+
+
+@dataclass(frozen=True, slots=True)
+class ExportItem:
+    """One message of the export stream. If `header` names any bytes, the next item is the payload."""
+
+    header: SegmentHeader | None = None
+    sealed: tuple[BlockHash, ...] = ()
+    evicted: tuple[BlockHash, ...] = ()
+    missing: tuple[BlockHash, ...] = ()
+    """Blocks that were asked for and are not here any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """How a worker introduces itself to the manager."""
+
+    worker_id: str
+    epoch: int
+    role: Role
+    app_name: str
+    block_bytes: int
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A registered worker, as others may know it."""
+
+    worker_id: str
+    role: Role
+    epoch: int

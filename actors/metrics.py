@@ -1,0 +1,135 @@
+"""Every metric that raydix reports, in one place. Prometheus names are `ray_` plus these (Ray adds the prefix)."""
+
+import time
+from typing import TYPE_CHECKING
+
+from ray.serve import metrics as serve_metrics
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from engine.core.types import Role
+
+if TYPE_CHECKING:
+    from engine.core.request import Request
+    from engine.model.engine import Engine
+
+_LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
+_GAUGE_INTERVAL_S = 0.5
+
+
+class WorkerMetrics:
+    """What one worker reports; counters are gathered and flushed twice a second, off the step's critical path."""
+
+    def __init__(self, worker_id: str, role: Role) -> None:
+        tags = {"worker": worker_id, "role": str(role)}
+        keys = tuple(tags)
+
+        def counter(name: str, description: str) -> Counter:
+            metric = Counter(name, description=description, tag_keys=keys)
+            metric.set_default_tags(tags)
+            return metric
+
+        def gauge(name: str, description: str) -> Gauge:
+            metric = Gauge(name, description=description, tag_keys=keys)
+            metric.set_default_tags(tags)
+            return metric
+
+        self._computed = counter("raydix_computed_tokens", "Tokens computed, prompt and generated.")
+        self._generated = counter("raydix_decode_tokens", "Tokens computed one per step.")
+        self._exported = counter("raydix_exported_bytes", "KV bytes sent to the object store.")
+        self._imported = counter("raydix_imported_bytes", "KV bytes taken from the object store.")
+        self._preempted = counter("raydix_preemptions", "Requests that lost their blocks to make room.")
+        self._running = gauge("raydix_running_requests", "Requests that hold blocks.")
+        self._waiting = gauge("raydix_waiting_requests", "Requests that wait for blocks, imports or their turn.")
+        self._available = gauge("raydix_available_blocks", "Blocks that are free or cached by nobody's request.")
+        self._cached = gauge("raydix_cached_blocks", "Blocks that nobody holds and that can still be hit.")
+        self._queue_s = Histogram(
+            "raydix_queue_seconds", description="Submission to start.", boundaries=_LATENCY_S, tag_keys=keys
+        )
+        self._queue_s.set_default_tags(tags)
+        self._num_tokens = 0
+        self._num_decodes = 0
+        self._num_preempted = 0
+        self._flushed_at = 0.0
+
+    def step(self, num_tokens: int, num_decodes: int, num_preempted: int, engine: "Engine") -> None:
+        """Count one engine step."""
+        self._num_tokens += num_tokens
+        self._num_decodes += num_decodes
+        self._num_preempted += num_preempted
+        now = time.monotonic()
+        if now - self._flushed_at < _GAUGE_INTERVAL_S:
+            return
+        self._flushed_at = now
+        for metric, count in (
+            (self._computed, self._num_tokens),
+            (self._generated, self._num_decodes),
+            (self._preempted, self._num_preempted),
+        ):
+            if count:
+                metric.inc(count)
+        self._num_tokens = self._num_decodes = self._num_preempted = 0
+        self._running.set(len(engine.scheduler.running))
+        self._waiting.set(engine.scheduler.num_waiting)
+        self._available.set(engine.pool.num_available)
+        self._cached.set(engine.pool.num_cached)
+
+    def finished(self, request: "Request") -> None:
+        """Count one request that ended or was handed over."""
+        if request.started_at is not None:
+            self._queue_s.observe(max(request.started_at - request.submitted_at, 0.0))
+
+    def exported_bytes(self, count: int) -> None:
+        self._exported.inc(count)
+
+    def imported_bytes(self, count: int) -> None:
+        self._imported.inc(count)
+
+
+class IngressMetrics:
+    """What one ingress replica reports, once per request."""
+
+    def __init__(self) -> None:
+        self._requests = serve_metrics.Counter(
+            "raydix_requests", description="Requests by how they ended.", tag_keys=("outcome",)
+        )
+        self._prompt = serve_metrics.Counter("raydix_prompt_tokens", description="Prompt tokens received.")
+        self._generated = serve_metrics.Counter("raydix_generation_tokens", description="Tokens generated.")
+        self._hits = serve_metrics.Counter(
+            "raydix_cache_hit_tokens",
+            description="Prompt tokens found in a cache, by where the request's worker found them.",
+            tag_keys=("source",),
+        )
+        self._ttft_s = serve_metrics.Histogram(
+            "raydix_ttft_seconds", description="Arrival to first token.", boundaries=_LATENCY_S
+        )
+        self._tpot_s = serve_metrics.Histogram(
+            "raydix_tpot_seconds", description="Mean time per token after the first.", boundaries=_LATENCY_S
+        )
+        self._failovers = serve_metrics.Counter(
+            "raydix_failovers", description="Requests that went on at another worker."
+        )
+
+    def finished(
+        self,
+        outcome: str,
+        num_prompt: int,
+        num_generated: int,
+        hits: dict[str, int],
+        ttft_s: float | None,
+        tpot_s: float | None,
+    ) -> None:
+        """Count one request at its end."""
+        self._requests.inc(tags={"outcome": outcome})
+        self._prompt.inc(num_prompt)
+        if num_generated:
+            self._generated.inc(num_generated)
+        for source, count in hits.items():
+            if count:
+                self._hits.inc(count, tags={"source": source})
+        if ttft_s is not None:
+            self._ttft_s.observe(ttft_s)
+        if tpot_s is not None:
+            self._tpot_s.observe(tpot_s)
+
+    def failed_over(self) -> None:
+        self._failovers.inc()

@@ -1,0 +1,19 @@
+"""Names under which the parts of one application find each other in the cluster."""
+
+import ray
+from ray.actor import ActorHandle
+
+MANAGER = "kv_cache_manager"
+
+
+def namespace(app_name: str) -> str:
+    """Each Serve application has its own Ray namespace, so several can share a cluster."""
+    return f"raydix:{app_name}"
+
+
+def find_actor(name: str, app_name: str) -> ActorHandle | None:
+    """The living actor of that name; None while there is none."""
+    try:
+        return ray.get_actor(name, namespace=namespace(app_name))
+    except ValueError:
+        return None

@@ -1,0 +1,319 @@
+"""The actor that owns one engine: prefill, decode or mixed.
+
+Three streams leave a worker. Each ingress replica reads one *token stream*: a list of token events per engine step,
+whatever the number of requests. The manager reads the one *export stream*: changes of the pool, and segments, each a
+header followed by its payload. What the export stream yields belongs to its reader, so exported KV outlives the worker
+(and would die with the manager, whose index would be gone anyway). And a heartbeat keeps the worker registered.
+
+The engine runs in a thread; this class only moves messages between that thread and Ray.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.messages import ExportItem, Registration
+from actors.metrics import WorkerMetrics
+from actors.names import MANAGER, find_actor
+from engine.core.types import Assignment, BlockHash, Role, SegmentHeader, TokenEvent
+from engine.model.build import EngineSettings, build_engine
+from engine.model.engine import Engine, ExportedSegment, StepResult
+from engine.model.loop import EngineLoop, LoopOutput
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+INGRESS_SILENCE_S = 10.0
+"""An ingress that neither submits nor pings for so long is gone, and its requests are aborted."""
+FETCH_TIMEOUT_S = 20.0
+MAX_QUEUED_EXPORTS = 256
+MIN_RATED_TOKENS = 64
+"""Steps with fewer prefill tokens say little about the prefill rate."""
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What waits to be read by one ingress replica."""
+
+    events: list[TokenEvent] = field(default_factory=list)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+    seen_at: float = field(default_factory=time.monotonic)
+    reader: int = 0
+
+
+class Worker:
+    """One engine and its streams. `epoch` tells this incarnation from earlier ones of the same id."""
+
+    def __init__(self, settings: EngineSettings, role: Role, worker_id: str, app_name: str) -> None:
+        self._role = role
+        self._worker_id = worker_id
+        self._app_name = app_name
+        self._epoch = time.time_ns()
+        self._metrics = WorkerMetrics(worker_id, role)
+        self._engine = build_engine(settings)
+        self._loop_thread = EngineLoop(self._engine, self._publish)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._outboxes: dict[str, _Outbox] = {}
+        self._reply_to: dict[str, str] = {}
+        self._exports: asyncio.Queue[ExportItem | ExportedSegment] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._prefill_tokens_per_s = 0.0
+
+    async def start(self) -> str:
+        """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
+        if self._event_loop is None:
+            self._event_loop = asyncio.get_running_loop()
+            self._loop_thread.start()
+            self._tasks = [
+                asyncio.create_task(self._stay_registered()),
+                asyncio.create_task(self._watch_ingresses()),
+            ]
+        return self._worker_id
+
+    async def join(self) -> None:
+        """Never returns: a caller learns of the worker's end by the error that this call then raises."""
+        await asyncio.Event().wait()
+
+    # Requests
+
+    async def submit(self, assignments: Sequence[Assignment]) -> None:
+        """Take requests on. Their events appear on the token stream of the ingress they name."""
+        for assignment in assignments:
+            self._reply_to[assignment.request_id] = assignment.reply_to
+            self._outbox(assignment.reply_to).seen_at = time.monotonic()
+        now = time.monotonic()
+
+        def command(engine: Engine) -> None:
+            for assignment in assignments:
+                engine.submit(assignment, now)
+
+        self._loop_thread.post(command)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget requests; unknown ones have ended already."""
+        for request_id in request_ids:
+            self._reply_to.pop(request_id, None)
+        self._loop_thread.post(lambda engine: engine.abort(request_ids))
+
+    async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
+        """The prefill worker of these requests is gone: compute what has not arrived."""
+        self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
+
+    async def ping(self, ingress_id: str) -> None:
+        """An ingress replica says that it is alive."""
+        self._outbox(ingress_id).seen_at = time.monotonic()
+
+    async def token_stream(self, ingress_id: str) -> AsyncIterator[list[TokenEvent]]:
+        """Events for one ingress replica, a list per engine step; a later call takes over from an earlier one."""
+        outbox = self._outbox(ingress_id)
+        outbox.reader += 1
+        reader = outbox.reader
+        while outbox.reader == reader:
+            await outbox.filled.wait()
+            if outbox.reader == reader:
+                events, outbox.events = outbox.events, []
+                outbox.filled.clear()
+                yield events
+
+    # Blocks
+
+    async def export_stream(self) -> AsyncIterator[Any]:
+        """Changes of the pool and exported segments, for the manager that registered this worker last."""
+        exports = self._exports
+        while exports is self._exports:
+            item = await exports.get()
+            if isinstance(item, ExportItem):
+                yield item
+                continue
+            yield ExportItem(header=item.header)
+            if item.header.num_bytes:
+                self._metrics.exported_bytes(item.header.num_bytes)
+                yield item.payload
+
+    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef]) -> None:
+        """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
+        content = None
+        try:
+            if payload:
+                content = await asyncio.wait_for(_fetch(payload[0]), FETCH_TIMEOUT_S)
+                self._metrics.imported_bytes(header.num_bytes)
+        except (RayError, TimeoutError) as error:
+            logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
+        now = time.monotonic()
+        self._loop_thread.post(lambda engine: engine.import_segment(header, content, now) and None)
+
+    async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
+        """Export blocks of the pool; what is not here any more is reported as missing."""
+
+        def export(engine: Engine) -> None:
+            segment, missing = engine.export(hashes)
+            if segment is not None:
+                self._in_event_loop(self._exports_put, segment)
+            if missing:
+                self._in_event_loop(self._exports_put, ExportItem(missing=missing))
+
+        self._loop_thread.post(export)
+
+    async def blocks_lost(self, hashes: Sequence[BlockHash]) -> None:
+        """Promised blocks will not come."""
+        self._loop_thread.post(lambda engine: engine.scheduler.blocks_lost(hashes))
+
+    async def reset_cache(self) -> int:
+        """Forget every block that no request holds; returns how many."""
+        return int(await self._ask(lambda engine: engine.pool.reset()))
+
+    async def statistics(self) -> dict[str, Any]:
+        """Counts of requests and blocks, for health checks and tests; checks the engine's integrity on the way."""
+
+        def collect(engine: Engine) -> dict[str, Any]:
+            engine.scheduler.check_integrity()
+            return {
+                "worker_id": self._worker_id,
+                "role": str(self._role),
+                "epoch": self._epoch,
+                "num_blocks": engine.pool.num_blocks,
+                "num_available_blocks": engine.pool.num_available,
+                "num_cached_blocks": engine.pool.num_cached,
+                "num_running": len(engine.scheduler.running),
+                "num_waiting": engine.scheduler.num_waiting,
+            }
+
+        result: dict[str, Any] = await self._ask(collect)
+        return result
+
+    # Inside
+
+    async def _ask(self, question: Any) -> Any:
+        """Run `question(engine)` in the engine's thread and return its answer."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def command(engine: Engine) -> None:
+            try:
+                self._in_event_loop(answer.set_result, question(engine))
+            except Exception as error:  # the engine's thread must survive; the caller gets the error
+                self._in_event_loop(answer.set_exception, error)
+
+        self._loop_thread.post(command)
+        return await answer
+
+    def _in_event_loop(self, function: Any, *args: Any) -> None:
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(function, *args)
+
+    def _publish(self, output: LoopOutput) -> None:
+        """Called in the engine's thread after each step."""
+        self._in_event_loop(self._dispatch, output)
+
+    def _dispatch(self, output: LoopOutput) -> None:
+        step = output.step
+        events: Iterable[TokenEvent] = output.failures
+        if step is not None:
+            events = (*step.events, *output.failures)
+            for segment in step.segments:
+                self._exports_put(segment)
+            for request in step.finished:
+                self._metrics.finished(request)
+            self._measure(step, output.step_s)
+        if output.sealed or output.evicted:
+            self._exports_put(ExportItem(sealed=output.sealed, evicted=output.evicted))
+        touched = set()
+        for event in events:
+            ingress_id = self._reply_to.get(event.request_id)
+            if ingress_id is not None:
+                self._outboxes[ingress_id].events.append(event)
+                touched.add(ingress_id)
+                if event.finish is not None:
+                    del self._reply_to[event.request_id]
+        for ingress_id in touched:
+            self._outboxes[ingress_id].filled.set()
+
+    def _measure(self, step: StepResult, step_s: float) -> None:
+        """Count the step, and follow the prefill rate from steps that mostly prefilled."""
+        self._metrics.step(step.num_tokens, step.num_decodes, step.num_preempted, self._engine)
+        if step.num_tokens - step.num_decodes >= MIN_RATED_TOKENS:
+            rate = step.num_tokens / step_s
+            old = self._prefill_tokens_per_s
+            self._prefill_tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
+
+    def _exports_put(self, item: ExportItem | ExportedSegment) -> None:
+        """Queue an item for the manager. While nobody reads, payloads are dropped: their receivers compute them."""
+        if isinstance(item, ExportItem) or self._exports.qsize() < MAX_QUEUED_EXPORTS:
+            self._exports.put_nowait(item)
+
+    def _outbox(self, ingress_id: str) -> _Outbox:
+        return self._outboxes.setdefault(ingress_id, _Outbox())
+
+    async def _stay_registered(self) -> None:
+        """Register with the manager, and again with every new one: it knows us only while it lives."""
+        while True:
+            try:
+                manager = find_actor(MANAGER, self._app_name)
+                if manager is not None:
+                    await manager.register.remote(await self._introduce(), [ray.get_runtime_context().current_actor])
+                    while await manager.heartbeat.remote(self._worker_id, self._epoch, self._prefill_tokens_per_s):
+                        await asyncio.sleep(HEARTBEAT_S)
+            except RayError as error:
+                logger.info("manager out of reach: %s", type(error).__name__)
+                self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
+            await asyncio.sleep(HEARTBEAT_S / 2)
+
+    async def _introduce(self) -> Registration:
+        """What the pool holds now; the export stream starts over from exactly there."""
+
+        def snapshot(engine: Engine) -> None:
+            engine.pool.drain_journal()
+            self._in_event_loop(restart, tuple(engine.pool.hashes()))
+
+        def restart(hashes: tuple[BlockHash, ...]) -> None:
+            old, self._exports = self._exports, asyncio.Queue()
+            old.put_nowait(ExportItem())  # wakes the reader of the old stream, which then ends
+            taken.set_result(hashes)
+
+        taken: asyncio.Future[tuple[BlockHash, ...]] = asyncio.get_running_loop().create_future()
+        self._loop_thread.post(snapshot)
+        return Registration(
+            self._worker_id, self._epoch, self._role, self._app_name, self._engine.store.block_bytes, await taken
+        )
+
+    async def _watch_ingresses(self) -> None:
+        """Abort what belongs to ingress replicas that are gone."""
+        while True:
+            await asyncio.sleep(INGRESS_SILENCE_S / 4)
+            deadline = time.monotonic() - INGRESS_SILENCE_S
+            for ingress_id in [ingress for ingress, outbox in self._outboxes.items() if outbox.seen_at < deadline]:
+                orphans = [request for request, ingress in self._reply_to.items() if ingress == ingress_id]
+                await self.abort(orphans)
+                outbox = self._outboxes.pop(ingress_id)
+                outbox.reader += 1
+                outbox.filled.set()
+                if orphans:
+                    logger.warning("ingress %s is gone: %d requests aborted", ingress_id, len(orphans))
+
+
+class PrefillWorker(Worker):
+    """Computes prompts in chunks and exports their KV."""
+
+
+class DecodeWorker(Worker):
+    """Imports KV and generates; prefills a short suffix, or what was lost, by itself."""
+
+
+class MixedWorker(Worker):
+    """Does both, without hand-over."""
+
+
+WORKER_CLASSES: dict[Role, type[Worker]] = {
+    Role.PREFILL: PrefillWorker,
+    Role.DECODE: DecodeWorker,
+    Role.MIXED: MixedWorker,
+}
+
+
+async def _fetch(ref: ray.ObjectRef) -> Any:
+    return await ref

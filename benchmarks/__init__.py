@@ -1,0 +1,1 @@
+"""Benchmarks: programs that measure, and the figures they left in `results/`."""

@@ -1,0 +1,55 @@
+"""`raydix`: parses the command line and runs a subcommand. Exit code 2 says that it could not start."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from engine.core.errors import StartupError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options) or 0)
+    except StartupError as error:
+        print(f"raydix: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="raydix", description="LLM serving on Ray.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve = commands.add_parser("serve", help="start Ray and Serve on this machine and serve a model")
+    serve.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")
+    serve.add_argument("--config", default="cpu", help="name or path of a configuration (default: cpu)")
+    serve.add_argument("--host", help="address to bind (default: the configuration's, 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="port to bind (default: the configuration's, 8000)")
+    serve.set_defaults(run=_serve)
+
+    chat = commands.add_parser("chat", help="chat with a running server in the terminal")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    chat.add_argument("--model", help="the model's name (default: the server's first)")
+    chat.add_argument("--system", help="a system message to begin with")
+    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: %(default)s)")
+    chat.set_defaults(run=_chat)
+    return parser
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from cli.serve import run  # Ray is slow to import, and its switches must be in the environment before
+
+    return run(options)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from cli.chat import run
+
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""`raydix serve`: a Ray cluster of this machine alone, Serve on it, the application, until a signal ends it all."""
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from configs import Config, load_config
+from engine.core.errors import StartupError
+
+APP_NAME = "raydix"
+GIB = 1 << 30
+STORE_RESERVE_GIB = 0.5
+"""Object store beyond the exported KV: segments in flight, and what Ray itself puts there."""
+READY_TIMEOUT_S = 900.0
+
+SERVE_SWITCHES = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_preallocate_plasma_memory": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Serve's fast path, both switches or neither, in every Ray process; and an object store without page faults."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code.
+
+    Raises:
+        StartupError: configuration, model, or port cannot be used.
+    """
+    config = load_config(options.config, _overrides(options))
+    console = Console(stderr=True, highlight=False)
+    stop = _stop_on_signals()
+    with console.status("loading the model's description") as status:
+        _check_model(config, status)
+        _check_port(config.http.host, config.http.port)
+        started = time.monotonic()
+        for name, value in SERVE_SWITCHES.items():
+            os.environ.setdefault(name, value)
+        cluster = _Cluster(config)
+        try:
+            status.update("starting Ray")
+            cluster.start()
+            cluster.deploy(status, stop)
+        except BaseException:
+            cluster.stop()
+            raise
+    try:
+        if not stop.is_set():
+            console.print(f"ready after {time.monotonic() - started:.1f} s: {_url(config)}\n\n{example(config)}\n")
+        stop.wait()
+        console.print("stopping")
+    finally:
+        cluster.stop()
+    return 0
+
+
+def example(config: Config) -> str:
+    """A request to paste into a shell."""
+    from engine.model.sources import model_name
+
+    name = config.model.name or model_name(config.model.source)
+    return (
+        f"curl {_url(config)}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f'\'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\''
+    )
+
+
+class _Cluster:
+    """A local Ray cluster with Serve, owned by this process."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def start(self) -> None:
+        import ray
+
+        cache = self._config.cache
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=int((cache.segment_gib + STORE_RESERVE_GIB) * GIB),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
+        )
+
+    def deploy(self, status: Status, stop: threading.Event) -> None:
+        """Start Serve and the application; returns when it is ready, or when told to stop.
+
+        Raises:
+            StartupError: a part of it cannot start.
+        """
+        from ray import serve
+
+        from serve_app import compose
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(http_options={"host": self._config.http.host, "port": self._config.http.port})
+        serve._run(compose(self._config), name=APP_NAME, _blocking=False)  # noqa: SLF001
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not stop.wait(0.2):
+            application = serve.status().applications.get(APP_NAME)
+            if application is None:
+                continue
+            if application.status == "RUNNING":
+                return
+            if application.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline:
+                raise StartupError(_reason(application))
+            ready = [name for name, part in application.deployments.items() if part.status == "HEALTHY"]
+            status.update(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
+
+    def stop(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            with _without_signals():
+                from ray import serve
+
+                serve.shutdown()
+                ray.shutdown()
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    chosen = {
+        "model": {"source": options.model},
+        "http": {"host": options.host, "port": options.port},
+    }
+    sections = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in chosen.items()
+    }
+    return {section: values for section, values in sections.items() if values}
+
+
+def _check_model(config: Config, status: Status) -> None:
+    """Find, and if need be fetch or convert, the model before anything is started."""
+    from engine.model.config import ModelConfig
+    from engine.model.sources import resolve_model
+
+    ModelConfig.from_folder(resolve_model(config.model.source, status.update))
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
+            raise StartupError(f"{host}:{port} {reason}; choose another with --port or --host") from None
+
+
+def _stop_on_signals() -> threading.Event:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _without_signals() -> Any:
+    class Ignoring:
+        def __enter__(self) -> None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    return Ignoring()
+
+
+def _reason(application: Any) -> str:
+    """The last lines that say why a deployment failed."""
+    messages = [part.message for part in application.deployments.values() if part.status != "HEALTHY" and part.message]
+    lines = [line.strip() for line in " ".join(messages or [application.message]).splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return f"the application did not start: {(errors or lines or ['no reason given'])[-1]}"
+
+
+def _url(config: Config) -> str:
+    host = config.http.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}"

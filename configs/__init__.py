@@ -1,0 +1,6 @@
+"""Configuration: the schema and the YAML files that come with raydix."""
+
+from configs.load import load_config
+from configs.schema import Config
+
+__all__ = ["Config", "load_config"]

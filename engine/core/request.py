@@ -1,0 +1,77 @@
+"""A request inside one worker: its tokens, its blocks, and how far it has come."""
+
+from dataclasses import dataclass, field
+
+from engine.core.hashing import hash_block, hash_blocks
+from engine.core.types import Assignment, BlockHash, Stage
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The mutable state of an assignment. Owned by the scheduler; nobody else writes to it.
+
+    Positions below `num_computed` have their KV in `blocks`; positions below `num_shared` lie in blocks that were
+    found in the cache and must not be written again. The request is *decoding* when one token remains to be computed.
+    """
+
+    assignment: Assignment
+    root: BlockHash
+    block_size: int
+    arrival: int
+    """Order of submission in this worker; the latest is preempted first."""
+    token_ids: list[int] = field(init=False)
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    """Hashes of the full blocks of `token_ids` that have been needed so far."""
+    num_computed: int = 0
+    num_shared: int = 0
+    num_sealed: int = 0
+    """How many of `blocks`, from the first, have been sealed or were found sealed."""
+    awaited: set[BlockHash] = field(default_factory=set)
+    """Blocks that are on their way from elsewhere; the request waits for them until `await_deadline`."""
+    awaits_handover: bool = field(init=False)
+    """Whether a prefill worker is to send the first sampled token, too."""
+    await_deadline: float = 0.0
+    held: list[int] = field(default_factory=list)
+    """Imported blocks kept for this request until it starts."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the cache when the request first started; None before that."""
+    num_preemptions: int = 0
+    submitted_at: float = 0.0
+    started_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.assignment.token_ids)
+        self.awaited = set(self.assignment.awaited)
+        self.awaits_handover = self.assignment.stage is Stage.DECODE
+
+    @property
+    def request_id(self) -> str:
+        return self.assignment.request_id
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed before the next token can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens so far, those of earlier attempts included: the position of the next one."""
+        return len(self.token_ids) - self.assignment.num_prompt_tokens
+
+    def full_hashes(self) -> list[BlockHash]:
+        """Hashes of all full blocks of the tokens so far, extending what was known."""
+        known = len(self.hashes)
+        if len(self.token_ids) // self.block_size > known:
+            parent = self.hashes[-1] if self.hashes else self.root
+            self.hashes += hash_blocks(parent, self.token_ids[known * self.block_size :], self.block_size)
+        return self.hashes
+
+    def tail_hash(self, num_tokens: int) -> BlockHash | None:
+        """The hash of the partial last block of the first `num_tokens` tokens; None if they end at a block's edge."""
+        full = num_tokens // self.block_size
+        if num_tokens == full * self.block_size:
+            return None
+        hashes = self.full_hashes()
+        parent = hashes[full - 1] if full else self.root
+        return hash_block(parent, self.token_ids[full * self.block_size : num_tokens])

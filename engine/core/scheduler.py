@@ -1,0 +1,457 @@
+"""What one worker computes in its next step.
+
+One token budget covers a step. Running decodes come first, one token each, so that nobody's stream waits for more than
+one budget of somebody else's prefill (the stall-free schedule of Sarathi-Serve, OSDI '24). What is left goes to
+prefills in chunks: half of it to the oldest, the other half to the one with the least left to do, so that a short
+prompt is not stuck behind a long one and a long one always moves. Prefills that started come before requests that
+wait, and of those the preempted ones come first.
+
+When blocks run out, the latest request is preempted: its blocks are released (the full ones stay cached until they are
+needed) and it will be computed again from where the cache ends.
+
+Pure logic: no tensors, no clock. `schedule(now)` says what to compute; `update` takes the sampled tokens.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from engine.core.block_pool import BlockPool
+from engine.core.request import Request
+from engine.core.types import (
+    Assignment,
+    BlockHash,
+    FinishReason,
+    Handover,
+    Stage,
+    TokenEvent,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one step."""
+
+    token_budget: int
+    """Tokens computed in one step, decodes and prefill chunks together."""
+    max_requests: int
+    """Requests that hold blocks at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Consecutive positions of one request to compute in this step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    store_from: int
+    """Positions below it are in shared blocks already: computed for their output, not stored."""
+    samples: bool
+    """Whether the chunk reaches the last token, so that the next one is sampled from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's work. `preempted` lost their blocks to make room for it."""
+
+    chunks: tuple[ScheduledChunk, ...]
+    preempted: tuple[str, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The runner's answer for one sampling chunk."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedBlocks:
+    """Blocks to be sent out, held for the exporter until it has copied them and released them."""
+
+    request_id: str
+    hashes: tuple[BlockHash, ...]
+    blocks: tuple[int, ...]
+    handover: Handover | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What became of a step: events for the ingress, blocks for other workers."""
+
+    events: tuple[TokenEvent, ...]
+    exports: tuple[ExportedBlocks, ...]
+    finished: tuple[Request, ...]
+
+
+class Scheduler:
+    """Owns the requests of one worker and decides each step."""
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, max_model_len: int) -> None:
+        assert max_model_len <= pool.num_blocks * pool.block_size, "the longest request must fit into the pool"
+        self.pool = pool
+        self.limits = limits
+        self.max_model_len = max_model_len
+        self.waiting: deque[Request] = deque()
+        self.preempted: deque[Request] = deque()
+        self.running: dict[str, Request] = {}
+        self._requests: dict[str, Request] = {}
+        self._computing: dict[BlockHash, Request] = {}
+        """Blocks that a running prefill is about to fill; whoever else needs one waits for it."""
+        self._num_submitted = 0
+
+    # Requests come and go
+
+    def submit(self, assignment: Assignment, root: BlockHash, now: float) -> None:
+        """Queue an assignment. A newer attempt of a known request replaces the older one."""
+        known = self._requests.get(assignment.request_id)
+        if known is not None:
+            if known.assignment.attempt >= assignment.attempt:
+                return
+            self.abort(assignment.request_id)
+        request = Request(assignment, root, self.pool.block_size, self._num_submitted, submitted_at=now)
+        self._num_submitted += 1
+        for block_hash in assignment.awaited:
+            self._hold_if_here(request, block_hash)
+        request.await_deadline = now + assignment.await_timeout_s
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and release what it holds; False if it is not here."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._remove(request)
+        return True
+
+    def blocks_arrived(self, hashes: Iterable[BlockHash], now: float) -> None:
+        """Imported blocks are in the pool: hold them for those who wait, and let those wait on."""
+        arrived = set(hashes)
+        if not arrived:
+            return
+        for request in self._awaiting():
+            for block_hash in request.awaited & arrived:
+                self._hold_if_here(request, block_hash)
+                request.await_deadline = now + request.assignment.await_timeout_s
+
+    def blocks_lost(self, hashes: Iterable[BlockHash]) -> None:
+        """Blocks that were promised will not come: whoever waited computes them."""
+        lost = set(hashes)
+        for request in self._awaiting():
+            request.awaited -= lost
+
+    def stop_awaiting(self, request_ids: Iterable[str]) -> None:
+        """Whoever was to send these requests their KV is gone: compute what is missing."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.awaited.clear()
+                request.awaits_handover = False
+
+    def stop_awaiting_all(self) -> None:
+        """Nobody will send anything any more: the manager is gone."""
+        self.stop_awaiting([request.request_id for request in self._awaiting()])
+
+    def handed_over(self, handover: Handover) -> None:
+        """The prefill worker is done: the decode assignment goes on from the token it sampled."""
+        request = self._requests.get(handover.request_id)
+        if request is None or request.assignment.attempt != handover.attempt or not request.awaits_handover:
+            return
+        request.awaits_handover = False
+        request.token_ids.append(handover.token_id)
+
+    # One step
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Choose the next step's chunks and make sure that each has its blocks."""
+        budget = self.limits.token_budget
+        preempted: list[str] = []
+        chunks: list[ScheduledChunk] = []
+        for request in [request for request in self.running.values() if request.num_remaining == 1]:
+            if budget > 0 and self._make_room(request, 1, preempted):
+                chunks.append(_chunk(request, 1))
+                budget -= 1
+        if not preempted:
+            self._admit(now)
+        scheduled = {chunk.request.request_id for chunk in chunks}
+        prefills = [request for request in self.running.values() if request.request_id not in scheduled]
+        for request, share in share_budget(prefills, budget):
+            if self._make_room(request, share, preempted):
+                chunks.append(_chunk(request, share))
+        return SchedulerOutput(
+            tuple(chunk for chunk in chunks if chunk.request.request_id in self.running), tuple(preempted)
+        )
+
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, SampledToken], now: float) -> StepOutcome:
+        """Record a step's results: seal what is full, append sampled tokens, finish who is done."""
+        events: list[TokenEvent] = []
+        exports: list[ExportedBlocks] = []
+        finished: list[Request] = []
+        for chunk in output.chunks:
+            request = chunk.request
+            if self._requests.get(request.request_id) is not request:
+                continue  # aborted while the step ran
+            request.num_computed = chunk.start + chunk.num_tokens
+            first_new = self._seal_full_blocks(request)
+            self.blocks_arrived(request.hashes[first_new : request.num_sealed], now)
+            event = self._append(request, sampled[request.request_id]) if chunk.samples else None
+            if event is not None:
+                events.append(event)
+            if request.assignment.stage is Stage.PREFILL:
+                exports += self._export(request, first_new, event)
+            if event is not None and (event.finish is not None or request.assignment.stage is Stage.PREFILL):
+                self._remove(request)
+                finished.append(request)
+        return StepOutcome(tuple(events), tuple(exports), tuple(finished))
+
+    # What others may ask
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks to compute with: waiting and preempted ones."""
+        return len(self.waiting) + len(self.preempted)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens still to be computed before every request here decodes; cached prefixes not subtracted."""
+        return sum(request.num_remaining for request in self._requests.values() if request.num_remaining > 1)
+
+    def requests(self) -> Iterable[Request]:
+        return self._requests.values()
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def next_deadline(self) -> float | None:
+        """When the next waiting request gives up on its imports; None if nobody waits for any."""
+        return min((request.await_deadline for request in self._awaiting()), default=None)
+
+    def check_integrity(self, extra_held: Iterable[int] = ()) -> None:
+        """Assert that each request is in one place and that the pool's references are theirs and `extra_held`."""
+        places = [*self.waiting, *self.preempted, *self.running.values()]
+        assert len(places) == len(self._requests) == len({request.request_id for request in places})
+        assert all(owner.request_id in self.running for owner in self._computing.values())
+        held = list(extra_held)
+        for request in places:
+            running = request.request_id in self.running
+            assert request.num_computed <= len(request.blocks) * self.pool.block_size
+            assert request.num_computed < len(request.token_ids)
+            assert running or not request.blocks
+            assert not running or not request.held
+            held += request.blocks + request.held
+        self.pool.check_integrity(held)
+
+    # Admission
+
+    def _admit(self, now: float) -> None:
+        """Start waiting requests while their blocks fit: preempted ones first, and nobody overtakes them."""
+        room = self.pool.num_available - sum(self._num_missing_blocks(request) for request in self.running.values())
+        for queue in (self.preempted, self.waiting):
+            for request in list(queue):
+                if len(self.running) >= self.limits.max_requests:
+                    return
+                if not _is_ready(request, now):
+                    continue
+                matched = self.pool.match(request.full_hashes())
+                if self._is_being_computed(request, len(matched)):
+                    continue
+                num_taken = sum(self.pool.is_cached(block) for block in matched)
+                num_missing = self._num_blocks(request) - len(matched)
+                if num_taken + num_missing > room and self.running:
+                    return
+                room -= num_taken + num_missing
+                queue.remove(request)
+                self._start(request, matched, now)
+            if queue:
+                return
+
+    def _is_being_computed(self, request: Request, num_matched: int) -> bool:
+        """Whether a running prefill is about to fill the first block that `request` lacks."""
+        hashes = request.full_hashes()
+        return num_matched < len(hashes) and hashes[num_matched] in self._computing
+
+    def _start(self, request: Request, matched: list[int], now: float) -> None:
+        self.pool.acquire(matched)
+        self._drop_holds(request)
+        block_size, last = self.pool.block_size, len(request.token_ids) - 1
+        request.blocks = list(matched)
+        request.num_sealed = len(matched)
+        request.num_shared = len(matched) * block_size
+        request.num_computed = min(request.num_shared, last)
+        self._take_tail(request)
+        for block_hash in request.full_hashes()[len(matched) :]:
+            self._computing.setdefault(block_hash, request)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(request.num_computed, request.assignment.num_prompt_tokens)
+            request.started_at = now
+        self.running[request.request_id] = request
+
+    def _take_tail(self, request: Request) -> None:
+        """Take up the imported partial block that ends a handed-over prompt, if it is here and nobody's."""
+        num_prompt = request.assignment.num_prompt_tokens
+        if request.assignment.stage is not Stage.DECODE or len(request.blocks) != num_prompt // self.pool.block_size:
+            return
+        tail = request.tail_hash(num_prompt)
+        block = None if tail is None else self.pool.lookup(tail)
+        if block is not None and request.num_output > 0 and self.pool.take_over(block):
+            request.blocks.append(block)
+            request.num_computed = request.num_shared = num_prompt
+
+    # Blocks
+
+    def _num_blocks(self, request: Request) -> int:
+        """Blocks the request needs to sample its next token and store that token's KV."""
+        return len(request.token_ids) // self.pool.block_size + 1
+
+    def _num_missing_blocks(self, request: Request) -> int:
+        return max(0, self._num_blocks(request) - len(request.blocks))
+
+    def _make_room(self, request: Request, num_tokens: int, preempted: list[str]) -> bool:
+        """Give `request` the blocks for its next `num_tokens`, preempting later requests; False if it had to go."""
+        if request.request_id not in self.running:
+            return False
+        block_size = self.pool.block_size
+        missing = -(-(request.num_computed + num_tokens) // block_size) - len(request.blocks)
+        while missing > self.pool.num_available:
+            if self._drop_all_holds():
+                continue
+            victim = max(self.running.values(), key=lambda candidate: candidate.arrival)
+            self._preempt(victim)
+            preempted.append(victim.request_id)
+            if victim is request:
+                return False
+        if missing > 0:
+            request.blocks += self.pool.allocate(missing)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._leave_running(request)
+        request.num_preemptions += 1
+        self.preempted.appendleft(request)
+
+    def _leave_running(self, request: Request) -> None:
+        del self.running[request.request_id]
+        for block_hash in request.hashes[request.num_sealed :]:
+            if self._computing.get(block_hash) is request:
+                del self._computing[block_hash]
+        self.pool.release(request.blocks)
+        request.blocks = []
+        request.num_computed = request.num_shared = request.num_sealed = 0
+
+    def _remove(self, request: Request) -> None:
+        if request.request_id in self.running:
+            self._leave_running(request)
+        else:
+            (self.preempted if request in self.preempted else self.waiting).remove(request)
+        self._drop_holds(request)
+        del self._requests[request.request_id]
+
+    def _awaiting(self) -> list[Request]:
+        return [request for request in self.waiting if request.awaited or request.awaits_handover]
+
+    def _hold_if_here(self, request: Request, block_hash: BlockHash) -> None:
+        block = self.pool.lookup(block_hash)
+        if block is not None:
+            self.pool.acquire([block])
+            request.held.append(block)
+            request.awaited.discard(block_hash)
+
+    def _drop_holds(self, request: Request) -> bool:
+        held, request.held = request.held, []
+        self.pool.release(held)
+        return bool(held)
+
+    def _drop_all_holds(self) -> bool:
+        """Let the pool evict what waiting requests were keeping; they compute it again if it comes to that."""
+        dropped = [self._drop_holds(request) for request in self.waiting]
+        return any(dropped)
+
+    # Results
+
+    def _seal_full_blocks(self, request: Request) -> int:
+        """Publish the blocks that are full now; returns the index of the first of them."""
+        first = request.num_sealed
+        hashes = request.full_hashes()
+        for index in range(first, request.num_computed // self.pool.block_size):
+            self._computing.pop(hashes[index], None)
+            self.pool.seal(request.blocks[index], hashes[index])
+            request.num_sealed = index + 1
+        return first
+
+    def _append(self, request: Request, sampled: SampledToken) -> TokenEvent:
+        position = request.num_output
+        request.token_ids.append(sampled.token_id)
+        sampling = request.assignment.sampling
+        finish = None
+        if sampled.token_id in sampling.stop_token_ids and position + 1 > sampling.min_tokens:
+            finish = FinishReason.STOP
+        elif position + 1 >= sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
+            finish = FinishReason.LENGTH
+        return TokenEvent(
+            request.request_id,
+            request.assignment.attempt,
+            position,
+            sampled.token_id,
+            finish,
+            sampled.logprobs,
+            request.num_cached_tokens or 0,
+        )
+
+    def _export(self, request: Request, first_new: int, event: TokenEvent | None) -> list[ExportedBlocks]:
+        """What a prefill assignment sends out after a step: its new full blocks, at its end also the partial one."""
+        new = slice(first_new, request.num_sealed)
+        hashes, blocks = request.hashes[new], request.blocks[new]
+        handover = None
+        if event is not None and event.finish is None:
+            assert event.token_id is not None
+            num_prompt = len(request.token_ids) - 1
+            tail = request.tail_hash(num_prompt)
+            if tail is not None:
+                hashes, blocks = [*hashes, tail], [*blocks, request.blocks[num_prompt // self.pool.block_size]]
+            handover = Handover(request.request_id, request.assignment.attempt, event.token_id, tail)
+        if not blocks and handover is None:
+            return []
+        self.pool.acquire(blocks)
+        return [ExportedBlocks(request.request_id, tuple(hashes), tuple(blocks), handover)]
+
+
+def share_budget(requests: list[Request], budget: int) -> list[tuple[Request, int]]:
+    """Divide the tokens of one step among prefills: half for the oldest, the rest for the shortest first."""
+    if not requests or budget <= 0:
+        return []
+    oldest = min(requests, key=lambda request: request.arrival)
+    shares = {oldest.arrival: min(oldest.num_remaining, budget - budget // 2)}
+    left = budget - shares[oldest.arrival]
+    for request in sorted(requests, key=lambda request: (request.num_remaining, request.arrival)):
+        already = shares.get(request.arrival, 0)
+        more = min(request.num_remaining - already, left)
+        shares[request.arrival] = already + more
+        left -= more
+    return [(request, shares[request.arrival]) for request in requests if shares[request.arrival]]
+
+
+def _is_ready(request: Request, now: float) -> bool:
+    return not (request.awaited or request.awaits_handover) or now >= request.await_deadline
+
+
+def _chunk(request: Request, num_tokens: int) -> ScheduledChunk:
+    start = request.num_computed
+    return ScheduledChunk(
+        request,
+        start,
+        num_tokens,
+        store_from=request.num_shared,
+        samples=start + num_tokens == len(request.token_ids),
+    )

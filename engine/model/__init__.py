@@ -1,0 +1,1 @@
+"""The model: its description, its weights, its paged KV tensors and the decoder that ties them together."""

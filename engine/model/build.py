@@ -1,0 +1,99 @@
+"""Builds a worker's engine from a model and sizes."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.core.block_pool import BlockPool
+from engine.core.errors import StartupError
+from engine.core.scheduler import SchedulerLimits
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.engine import Engine
+from engine.model.kv_pool import KVPool
+from engine.model.runner import ModelRunner
+from engine.model.sources import resolve_model
+from engine.model.weights import fingerprint
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Everything that an engine is built from; plain values, so that it can be sent."""
+
+    source: str
+    dtype: str
+    device: str
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
+    max_model_len: int | None
+    block_size: int
+    num_blocks: int | None
+    """None: as many as `pool_gib` holds."""
+    pool_gib: float
+    limits: SchedulerLimits
+
+
+def build_engine(settings: EngineSettings) -> Engine:
+    """Load the model, lay out the KV pool and put the engine together.
+
+    Raises:
+        StartupError: the model cannot be found or used, or the pool cannot hold one longest request.
+    """
+    folder = resolve_model(settings.source)
+    dtype = DTYPES[settings.dtype]
+    device = torch.device(_device(settings.device))
+    config = ModelConfig.from_folder(folder)
+    max_model_len = model_len(config, settings.max_model_len)
+    decoder = Decoder.from_folder(folder, dtype, device, max_model_len)
+    block_bytes = kv_block_bytes(config, settings.block_size, dtype)
+    num_blocks = settings.num_blocks or int(settings.pool_gib * GIB) // block_bytes
+    if num_blocks * settings.block_size < max_model_len:
+        raise StartupError(
+            f"a KV pool of {num_blocks} blocks holds {num_blocks * settings.block_size} tokens, but one request may "
+            f"have {max_model_len}: raise cache.pool_gib to {max_model_len / settings.block_size * block_bytes / GIB:.2f} "
+            "or lower model.max_model_len"
+        )
+    kv_pool = KVPool(config, num_blocks, settings.block_size, dtype, device)
+    return Engine(
+        ModelRunner(decoder, kv_pool),
+        kv_pool,
+        BlockPool(num_blocks, settings.block_size),
+        settings.limits,
+        max_model_len,
+        kv_fingerprint(folder, dtype, settings.block_size),
+    )
+
+
+def model_len(config: ModelConfig, wanted: int | None) -> int:
+    """The longest request in tokens: the model's context, or less if so configured.
+
+    Raises:
+        StartupError: more is wanted than the model can do.
+    """
+    if wanted is not None and wanted > config.max_position:
+        raise StartupError(f"model.max_model_len is {wanted}, but the model's context has {config.max_position} tokens")
+    return wanted or config.max_position
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
+
+
+def kv_fingerprint(folder: Path, dtype: torch.dtype, block_size: int) -> str:
+    """What KV depends on: the model, its dtype, and the layout of a block."""
+    return f"{fingerprint(folder, dtype)}/{block_size}"
+
+
+def _device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise StartupError("workers.*.device is cuda, but torch sees no GPU here")
+    return wanted

@@ -1,0 +1,224 @@
+"""The decoder: one forward pass over a batch of chunks, through paged KV.
+
+Shape suffixes: T tokens of the batch, S sequences, R rows whose logits are wanted, V vocabulary, E hidden size,
+I MLP size, H query heads, K key-value heads, D head dimension.
+
+The last layer's work after storing its keys and values is done only for the rows whose logits are wanted: nothing else
+reads it. A batch without such rows (the inner chunks of a long prompt) ends there.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.model.config import ModelConfig, RopeConfig
+from engine.model.kv_pool import KVPool
+from engine.model.weights import Checkpoint, TensorSource
+from kernels.linear import PackedLinear, linear, pack_weight
+from kernels.paged_attention import paged_attention
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary_tables
+from kernels.rotary_kv_store import rotary_kv_store
+from kernels.silu_and_mul import silu_and_mul
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The chunks of S sequences, one after the other, with where their KV is and goes."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64."""
+    slot_mapping: Tensor
+    """[T] int64: block * block_size + offset that receives the token's KV; negative: not stored."""
+    block_tables: Tensor
+    """[S, max_blocks] int32."""
+    query_start: Tensor
+    """[S + 1] int32: where each sequence's chunk begins in the batch."""
+    context_lens: Tensor
+    """[S] int32: KV tokens of each sequence, its chunk included."""
+    logits_rows: Tensor
+    """[R] int64: the tokens of the batch whose logits are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights. Norm weights are float32 and have the family's offset in them."""
+
+    qkv: PackedLinear
+    output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    mlp_norm: Tensor
+    next_norm: Tensor
+    """The norm of the next layer's input, or the final norm: it is fused with this layer's last residual add."""
+    attention_post_norm: Tensor | None
+    mlp_post_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos_sin: Tensor
+    window: int | None
+
+
+class Decoder:
+    """A loaded model. Stateless between calls: all that persists is in the KV pool it is given.
+
+    `max_position` bounds the positions that can be served (and so the rotary tables); None: the model's context.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: TensorSource,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        max_position: int | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.max_position = min(max_position or config.max_position, config.max_position)
+        loader = _Loader(config, weights, dtype, self.device, self.max_position)
+        with torch.inference_mode():
+            self._embedding = loader.tensor("model.embed_tokens.weight").clone()
+            head = None if config.tie_word_embeddings else loader.tensor("lm_head.weight")
+            self._lm_head = pack_weight(self._embedding if head is None else head)
+            # In the model's dtype, as the published implementation rounds it.
+            scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
+            self._embedding_scale = scale if config.embedding_scale != 1.0 else None
+            self._first_norm = loader.norm("model.layers.0.input_layernorm")
+            self._layers = tuple(loader.layer(index) for index in range(config.num_layers))
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        max_position: int | None = None,
+    ) -> "Decoder":
+        """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used."""
+        config = ModelConfig.from_folder(folder)
+        return cls(config, Checkpoint(folder, config), dtype, device, max_position)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        """Store the KV of the batch's tokens; return the logits of its `logits_rows`, [R, V] in the model's dtype."""
+        config = self.config
+        eps, scale, num_heads = config.rms_norm_eps, config.attention_scale, config.num_heads
+        activation, soft_cap = config.activation, config.attention_soft_cap
+        positions, slot_mapping = batch.positions, batch.slot_mapping
+        tables, query_start, context_lens = batch.block_tables, batch.query_start, batch.context_lens
+        last = config.num_layers - 1
+
+        residual_TE = functional.embedding(batch.token_ids, self._embedding)
+        if self._embedding_scale is not None:
+            residual_TE *= self._embedding_scale
+        x_TE = rms_norm(residual_TE, self._first_norm, eps)
+        for index, layer in enumerate(self._layers):
+            keys, values = pool.layers[index]
+            query_THD = rotary_kv_store(
+                linear(x_TE, layer.qkv),
+                positions,
+                layer.cos_sin,
+                keys,
+                values,
+                slot_mapping,
+                num_heads,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=eps,
+            )
+            if index == last and batch.logits_rows.numel() == 0:
+                return residual_TE.new_empty((0, config.vocab_size))
+            attended_THD = paged_attention(
+                query_THD,
+                keys,
+                values,
+                tables,
+                query_start,
+                context_lens,
+                scale=scale,
+                sliding_window=layer.window,
+                soft_cap=soft_cap,
+            )
+            attended_TE = attended_THD.flatten(1)
+            if index == last:  # from here on T is R
+                attended_TE = attended_TE.index_select(0, batch.logits_rows)
+                residual_TE = residual_TE.index_select(0, batch.logits_rows)
+            y_TE = linear(attended_TE, layer.output)
+            if layer.attention_post_norm is not None:
+                y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
+            x_TE, residual_TE = rms_norm(y_TE, layer.mlp_norm, eps, residual_TE)
+            y_TE = linear(silu_and_mul(linear(x_TE, layer.gate_up), activation), layer.down)
+            if layer.mlp_post_norm is not None:
+                y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
+            x_TE, residual_TE = rms_norm(y_TE, layer.next_norm, eps, residual_TE)
+        logits_RV = linear(x_TE, self._lm_head)
+        if config.logit_soft_cap is not None:
+            logits_RV = torch.tanh(logits_RV / config.logit_soft_cap) * config.logit_soft_cap
+        return logits_RV
+
+
+class _Loader:
+    """Turns named tensors into layers: converts, fuses q, k, v and gate, up, and packs, one layer at a time."""
+
+    def __init__(
+        self, config: ModelConfig, weights: TensorSource, dtype: torch.dtype, device: torch.device, max_position: int
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._dtype = dtype
+        self._device = device
+        self._max_position = max_position
+        self._tables: list[tuple[RopeConfig, Tensor]] = []
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor in the model's dtype, on its device."""
+        return self._weights.tensor(name).to(device=self._device, dtype=self._dtype)
+
+    def norm(self, name: str) -> Tensor:
+        """A norm's weight in float32, the family's offset added; a copy, so that no weight file stays in use."""
+        weight = self._weights.tensor(f"{name}.weight").to(device=self._device, dtype=torch.float32)
+        return weight + self._config.norm_offset
+
+    def layer(self, index: int) -> _Layer:
+        """The weights of one layer, with the norm that follows it."""
+        config, prefix = self._config, f"model.layers.{index}."
+        sandwich = config.sandwich_norm
+        is_last = index == config.num_layers - 1
+        return _Layer(
+            qkv=self._packed(
+                [f"{prefix}self_attn.{part}_proj" for part in ("q", "k", "v")], bias=config.attention_bias
+            ),
+            output=self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias),
+            gate_up=self._packed([f"{prefix}mlp.{part}_proj" for part in ("gate", "up")], bias=config.mlp_bias),
+            down=self._packed([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
+            mlp_norm=self.norm(prefix + ("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm")),
+            next_norm=self.norm("model.norm" if is_last else f"model.layers.{index + 1}.input_layernorm"),
+            attention_post_norm=self.norm(f"{prefix}post_attention_layernorm") if sandwich else None,
+            mlp_post_norm=self.norm(f"{prefix}post_feedforward_layernorm") if sandwich else None,
+            q_norm=self.norm(f"{prefix}self_attn.q_norm") if config.qk_norm else None,
+            k_norm=self.norm(f"{prefix}self_attn.k_norm") if config.qk_norm else None,
+            cos_sin=self._cos_sin(config.rope_of_layer[index]),
+            window=config.layer_windows[index],
+        )
+
+    def _packed(self, names: list[str], *, bias: bool) -> PackedLinear:
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
+        return pack_weight(torch.cat(weights), None if biases is None else torch.cat(biases))
+
+    def _cos_sin(self, rope: RopeConfig) -> Tensor:
+        """The rotary table, shared between the layers that rotate alike."""
+        for known, table in self._tables:
+            if known == rope:
+                return table
+        scaling = None if rope.scaling is None else dict(rope.scaling)
+        table = rotary_tables(self._config.head_dim, self._max_position, rope.theta, scaling).to(self._device)
+        self._tables.append((rope, table))
+        return table

@@ -1,0 +1,179 @@
+"""One worker's engine: scheduler, runner and KV pool behind `submit`, `abort`, `import_segment` and `step`.
+
+Single-threaded: whoever owns an engine calls it from one thread. Nothing here knows of Ray or of time passing; the
+owner brings `now` and moves what `step` returns.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from engine.core.block_pool import BlockPool, OutOfBlocksError
+from engine.core.hashing import root_hash
+from engine.core.request import Request
+from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits
+from engine.core.types import Assignment, BlockHash, FinishReason, SegmentHeader, TokenEvent
+from engine.model.runner import Runner
+from engine.model.segments import Bytes, checksum
+
+logger = logging.getLogger(__name__)
+
+
+class BlockStore(Protocol):
+    """The bytes of the blocks; `engine.model.kv_pool.KVPool` is the one with a model behind it."""
+
+    block_bytes: int
+
+    def export_blocks(self, block_ids: Sequence[int]) -> Bytes: ...
+
+    def import_blocks(self, buffer: Bytes, block_ids: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedSegment:
+    """A segment ready to be sent: header and payload, `num_blocks * block_bytes` bytes (empty for a bare handover)."""
+
+    header: SegmentHeader
+    payload: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Everything that a step changed and that others must hear of."""
+
+    events: tuple[TokenEvent, ...]
+    segments: tuple[ExportedSegment, ...]
+    finished: tuple[Request, ...]
+    num_tokens: int
+    num_decodes: int
+    num_preempted: int
+
+
+class Engine:
+    """Scheduler, runner and pool of one worker."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: BlockStore,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        max_model_len: int,
+        fingerprint: str,
+    ) -> None:
+        self.runner = runner
+        self.store = store
+        self.pool = pool
+        self.scheduler = Scheduler(pool, limits, max_model_len)
+        self.fingerprint = fingerprint
+        self._roots: dict[bytes, BlockHash] = {}
+
+    def submit(self, assignment: Assignment, now: float) -> None:
+        """Queue a request; its events come out of later steps."""
+        root = self._roots.get(assignment.salt)
+        if root is None:
+            root = self._roots[assignment.salt] = root_hash(self.fingerprint, assignment.salt)
+        self.scheduler.submit(assignment, root, now)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests and free their blocks. Unknown ids are requests that ended already."""
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+
+    def import_segment(self, header: SegmentHeader, payload: Bytes | None, now: float) -> bool:
+        """Take a segment's blocks into the pool, then its handover; False if its content was not what it says.
+
+        `payload` None stands for a segment that could not be fetched. Blocks that are here already, and those for
+        which there is no room, are passed over: their requests compute them.
+        """
+        intact = payload is not None and self._is_intact(header, payload)
+        if intact and header.hashes:
+            assert payload is not None
+            self._import_blocks(header.hashes, payload)
+        self.scheduler.blocks_arrived(header.hashes, now)
+        self.scheduler.blocks_lost(header.hashes)
+        if header.handover is not None:
+            self.scheduler.handed_over(header.handover)
+        return intact
+
+    def export(self, hashes: Iterable[BlockHash]) -> tuple[ExportedSegment | None, tuple[BlockHash, ...]]:
+        """A segment of those of `hashes` that are here, and the ones that are not."""
+        wanted = list(hashes)
+        blocks = {block_hash: self.pool.lookup(block_hash) for block_hash in wanted}
+        here = [(block_hash, block) for block_hash, block in blocks.items() if block is not None]
+        missing = tuple(block_hash for block_hash, block in blocks.items() if block is None)
+        if not here:
+            return None, missing
+        found, block_ids = zip(*here, strict=True)
+        self.pool.acquire(block_ids)
+        return self._pack(ExportedBlocks("", found, block_ids)), missing
+
+    def step(self, now: float) -> StepResult | None:
+        """Schedule, run, record. None if there was nothing to compute."""
+        output = self.scheduler.schedule(now)
+        if not output.chunks:
+            return None
+        sampled = self.runner.run(output)
+        outcome = self.scheduler.update(output, sampled, now)
+        segments = tuple(self._pack(export) for export in outcome.exports)
+        return StepResult(
+            outcome.events,
+            segments,
+            outcome.finished,
+            num_tokens=output.num_tokens,
+            num_decodes=sum(chunk.num_tokens == 1 for chunk in output.chunks),
+            num_preempted=len(output.preempted),
+        )
+
+    def fail_all(self, detail: str) -> list[TokenEvent]:
+        """End every request with an error event: a step could not be computed."""
+        requests = list(self.scheduler.requests())
+        events = [
+            TokenEvent(
+                request.request_id,
+                request.assignment.attempt,
+                request.num_output,
+                None,
+                FinishReason.ERROR,
+                None,
+                0,
+                detail,
+            )
+            for request in requests
+        ]
+        self.abort(request.request_id for request in requests)
+        return events
+
+    def _is_intact(self, header: SegmentHeader, payload: Bytes) -> bool:
+        expected = len(header.hashes) * self.store.block_bytes
+        intact = (
+            header.fingerprint == self.fingerprint
+            and payload.nbytes == expected
+            and checksum(payload) == header.checksum
+        )
+        if not intact:
+            logger.warning("segment of %d blocks refused: model, size or checksum differ", len(header.hashes))
+        return intact
+
+    def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> None:
+        missing = [index for index, block_hash in enumerate(hashes) if self.pool.lookup(block_hash) is None]
+        missing = missing[: self.pool.num_available]
+        try:
+            blocks = self.pool.allocate(len(missing))
+        except OutOfBlocksError:
+            return
+        rows = payload.reshape(len(hashes), -1)
+        self.store.import_blocks(rows[missing].reshape(-1) if len(missing) < len(hashes) else payload, blocks)
+        for index, block in zip(missing, blocks, strict=True):
+            self.pool.seal(block, hashes[index])
+        self.pool.release(blocks)
+
+    def _pack(self, export: ExportedBlocks) -> ExportedSegment:
+        """Copy blocks out and release them."""
+        payload = self.store.export_blocks(export.blocks) if export.blocks else np.empty(0, np.uint8)
+        self.pool.release(export.blocks)
+        header = SegmentHeader(self.fingerprint, export.hashes, payload.nbytes, checksum(payload), export.handover)
+        return ExportedSegment(header, payload)

@@ -1,0 +1,304 @@
+"""GGUF files: their description and their tensors in Hugging Face's terms.
+
+A GGUF file names tensors and settings as llama.cpp does, stores the weights quantised, and for Llama has the rows of
+the q and k projections interleaved for llama.cpp's way of rotating. `GgufModel` undoes all three. The tokenizer is
+left to transformers, which builds one from the file's metadata (`write_tokenizer`).
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.core.errors import StartupError
+from engine.model.config import unsupported
+
+_LOG = logging.getLogger(__name__)
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SANDWICH_LAYER_TENSORS = {
+    **_LAYER_TENSORS,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_SINGLE_DIGIT_VOCABULARIES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+_SHARD_BYTES = 2 << 30
+
+
+class GgufModel:
+    """One open GGUF file.
+
+    Raises `StartupError` on opening if the file is unreadable, incomplete or not of a supported architecture.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise ValueError("it does not begin with the GGUF magic")
+            self._reader = GGUFReader(path)
+        except Exception as error:  # the reader lets a damaged file surface as whatever its parsing stumbles over
+            raise StartupError(f"cannot read {path} as GGUF, download it again: {error}") from error
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        kind = self._field("general.architecture")
+        if kind not in _ARCHITECTURES:
+            raise unsupported(f"the GGUF architecture {kind!r} of {path.name}", tuple(_ARCHITECTURES))
+        if (self._field("split.count") or 1) > 1:
+            raise StartupError(f"{path} is one part of a split GGUF: merge it first with llama-gguf-split --merge")
+        if "token_embd.weight" not in self._tensors:
+            raise StartupError(f"{path} holds no model weights (it has no token_embd.weight)")
+        self.kind = str(kind)
+        self.architecture = _ARCHITECTURES[self.kind]
+
+    def config(self) -> dict[str, Any]:
+        """The file's settings as a Hugging Face `config.json`."""
+        heads = int(self._setting("attention.head_count"))
+        hidden_size = int(self._setting("embedding_length"))
+        head_dim = int(self._setting("attention.key_length", hidden_size // heads))
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": "gemma3_text" if self.kind == "gemma3" else self.kind,
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "hidden_size": hidden_size,
+            "intermediate_size": int(self._setting("feed_forward_length")),
+            "num_hidden_layers": int(self._setting("block_count")),
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(self._setting("attention.head_count_kv", heads)),
+            "head_dim": head_dim,
+            "max_position_embeddings": int(self._setting("context_length")),
+            "rms_norm_eps": float(self._setting("attention.layer_norm_rms_epsilon")),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "rope_parameters": self._rope(head_dim),
+            "torch_dtype": "bfloat16",
+        }
+        for key in ("bos_token_id", "eos_token_id"):
+            if (token_id := self._field(f"tokenizer.ggml.{key}")) is not None:
+                config[key] = int(token_id)
+        if self.kind == "llama":
+            config["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
+        if self.kind.startswith("gemma"):
+            config |= self._gemma(config)
+        return config
+
+    def generation_config(self) -> dict[str, Any]:
+        """The ids that end a generation: the end of the text and, where the file has one, the end of a turn."""
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        found = (self._field(f"tokenizer.ggml.{key}") for key in keys)
+        return {"eos_token_id": sorted({int(token_id) for token_id in found if token_id is not None})}
+
+    def hf_names(self) -> dict[str, str]:
+        """Hugging Face's name of each tensor, by its name in the file."""
+        return {name: self._hf_name(name) for name in self._tensors if name != _ROPE_FACTORS}
+
+    def num_elements(self, name: str) -> int:
+        """The number of weights in the tensor of that name in the file."""
+        return int(self._tensors[name].n_elements)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of that name in the file, dequantised and in Hugging Face's layout.
+
+        Matrices are bfloat16. Vectors (norms and biases) stay float32: they are small, and Gemma's norm weights have
+        had one added to them, which bfloat16 could not take back exactly.
+        """
+        from gguf.quants import dequantize
+
+        source = self._tensors[name]
+        try:
+            values = np.asarray(dequantize(source.data, source.tensor_type), dtype=np.float32)
+        except NotImplementedError as error:
+            raise StartupError(
+                f"{self.path} stores {name} as {source.tensor_type.name}, which cannot be read"
+            ) from error
+        if self.kind == "llama" and name.split(".")[2:3] in (["attn_q"], ["attn_k"]):
+            heads = "attention.head_count" if ".attn_q." in name else "attention.head_count_kv"
+            values = _unpermute(values, int(self._setting(heads)))
+        if self.kind.startswith("gemma") and name.endswith("norm.weight"):
+            values = values - np.float32(1.0)
+        tensor = torch.tensor(values)  # a copy: what was float32 in the file is a view of it
+        return tensor.to(torch.bfloat16) if tensor.dim() > 1 else tensor
+
+    def _hf_name(self, name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        if stem in _TENSORS:
+            return f"{_TENSORS[stem]}.{suffix}"
+        block, _, rest = stem.partition(".")
+        layer, _, part = rest.partition(".")
+        parts = _SANDWICH_LAYER_TENSORS if self.kind in ("gemma2", "gemma3") else _LAYER_TENSORS
+        if block != "blk" or part not in parts:
+            raise StartupError(f"{self.path} has a tensor that no supported model has: {name}")
+        return f"model.layers.{layer}.{parts[part]}.{suffix}"
+
+    def _rope(self, head_dim: int) -> dict[str, Any]:
+        theta = float(self._setting("rope.freq_base", 10_000.0))
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+        kind = self._setting("rope.scaling.type", "none")
+        if _ROPE_FACTORS in self._tensors:
+            factors = np.asarray(self._tensors[_ROPE_FACTORS].data, dtype=np.float32)
+            rope |= _llama3_scaling(factors, theta, head_dim, self.path)
+        elif kind != "none":
+            rope |= {"rope_type": kind, "factor": float(self._setting("rope.scaling.factor"))}
+            if original := self._setting("rope.scaling.original_context_length", 0):
+                rope["original_max_position_embeddings"] = int(original)
+        if self.kind != "gemma3":
+            return rope
+        local = float(self._setting("rope.freq_base_swa", 10_000.0))
+        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+
+    def _gemma(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        extra: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+        if self.kind == "gemma":
+            return extra
+        # The file does not say by what the scores are divided: it is the head dimension, but for the 27B models,
+        # which are told by their depth (46 layers in Gemma 2, 62 in Gemma 3).
+        is_27b = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[self.kind]
+        per_head = config["hidden_size"] // config["num_attention_heads"]
+        extra["query_pre_attn_scalar"] = per_head if is_27b else config["head_dim"]
+        extra["sliding_window"] = int(self._setting("attention.sliding_window"))
+        if self.kind == "gemma2":
+            extra["attn_logit_softcapping"] = float(self._setting("attn_logit_softcapping", 50.0))
+            extra["final_logit_softcapping"] = float(self._setting("final_logit_softcapping", 30.0))
+        else:
+            pattern = range(1, int(config["num_hidden_layers"]) + 1)
+            extra["layer_types"] = ["full_attention" if layer % 6 == 0 else "sliding_attention" for layer in pattern]
+        return extra
+
+    def _field(self, key: str) -> Any:
+        field = self._reader.fields.get(key)
+        return None if field is None else field.contents()
+
+    def _setting(self, key: str, default: Any = None) -> Any:
+        value = self._field(f"{self.kind}.{key}")
+        if value is None:
+            value = default
+        if value is None:
+            raise StartupError(f"{self.path} lacks the setting {self.kind}.{key}")
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise StartupError(f"{self.path} sets {self.kind}.{key} for each layer, which is not supported")
+            value = value[0]
+        return value
+
+
+def write_model_folder(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
+    """Write the GGUF file at `path` as a Hugging Face model folder: config, weights, tokenizer.
+
+    Not atomic; the caller gives an empty folder and moves it into place. Raises `StartupError` as `GgufModel` does.
+    """
+    model = GgufModel(path)
+    _write_json(folder / "config.json", model.config())
+    _write_json(folder / "generation_config.json", model.generation_config())
+    _write_weights(model, folder, progress)
+    progress("building the tokenizer")
+    write_tokenizer(path, folder, pre_tokenizer=str(model._field("tokenizer.ggml.pre")))
+
+
+def write_tokenizer(path: Path, folder: Path, *, pre_tokenizer: str) -> None:
+    """Write the tokenizer and chat template that a GGUF file describes."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    from engine.model.tokenizer import quiet_transformers
+
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        except Exception as error:  # transformers' many ways of not knowing a tokenizer
+            raise StartupError(f"cannot build a tokenizer from {path}: {error}") from error
+        if pre_tokenizer in _SINGLE_DIGIT_VOCABULARIES:
+            # These vocabularies were trained with every digit on its own, which transformers does not restore.
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        tokenizer.save_pretrained(folder)
+
+
+def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], None]) -> None:
+    """One safetensors file, or several of about `_SHARD_BYTES` with an index, so that memory holds one at a time."""
+    from safetensors.torch import save_file
+
+    names = model.hf_names()
+    shards: list[list[str]] = [[]]
+    filled_bytes = 0
+    for name in names:
+        num_bytes = 2 * model.num_elements(name)
+        if shards[-1] and filled_bytes + num_bytes > _SHARD_BYTES:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(name)
+        filled_bytes += num_bytes
+    weight_map: dict[str, str] = {}
+    for index, shard in enumerate(shards, start=1):
+        progress(f"dequantising weights, part {index} of {len(shards)}")
+        file_name = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
+        save_file({names[name]: model.tensor(name) for name in shard}, folder / file_name, {"format": "pt"})
+        weight_map |= {names[name]: file_name for name in shard}
+    if len(shards) > 1:
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def _unpermute(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Undo llama.cpp's interleaving of the two halves of each head's rows (or of a bias's entries)."""
+    half = values.shape[0] // heads // 2
+    return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int, path: Path) -> dict[str, Any]:
+    """The Llama 3 rope settings that give these per-frequency factors; the file holds only the factors.
+
+    Published models use a low and a high frequency factor of 1 and 4 and trained on 8,192 positions.
+    """
+    low, high, original = 1.0, 4.0, 8192
+    factor = float(factors.max())
+    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    turns = original * frequencies / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1 - smooth) / factor + smooth)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise StartupError(f"{path} stretches its rotary embedding by factors of its own, which is not supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

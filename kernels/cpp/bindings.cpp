@@ -1,0 +1,372 @@
+// Python's entry to the kernels: plain vectorcall functions that unwrap tensors, check them, and pass pointers on.
+//
+// Wrong shapes raise ValueError, wrong types TypeError. The GIL is released only where the work is worth it: a decode
+// step makes hundreds of calls of a few microseconds, and giving the GIL away in each would hand the step to whichever
+// other thread wants to run.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "ops.h"
+
+namespace {
+
+using at::Tensor;
+using raydix::DType;
+
+struct WrongType : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+void check(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+void check_type(bool holds, const char* message) {
+  if (!holds) throw WrongType(message);
+}
+
+const Tensor& tensor(PyObject* o) {
+  check_type(THPVariable_Check(o), "expected a tensor");
+  const Tensor& t = THPVariable_Unpack(o);
+  check_type(t.device().is_cpu(), "expected a tensor on the CPU");
+  return t;
+}
+
+const Tensor* maybe_tensor(PyObject* o) { return o == Py_None ? nullptr : &tensor(o); }
+
+DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return DType::f32;
+    case at::kBFloat16: return DType::bf16;
+    case at::kHalf: return DType::fp16;
+    default: throw WrongType("expected float32, bfloat16 or float16");
+  }
+}
+
+void same_type(const Tensor& a, const Tensor& b) {
+  check_type(a.scalar_type() == b.scalar_type(), "expected tensors of one dtype");
+}
+
+// Contiguous data of a tensor of `count` elements.
+template <class T>
+const T* data(const Tensor& t, at::ScalarType type, int64_t count, const char* what) {
+  check_type(t.scalar_type() == type, what);
+  check(t.numel() == count && t.is_contiguous(), what);
+  return static_cast<const T*>(t.data_ptr());
+}
+
+int64_t integer(PyObject* o) {
+  const int64_t value = PyLong_AsLongLong(o);
+  check_type(!(value == -1 && PyErr_Occurred()), "expected an integer");
+  return value;
+}
+
+float number(PyObject* o) {
+  const double value = PyFloat_AsDouble(o);
+  check_type(!(value == -1 && PyErr_Occurred()), "expected a number");
+  return float(value);
+}
+
+// Runs `work`, without the GIL if it is `long_work`.
+template <class Work>
+void run(bool long_work, Work work) {
+  if (!long_work) return work();
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    work();
+  } catch (...) {
+    PyEval_RestoreThread(state);
+    throw;
+  }
+  PyEval_RestoreThread(state);
+}
+
+PyObject* pair(const Tensor& a, const Tensor& b) {
+  PyObject* result = PyTuple_New(2);
+  PyTuple_SET_ITEM(result, 0, THPVariable_Wrap(a));
+  PyTuple_SET_ITEM(result, 1, THPVariable_Wrap(b));
+  return result;
+}
+
+PyObject* paged_attention(PyObject* const* args) {
+  const Tensor &q = tensor(args[0]), &k = tensor(args[1]), &v = tensor(args[2]);
+  const Tensor &tables = tensor(args[3]), &starts = tensor(args[4]), &lens = tensor(args[5]);
+  check(q.dim() == 3 && q.is_contiguous(), "query must be contiguous [num_tokens, num_heads, head_dim]");
+  check(k.dim() == 4 && v.sizes() == k.sizes(), "caches must be [num_blocks, num_kv_heads, block_size, head_dim]");
+  same_type(q, k), same_type(q, v);
+  raydix::Attention a{};
+  a.num_heads = q.size(1), a.head_dim = q.size(2), a.num_kv_heads = k.size(1), a.block_size = k.size(2);
+  check(k.size(3) == a.head_dim && a.head_dim % 16 == 0 && a.head_dim <= 1024,
+        "head_dim must be the caches', a multiple of 16, and at most 1024");
+  check(a.num_kv_heads > 0 && a.num_heads % a.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
+  for (const Tensor* cache : {&k, &v})
+    check(cache->stride(3) == 1 && cache->stride(2) == a.head_dim && cache->stride(1) == a.block_size * a.head_dim,
+          "the last three dims of a cache must be contiguous");
+  a.num_sequences = lens.numel();
+  check(tables.dim() == 2 && tables.size(0) == a.num_sequences && tables.stride(1) == 1,
+        "block_tables must be [num_sequences, max_blocks]");
+  check_type(tables.scalar_type() == at::kInt, "block_tables must be int32");
+  a.block_tables = static_cast<const int32_t*>(tables.data_ptr()), a.table_stride = tables.stride(0);
+  a.query_start = data<int32_t>(starts, at::kInt, a.num_sequences + 1, "query_start must be int32 [num_sequences + 1]");
+  a.context_lens = data<int32_t>(lens, at::kInt, a.num_sequences, "context_lens must be int32 [num_sequences]");
+  check(a.query_start[0] == 0 && a.query_start[a.num_sequences] == q.size(0), "query_start must span the queries");
+  const int64_t positions = tables.size(1) * a.block_size, num_blocks = k.size(0);
+  int64_t total = 0;
+  for (int64_t s = 0; s < a.num_sequences; ++s) {
+    const int64_t chunk = a.query_start[s + 1] - a.query_start[s], length = a.context_lens[s];
+    check(chunk >= 0 && length >= chunk && length <= positions,
+          "a context must hold its queries and fit its block table");
+    total += chunk * length;
+  }
+  a.scale = number(args[6]);
+  a.sliding_window = args[7] == Py_None ? 0 : integer(args[7]);
+  a.soft_cap = args[8] == Py_None ? 0.0f : number(args[8]);
+  check(args[7] == Py_None || a.sliding_window > 0, "sliding_window must be positive");
+  check(args[8] == Py_None || a.soft_cap > 0, "soft_cap must be positive");
+  for (int64_t s = 0; s < a.num_sequences; ++s) {
+    const int64_t length = a.context_lens[s], chunk = a.query_start[s + 1] - a.query_start[s];
+    if (chunk == 0) continue;
+    const int64_t first = a.sliding_window ? std::max<int64_t>(0, length - chunk - a.sliding_window + 1) : 0;
+    for (int64_t b = first / a.block_size; b < (length + a.block_size - 1) / a.block_size; ++b) {
+      const int64_t block = a.block_tables[s * a.table_stride + b];
+      check(block >= 0 && block < num_blocks, "block_tables names a block outside the cache");
+    }
+  }
+  Tensor out;
+  if (args[10] == Py_None) {
+    out = at::empty(q.sizes(), q.options());
+  } else {
+    out = tensor(args[10]);
+    same_type(q, out);
+    check(out.sizes() == q.sizes() && out.is_contiguous(), "out must be contiguous and like query");
+  }
+  Tensor lse;
+  if (args[9] == Py_True) {
+    lse = at::empty({q.size(0), a.num_heads}, q.options().dtype(at::kFloat));
+    a.lse = lse.data_ptr<float>();
+  }
+  a.query = q.data_ptr(), a.out = out.data_ptr(), a.key_cache = k.data_ptr(), a.value_cache = v.data_ptr();
+  a.key_stride = k.stride(0), a.value_stride = v.stride(0);
+  const int threads = at::get_num_threads();
+  run(total * a.num_heads > 32768, [&] { raydix::paged_attention(a, dtype_of(q), threads); });
+  return args[9] == Py_True ? pair(out, lse) : THPVariable_Wrap(out);
+}
+
+PyObject* rotary_kv_store(PyObject* const* args) {
+  const Tensor &qkv = tensor(args[0]), &k = tensor(args[3]), &v = tensor(args[4]), &cos_sin = tensor(args[2]);
+  check(qkv.dim() == 2 && qkv.stride(1) == 1, "qkv must be [num_tokens, width] with contiguous rows");
+  check(k.dim() == 4 && v.sizes() == k.sizes(), "caches must be [num_blocks, num_kv_heads, block_size, head_dim]");
+  same_type(qkv, k), same_type(qkv, v);
+  raydix::RotaryStore a{};
+  a.num_tokens = qkv.size(0), a.num_heads = integer(args[6]), a.qkv_stride = qkv.stride(0);
+  a.num_kv_heads = k.size(1), a.block_size = k.size(2), a.head_dim = k.size(3);
+  check(a.head_dim % 16 == 0 && a.head_dim <= 1024, "head_dim must be a multiple of 16 and at most 1024");
+  check(qkv.size(1) == (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, "qkv is not as wide as its heads");
+  for (const Tensor* cache : {&k, &v})
+    check(cache->stride(3) == 1 && cache->stride(2) == a.head_dim && cache->stride(1) == a.block_size * a.head_dim,
+          "the last three dims of a cache must be contiguous");
+  check(cos_sin.dim() == 2 && cos_sin.size(1) == a.head_dim, "cos_sin must be [max_position, head_dim]");
+  a.cos_sin = data<float>(cos_sin, at::kFloat, cos_sin.numel(), "cos_sin must be contiguous float32");
+  a.positions = data<int64_t>(tensor(args[1]), at::kLong, a.num_tokens, "positions must be int64 [num_tokens]");
+  a.slot_mapping = data<int64_t>(tensor(args[5]), at::kLong, a.num_tokens, "slot_mapping must be int64 [num_tokens]");
+  const int64_t num_slots = k.size(0) * a.block_size, max_position = cos_sin.size(0);
+  for (int64_t i = 0; i < a.num_tokens; ++i) {
+    check(a.positions[i] >= 0 && a.positions[i] < max_position, "a position lies outside cos_sin");
+    check(a.slot_mapping[i] < num_slots, "a slot lies outside the cache");
+  }
+  bool float_norms = false;
+  const Tensor *q_norm = maybe_tensor(args[7]), *k_norm = maybe_tensor(args[8]);
+  for (const Tensor* norm : {q_norm, k_norm}) {
+    if (!norm) continue;
+    float_norms = norm->scalar_type() == at::kFloat;
+    check_type(float_norms || norm->scalar_type() == qkv.scalar_type(), "norms must be float32 or of qkv's dtype");
+    check(norm->numel() == a.head_dim && norm->is_contiguous(), "norms must be [head_dim]");
+  }
+  if (q_norm && k_norm) same_type(*q_norm, *k_norm);
+  a.q_norm = q_norm ? q_norm->data_ptr() : nullptr, a.k_norm = k_norm ? k_norm->data_ptr() : nullptr;
+  a.eps = number(args[9]);
+  const Tensor query = at::empty({a.num_tokens, a.num_heads, a.head_dim}, qkv.options());
+  a.qkv = qkv.data_ptr(), a.query = query.data_ptr(), a.key_cache = k.data_ptr(), a.value_cache = v.data_ptr();
+  a.key_stride = k.stride(0), a.value_stride = v.stride(0);
+  const int threads = at::get_num_threads();
+  run(qkv.numel() > 262144, [&] { raydix::rotary_kv_store(a, dtype_of(qkv), float_norms, threads); });
+  return THPVariable_Wrap(query);
+}
+
+PyObject* rms_norm(PyObject* const* args) {
+  const Tensor &x = tensor(args[0]), &weight = tensor(args[1]);
+  const Tensor* residual = maybe_tensor(args[3]);
+  check(x.dim() == 2 && x.stride(1) == 1, "x must be [num_tokens, hidden] with contiguous rows");
+  const bool float_weight = weight.scalar_type() == at::kFloat;
+  check_type(float_weight || weight.scalar_type() == x.scalar_type(), "weight must be float32 or of x's dtype");
+  check(weight.numel() == x.size(1) && weight.is_contiguous(), "weight must be [hidden]");
+  if (residual) {
+    same_type(x, *residual);
+    check(residual->sizes() == x.sizes() && residual->is_contiguous(), "residual must be contiguous and like x");
+  }
+  const Tensor out = at::empty(x.sizes(), x.options()), sum = residual ? at::empty(x.sizes(), x.options()) : Tensor();
+  const float eps = number(args[2]);
+  const int threads = at::get_num_threads();
+  run(x.numel() > 262144, [&] {
+    raydix::rms_norm(x.data_ptr(), residual ? residual->data_ptr() : nullptr, weight.data_ptr(), out.data_ptr(),
+                     residual ? sum.data_ptr() : nullptr, x.size(0), x.size(1), x.stride(0), eps, dtype_of(x),
+                     float_weight, threads);
+  });
+  return residual ? pair(out, sum) : THPVariable_Wrap(out);
+}
+
+PyObject* silu_and_mul(PyObject* const* args) {
+  const Tensor& x = tensor(args[0]);
+  check(x.dim() == 2 && x.stride(1) == 1 && x.size(1) % 2 == 0, "x must be [num_tokens, 2 * intermediate]");
+  const int64_t rows = x.size(0), width = x.size(1) / 2;
+  const Tensor out = at::empty({rows, width}, x.options());
+  const int threads = at::get_num_threads();
+  run(x.numel() > 262144, [&] {
+    raydix::silu_and_mul(x.data_ptr(), out.data_ptr(), rows, width, x.stride(0), args[1] == Py_True, dtype_of(x),
+                         threads);
+  });
+  return THPVariable_Wrap(out);
+}
+
+// x, packed weight, bias or None, in_features, out_features.
+PyObject* linear(PyObject* const* args) {
+  using Op = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::string_view,
+                    c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Op>();
+  static const c10::List<std::optional<at::Scalar>> scalars;
+  const Tensor &x = tensor(args[0]), &weight = THPVariable_Unpack(args[1]);
+  const int64_t in_features = integer(args[3]), out_features = integer(args[4]);
+  check(x.dim() == 2 && x.size(1) == in_features, "x must be [num_tokens, in_features]");
+  check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16, like the weight");
+  if (x.size(0) == 0) return THPVariable_Wrap(at::empty({0, out_features}, x.options()));
+  const std::optional<Tensor> bias = args[2] == Py_None ? std::optional<Tensor>() : tensor(args[2]);
+  Tensor out;
+  run(in_features * out_features * (x.size(0) + 8) > (1 << 25),
+      [&] { out = op.call(x, weight, bias, "none", scalars, ""); });
+  return THPVariable_Wrap(out);
+}
+
+// pool, block ids, buffer, whether to scatter.
+PyObject* kv_copy(PyObject* const* args) {
+  const Tensor &pool = tensor(args[0]), &ids = tensor(args[1]), &buffer = tensor(args[2]);
+  check(pool.is_contiguous() && buffer.is_contiguous(), "pool and buffer must be contiguous");
+  const int64_t count = ids.numel(), block_bytes = pool.stride(0) * int64_t(pool.element_size());
+  const int64_t* wanted = data<int64_t>(ids, at::kLong, count, "block_ids must be int64");
+  check_type(buffer.scalar_type() == at::kByte, "the buffer must be uint8");
+  check(buffer.numel() == count * block_bytes, "the buffer must hold exactly the blocks");
+  for (int64_t i = 0; i < count; ++i)
+    if (wanted[i] < 0 || wanted[i] >= pool.size(0)) throw std::out_of_range("block_ids names a block outside the pool");
+  char *blocks = static_cast<char*>(pool.data_ptr()), *packed = static_cast<char*>(buffer.data_ptr());
+  const int threads = at::get_num_threads();
+  run(count * block_bytes > 65536,
+      [&] { raydix::kv_copy(blocks, packed, wanted, count, block_bytes, args[3] == Py_True, threads); });
+  Py_RETURN_NONE;
+}
+
+// Offsets [batch + 1] of `entries` tokens, each inside the vocabulary.
+const int64_t* entries_of(const Tensor& offsets, const Tensor& ids, const raydix::Sample& a) {
+  const auto* bounds = data<int64_t>(offsets, at::kLong, a.batch + 1, "offsets must be int64 [batch + 1]");
+  const auto* tokens = data<int64_t>(ids, at::kLong, ids.numel(), "token_ids must be int64");
+  check(bounds[0] >= 0 && bounds[a.batch] <= ids.numel(), "offsets must lie within the entries");
+  for (int64_t b = 0; b < a.batch; ++b) check(bounds[b] <= bounds[b + 1], "offsets must not decrease");
+  for (int64_t i = 0; i < ids.numel(); ++i)
+    check(tokens[i] >= 0 && tokens[i] < a.vocabulary, "a token id lies outside the vocabulary");
+  return bounds;
+}
+
+// logits, temperature, top_k, top_p, min_p, uniform, six of Penalties, three of LogitBias, num_logprobs or None.
+PyObject* sample(PyObject* const* args) {
+  const Tensor& logits = tensor(args[0]);
+  check(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0, "logits must be [batch, vocabulary]");
+  raydix::Sample a{};
+  a.logits = logits.data_ptr(), a.batch = logits.size(0), a.vocabulary = logits.size(1), a.stride = logits.stride(0);
+  auto floats = [&](int i, const char* what) { return data<float>(tensor(args[i]), at::kFloat, a.batch, what); };
+  a.temperature = floats(1, "temperature must be float32 [batch]");
+  a.top_k = data<int32_t>(tensor(args[2]), at::kInt, a.batch, "top_k must be int32 [batch]");
+  a.top_p = floats(3, "top_p must be float32 [batch]");
+  a.min_p = floats(4, "min_p must be float32 [batch]");
+  a.uniform = floats(5, "uniform must be float32 [batch]");
+  if (args[6] != Py_None) {
+    a.presence = floats(6, "presence must be float32 [batch]");
+    a.frequency = floats(7, "frequency must be float32 [batch]");
+    a.repetition = floats(8, "repetition must be float32 [batch]");
+    const Tensor& ids = tensor(args[10]);
+    a.penalty_offsets = entries_of(tensor(args[9]), ids, a), a.penalty_ids = ids.data_ptr<int64_t>();
+    a.output_counts = data<int32_t>(tensor(args[11]), at::kInt, ids.numel(), "output_counts must be int32, per entry");
+  }
+  if (args[12] != Py_None) {
+    const Tensor& ids = tensor(args[13]);
+    a.bias_offsets = entries_of(tensor(args[12]), ids, a), a.bias_ids = ids.data_ptr<int64_t>();
+    a.bias_values = data<float>(tensor(args[14]), at::kFloat, ids.numel(), "values must be float32, one per entry");
+  }
+  const auto ints = logits.options().dtype(at::kLong), reals = logits.options().dtype(at::kFloat);
+  const Tensor tokens = at::empty({a.batch}, ints);
+  Tensor logprobs, top_ids, top_logprobs;
+  if (args[15] != Py_None) {
+    a.num_logprobs = data<int64_t>(tensor(args[15]), at::kLong, a.batch, "num_logprobs must be int64 [batch]");
+    for (int64_t b = 0; b < a.batch; ++b) a.widest = std::max(a.widest, a.num_logprobs[b]);
+    check(a.widest <= a.vocabulary, "num_logprobs exceeds the vocabulary");
+    logprobs = at::zeros({a.batch}, reals), a.logprobs = logprobs.data_ptr<float>();
+    top_ids = at::zeros({a.batch, a.widest}, ints), a.top_ids = top_ids.data_ptr<int64_t>();
+    top_logprobs = at::zeros({a.batch, a.widest}, reals), a.top_logprobs = top_logprobs.data_ptr<float>();
+  }
+  a.token_ids = tokens.data_ptr<int64_t>();
+  const int threads = at::get_num_threads();
+  run(logits.numel() > 65536, [&] { raydix::sample(a, dtype_of(logits), threads); });
+  PyObject* result = PyTuple_New(4);
+  int i = 0;
+  for (const Tensor& t : {tokens, logprobs, top_ids, top_logprobs})
+    PyTuple_SET_ITEM(result, i++, t.defined() ? THPVariable_Wrap(t) : Py_NewRef(Py_None));
+  return result;
+}
+
+template <PyObject* (*FUNCTION)(PyObject* const*), Py_ssize_t COUNT>
+PyObject* entry(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  try {
+    check_type(count == COUNT, "wrong number of arguments");
+    return FUNCTION(args);
+  } catch (const WrongType& e) {
+    PyErr_SetString(PyExc_TypeError, e.what());
+  } catch (const std::out_of_range& e) {
+    PyErr_SetString(PyExc_IndexError, e.what());
+  } catch (const std::invalid_argument& e) {
+    PyErr_SetString(PyExc_ValueError, e.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const c10::Error& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  return nullptr;
+}
+
+template <PyObject* (*FUNCTION)(PyObject* const*), Py_ssize_t COUNT>
+PyMethodDef method(const char* name) {
+  return {name, (PyCFunction)(void (*)(void))entry<FUNCTION, COUNT>, METH_FASTCALL, nullptr};
+}
+
+PyMethodDef methods[] = {
+    method<paged_attention, 11>("paged_attention"),
+    method<rotary_kv_store, 10>("rotary_kv_store"),
+    method<rms_norm, 4>("rms_norm"),
+    method<silu_and_mul, 2>("silu_and_mul"),
+    method<linear, 5>("linear"),
+    method<kv_copy, 4>("kv_copy"),
+    method<sample, 16>("sample"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "raydix_kernels", nullptr, -1, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_raydix_kernels() { return PyModule_Create(&module); }

@@ -1,0 +1,83 @@
+// Optional per-head RMS norm of q and k, rotation of both by position, and k, v written to their slots.
+// One thread handles whole tokens: every head of a token is (x1 c - x2 s, x2 c + x1 s) on its two halves.
+#include <cmath>
+
+#include "ops.h"
+#include "vec.h"
+
+namespace raydix {
+namespace {
+
+// `head` [head_dim] float32, in place.
+template <class W>
+void norm_head(float* head, const W* weight, int64_t head_dim, float eps) {
+  f32x16 squares{};
+  for (int64_t i = 0; i < head_dim; i += LANES) {
+    const f32x16 v = load(head + i);
+    squares = fused(v, v, squares);
+  }
+  const float factor = 1.0f / std::sqrt(reduce_add(squares) / float(head_dim) + eps);
+  for (int64_t i = 0; i < head_dim; i += LANES) store(head + i, load(head + i) * factor * load(weight + i));
+}
+
+// head_dim is a multiple of 16, so its half may end in the middle of a vector: the tail overlaps, never strays.
+template <class T>
+void rotate_head(const float* head, const float* cos_sin, T* to, int64_t head_dim) {
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int64_t count = half - i < LANES ? half - i : LANES;
+    if (count == LANES) {
+      const f32x16 first = load(head + i), second = load(head + half + i);
+      const f32x16 c = load(cos_sin + i), s = load(cos_sin + half + i);
+      store(to + i, first * c - second * s);
+      store(to + half + i, second * c + first * s);
+    } else {
+      const f32x16 first = load_part(head + i, count), second = load_part(head + half + i, count);
+      const f32x16 c = load_part(cos_sin + i, count), s = load_part(cos_sin + half + i, count);
+      store_part(to + i, first * c - second * s, count);
+      store_part(to + half + i, second * c + first * s, count);
+    }
+  }
+}
+
+template <class T, class W>
+void one_token(const RotaryStore& a, int64_t token) {
+  alignas(64) float head[1024];
+  const int64_t dim = a.head_dim, slot = a.slot_mapping[token];
+  const int64_t block = slot / a.block_size, offset = slot % a.block_size;
+  const T* row = (const T*)a.qkv + token * a.qkv_stride;
+  const float* cos_sin = a.cos_sin + a.positions[token] * dim;
+  for (int64_t h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
+    const bool is_key = h >= a.num_heads;
+    if (is_key && slot < 0) break;
+    for (int64_t i = 0; i < dim; i += LANES) store(head + i, load(row + h * dim + i));
+    const W* norm = (const W*)(is_key ? a.k_norm : a.q_norm);
+    if (norm) norm_head(head, norm, dim, a.eps);
+    T* to = (T*)a.query + (token * a.num_heads + h) * dim;
+    if (is_key) to = (T*)a.key_cache + block * a.key_stride + ((h - a.num_heads) * a.block_size + offset) * dim;
+    rotate_head(head, cos_sin, to, dim);
+  }
+  if (slot < 0) return;
+  const T* values = row + (a.num_heads + a.num_kv_heads) * dim;
+  for (int64_t h = 0; h < a.num_kv_heads; ++h) {
+    T* to = (T*)a.value_cache + block * a.value_stride + (h * a.block_size + offset) * dim;
+    std::memcpy(to, values + h * dim, size_t(dim) * sizeof(T));
+  }
+}
+
+template <class T, class W>
+void all_tokens(const RotaryStore& a, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t token = 0; token < a.num_tokens; ++token) one_token<T, W>(a, token);
+}
+
+}  // namespace
+
+void rotary_kv_store(const RotaryStore& a, DType dtype, bool float_norms, int threads) {
+  if (a.num_tokens * a.qkv_stride < 32768) threads = 1;
+  if (dtype == DType::f32) return all_tokens<float, float>(a, threads);
+  if (dtype == DType::bf16) return float_norms ? all_tokens<bf16, float>(a, threads) : all_tokens<bf16, bf16>(a, threads);
+  return float_norms ? all_tokens<fp16, float>(a, threads) : all_tokens<fp16, fp16>(a, threads);
+}
+
+}  // namespace raydix

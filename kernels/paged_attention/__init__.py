@@ -1,0 +1,103 @@
+"""Attention of a varlen batch of query chunks over paged KV: the seed of chunked prefill over cached prefixes."""
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from kernels.cpp import cpu_ops
+from kernels.paged_attention.reference import paged_attention_reference
+
+__all__ = ["paged_attention"]
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = ...,
+    soft_cap: float | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = ...,
+    soft_cap: float | None = ...,
+    return_lse: Literal[True],
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of each sequence's newest queries over all its KV (prefix plus chunk).
+
+    `query`: [num_tokens, num_heads, head_dim], the chunks of all sequences one after the other.
+    `key_cache`, `value_cache`: [num_blocks, num_kv_heads, block_size, head_dim], last three dims contiguous.
+    `block_tables`: [num_sequences, max_blocks] int32; `query_start`: [num_sequences + 1] int32;
+    `context_lens`: [num_sequences] int32, KV tokens of the sequence including its chunk, whose queries are the last
+    `query_start[s + 1] - query_start[s]` positions.
+
+    Returns out [num_tokens, num_heads, head_dim] (`out` itself if given), and with `return_lse` also the natural
+    log-sum-exp of the scores, [num_tokens, num_heads] float32. On CPU each row's bits depend only on that row's query
+    and its KV, never on chunking, neighbours or threads (bfloat16 and float32). Raises `ValueError` on wrong shapes
+    and `TypeError` on wrong dtypes.
+    """
+    ops = None if query.is_cuda else cpu_ops()
+    if ops is not None:
+        result: Tensor | tuple[Tensor, Tensor] = ops.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            query_start,
+            context_lens,
+            scale,
+            sliding_window,
+            soft_cap,
+            return_lse,
+            out,
+        )
+        return result
+    computed, lse = paged_attention_reference(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_start,
+        context_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+    if out is not None:
+        computed = out.copy_(computed)
+    return (computed, lse) if return_lse else computed

@@ -1,0 +1,89 @@
+"""Composition: from a configuration to the Serve application.
+
+`serve run serve_app:app` serves the default configuration; `serve_app:build` takes arguments, as in
+`configs/serve.yaml`: `config` (the name or path of a YAML file) and `overrides` (merged over it).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from actors.host import MANAGER_CPUS, ActorHost
+from actors.ingress import Ingress
+from actors.names import MANAGER
+from configs import Config, load_config
+from configs.schema import WorkerSection
+
+HOST_CPUS = 0.01
+"""A host only starts and watches its child, which holds the worker's own reservation."""
+MAX_ONGOING_REQUESTS = 100_000
+"""Serve's own limit is out of the way: the ingress has one that answers 429."""
+
+
+def build(args: Mapping[str, Any] | None = None) -> Application:
+    """The application that a configuration describes: hosts for the manager and each worker pool, and the ingress.
+
+    Raises:
+        StartupError: the configuration is not valid.
+    """
+    args = args or {}
+    return compose(load_config(args.get("config", "cpu"), args.get("overrides")))
+
+
+def compose(config: Config) -> Application:
+    """The application of a loaded configuration."""
+    content = config.model_dump()
+    hosts = [_host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}]).bind(MANAGER, content)]
+    for role in ("prefill", "decode", "mixed"):
+        section: WorkerSection | None = getattr(config.workers, role)
+        if section is not None:
+            hosts.append(_worker_host(role, section).bind(role, content))
+    ingress = serve.deployment(Ingress).options(
+        name="ingress",
+        num_replicas=config.ingress.replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        ray_actor_options=_actor_options(config.ingress.num_cpus, config.ingress.label_selector),
+        logging_config={"enable_access_log": False},
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=60,
+    )
+    return ingress.bind(content, *hosts)
+
+
+def _worker_host(role: str, section: WorkerSection) -> Any:
+    worker = {"CPU": section.num_cpus, **section.resources}
+    if section.num_gpus:
+        worker["GPU"] = section.num_gpus
+    host = _host(role, [{"CPU": HOST_CPUS}, worker])
+    if section.label_selector:
+        host = host.options(placement_group_bundle_label_selector=[section.label_selector] * 2)
+    if section.max_replicas is None:
+        return host.options(num_replicas=section.replicas)
+    return host.options(
+        num_replicas=None,
+        autoscaling_config={"min_replicas": section.replicas, "max_replicas": section.max_replicas},
+    )
+
+
+def _host(name: str, bundles: list[dict[str, float]]) -> Any:
+    return serve.deployment(ActorHost).options(
+        name=name,
+        placement_group_bundles=bundles,
+        placement_group_strategy="STRICT_PACK",
+        ray_actor_options={"num_cpus": HOST_CPUS},
+        logging_config={"enable_access_log": False},
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=60,
+    )
+
+
+def _actor_options(num_cpus: float, label_selector: dict[str, str]) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": num_cpus}
+    if label_selector:
+        options["label_selector"] = label_selector
+    return options
+
+
+app = build()

@@ -1,0 +1,100 @@
+"""The Python handle's requests and responses."""
+
+import pickle
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from engine.api.fields import SamplingFields
+from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
+from engine.api.requests import ChatCompletionRequest, CompletionRequest
+from engine.api.responses import Usage
+from engine.api.spec import GenerationSpec
+from engine.core.errors import RequestError
+from engine.core.types import FinishReason, TokenLogprobs
+
+
+def test_prompt_and_messages() -> None:
+    request = GenerateRequest(prompt="hi", temperature=0.5, stop="x", logit_bias={5: 1}, request_id="r-1")
+    assert request.spec() == GenerationSpec(
+        kind="completion",
+        prompts=("hi",),
+        temperature=0.5,
+        stop=("x",),
+        logit_bias=((5, 1.0),),
+        include_usage=True,
+        request_id="r-1",
+    )
+    assert GenerateRequest(prompt=[1, 2]).spec(stream=True).prompts == ((1, 2),)
+    assert GenerateRequest(prompt=(1, 2)).spec(stream=True).stream
+    message = {"role": "user", "content": "hi"}
+    assert GenerateRequest(messages=[message]).spec().messages == (message,)
+    assert GenerateRequest(prompt="x").spec({"temperature": 0.2}).temperature == 0.2
+
+
+def test_a_request_travels() -> None:
+    for request in (GenerateRequest(prompt=[1, 2], stop=("a",)), GenerateRequest(prompt="x", logit_bias={1: 2})):
+        assert pickle.loads(pickle.dumps(request)) == request
+        assert GenerateRequest.model_validate_json(request.model_dump_json()) == request
+        assert as_generate_request(request) is request
+        assert as_generate_request(request.model_dump()) == request
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": "x", "temperature": 3}, "temperature", "must be at most 2, got 3"),
+        ({"prompt": "x", "temperature": float("nan")}, "temperature", "must be a finite number"),
+        ({"prompt": "x", "temprature": 3}, "temprature", "Did you mean 'temperature'?"),
+        ({"prompt": ""}, "prompt", "must not be empty"),
+        ({"prompt": "\ud800"}, "prompt", "must be valid Unicode"),
+        ({"prompt": "x", "stop": "\ud800"}, "stop", "must be valid Unicode"),
+        ({"prompt": "x", "seed": 10**5000}, "seed", "got a huge integer"),
+        ({"prompt": "x", "n": 2}, "n", "Unrecognized"),
+        ({"prompt": "x", "request_id": "a b"}, "request_id", "is not valid"),
+        ({"prompt": "x", "logit_bias": {-1: 1}}, "logit_bias[-1]", "must be at least 0"),
+        ({"prompt": object()}, "prompt", "got a value of type object"),
+        ({"messages": []}, "messages", "must not be empty"),
+        ({"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "must be one of"),
+        ({}, "prompt", "exactly one of"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt", "exactly one of"),
+        ({"prompt": ["x", "y"]}, "prompt", "must have integers as token ids"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string"),
+    ],
+    ids=lambda value: str(type(value) if isinstance(value, dict) else value)[:40],
+)
+def test_bad_requests(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        as_generate_request(fields).spec()
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+def test_a_wrong_field_is_found_where_it_is_written() -> None:
+    with pytest.raises(ValidationError, match="top_p"):
+        GenerateRequest(prompt="x", top_p=2)
+
+
+def test_fields_and_bounds_are_those_of_http() -> None:
+    shared = SamplingFields.model_json_schema()["properties"]
+    for model in (GenerateRequest, CompletionRequest, ChatCompletionRequest):
+        properties = model.model_json_schema()["properties"]
+        assert {name: properties[name] for name in shared} == shared
+
+
+def test_responses_travel() -> None:
+    response = GenerateResponse(
+        request_id="r",
+        text="the",
+        token_ids=(1,),
+        logprobs=(TokenLogprobs(-0.5, (1, 2), (-0.5, -1.0)),),
+        finish_reason=FinishReason.STOP,
+        usage=Usage(3, 1, 2),
+    )
+    assert pickle.loads(pickle.dumps(response)) == response
+    assert GenerateResponse.model_validate_json(response.model_dump_json()) == response
+    assert response.usage.cached_tokens == 2
+    chunk = GenerateChunk(request_id="r", text="t", token_ids=(1,))
+    assert pickle.loads(pickle.dumps(chunk)) == chunk
+    assert (chunk.finish_reason, chunk.usage, chunk.logprobs) == (None, None, None)

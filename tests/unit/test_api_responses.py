@@ -1,0 +1,248 @@
+"""Response objects, read back with the types of OpenAI's client."""
+
+import json
+import math
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from engine.api.logprobs import CompletionLogprobs, chat_logprobs
+from engine.api.responses import (
+    Choice,
+    ResponseHead,
+    Usage,
+    error_body,
+    model_body,
+    model_object,
+    models_body,
+    response_body,
+    response_id,
+    total_usage,
+    version_body,
+)
+from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
+from engine.core.errors import ContextLengthError, OverloadedError
+from engine.core.types import FinishReason, TokenLogprobs
+
+CHAT = ResponseHead("chat", response_id("chat", "abc"), 1_700_000_000, "m")
+COMPLETION = ResponseHead("completion", response_id("completion", "abc"), 1_700_000_000, "m")
+USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
+USAGE_OBJECT = {
+    "prompt_tokens": 10,
+    "completion_tokens": 4,
+    "total_tokens": 14,
+    "prompt_tokens_details": {"cached_tokens": 8},
+}
+
+VOCABULARY = [b"the", b" cat", "日".encode()[:2], "日".encode()[2:], b"!"]
+IDS = (0, 2, 3, 4)
+LOGPROBS = [TokenLogprobs(-0.5 * i, (token, 1), (-0.5 * i, -3.0)) for i, token in enumerate(IDS)]
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    """The objects of a run of complete events."""
+    assert data.endswith(b"\n\n")
+    parts = data[:-2].split(b"\n\n")
+    assert all(part.startswith(b"data: ") and b"\n" not in part for part in parts)
+    return [json.loads(part.removeprefix(b"data: ")) for part in parts]
+
+
+def test_chat() -> None:
+    logprobs = chat_logprobs(IDS, LOGPROBS, VOCABULARY.__getitem__)
+    choices = [
+        Choice(0, "the日!", FinishReason.STOP, logprobs, token_ids=IDS, prompt_token_ids=(7, 8)),
+        Choice(1, "", FinishReason.LENGTH),
+    ]
+    body = json.loads(response_body(CHAT, choices, USAGE))
+    parsed = ChatCompletion.model_validate(body)
+    assert (parsed.id, parsed.object, parsed.created, parsed.model) == (
+        "chatcmpl-abc",
+        "chat.completion",
+        1_700_000_000,
+        "m",
+    )
+    assert [choice.message.content for choice in parsed.choices] == ["the日!", ""]
+    assert [choice.finish_reason for choice in parsed.choices] == ["stop", "length"]
+    assert [choice.index for choice in parsed.choices] == [0, 1]
+    assert parsed.usage is not None
+    assert parsed.usage.prompt_tokens_details is not None
+    assert parsed.usage.prompt_tokens_details.cached_tokens == 8
+    assert parsed.choices[0].logprobs is not None
+    assert body["prompt_token_ids"] == [7, 8]
+    assert body["choices"][0]["token_ids"] == list(IDS)
+    assert "token_ids" not in body["choices"][1]
+    assert body["usage"] == USAGE_OBJECT
+
+
+def test_completion() -> None:
+    logprobs = CompletionLogprobs(VOCABULARY.__getitem__).add(IDS, LOGPROBS)
+    choices = [
+        Choice(0, "the日!", FinishReason.LENGTH, logprobs, token_ids=IDS, prompt_token_ids=(7, 8)),
+        Choice(1, "x", FinishReason.STOP),
+    ]
+    body = json.loads(response_body(COMPLETION, choices, USAGE))
+    parsed = Completion.model_validate(body)
+    assert (parsed.id, parsed.object) == ("cmpl-abc", "text_completion")
+    assert [choice.text for choice in parsed.choices] == ["the日!", "x"]
+    assert parsed.choices[0].finish_reason == "length"
+    assert parsed.choices[0].logprobs is not None
+    assert body["choices"][0]["prompt_token_ids"] == [7, 8]
+    assert body["choices"][0]["token_ids"] == list(IDS)
+    assert "prompt_token_ids" not in body
+    assert "prompt_token_ids" not in body["choices"][1]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_an_abort_is_no_way_to_finish(reason: FinishReason) -> None:
+    with pytest.raises(ValueError, match="cannot finish"):
+        response_body(CHAT, [Choice(0, "", reason)], USAGE)
+    with pytest.raises(ValueError, match="cannot finish"):
+        ChunkWriter(CHAT).finish(reason)
+
+
+def test_total_usage() -> None:
+    assert total_usage([USAGE, Usage(1, 2)]) == Usage(11, 6, 8)
+
+
+def test_chat_logprobs() -> None:
+    content = chat_logprobs(IDS, LOGPROBS, VOCABULARY.__getitem__)["content"]
+    assert isinstance(content, list)
+    assert content[0] == {
+        "token": "the",
+        "logprob": 0.0,
+        "bytes": [116, 104, 101],
+        "top_logprobs": [
+            {"token": "the", "logprob": 0.0, "bytes": [116, 104, 101]},
+            {"token": " cat", "logprob": -3.0, "bytes": [32, 99, 97, 116]},
+        ],
+    }
+    assert (content[1]["token"], content[1]["bytes"]) == ("�", [0xE6, 0x97])
+
+
+def test_completion_logprobs_in_one_piece_and_in_many() -> None:
+    whole = CompletionLogprobs(VOCABULARY.__getitem__).add(IDS, LOGPROBS)
+    assert whole["tokens"] == ["the", "bytes:\\xe6\\x97", "bytes:\\xa5", "!"]
+    assert whole["token_logprobs"] == [0.0, -0.5, -1.0, -1.5]
+    assert whole["text_offset"] == [0, 3, 3, 4]
+    tops = whole["top_logprobs"]
+    assert isinstance(tops, list)
+    assert tops[1] == {"bytes:\\xe6\\x97": -0.5, " cat": -3.0}
+    writer = CompletionLogprobs(VOCABULARY.__getitem__)
+    pieces = [writer.add([token], [at]) for token, at in zip(IDS, LOGPROBS, strict=True)]
+    for name, value in whole.items():
+        joined: list[object] = []
+        for piece in pieces:
+            part = piece[name]
+            assert isinstance(part, list)
+            joined += part
+        assert joined == value
+
+
+def test_logprobs_of_zero_probability_are_numbers() -> None:
+    at = TokenLogprobs(-math.inf, (0,), (-math.inf,))
+    assert b"null" not in orjson.dumps(chat_logprobs([0], [at], VOCABULARY.__getitem__)["content"])
+    assert CompletionLogprobs(VOCABULARY.__getitem__).add([0], [at])["token_logprobs"] == [-9999.0]
+
+
+def test_names_shared_by_two_tokens_report_the_likelier() -> None:
+    at = TokenLogprobs(-1.0, (0, 1), (-1.0, -2.0))
+    assert CompletionLogprobs(lambda _: b"x").add([0], [at])["top_logprobs"] == [{"x": -1.0}]
+
+
+def test_chat_stream() -> None:
+    writer = ChunkWriter(CHAT, 1, include_usage=True)
+    logprobs = chat_logprobs((0,), LOGPROBS[:1], VOCABULARY.__getitem__)
+    data = [
+        writer.first([7, 8]),
+        writer.text("the"),
+        writer.event("日", token_ids=(2, 3)),
+        writer.event("", token_ids=(5,), logprobs=logprobs),
+        writer.finish(FinishReason.STOP, "!", token_ids=(4,)),
+        usage_event(CHAT, USAGE),
+    ]
+    chunks = [chunk for part in data for chunk in events(part)]
+    parsed = [ChatCompletionChunk.model_validate(chunk) for chunk in chunks]
+    assert {chunk.object for chunk in parsed} == {"chat.completion.chunk"}
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
+        {"role": "assistant", "content": ""},
+        {"content": "the"},
+        {"content": "日"},
+        {"content": ""},
+        {"content": "!"},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [*[None] * 5, "stop"]
+    assert {chunk["choices"][0]["index"] for chunk in chunks[:-1]} == {1}
+    assert [chunk["usage"] for chunk in chunks] == [*[None] * 6, USAGE_OBJECT]
+    assert chunks[-1]["choices"] == []
+    assert chunks[0]["prompt_token_ids"] == [7, 8]
+    ids = [chunk["choices"][0].get("token_ids") for chunk in chunks[:-1]]
+    assert ids == [None, None, [2, 3], [5], [4], []]
+    assert parsed[3].choices[0].logprobs is not None
+
+
+def test_completion_stream() -> None:
+    writer = ChunkWriter(COMPLETION)
+    assert writer.first() == b""
+    (opening,) = events(writer.first([7]))
+    assert (opening["choices"][0]["text"], opening["choices"][0]["prompt_token_ids"]) == ("", [7])
+    (text,) = events(writer.text("a\n"))
+    assert text["choices"] == [{"index": 0, "text": "a\n", "logprobs": None, "finish_reason": None}]
+    assert "usage" not in text
+    assert text["object"] == "text_completion"
+    (last,) = events(writer.finish(FinishReason.LENGTH, "b", token_ids=(1,)))
+    Completion.model_validate(last)
+    assert last["choices"][0] == {
+        "index": 0,
+        "text": "b",
+        "logprobs": None,
+        "finish_reason": "length",
+        "token_ids": [1],
+    }
+    assert DONE == b"data: [DONE]\n\n"
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from([CHAT, COMPLETION]), st.booleans())
+def test_prepared_chunks_equal_general_ones(text: str, head: ResponseHead, include_usage: bool) -> None:
+    writer = ChunkWriter(head, 3, include_usage=include_usage)
+    (fast,) = events(writer.text(text))
+    (general,) = events(writer.event(text, token_ids=()))
+    assert general["choices"][0].pop("token_ids") == []
+    assert fast == general
+
+
+def test_names_cannot_disturb_a_prepared_chunk() -> None:
+    head = ResponseHead("chat", "\x00raydix-text\x00", 1, '"\x00raydix-text\x00"')
+    (chunk,) = events(ChunkWriter(head).text("x"))
+    assert (chunk["id"], chunk["model"]) == (head.id, head.model)
+    assert chunk["choices"][0]["delta"] == {"content": "x"}
+
+
+def test_models_and_version() -> None:
+    model = model_object("m", created=1, max_model_len=8192)
+    parsed = Model.model_validate_json(model_body(model))
+    assert (parsed.id, parsed.object, parsed.owned_by) == ("m", "model", "raydix")
+    listed = json.loads(models_body([model]))
+    assert listed == {"object": "list", "data": [model]}
+    assert json.loads(version_body("1.2.3")) == {"version": "1.2.3"}
+
+
+def test_errors() -> None:
+    error = ContextLengthError('too "long"', param="prompt")
+    expected = {
+        "error": {
+            "message": 'too "long"',
+            "type": "invalid_request_error",
+            "param": "prompt",
+            "code": "context_length_exceeded",
+        }
+    }
+    assert json.loads(error_body(error)) == expected
+    assert events(error_event(error)) == [expected]
+    busy = json.loads(error_body(OverloadedError("busy")))["error"]
+    assert (busy["type"], busy["code"], busy["param"]) == ("rate_limit_error", "overloaded", None)

@@ -1,0 +1,135 @@
+"""From a valid request and what is known of the model to sampling parameters."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from engine.api.spec import GenerationSpec, require_token_ids, sampling_params
+from engine.core.errors import ContextLengthError, RequestError
+from engine.core.types import SamplingParams
+
+
+def params(spec: GenerationSpec, **changes: Any) -> SamplingParams:
+    given = {"prompt_len": 10, "max_model_len": 100, "eos_token_ids": {2, 0}, "vocab_size": 1000, "default_seed": 7}
+    return sampling_params(spec, **{**given, **changes})
+
+
+def completion(**fields: Any) -> GenerationSpec:
+    return GenerationSpec(kind="completion", prompts=("x",), **fields)
+
+
+def chat(**fields: Any) -> GenerationSpec:
+    return GenerationSpec(kind="chat", messages=({"role": "user", "content": "x"},), **fields)
+
+
+def test_fields_arrive() -> None:
+    spec = completion(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=11,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.1,
+        logit_bias=((5, 1.0),),
+        stop_token_ids=(9, 2),
+        min_tokens=2,
+        logprobs=4,
+    )
+    assert params(spec) == SamplingParams(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=11,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.1,
+        logit_bias=((5, 1.0),),
+        stop_token_ids=(0, 2, 9),
+        min_tokens=2,
+        logprobs=4,
+    )
+
+
+def test_ignore_eos_keeps_the_callers_own_stops() -> None:
+    assert params(completion(ignore_eos=True, stop_token_ids=(9,))).stop_token_ids == (9,)
+    assert params(completion(ignore_eos=True)).stop_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "prompt_len", "expected"),
+    [
+        (completion(), 10, 16),
+        (completion(), 95, 5),
+        (chat(), 10, 90),
+        (chat(default_max_tokens=20), 10, 20),
+        (chat(default_max_tokens=20), 90, 10),
+        (chat(max_tokens=90), 10, 90),
+        (chat(), 99, 1),
+    ],
+)
+def test_max_tokens(spec: GenerationSpec, prompt_len: int, expected: int) -> None:
+    assert params(spec, prompt_len=prompt_len).max_tokens == expected
+
+
+@pytest.mark.parametrize("prompt_len", [100, 101, 5000])
+@pytest.mark.parametrize(("spec", "param"), [(completion(), "prompt"), (chat(max_tokens=1), "messages")])
+def test_prompt_longer_than_the_context(spec: GenerationSpec, param: str, prompt_len: int) -> None:
+    with pytest.raises(ContextLengthError, match=rf"length is 100 tokens.*has {prompt_len} tokens") as caught:
+        params(spec, prompt_len=prompt_len)
+    assert caught.value.param == param
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+def test_max_tokens_that_cannot_fit() -> None:
+    with pytest.raises(ContextLengthError, match=r"100 tokens.*101: 10 in 'prompt' and 91 in 'max_tokens'") as caught:
+        params(completion(max_tokens=91))
+    assert caught.value.param == "max_tokens"
+
+
+def test_min_tokens_above_max_tokens() -> None:
+    with pytest.raises(RequestError, match="'min_tokens' must be at most max_tokens") as caught:
+        params(completion(min_tokens=17))
+    assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("spec", "param"),
+    [(completion(stop_token_ids=(1000,)), "stop_token_ids"), (completion(logit_bias=((1000, 1.0),)), "logit_bias")],
+)
+def test_ids_outside_the_vocabulary(spec: GenerationSpec, param: str) -> None:
+    with pytest.raises(RequestError, match="has token id 1000, but the model's ids are 0 to 999") as caught:
+        params(spec)
+    assert caught.value.param == param
+
+
+def test_require_token_ids() -> None:
+    require_token_ids((), 10, "prompt")
+    require_token_ids((0, 9), 10, "prompt")
+    for wrong in (-1, 10):
+        with pytest.raises(RequestError, match=f"token id {wrong},"):
+            require_token_ids((0, wrong), 10, "prompt")
+
+
+def test_seed_of_each_choice() -> None:
+    spec = completion(seed=5, n=2)
+    seeds = [params(spec, choice=choice).seed for choice in range(4)]
+    assert seeds[0] == params(completion(seed=5)).seed == 5
+    assert seeds[:2] == seeds[2:]
+    assert seeds[0] != seeds[1]
+    unseeded = [params(completion(n=2), choice=choice).seed for choice in range(4)]
+    assert unseeded[0] == 7
+    assert len(set(unseeded)) == 4
+    assert 0 <= params(completion(seed=-1)).seed < 2**63
+
+
+def test_spec() -> None:
+    assert completion(n=3).num_choices == 3
+    assert GenerationSpec(kind="completion", prompts=("a", "b"), n=3).num_choices == 6
+    assert chat(n=3).num_choices == 3
+    assert pickle.loads(pickle.dumps(chat(n=3))) == chat(n=3)
