@@ -40,7 +40,8 @@ def compose(config: Config) -> Application:
         section: WorkerSection | None = getattr(config.workers, role)
         if section is not None:
             hosts.append(_worker_host(role, section).bind(role, content))
-    ingress = serve.deployment(Ingress).options(
+    deployment: Any = serve.deployment(Ingress)
+    ingress = deployment.options(
         name="ingress",
         num_replicas=config.ingress.replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
@@ -49,7 +50,8 @@ def compose(config: Config) -> Application:
         health_check_period_s=2,
         graceful_shutdown_timeout_s=60,
     )
-    return ingress.bind(content, *hosts)
+    application: Application = ingress.bind(content, *hosts)
+    return application
 
 
 def _worker_host(role: str, section: WorkerSection) -> Any:
@@ -68,7 +70,8 @@ def _worker_host(role: str, section: WorkerSection) -> Any:
 
 
 def _host(name: str, bundles: list[dict[str, float]]) -> Any:
-    return serve.deployment(ActorHost).options(
+    deployment: Any = serve.deployment(ActorHost)
+    return deployment.options(
         name=name,
         placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",

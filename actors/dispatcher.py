@@ -11,7 +11,7 @@ When the manager is out of reach, requests go whole to the worker their session 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -83,9 +83,9 @@ class Dispatcher:
         self._max_active = max_active
         self._on_failover = on_failover
         self._active: dict[str, Generation] = {}
-        self._workers: dict[str, ActorHandle] = {}
+        self._workers: dict[str, ActorHandle[Any]] = {}
         self._known_workers: dict[str, Role] = {}
-        self._manager: ActorHandle | None = None
+        self._manager: ActorHandle[Any] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._admits = Batch(self._admit_all)
         self._first_tokens: list[str] = []
@@ -110,7 +110,7 @@ class Dispatcher:
                 retry_after_s=1,
             )
 
-    async def generate(self, generation: Generation) -> AsyncIterator[list[TokenEvent]]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
         """Run a request; yields the tokens in order, each once, as many at a time as have arrived.
 
         Raises:
@@ -236,7 +236,7 @@ class Dispatcher:
         if handle is not None:
             self._spawn(_quietly(getattr(handle, method).remote(*args)))
 
-    async def _get_manager(self) -> ActorHandle:
+    async def _get_manager(self) -> ActorHandle[Any]:
         if self._manager is None:
             self._manager = find_actor(MANAGER, self._app_name)
         if self._manager is None:
@@ -256,7 +256,7 @@ class Dispatcher:
         self._spawn(self._read(worker_id, handle))
         return True
 
-    async def _read(self, worker_id: str, handle: ActorHandle) -> None:
+    async def _read(self, worker_id: str, handle: ActorHandle[Any]) -> None:
         try:
             async for ref in handle.token_stream.remote(self._ingress_id):
                 self._receive(worker_id, await ref)

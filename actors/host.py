@@ -48,7 +48,7 @@ class ActorHost:
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
-    async def _start_child(self) -> ActorHandle:
+    async def _start_child(self) -> ActorHandle[Any]:
         child = self._create_manager() if self._kind == MANAGER else self._create_worker(Role(self._kind))
         await child.start.remote()
         logger.info("%s started", self._name)
@@ -77,21 +77,22 @@ class ActorHost:
             **options,
         }
 
-    def _create_manager(self) -> ActorHandle:
+    def _create_manager(self) -> ActorHandle[Any]:
         placement = self._config.placement
         costs = CostModel(
             block_size=self._config.cache.block_size,
             import_bytes_per_s=placement.import_gib_per_s * GIB,
             piggyback_tokens=placement.piggyback_tokens,
         )
-        actor = ray.remote(KVCacheManager).options(**self._options(num_cpus=MANAGER_CPUS))
-        return actor.remote(costs, int(self._config.cache.segment_gib * GIB))
+        actor: Any = ray.remote(KVCacheManager).options(**self._options(num_cpus=MANAGER_CPUS))
+        child: ActorHandle[Any] = actor.remote(costs, int(self._config.cache.segment_gib * GIB))
+        return child
 
-    def _create_worker(self, role: Role) -> ActorHandle:
+    def _create_worker(self, role: Role) -> ActorHandle[Any]:
         from actors.worker import WORKER_CLASSES  # torch comes with it, which a manager's host does not need
 
         section: WorkerSection = getattr(self._config.workers, role)
-        actor = ray.remote(WORKER_CLASSES[role]).options(
+        actor: Any = ray.remote(WORKER_CLASSES[role]).options(
             **self._options(
                 num_cpus=section.num_cpus,
                 num_gpus=section.num_gpus,
@@ -100,7 +101,8 @@ class ActorHost:
             )
         )
         settings = engine_settings(self._config.model, self._config.cache, section)
-        return actor.remote(settings, role, self._name, self._app_name)
+        child: ActorHandle[Any] = actor.remote(settings, role, self._name, self._app_name)
+        return child
 
 
 def engine_settings(model: ModelSection, cache: CacheSection, worker: WorkerSection) -> Any:

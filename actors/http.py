@@ -69,7 +69,7 @@ class EventStreamResponse(Response):
 
     def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
         self._events = events
-        self._headers = [
+        self._head = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             *((name.encode(), value.encode()) for name, value in headers.items()),
@@ -91,7 +91,7 @@ class EventStreamResponse(Response):
         try:
             async for data in self._events:
                 if not started:
-                    await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                    await send({"type": "http.response.start", "status": 200, "headers": self._head})
                     started = True
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except RaydixError as error:

@@ -25,7 +25,7 @@ class KVCacheManager:
 
     def __init__(self, costs: CostModel, segment_budget_bytes: int) -> None:
         self._directory = Directory(costs, segment_budget_bytes)
-        self._handles: dict[str, ActorHandle] = {}
+        self._handles: dict[str, ActorHandle[Any]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._calls: set[asyncio.Future[Any]] = set()
 
@@ -38,7 +38,7 @@ class KVCacheManager:
 
     # Workers
 
-    async def register(self, registration: Registration, handle: list[ActorHandle]) -> None:
+    async def register(self, registration: Registration, handle: list[ActorHandle[Any]]) -> None:
         """Take up a worker and begin to read its export stream."""
         worker_id, epoch = registration.worker_id, registration.epoch
         known = self._followers.pop(worker_id, None)
@@ -95,10 +95,10 @@ class KVCacheManager:
 
     # Inside
 
-    async def _follow(self, worker_id: str, epoch: int, handle: ActorHandle) -> None:
+    async def _follow(self, worker_id: str, epoch: int, handle: ActorHandle[Any]) -> None:
         """Read one worker's export stream until the worker is gone."""
         try:
-            stream = handle.export_stream.remote()
+            stream: Any = handle.export_stream.remote()
             async for ref in stream:
                 item: ExportItem = await ref
                 if item.header is not None:
@@ -113,6 +113,7 @@ class KVCacheManager:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             handle = self._handles[instruction.worker_id]
+            call: Any
             match instruction:
                 case Deliver(segment=Segment(header=header, ref=ref)):
                     call = handle.import_segment.remote(header, [] if ref is None else [ref])

@@ -1,5 +1,7 @@
 """Names under which the parts of one application find each other in the cluster."""
 
+from typing import Any
+
 import ray
 from ray.actor import ActorHandle
 
@@ -11,7 +13,7 @@ def namespace(app_name: str) -> str:
     return f"raydix:{app_name}"
 
 
-def find_actor(name: str, app_name: str) -> ActorHandle | None:
+def find_actor(name: str, app_name: str) -> ActorHandle[Any] | None:
     """The living actor of that name; None while there is none."""
     try:
         return ray.get_actor(name, namespace=namespace(app_name))

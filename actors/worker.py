@@ -136,7 +136,7 @@ class Worker:
                 self._metrics.exported_bytes(item.header.num_bytes)
                 yield item.payload
 
-    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef]) -> None:
+    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef[Any]]) -> None:
         """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
         content = None
         try:
@@ -146,7 +146,11 @@ class Worker:
         except (RayError, TimeoutError) as error:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
         now = time.monotonic()
-        self._loop_thread.post(lambda engine: engine.import_segment(header, content, now) and None)
+
+        def command(engine: Engine) -> None:
+            engine.import_segment(header, content, now)
+
+        self._loop_thread.post(command)
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Export blocks of the pool; what is not here any more is reported as missing."""
@@ -315,5 +319,5 @@ WORKER_CLASSES: dict[Role, type[Worker]] = {
 }
 
 
-async def _fetch(ref: ray.ObjectRef) -> Any:
+async def _fetch(ref: ray.ObjectRef[Any]) -> Any:
     return await ref

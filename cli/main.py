@@ -40,15 +40,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from cli.serve import run  # Ray is slow to import, and its switches must be in the environment before
+    from cli import serve  # Ray is slow to import, and its switches must be in the environment before
 
-    return run(options)
+    return serve.run(options)
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from cli.chat import run
+    from cli import chat
 
-    return run(options)
+    return chat.run(options)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     """
     config = load_config(options.config, _overrides(options))
     console = Console(stderr=True, highlight=False)
-    stop = _stop_on_signals()
+    stop = threading.Event()
+    _stop_on_signals(stop)
     with console.status("loading the model's description") as status:
         _check_model(config, status)
         _check_port(config.http.host, config.http.port)
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             status.update("starting Ray")
             cluster.start()
+            _stop_on_signals(stop)  # Ray has put its own handlers in
             cluster.deploy(status, stop)
         except BaseException:
             cluster.stop()
@@ -124,11 +126,10 @@ class _Cluster:
         import ray
 
         if ray.is_initialized():
-            with _without_signals():
-                from ray import serve
+            from ray import serve
 
-                serve.shutdown()
-                ray.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
@@ -161,22 +162,9 @@ def _check_port(host: str, port: int) -> None:
             raise StartupError(f"{host}:{port} {reason}; choose another with --port or --host") from None
 
 
-def _stop_on_signals() -> threading.Event:
-    stop = threading.Event()
+def _stop_on_signals(stop: threading.Event) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    return stop
-
-
-def _without_signals() -> Any:
-    class Ignoring:
-        def __enter__(self) -> None:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
-
-        def __exit__(self, *_: object) -> None: ...
-
-    return Ignoring()
 
 
 def _reason(application: Any) -> str:

@@ -25,40 +25,46 @@ class ChoiceAssembler:
     A token that ends generation by its id is counted but not shown, unless `include_stop`.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], include_stop: bool = False) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: tuple[str, ...], include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
 
     def push(self, events: Sequence[TokenEvent]) -> Piece:
-        """Take the next events; the piece has a `finish` if the last of them ended the choice or a stop string did.
+        """Take the next events, each with a token; the piece has a `finish` if one of them or a stop string ended the
+        choice.
 
-        After a stop string the rest of the events are ignored, and the caller ends the generation.
+        Stop strings count from `min_tokens` on. After one, the rest of the events are ignored, and the caller ends the
+        generation.
         """
         if self._stops is None:
-            token_ids = tuple([event.token_id for event in events if event.token_id is not None])
             finish = events[-1].finish
-            return self._piece(self._text(token_ids, finish), events, token_ids, finish)
+            return _piece(self._text(_token_ids(events), finish), events, finish)
         text = ""
-        for index, event in enumerate(events):
-            assert event.token_id is not None
-            emitted, matched = self._stops.push(self._text((event.token_id,), event.finish))
-            text += emitted
-            finish = FinishReason.STOP if matched is not None else event.finish
+        for count, event in enumerate(events, start=1):
+            part, finish, matched = self._text(_token_ids([event]), event.finish), event.finish, None
+            if event.position + 1 >= self._min_tokens:
+                part, matched = self._stops.push(part)
+            text += part
+            if matched is not None:
+                return _piece(text, events[:count], FinishReason.STOP)
             if finish is not None:
-                break
-        if finish is not None and matched is None:
-            text += self._stops.flush()
-        seen = events[: index + 1]
-        return self._piece(text, seen, tuple([event.token_id for event in seen if event.token_id is not None]), finish)
+                text += self._stops.flush()
+        return _piece(text, events, finish)
 
     def _text(self, token_ids: tuple[int, ...], finish: FinishReason | None) -> str:
         shown = token_ids[:-1] if finish is FinishReason.STOP and not self._include_stop else token_ids
         text = self._detokenizer.push(shown)
         return text if finish is None else text + self._detokenizer.flush()
 
-    def _piece(
-        self, text: str, events: Sequence[TokenEvent], token_ids: tuple[int, ...], finish: FinishReason | None
-    ) -> Piece:
-        logprobs = tuple([event.logprobs for event in events if event.logprobs is not None])
-        return Piece(text, token_ids, logprobs, finish)
+
+def _token_ids(events: Sequence[TokenEvent]) -> tuple[int, ...]:
+    return tuple([event.token_id for event in events if event.token_id is not None])
+
+
+def _piece(text: str, events: Sequence[TokenEvent], finish: FinishReason | None) -> Piece:
+    logprobs = tuple([event.logprobs for event in events if event.logprobs is not None])
+    return Piece(text, _token_ids(events), logprobs, finish)

@@ -12,4 +12,4 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 def checksum(payload: Bytes) -> int:
     """XXH3 of the payload: against damage and mix-ups, at memory speed; not against forgery."""
-    return xxhash.xxh3_64_intdigest(memoryview(payload))
+    return xxhash.xxh3_64_intdigest(payload.data)

@@ -6,7 +6,7 @@
 // the chunk it came in, on other rows, on how the work was split, or on threads. A key a row may not see gets weight
 // zero, and keys no row of the task may see are packed as zeros, whatever the pool holds there.
 //
-// A task is (sequence, KV head, run of queries): its rows are the queries times the heads of the group, and each packed
+// A task is (sequence, KV heads, run of queries): its rows are the queries times the heads of the group, and each packed
 // tile serves all of them. Where tasks are too few for the threads, runs of tiles become tasks too, and the partial
 // results are merged afterwards, by the same code.
 #include <algorithm>
@@ -22,7 +22,10 @@ namespace {
 constexpr int64_t TILE = 128;                // keys
 constexpr int64_t VECTORS = TILE / LANES;    // of scores per row and tile
 constexpr int64_t ROWS = 6;                  // handled together in registers
+constexpr int64_t AHEAD = 4 * LANES;         // keys prefetched before their turn
 constexpr int64_t TASK_ROWS = 96;            // about as many share a packed tile
+constexpr int64_t FEW_ROWS = 16;             // up to here memory, not arithmetic, sets the pace
+constexpr int64_t PACKED_BYTES = 128 * 1024; // of keys and values of all heads of a task: stays in the L2 cache
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
 // Running state of one row: maximum in units of log2, sum of weights. Its weighted values are kept apart.
@@ -59,8 +62,7 @@ struct Plain {
   using Element = T;
   using Weight = float;
 
-  static size_t key_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(float); }
-  static size_t value_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(float); }
+  static size_t packed_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(float); }
 
   // Packs sixteen keys, whose rows start at `rows`, as keys `at`.. of the tile.
   static void pack_keys(const T* const* rows, int64_t at, int64_t head_dim, void* packed) {
@@ -117,8 +119,7 @@ struct Pairs {
   using Element = bf16;
   using Weight = bf16;
 
-  static size_t key_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(bf16); }
-  static size_t value_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(bf16); }
+  static size_t packed_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(bf16); }
 
   static INLINE void transpose(__m512i* r) {
     __m512i t[16];
@@ -258,10 +259,11 @@ struct Pairs {
 
 #endif
 
-// Queries [first, last) of one sequence (counted within its chunk) and one KV head, over tiles [tile, tile_end).
+// Queries [first, last) of one sequence (counted within its chunk) and KV heads [head, head_end), over tiles
+// [tile, tile_end). Few queries take several heads, for their keys lie side by side in memory.
 struct Task {
-  int64_t sequence, kv_head, first, last, tile, tile_end;
-  float* partial;  // where split: per tile and row maximum, sum, values
+  int64_t sequence, head, head_end, first, last, tile, tile_end;
+  float* partial;  // where split: per tile, head and row maximum, sum, values
 };
 
 // Grows and never shrinks: a fresh page costs more than the arithmetic it holds.
@@ -281,27 +283,31 @@ class Worker {
   Worker(const Attention& a, const Task& task) : a(a), task(task) {
     thread_local std::vector<float> memory;
     group = a.num_heads / a.num_kv_heads;
-    chunk = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
-    start = a.context_lens[task.sequence] - chunk;
+    heads = task.head_end - task.head;
+    start = a.context_lens[task.sequence] - (a.query_start[task.sequence + 1] - a.query_start[task.sequence]);
     rows = (task.last - task.first) * group;
-    const size_t packed = (Engine::key_bytes(a.head_dim) + Engine::value_bytes(a.head_dim)) / sizeof(float);
-    float* at = scratch(memory, packed + size_t(rows * a.head_dim + ROWS * TILE * 2 + rows * 2) + 64);
-    keys = at, at += Engine::key_bytes(a.head_dim) / sizeof(float);
-    packed_values = at, at += Engine::value_bytes(a.head_dim) / sizeof(float);
-    scores = at, at += ROWS * TILE;
-    weights = (W*)at, at += ROWS * TILE;
-    values = at, at += rows * a.head_dim;
+    begin = window_begin(0), end = position(rows - 1) + 1;
+    table = a.block_tables + task.sequence * a.table_stride;
+    const size_t packed = Engine::packed_bytes(a.head_dim) / sizeof(float) * size_t(heads);
+    const size_t block = size_t(ROWS * TILE), all_rows = size_t(heads * rows);
+    float* at = scratch(memory, 2 * packed + 2 * block + all_rows * size_t(a.head_dim + 2));
+    keys = at, at += packed;
+    packed_values = at, at += packed;
+    scores = at, at += block;
+    weights = (W*)at, at += block;
+    values = at, at += all_rows * size_t(a.head_dim);
     states = (State*)at;
   }
 
   void run() {
+    const int64_t size = heads * rows * (a.head_dim + 2);
     reset();
+    locate(task.tile * TILE);
     for (int64_t tile = task.tile; tile < task.tile_end; ++tile) {
-      one_tile(tile);
-      if (task.partial) {
-        save(task.partial + (tile - task.tile) * rows * (a.head_dim + 2));
-        if (tile + 1 < task.tile_end) reset();
-      }
+      if (task.partial && tile > task.tile) reset();
+      pack(tile);
+      for (int64_t h = 0; h < heads; ++h) one_tile(tile, h);
+      if (task.partial) save(task.partial + (tile - task.tile) * size);
     }
     if (!task.partial) finish();
   }
@@ -310,7 +316,7 @@ class Worker {
   void merge(const float* partial, int64_t tiles) {
     reset();
     for (int64_t tile = 0; tile < tiles; ++tile)
-      for (int64_t r = 0; r < rows; ++r, partial += a.head_dim + 2) {
+      for (int64_t r = 0; r < heads * rows; ++r, partial += a.head_dim + 2) {
         float keep, add;
         merge_states(states + r, partial, partial + 1, 1, &keep, &add);
         for (int64_t d = 0; d < a.head_dim; d += LANES)
@@ -322,11 +328,14 @@ class Worker {
  private:
   const Attention& a;
   const Task& task;
-  int64_t group, chunk, start, rows;
+  const int32_t* table;
+  int64_t group, heads, start, rows, begin, end;  // rows per KV head; keys [begin, end) are seen by some row
   void *keys, *packed_values;
   float *scores, *values;
   W* weights;
   State* states;
+  const T *key_rows[LANES], *value_rows[LANES];  // of the first head, for the sixteen keys to pack next
+  int64_t head_step[LANES];                      // from one head to the next: zero for keys that do not count
 
   int64_t position(int64_t row) const { return start + task.first + row / group; }
 
@@ -335,33 +344,68 @@ class Worker {
     return a.sliding_window ? std::max<int64_t>(0, position(row) - a.sliding_window + 1) : 0;
   }
 
-  int64_t element(int64_t row) const {
+  int64_t element(int64_t head, int64_t row) const {
     const int64_t token = a.query_start[task.sequence] + task.first + row / group;
-    return (token * a.num_heads + task.kv_head * group + row % group) * a.head_dim;
+    return (token * a.num_heads + (task.head + head) * group + row % group) * a.head_dim;
   }
 
   void reset() {
-    std::fill(values, values + rows * a.head_dim, 0.0f);
-    std::fill(states, states + rows, State{});
+    std::fill(values, values + heads * rows * a.head_dim, 0.0f);
+    std::fill(states, states + heads * rows, State{});
   }
 
-  void pack(int64_t tile, int64_t vectors) {
+  // Finds sixteen keys and asks memory for them.
+  void locate(int64_t first) {
     static const T zeros[1024] = {};
-    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
-    const int64_t begin = window_begin(0), end = position(rows - 1) + 1;
-    const int64_t head = task.kv_head * a.block_size * a.head_dim;
+    int64_t index = first / a.block_size, offset = first % a.block_size;
+    const int64_t head_size = a.block_size * a.head_dim;
+    for (int64_t i = 0; i < LANES; ++i, ++offset) {
+      if (offset == a.block_size) offset = 0, ++index;
+      const bool counts = first + i >= begin && first + i < end;
+      const int64_t block = counts ? table[index] : 0, inner = task.head * head_size + offset * a.head_dim;
+      key_rows[i] = counts ? (const T*)a.key_cache + block * a.key_stride + inner : zeros;
+      value_rows[i] = counts ? (const T*)a.value_cache + block * a.value_stride + inner : zeros;
+      head_step[i] = counts ? head_size : 0;
+    }
+  }
+
+  // Asks memory for the sixteen keys from `first` on, block by block as they lie there.
+  void prefetch(int64_t first) {
+    const int64_t stop = std::min(first + LANES, std::min(end, task.tile_end * TILE));
+    const int64_t head_size = a.block_size * a.head_dim;
+    for (int64_t key = std::max(first, begin); key < stop;) {
+      const int64_t index = key / a.block_size, offset = key % a.block_size;
+      const int64_t count = std::min(a.block_size - offset, stop - key);
+      const int64_t bytes = count * a.head_dim * int64_t(sizeof(T)), inner = task.head * head_size + offset * a.head_dim;
+      const T* sources[] = {(const T*)a.key_cache + table[index] * a.key_stride + inner,
+                            (const T*)a.value_cache + table[index] * a.value_stride + inner};
+      for (const T* source : sources)
+        for (int64_t h = 0; h < heads; ++h)
+          for (int64_t byte = 0; byte < bytes; byte += 64)
+            __builtin_prefetch((const char*)(source + h * head_size) + byte);
+      key += count;
+    }
+  }
+
+  void pack(int64_t tile) {
+    const size_t size = Engine::packed_bytes(a.head_dim);
+    const int64_t vectors = vectors_for(rows - 1, tile);
     for (int64_t v = 0; v < vectors; ++v) {
-      const T *key_rows[LANES], *value_rows[LANES];
-      for (int64_t i = 0; i < LANES; ++i) {
-        const int64_t key = tile * TILE + v * LANES + i;
-        key_rows[i] = value_rows[i] = zeros;
-        if (key < begin || key >= end) continue;
-        const int64_t block = table[key / a.block_size], inner = head + key % a.block_size * a.head_dim;
-        key_rows[i] = (const T*)a.key_cache + block * a.key_stride + inner;
-        value_rows[i] = (const T*)a.value_cache + block * a.value_stride + inner;
+      const T *next_keys[LANES], *next_values[LANES];
+      int64_t step[LANES];
+      std::copy(key_rows, key_rows + LANES, next_keys);
+      std::copy(value_rows, value_rows + LANES, next_values);
+      std::copy(head_step, head_step + LANES, step);
+      locate(tile * TILE + (v + 1) * LANES);
+      prefetch(tile * TILE + v * LANES + AHEAD);
+      for (int64_t h = 0; h < heads; ++h) {
+        Engine::pack_keys(next_keys, v * LANES, a.head_dim, (char*)keys + h * size);
+        for (int i = 0; i < LANES; ++i) next_keys[i] += step[i];
       }
-      Engine::pack_keys(key_rows, v * LANES, a.head_dim, keys);
-      Engine::pack_values(value_rows, v * LANES, a.head_dim, packed_values);
+      for (int64_t h = 0; h < heads; ++h) {
+        Engine::pack_values(next_values, v * LANES, a.head_dim, (char*)packed_values + h * size);
+        for (int i = 0; i < LANES; ++i) next_values[i] += step[i];
+      }
     }
   }
 
@@ -371,26 +415,27 @@ class Worker {
     return visible <= 0 ? 0 : (visible + 2 * LANES - 1) / (2 * LANES) * 2;
   }
 
-  void one_tile(int64_t tile) {
-    pack(tile, vectors_for(rows - 1, tile));
+  void one_tile(int64_t tile, int64_t head) {
+    const size_t size = Engine::packed_bytes(a.head_dim) * size_t(head);
     for (int64_t row = 0; row < rows; row += ROWS) {
       const int64_t count = std::min(ROWS, rows - row), vectors = vectors_for(row + count - 1, tile);
       if (vectors == 0 || window_begin(row) >= (tile + 1) * TILE) continue;
       const T* queries[ROWS];
-      for (int64_t r = 0; r < count; ++r) queries[r] = (const T*)a.query + element(row + r);
-      Engine::scores(queries, count, vectors, keys, a.head_dim, scores);
+      for (int64_t r = 0; r < count; ++r) queries[r] = (const T*)a.query + element(head, row + r);
+      Engine::scores(queries, count, vectors, (char*)keys + size, a.head_dim, scores);
       float maxima[ROWS], sums[ROWS], keep[ROWS], add[ROWS];
-      for (int64_t r = 0; r < count; ++r) weigh(row + r, tile, vectors, scores + r * TILE, weights + r * TILE, maxima + r, sums + r);
-      merge_states(states + row, maxima, sums, count, keep, add);
-      Engine::weigh_values(weights, count, vectors * LANES, packed_values, a.head_dim, keep, add,
-                           values + row * a.head_dim);
+      for (int64_t r = 0; r < count; ++r)
+        weigh(row + r, tile, vectors, scores + r * TILE, weights + r * TILE, maxima + r, sums + r);
+      merge_states(states + head * rows + row, maxima, sums, count, keep, add);
+      Engine::weigh_values(weights, count, vectors * LANES, (char*)packed_values + size, a.head_dim, keep, add,
+                           values + (head * rows + row) * a.head_dim);
     }
   }
 
   // One row of scores to weights 2^(score - maximum), with their sum.
   INLINE void weigh(int64_t row, int64_t tile, int64_t vectors, float* s, W* w, float* max, float* sum) const {
-    const int64_t begin = window_begin(row) - tile * TILE, end = position(row) + 1 - tile * TILE;
-    const bool masked = begin > 0 || end < vectors * LANES;
+    const int64_t low = window_begin(row) - tile * TILE, high = position(row) + 1 - tile * TILE;
+    const bool masked = low > 0 || high < vectors * LANES;
     const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 best = splat(-INFINITE);
     for (int64_t v = 0; v < vectors; ++v) {
@@ -398,7 +443,7 @@ class Worker {
       x = a.soft_cap ? tanh(x * (a.scale / a.soft_cap)) * (a.soft_cap * LOG2_E) : x * (a.scale * LOG2_E);
       if (masked) {
         const f32x16 key = lane + float(v * LANES);
-        x = (key >= float(begin)) & (key < float(end)) ? x : splat(-INFINITE);
+        x = (key >= float(low)) & (key < float(high)) ? x : splat(-INFINITE);
       }
       best = maximum(x, best);
       store(s + v * LANES, x);
@@ -415,33 +460,37 @@ class Worker {
   }
 
   void save(float* to) const {
-    for (int64_t r = 0; r < rows; ++r, to += a.head_dim + 2) {
+    for (int64_t r = 0; r < heads * rows; ++r, to += a.head_dim + 2) {
       to[0] = states[r].maximum, to[1] = states[r].sum;
       std::copy(values + r * a.head_dim, values + (r + 1) * a.head_dim, to + 2);
     }
   }
 
   void finish() const {
-    for (int64_t r = 0; r < rows; ++r) {
-      T* to = (T*)a.out + element(r);
+    for (int64_t r = 0; r < heads * rows; ++r) {
+      const int64_t at = element(r / rows, r % rows);
       const float scale = 1.0f / states[r].sum;
-      for (int64_t d = 0; d < a.head_dim; d += LANES) store(to + d, load(values + r * a.head_dim + d) * scale);
-      if (a.lse) a.lse[element(r) / a.head_dim] = states[r].maximum * LN_2 + std::log(states[r].sum);
+      for (int64_t d = 0; d < a.head_dim; d += LANES)
+        store((T*)a.out + at + d, load(values + r * a.head_dim + d) * scale);
+      if (a.lse) a.lse[at / a.head_dim] = states[r].maximum * LN_2 + std::log(states[r].sum);
     }
   }
 };
 
 // The whole tasks of a call, most work first within a sequence, so that threads finish together.
-std::vector<Task> whole_tasks(const Attention& a) {
+std::vector<Task> whole_tasks(const Attention& a, int64_t packed_bytes) {
   std::vector<Task> tasks;
-  const int64_t per_task = std::max<int64_t>(1, TASK_ROWS / (a.num_heads / a.num_kv_heads));
+  const int64_t group = a.num_heads / a.num_kv_heads, queries = std::max<int64_t>(1, TASK_ROWS / group);
+  const int64_t most_heads = std::max<int64_t>(1, PACKED_BYTES / packed_bytes);
   for (int64_t s = 0; s < a.num_sequences; ++s) {
     const int64_t chunk = a.query_start[s + 1] - a.query_start[s], start = a.context_lens[s] - chunk;
-    for (int64_t last = chunk; last > 0; last -= per_task) {
-      const int64_t first = std::max<int64_t>(0, last - per_task);
+    const int64_t heads = chunk * group <= FEW_ROWS ? std::min(most_heads, a.num_kv_heads) : 1;
+    for (int64_t last = chunk; last > 0; last -= queries) {
+      const int64_t first = std::max<int64_t>(0, last - queries);
       const int64_t begin = a.sliding_window ? std::max<int64_t>(0, start + first - a.sliding_window + 1) : 0;
-      for (int64_t h = 0; h < a.num_kv_heads; ++h)
-        tasks.push_back({s, h, first, last, begin / TILE, (start + last + TILE - 1) / TILE, nullptr});
+      const int64_t tile = begin / TILE, tile_end = (start + last + TILE - 1) / TILE;
+      for (int64_t h = 0; h < a.num_kv_heads; h += heads)
+        tasks.push_back({s, h, std::min(h + heads, a.num_kv_heads), first, last, tile, tile_end, nullptr});
     }
   }
   return tasks;
@@ -449,34 +498,34 @@ std::vector<Task> whole_tasks(const Attention& a) {
 
 template <class Engine>
 void attend(const Attention& a, int threads) {
-  std::vector<Task> tasks = whole_tasks(a);
+  const std::vector<Task> tasks = whole_tasks(a, int64_t(2 * Engine::packed_bytes(a.head_dim)));
+  const int64_t group = a.num_heads / a.num_kv_heads, count = int64_t(tasks.size());
+  auto rows_of = [group](const Task& t) { return (t.last - t.first) * group * (t.head_end - t.head); };
   int64_t tiles = 0, work = 0;
-  const int64_t group = a.num_heads / a.num_kv_heads;
   for (const Task& t : tasks) {
     tiles += t.tile_end - t.tile;
-    work += (t.tile_end - t.tile) * ((t.last - t.first) * group + 4) * a.head_dim * TILE;
+    work += (t.tile_end - t.tile) * (rows_of(t) + 8 * (t.head_end - t.head)) * a.head_dim * TILE;
   }
   if (work < 400000) threads = 1;
-  const bool split = threads > 1 && int64_t(tasks.size()) < 4 * threads && tiles > int64_t(tasks.size());
-  if (!split) {
+  if (threads == 1 || count >= 4 * threads || tiles == count) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (size_t i = 0; i < tasks.size(); ++i) Worker<Engine>(a, tasks[i]).run();
+    for (int64_t i = 0; i < count; ++i) Worker<Engine>(a, tasks[size_t(i)]).run();
     return;
   }
   thread_local std::vector<float> partials;
   size_t needed = 0;
-  for (const Task& t : tasks) needed += size_t((t.tile_end - t.tile) * (t.last - t.first) * group * (a.head_dim + 2));
+  for (const Task& t : tasks) needed += size_t((t.tile_end - t.tile) * rows_of(t) * (a.head_dim + 2));
   float* partial = scratch(partials, needed);
   const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
   std::vector<Task> pieces;
-  std::vector<float*> starts;
-  for (const Task& t : tasks) {
-    const int64_t size = (t.last - t.first) * group * (a.head_dim + 2);
+  std::vector<const float*> starts;
+  for (Task piece : tasks) {
+    const int64_t tile_end = piece.tile_end;
     starts.push_back(partial);
-    for (int64_t tile = t.tile; tile < t.tile_end; tile += run) {
-      const int64_t end = std::min(tile + run, t.tile_end);
-      pieces.push_back({t.sequence, t.kv_head, t.first, t.last, tile, end, partial});
-      partial += (end - tile) * size;
+    for (; piece.tile < tile_end; piece.tile = piece.tile_end) {
+      piece.tile_end = std::min(piece.tile + run, tile_end), piece.partial = partial;
+      pieces.push_back(piece);
+      partial += (piece.tile_end - piece.tile) * rows_of(piece) * (a.head_dim + 2);
     }
   }
 #pragma omp parallel num_threads(threads)
@@ -484,8 +533,10 @@ void attend(const Attention& a, int threads) {
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < pieces.size(); ++i) Worker<Engine>(a, pieces[i]).run();
 #pragma omp for schedule(static)
-    for (size_t i = 0; i < tasks.size(); ++i)
-      Worker<Engine>(a, tasks[i]).merge(starts[i], tasks[i].tile_end - tasks[i].tile);
+    for (int64_t i = 0; i < count; ++i) {
+      const Task& task = tasks[size_t(i)];
+      Worker<Engine>(a, task).merge(starts[size_t(i)], task.tile_end - task.tile);
+    }
   }
 }
 

@@ -28,4 +28,6 @@ def kv_pack(pool: Tensor, block_ids: Sequence[int] | Tensor, out: Tensor | None 
     if ops is not None:
         ops.kv_copy(pool, ids, out, False)
         return out
+    if ids.numel() and int(ids.min()) < 0:
+        raise IndexError("block_ids names a block outside the pool")
     return out.copy_(kv_pack_reference(pool, ids))

@@ -24,4 +24,6 @@ def kv_unpack(buffer: Tensor, pool: Tensor, block_ids: Sequence[int] | Tensor) -
     if ops is not None:
         ops.kv_copy(pool, ids, buffer, True)
         return
+    if ids.numel() and int(ids.min()) < 0:
+        raise IndexError("block_ids names a block outside the pool")
     kv_unpack_reference(buffer, pool, ids)

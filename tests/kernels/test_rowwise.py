@@ -1,0 +1,70 @@
+"""RMS norm and the gated activation: against the specification, and row by row against the whole."""
+
+import pytest
+import torch
+from kernel_cases import assert_close
+
+from kernels.rms_norm import rms_norm
+from kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+from kernels.silu_and_mul import silu_and_mul
+from kernels.silu_and_mul.reference import silu_and_mul_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(0, 576), (1, 576), (3, 7), (5, 1000), (67, 576), (2, 16)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_matches_reference(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    for weight in (torch.randn(shape[1]).to(dtype), torch.randn(shape[1])):
+        assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+        normed, total = rms_norm(x, weight, 1e-5, residual)
+        expected, expected_total = add_rms_norm_reference(x, weight, 1e-5, residual)
+        assert_close(normed, expected)
+        assert torch.equal(total, expected_total)
+        assert torch.equal(total, x + residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_silu_and_mul_matches_reference(dtype: torch.dtype, shape: tuple[int, int], kind: str) -> None:
+    x = torch.randn(shape[0], shape[1] * 2) * 4
+    x[:1, :2] = torch.tensor([200.0, -200.0])[: x.shape[1]]
+    x = x.to(dtype)
+    assert_close(silu_and_mul(x, kind), silu_and_mul_reference(x, kind))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(300, 1152).to(dtype), torch.randn(1152).to(dtype)
+    normed, activated = rms_norm(x, weight, 1e-6), silu_and_mul(x)
+    added, total = rms_norm(x, weight, 1e-6, x.flip(0).contiguous())
+    for row in (0, 1, 150, 299):
+        one = x[row : row + 1]
+        assert torch.equal(rms_norm(one, weight, 1e-6)[0], normed[row])
+        assert torch.equal(silu_and_mul(one)[0], activated[row])
+        alone, alone_total = rms_norm(one, weight, 1e-6, x[299 - row : 300 - row])
+        assert torch.equal(alone[0], added[row])
+        assert torch.equal(alone_total[0], total[row])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_one_thread_gives_the_same_bits() -> None:
+    x, weight = torch.randn(300, 1152).bfloat16(), torch.randn(1152).bfloat16()
+    alone = rms_norm(x, weight, 1e-6), silu_and_mul(x)
+    torch.set_num_threads(2)
+    assert torch.equal(rms_norm(x, weight, 1e-6), alone[0])
+    assert torch.equal(silu_and_mul(x), alone[1])
+
+
+def test_rows_may_be_strided() -> None:
+    wide, weight = torch.randn(6, 64), torch.randn(32)
+    assert_close(rms_norm(wide[:, :32], weight, 1e-5), rms_norm_reference(wide[:, :32], weight, 1e-5))
+    assert_close(silu_and_mul(wide[:, :32]), silu_and_mul_reference(wide[:, :32]))
+
+
+def test_unknown_activation() -> None:
+    with pytest.raises(ValueError, match="unknown activation"):
+        silu_and_mul(torch.zeros(1, 4), "relu")
