@@ -147,7 +147,9 @@ class Frontend:
         generation = Generation(
             f"{request_id}-{index}", prompt, sampling, salt=salt, session=spec.session_id or spec.user
         )
-        return Answer(generation, ChoiceAssembler(self._detokenizer(), spec.stop, spec.include_stop, spec.min_tokens), index)
+        return Answer(
+            generation, ChoiceAssembler(self._detokenizer(), spec.stop, spec.include_stop, spec.min_tokens), index
+        )
 
     async def _token_ids(self, prompt: Prompt, param: str) -> tuple[int, ...]:
         if not isinstance(prompt, str):

@@ -18,9 +18,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.kv_cache_manager import KVCacheManager
 from actors.names import MANAGER, namespace
+from actors.worker import WORKER_CLASSES
 from configs.schema import CacheSection, Config, ModelSection, WorkerSection
 from engine.core.placement import CostModel
 from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import EngineSettings
 from engine.core.types import Role
 
 logger = logging.getLogger(__name__)
@@ -89,8 +91,6 @@ class ActorHost:
         return child
 
     def _create_worker(self, role: Role) -> ActorHandle[Any]:
-        from actors.worker import WORKER_CLASSES  # torch comes with it, which a manager's host does not need
-
         section: WorkerSection = getattr(self._config.workers, role)
         actor: Any = ray.remote(WORKER_CLASSES[role]).options(
             **self._options(
@@ -105,10 +105,8 @@ class ActorHost:
         return child
 
 
-def engine_settings(model: ModelSection, cache: CacheSection, worker: WorkerSection) -> Any:
+def engine_settings(model: ModelSection, cache: CacheSection, worker: WorkerSection) -> EngineSettings:
     """The engine that a worker section describes."""
-    from engine.model.build import EngineSettings
-
     return EngineSettings(
         source=model.source,
         dtype=model.dtype,

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -21,10 +21,12 @@ from ray.exceptions import RayError
 from actors.messages import ExportItem, Registration
 from actors.metrics import WorkerMetrics
 from actors.names import MANAGER, find_actor
+from engine.core.settings import EngineSettings
 from engine.core.types import Assignment, BlockHash, Role, SegmentHeader, TokenEvent
-from engine.model.build import EngineSettings, build_engine
-from engine.model.engine import Engine, ExportedSegment, StepResult
-from engine.model.loop import EngineLoop, LoopOutput
+
+if TYPE_CHECKING:
+    from engine.model.engine import Engine, ExportedSegment, StepResult
+    from engine.model.loop import LoopOutput
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ class Worker:
         self._app_name = app_name
         self._epoch = time.time_ns()
         self._metrics = WorkerMetrics(worker_id, role)
+        # torch is imported here, in the worker's own process, and not in that of the host that starts it.
+        from engine.model.build import build_engine
+        from engine.model.loop import EngineLoop
+
         self._engine = build_engine(settings)
         self._loop_thread = EngineLoop(self._engine, self._publish)
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -89,7 +95,7 @@ class Worker:
             self._outbox(assignment.reply_to).seen_at = time.monotonic()
         now = time.monotonic()
 
-        def command(engine: Engine) -> None:
+        def command(engine: "Engine") -> None:
             for assignment in assignments:
                 engine.submit(assignment, now)
 
@@ -147,7 +153,7 @@ class Worker:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
         now = time.monotonic()
 
-        def command(engine: Engine) -> None:
+        def command(engine: "Engine") -> None:
             engine.import_segment(header, content, now)
 
         self._loop_thread.post(command)
@@ -155,7 +161,7 @@ class Worker:
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Export blocks of the pool; what is not here any more is reported as missing."""
 
-        def export(engine: Engine) -> None:
+        def export(engine: "Engine") -> None:
             segment, missing = engine.export(hashes)
             if segment is not None:
                 self._in_event_loop(self._exports_put, segment)
@@ -175,7 +181,7 @@ class Worker:
     async def statistics(self) -> dict[str, Any]:
         """Counts of requests and blocks, for health checks and tests; checks the engine's integrity on the way."""
 
-        def collect(engine: Engine) -> dict[str, Any]:
+        def collect(engine: "Engine") -> dict[str, Any]:
             engine.scheduler.check_integrity()
             return {
                 "worker_id": self._worker_id,
@@ -197,7 +203,7 @@ class Worker:
         """Run `question(engine)` in the engine's thread and return its answer."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        def command(engine: Engine) -> None:
+        def command(engine: "Engine") -> None:
             try:
                 self._in_event_loop(answer.set_result, question(engine))
             except Exception as error:  # the engine's thread must survive; the caller gets the error
@@ -210,11 +216,11 @@ class Worker:
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(function, *args)
 
-    def _publish(self, output: LoopOutput) -> None:
+    def _publish(self, output: "LoopOutput") -> None:
         """Called in the engine's thread after each step."""
         self._in_event_loop(self._dispatch, output)
 
-    def _dispatch(self, output: LoopOutput) -> None:
+    def _dispatch(self, output: "LoopOutput") -> None:
         step = output.step
         events: Iterable[TokenEvent] = output.failures
         if step is not None:
@@ -237,7 +243,7 @@ class Worker:
         for ingress_id in touched:
             self._outboxes[ingress_id].filled.set()
 
-    def _measure(self, step: StepResult, step_s: float) -> None:
+    def _measure(self, step: "StepResult", step_s: float) -> None:
         """Count the step, and follow the prefill rate from steps that mostly prefilled."""
         self._metrics.step(step.num_tokens, step.num_decodes, step.num_preempted, self._engine)
         if step.num_tokens - step.num_decodes >= MIN_RATED_TOKENS:
@@ -245,7 +251,7 @@ class Worker:
             old = self._prefill_tokens_per_s
             self._prefill_tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
 
-    def _exports_put(self, item: ExportItem | ExportedSegment) -> None:
+    def _exports_put(self, item: "ExportItem | ExportedSegment") -> None:
         """Queue an item for the manager. While nobody reads, payloads are dropped: their receivers compute them."""
         if isinstance(item, ExportItem) or self._exports.qsize() < MAX_QUEUED_EXPORTS:
             self._exports.put_nowait(item)
@@ -270,7 +276,7 @@ class Worker:
     async def _introduce(self) -> Registration:
         """What the pool holds now; the export stream starts over from exactly there."""
 
-        def snapshot(engine: Engine) -> None:
+        def snapshot(engine: "Engine") -> None:
             engine.pool.drain_journal()
             self._in_event_loop(restart, tuple(engine.pool.hashes()))
 

@@ -1,6 +1,7 @@
 """`raydix serve`: a Ray cluster of this machine alone, Serve on it, the application, until a signal ends it all."""
 
 import argparse
+import contextlib
 import errno
 import logging
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.status import Status
 
@@ -21,6 +23,7 @@ GIB = 1 << 30
 STORE_RESERVE_GIB = 0.5
 """Object store beyond the exported KV: segments in flight, and what Ray itself puts there."""
 READY_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 10.0
 
 SERVE_SWITCHES = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -30,6 +33,9 @@ SERVE_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Serve's fast path, both switches or neither, in every Ray process; and an object store without page faults."""
+
+HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+"""Ports of HAProxy that Serve opens besides its front end; free ones, so that two servers fit on one machine."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
         started = time.monotonic()
         for name, value in SERVE_SWITCHES.items():
             os.environ.setdefault(name, value)
+        for name in HAPROXY_PORTS:
+            os.environ.setdefault(name, str(_free_port()))
         cluster = _Cluster(config)
         try:
             status.update("starting Ray")
@@ -90,6 +98,7 @@ class _Cluster:
         cache = self._config.cache
         ray.init(
             address="local",
+            _node_ip_address="127.0.0.1",  # Ray's own ports, too, are this machine's alone
             include_dashboard=False,
             object_store_memory=int((cache.segment_gib + STORE_RESERVE_GIB) * GIB),
             log_to_driver=False,
@@ -109,7 +118,7 @@ class _Cluster:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": self._config.http.host, "port": self._config.http.port})
-        serve._run(compose(self._config), name=APP_NAME, _blocking=False)  # noqa: SLF001
+        serve._run(compose(self._config), name=APP_NAME, _blocking=False)
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not stop.wait(0.2):
             application = serve.status().applications.get(APP_NAME)
@@ -123,13 +132,16 @@ class _Cluster:
             status.update(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
 
     def stop(self) -> None:
+        """End every process of the cluster. Ray leaves one behind: HAProxy survives the actor that started it."""
         import ray
 
         if ray.is_initialized():
-            from ray import serve
-
-            serve.shutdown()  # type: ignore[no-untyped-call]
+            processes = psutil.Process().children(recursive=True)
             ray.shutdown()
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
@@ -160,6 +172,13 @@ def _check_port(host: str, port: int) -> None:
         except OSError as error:
             reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
             raise StartupError(f"{host}:{port} {reason}; choose another with --port or --host") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _stop_on_signals(stop: threading.Event) -> None:

@@ -1,14 +1,13 @@
 """Builds a worker's engine from a model and sizes."""
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
-from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import EngineSettings
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
@@ -21,22 +20,6 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Everything that an engine is built from; plain values, so that it can be sent."""
-
-    source: str
-    dtype: str
-    device: str
-    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
-    max_model_len: int | None
-    block_size: int
-    num_blocks: int | None
-    """None: as many as `pool_gib` holds."""
-    pool_gib: float
-    limits: SchedulerLimits
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -54,9 +37,10 @@ def build_engine(settings: EngineSettings) -> Engine:
     block_bytes = kv_block_bytes(config, settings.block_size, dtype)
     num_blocks = settings.num_blocks or int(settings.pool_gib * GIB) // block_bytes
     if num_blocks * settings.block_size < max_model_len:
+        needed_gib = max_model_len / settings.block_size * block_bytes / GIB
         raise StartupError(
             f"a KV pool of {num_blocks} blocks holds {num_blocks * settings.block_size} tokens, but one request may "
-            f"have {max_model_len}: raise cache.pool_gib to {max_model_len / settings.block_size * block_bytes / GIB:.2f} "
+            f"have {max_model_len}: raise cache.pool_gib to {needed_gib:.2f} "
             "or lower model.max_model_len"
         )
     kv_pool = KVPool(config, num_blocks, settings.block_size, dtype, device)

@@ -4,5 +4,6 @@ Without a compiler `cpu_ops` returns `None` and every operation runs on its PyTo
 """
 
 from kernels.cpp.loader import cpu_ops
+from kernels.cpp.memory import prefer_huge_pages
 
-__all__ = ["cpu_ops"]
+__all__ = ["cpu_ops", "prefer_huge_pages"]

@@ -235,21 +235,42 @@ PyObject* silu_and_mul(PyObject* const* args) {
   return THPVariable_Wrap(out);
 }
 
-// x, packed weight, bias or None, in_features, out_features.
+// x, weight in panels, padded float32 bias or None, out_features.
 PyObject* linear(PyObject* const* args) {
+  const Tensor &x = tensor(args[0]), &weight = tensor(args[1]);
+  const Tensor* bias = maybe_tensor(args[2]);
+  raydix::Linear a{};
+  check_type(raydix::has_linear(), "this build has no bfloat16 product");
+  check(x.dim() == 2 && x.stride(1) == 1, "x must be [num_tokens, in_features] with contiguous rows");
+  a.rows = x.size(0), a.in_features = x.size(1), a.x_stride = x.stride(0), a.out_features = integer(args[3]);
+  check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16, like the weight");
+  const int64_t columns = (a.out_features + 63) / 64 * 64;
+  check(a.in_features % 2 == 0 && weight.numel() == columns * a.in_features, "x is not as wide as the weight");
+  a.packed = data<char>(weight, at::kBFloat16, weight.numel(), "the weight must be packed bfloat16");
+  a.bias = bias ? data<float>(*bias, at::kFloat, columns, "the bias must be padded float32") : nullptr;
+  const Tensor out = at::empty({a.rows, a.out_features}, x.options());
+  a.x = x.data_ptr(), a.out = out.data_ptr();
+  const int threads = at::get_num_threads();
+  run(a.in_features * a.out_features * (a.rows + 8) > (1 << 25), [&] { raydix::linear(a, threads); });
+  return THPVariable_Wrap(out);
+}
+
+PyObject* has_linear(PyObject* const*) { return PyBool_FromLong(raydix::has_linear()); }
+
+// x, weight prepacked by oneDNN, bias or None, out_features: torch's operator without Python's way to it.
+PyObject* onednn_linear(PyObject* const* args) {
   using Op = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::string_view,
                     c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Op>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Op>();
   static const c10::List<std::optional<at::Scalar>> scalars;
   const Tensor &x = tensor(args[0]), &weight = THPVariable_Unpack(args[1]);
-  const int64_t in_features = integer(args[3]), out_features = integer(args[4]);
-  check(x.dim() == 2 && x.size(1) == in_features, "x must be [num_tokens, in_features]");
+  const int64_t out_features = integer(args[3]);
+  check(x.dim() == 2, "x must be [num_tokens, in_features]");
   check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16, like the weight");
   if (x.size(0) == 0) return THPVariable_Wrap(at::empty({0, out_features}, x.options()));
   const std::optional<Tensor> bias = args[2] == Py_None ? std::optional<Tensor>() : tensor(args[2]);
   Tensor out;
-  run(in_features * out_features * (x.size(0) + 8) > (1 << 25),
+  run(x.size(1) * out_features * (x.size(0) + 8) > (1 << 25),
       [&] { out = op.call(x, weight, bias, "none", scalars, ""); });
   return THPVariable_Wrap(out);
 }
@@ -359,7 +380,9 @@ PyMethodDef methods[] = {
     method<rotary_kv_store, 10>("rotary_kv_store"),
     method<rms_norm, 4>("rms_norm"),
     method<silu_and_mul, 2>("silu_and_mul"),
-    method<linear, 5>("linear"),
+    method<linear, 4>("linear"),
+    method<has_linear, 0>("has_linear"),
+    method<onednn_linear, 4>("onednn_linear"),
     method<kv_copy, 4>("kv_copy"),
     method<sample, 16>("sample"),
     {nullptr, nullptr, 0, nullptr},

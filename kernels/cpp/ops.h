@@ -46,6 +46,13 @@ struct Sample {
   float *logprobs, *top_logprobs;
 };
 
+struct Linear {
+  const void *x, *packed;  // bfloat16; the weight in panels, see linear.cpp
+  const float* bias;       // null: none; padded to whole panels
+  void* out;
+  int64_t rows, in_features, out_features, x_stride;
+};
+
 void paged_attention(const Attention& a, DType dtype, int threads);
 void rotary_kv_store(const RotaryStore& a, DType dtype, bool float_norms, int threads);
 // `residual` and `sum` may be null; `weight` is float32 if `float_weight`, else of x's dtype.
@@ -56,6 +63,8 @@ void silu_and_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t
 // Copies blocks of `pool` to `buffer`, or back if `scatter`.
 void kv_copy(char* pool, char* buffer, const int64_t* ids, int64_t count, int64_t block_bytes, bool scatter,
              int threads);
+bool has_linear();  // whether this build has the one below
+void linear(const Linear& a, int threads);
 void sample(const Sample& a, DType dtype, int threads);
 
 }  // namespace raydix

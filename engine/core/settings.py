@@ -1,0 +1,21 @@
+"""What an engine is built from, as plain values that can be sent to the process that builds it."""
+
+from dataclasses import dataclass
+
+from engine.core.scheduler import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Everything that an engine is built from."""
+
+    source: str
+    dtype: str
+    device: str
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
+    max_model_len: int | None
+    block_size: int
+    num_blocks: int | None
+    """None: as many as `pool_gib` holds."""
+    pool_gib: float
+    limits: SchedulerLimits

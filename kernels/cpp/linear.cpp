@@ -1,0 +1,148 @@
+// bfloat16 matrix product, out = x weight^T + bias, on vdpbf16ps.
+//
+// The weight is packed in panels of PANEL output columns, [panel][in_features / 2][PANEL] of pairs along in_features.
+// Each output element is one chain of multiply-adds over in_features from first to last, whatever the number of rows,
+// the shape of the register block it is in, or the thread: a long in_features is cut into blocks that stay in the
+// cache, and the chain goes on from the sums kept so far. So rows do not depend on each other, for every shape.
+#include <algorithm>
+#include <vector>
+
+#include "ops.h"
+#include "vec.h"
+
+namespace raydix {
+
+#if defined(__AVX512BF16__)
+
+namespace {
+
+constexpr int64_t PANEL = 64;      // columns
+constexpr int64_t ROWS = 6;        // by PANEL columns fill the registers
+constexpr int64_t TASK_ROWS = 96;  // at most, share a panel while it is in the cache
+constexpr int64_t FEW_ROWS = 24;   // up to here every thread reads its own columns of the weight once
+constexpr int64_t DEPTH = 512;     // pairs along in_features in one cache block
+
+struct Block {
+  const bf16* x;         // of the first row and the first pair of this cache block
+  const uint32_t* packed;
+  float* sums;           // [rows][PANEL], carried between cache blocks
+  bf16* out;
+  const float* bias;     // null: none
+  int64_t x_stride, out_stride, pairs, columns;  // columns that exist from here on
+  bool first, last;      // cache block along in_features
+};
+
+template <int M, int N>
+INLINE void register_block(const Block& b) {
+  __m512 total[M][N];
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n)
+      total[m][n] = b.first ? _mm512_setzero_ps() : _mm512_loadu_ps(b.sums + m * PANEL + n * LANES);
+  for (int64_t j = 0; j < b.pairs; ++j) {
+    __m512bh w[N];
+    for (int n = 0; n < N; ++n) w[n] = (__m512bh)_mm512_loadu_si512(b.packed + j * PANEL + n * LANES);
+    for (int m = 0; m < M; ++m) {
+      int32_t pair;
+      std::memcpy(&pair, b.x + m * b.x_stride + 2 * j, sizeof pair);
+      for (int n = 0; n < N; ++n)
+        total[m][n] = _mm512_dpbf16_ps(total[m][n], (__m512bh)_mm512_set1_epi32(pair), w[n]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) {
+      if (!b.last) {
+        _mm512_storeu_ps(b.sums + m * PANEL + n * LANES, total[m][n]);
+        continue;
+      }
+      f32x16 v = (f32x16)total[m][n];
+      if (b.bias) v += load(b.bias + n * LANES);
+      const int64_t left = b.columns - n * LANES;
+      bf16* to = b.out + m * b.out_stride + n * LANES;
+      if (left >= LANES) {
+        store(to, v);
+      } else if (left > 0) {
+        store_part(to, v, left);
+      }
+    }
+}
+
+template <int M>
+void some_rows(Block b, int64_t vectors) {
+  if (vectors == PANEL / LANES) return register_block<M, PANEL / LANES>(b);
+  for (int64_t n = 0; n < vectors; ++n) {
+    register_block<M, 1>(b);
+    b.packed += LANES, b.sums += LANES, b.out += LANES, b.columns -= LANES;
+    if (b.bias) b.bias += LANES;
+  }
+}
+
+void all_rows(Block b, int64_t rows, int64_t vectors) {
+  for (; rows >= ROWS; rows -= ROWS) {
+    some_rows<ROWS>(b, vectors);
+    b.x += ROWS * b.x_stride, b.out += ROWS * b.out_stride, b.sums += ROWS * PANEL;
+  }
+  switch (rows) {
+    case 1: return some_rows<1>(b, vectors);
+    case 2: return some_rows<2>(b, vectors);
+    case 3: return some_rows<3>(b, vectors);
+    case 4: return some_rows<4>(b, vectors);
+    case 5: return some_rows<5>(b, vectors);
+  }
+}
+
+// Rows [row, row + rows) and `vectors` vectors of columns from `column` on, all within one panel.
+void task(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t vectors) {
+  alignas(64) static thread_local float sums[TASK_ROWS * PANEL];
+  const int64_t pairs = a.in_features / 2;
+  Block b{};
+  b.sums = sums, b.x_stride = a.x_stride, b.out_stride = a.out_features, b.columns = a.out_features - column;
+  b.out = (bf16*)a.out + row * a.out_features + column;
+  b.bias = a.bias ? a.bias + column : nullptr;
+  for (int64_t done = 0; done < pairs; done += b.pairs) {
+    b.pairs = std::min(DEPTH, pairs - done);
+    b.first = done == 0, b.last = done + b.pairs == pairs;
+    b.x = (const bf16*)a.x + row * a.x_stride + 2 * done;
+    b.packed = (const uint32_t*)a.packed + (column / PANEL * pairs + done) * PANEL + column % PANEL;
+    all_rows(b, rows, vectors);
+  }
+}
+
+}  // namespace
+
+bool has_linear() { return true; }
+
+void linear(const Linear& a, int threads) {
+  const int64_t panels = (a.out_features + PANEL - 1) / PANEL;
+  if (a.rows * a.in_features * a.out_features < 100000) threads = 1;
+  if (a.rows <= FEW_ROWS) {
+    const int64_t vectors = (a.out_features + LANES - 1) / LANES, per_panel = PANEL / LANES;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t share = 0; share < threads; ++share) {
+      const int64_t end = vectors * (share + 1) / threads;
+      for (int64_t v = vectors * share / threads; v < end;) {
+        const int64_t count = std::min(per_panel - v % per_panel, end - v);
+        task(a, 0, a.rows, v * LANES, count);
+        v += count;
+      }
+    }
+    return;
+  }
+  int64_t height = TASK_ROWS;
+  while (height > FEW_ROWS && (a.rows + height - 1) / height * panels < 8 * threads) height /= 2;
+  const int64_t blocks = (a.rows + height - 1) / height;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < blocks * panels; ++i) {
+    const int64_t row = i / panels * height, column = i % panels * PANEL;
+    const int64_t vectors = (std::min(PANEL, a.out_features - column) + LANES - 1) / LANES;
+    task(a, row, std::min(height, a.rows - row), column, vectors);
+  }
+}
+
+#else
+
+bool has_linear() { return false; }
+void linear(const Linear&, int) {}
+
+#endif
+
+}  // namespace raydix

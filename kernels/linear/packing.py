@@ -1,0 +1,70 @@
+"""The weight layouts `linear` knows."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.cpp import cpu_ops, prefer_huge_pages
+
+PANEL = 64
+
+
+class Layout(Enum):
+    """How a weight lies in memory."""
+
+    PLAIN = "plain"  # [out_features, in_features]
+    PANELS = "panels"  # [out_features / PANEL, in_features / 2, PANEL, 2], for our C++ product
+    ONEDNN = "onednn"  # opaque, for oneDNN's
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight and bias in the layout `linear` wants on this machine."""
+
+    weight: Tensor
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+    layout: Layout
+
+
+def best_layout(weight: Tensor) -> Layout:
+    """Our own product where it is the fastest, oneDNN's where the CPU has matrix tiles, torch's for other types."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return Layout.PLAIN
+    ops = cpu_ops()
+    if ops is not None and ops.has_linear() and weight.shape[1] % 2 == 0 and not torch.cpu._is_amx_tile_supported():
+        return Layout.PANELS
+    return Layout.ONEDNN if torch.ops.mkldnn._is_mkldnn_bf16_supported() else Layout.PLAIN
+
+
+def pack_weight(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """Packs `weight` [out_features, in_features] and `bias` [out_features]; the originals may be dropped afterwards.
+
+    bfloat16 on CPU takes a layout whose product gives each row the same bits whatever the number of rows (ours by
+    construction, oneDNN's as tested); anything else stays as it is.
+    """
+    out_features, in_features = weight.shape
+    weight, layout = weight.detach(), best_layout(weight)
+    if layout is Layout.ONEDNN:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    elif layout is Layout.PANELS:
+        weight = panels(weight)
+        bias = None if bias is None else functional.pad(bias.detach().float(), (0, -out_features % PANEL))
+    return PackedLinear(weight, bias, in_features, out_features, layout)
+
+
+def panels(weight: Tensor) -> Tensor:
+    """`weight` [out_features, in_features] as [panels, in_features / 2, PANEL, 2], the last panel padded with zeros."""
+    out_features, in_features = weight.shape
+    packed = torch.empty((-(-out_features // PANEL), in_features // 2, PANEL, 2), dtype=weight.dtype)
+    prefer_huge_pages(packed)
+    whole = out_features // PANEL
+    packed[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, in_features // 2, 2).transpose(1, 2)
+    if rest := out_features % PANEL:
+        packed[whole] = 0
+        packed[whole, :, :rest] = weight[whole * PANEL :].reshape(rest, in_features // 2, 2).transpose(0, 1)
+    return packed
