@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 
 from engine.core.errors import StartupError
 
@@ -10,8 +11,9 @@ from engine.core.errors import StartupError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return int(options.run(options) or 0)
+        return run(options)
     except StartupError as error:
         print(f"raydix: {error}", file=sys.stderr)
         return 2
@@ -21,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raydix", description="LLM serving on Ray.")
+    parser.add_argument("--version", action="version", version=f"raydix {version('raydix')}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     serve = commands.add_parser("serve", help="start Ray and Serve on this machine and serve a model")

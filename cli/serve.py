@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -52,16 +53,12 @@ def run(options: argparse.Namespace) -> int:
         _check_model(config, status)
         _check_port(config.http.host, config.http.port)
         started = time.monotonic()
-        for name, value in SERVE_SWITCHES.items():
-            os.environ.setdefault(name, value)
-        for name in HAPROXY_PORTS:
-            os.environ.setdefault(name, str(_free_port()))
-        cluster = _Cluster(config)
+        cluster = LocalCluster(config)
         try:
             status.update("starting Ray")
             cluster.start()
             _stop_on_signals(stop)  # Ray has put its own handlers in
-            cluster.deploy(status, stop)
+            cluster.deploy(status.update, stop)
         except BaseException:
             cluster.stop()
             raise
@@ -86,19 +83,23 @@ def example(config: Config) -> str:
     )
 
 
-class _Cluster:
+class LocalCluster:
     """A local Ray cluster with Serve, owned by this process."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
 
     def start(self) -> None:
+        """Start Ray with the switches that Serve reads when it is imported."""
+        for name, value in SERVE_SWITCHES.items():
+            os.environ.setdefault(name, value)
+        for name in HAPROXY_PORTS:
+            os.environ.setdefault(name, str(free_port()))
         import ray
 
         cache = self._config.cache
         ray.init(
             address="local",
-            _node_ip_address="127.0.0.1",  # Ray's own ports, too, are this machine's alone
             include_dashboard=False,
             object_store_memory=int((cache.segment_gib + STORE_RESERVE_GIB) * GIB),
             log_to_driver=False,
@@ -106,7 +107,7 @@ class _Cluster:
             configure_logging=True,
         )
 
-    def deploy(self, status: Status, stop: threading.Event) -> None:
+    def deploy(self, progress: Callable[[str], None], stop: threading.Event) -> None:
         """Start Serve and the application; returns when it is ready, or when told to stop.
 
         Raises:
@@ -129,7 +130,7 @@ class _Cluster:
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline:
                 raise StartupError(_reason(application))
             ready = [name for name, part in application.deployments.items() if part.status == "HEALTHY"]
-            status.update(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
+            progress(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
 
     def stop(self) -> None:
         """End every process of the cluster. Ray leaves one behind: HAProxy survives the actor that started it."""
@@ -174,7 +175,7 @@ def _check_port(host: str, port: int) -> None:
             raise StartupError(f"{host}:{port} {reason}; choose another with --port or --host") from None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

@@ -4,7 +4,9 @@ import pytest
 import torch
 from kernel_cases import assert_close
 
-from kernels.linear import linear, pack_weight
+from kernels.cpp import cpu_ops, prefer_huge_pages
+from kernels.linear import linear, pack_weight, packing
+from kernels.linear.packing import Layout
 from kernels.linear.reference import linear_reference
 
 LAYERS = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "lm_head": (49152, 576)}
@@ -12,8 +14,9 @@ LAYERS = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (5
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(0, 33, 64), (1, 33, 7), (5, 960, 576)])
-def test_matches_reference(dtype: torch.dtype, with_bias: bool, rows: int, out_features: int, in_features: int) -> None:
+@pytest.mark.parametrize("shape", [(0, 33, 64), (1, 33, 7), (5, 33, 64), (5, 960, 576), (26, 100, 2050), (200, 70, 64)])
+def test_matches_reference(dtype: torch.dtype, with_bias: bool, shape: tuple[int, int, int]) -> None:
+    rows, out_features, in_features = shape
     weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
     bias = torch.randn(out_features).to(dtype) if with_bias else None
     x = torch.randn(rows, in_features).to(dtype)
@@ -21,8 +24,13 @@ def test_matches_reference(dtype: torch.dtype, with_bias: bool, rows: int, out_f
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layout", [Layout.PANELS, Layout.ONEDNN])
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 in oneDNN here")
-def test_bits_of_a_row_do_not_depend_on_the_rows(layer: str) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_rows(layer: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = cpu_ops()
+    if layout is Layout.PANELS and (ops is None or not ops.has_linear()):
+        pytest.skip("no bfloat16 product of ours here")
+    monkeypatch.setattr(packing, "best_layout", lambda weight: layout)
     out_features, in_features = LAYERS[layer]
     packed = pack_weight((torch.randn(out_features, in_features) / in_features**0.5).bfloat16())
     x = torch.randn(512, in_features).bfloat16()
@@ -38,3 +46,17 @@ def test_bits_of_a_row_do_not_depend_on_the_rows(layer: str) -> None:
                 assert torch.equal(part, whole[offset : offset + count]), f"{count} rows on {threads} threads"
     finally:
         torch.set_num_threads(before)
+
+
+def test_wrong_widths_and_types() -> None:
+    packed = pack_weight(torch.randn(8, 16).bfloat16())
+    for wrong in (torch.randn(2, 18).bfloat16(), torch.randn(2, 16)):
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            linear(wrong, packed)
+
+
+def test_huge_pages_are_only_a_hint() -> None:
+    for size in (0, 10, 5 << 20):
+        tensor = torch.empty(size, dtype=torch.uint8)
+        prefer_huge_pages(tensor)
+        assert tensor.fill_(3).sum() == 3 * size

@@ -1,0 +1,308 @@
+"""`raydix chat`: a conversation in the terminal with any server that speaks OpenAI's chat completions.
+
+Answers go to stdout, all else to stderr, so that a pipe carries answers alone; then each line of stdin is a question.
+A question joins the conversation together with its answer: whole, or as far as it came when Ctrl-C stopped it. A
+question that failed leaves no trace. Each question has its own connection: one kept open would often have been closed
+by the server by the time the next question is typed, and closing it is what tells the server to stop.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import aiohttp
+
+from engine.core.errors import StartupError
+
+Message: TypeAlias = dict[str, str]
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_LINE_BYTES = 1 << 20
+"""Longest line of a stream; a server may put many tokens, with what belongs to them, into one event."""
+
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class AnswerError(Exception):
+    """There is no answer; one line for the person who asked."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Chat until `/quit`, the end of stdin, or Ctrl-C at the prompt.
+
+    Returns the exit code: 0, or 1 if stdin is not a terminal and a question failed, or if nobody reads stdout.
+
+    Raises:
+        StartupError: the server cannot be reached or has no model.
+    """
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    server = Server(options.url)
+    model = asyncio.run(server.model(options.model))
+    chat = Chat(server, model, options.system, options.max_tokens)
+    try:
+        return chat.run()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer must go somewhere
+        return 1
+
+
+class Chat:
+    """One conversation, its prompt and its screen."""
+
+    def __init__(self, server: "Server", model: str, system: str | None, max_tokens: int) -> None:
+        self._server = server
+        self._model = model
+        self._beginning: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._max_tokens = max_tokens
+        self._messages = list(self._beginning)
+        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._has_failed = False
+
+    def run(self) -> int:
+        """Ask for questions and answer them until told to end; returns the exit code."""
+        if self._is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (input() uses it once it is imported)
+            _note(f"{self._model} at {self._server.url}; /new starts over, /quit ends, Ctrl-C stops an answer")
+        try:
+            while (question := self._question()) != "/quit":
+                if question == "/new":
+                    self._messages = list(self._beginning)
+                    _note("a new conversation")
+                elif question:
+                    self._ask(question)
+        except (EOFError, KeyboardInterrupt):
+            if self._is_terminal:
+                print()
+        return int(self._has_failed and not self._is_terminal)
+
+    def _question(self) -> str:
+        return input("> " if self._is_terminal else "").strip()
+
+    def _ask(self, question: str) -> None:
+        """Show the answer to `question` as it comes, then what it took."""
+        messages = [*self._messages, {"role": "user", "content": question}]
+        answer = Answer()
+        ending = ""
+        try:
+            asyncio.run(self._stream(messages, answer))
+        except KeyboardInterrupt:
+            ending = "stopped"
+        except AnswerError as error:
+            self._has_failed = True
+            ending = f"error: {error}"
+        if answer.text:
+            print(flush=True)
+        if answer.text and not ending.startswith("error"):
+            self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+        _note("; ".join(part for part in (ending, answer.summary()) if part))
+
+    async def _stream(self, messages: list[Message], answer: "Answer") -> None:
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "max_tokens": self._max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        asked = time.monotonic()
+        async with contextlib.aclosing(self._server.events(body)) as events:
+            async for event in events:
+                answer.add(event, time.monotonic() - asked)
+                if event.text:
+                    print(_printable(event.text), end="", flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one question; `num_cached` of its prompt came from the cache, None if the server does not say."""
+
+    num_prompt: int
+    num_completion: int
+    num_cached: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one event of a stream says."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come of an answer. Times are seconds since it was asked for."""
+
+    text: str = ""
+    first_s: float | None = None
+    last_s: float = 0.0
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+    def add(self, event: Event, now_s: float) -> None:
+        """Take in the next event of the stream."""
+        if event.text:
+            self.text += event.text
+            self.first_s = now_s if self.first_s is None else self.first_s
+            self.last_s = now_s
+        self.finish_reason = event.finish_reason or self.finish_reason
+        self.usage = event.usage or self.usage
+
+    def summary(self) -> str:
+        """What the answer took, as far as it is known: a phrase for each figure."""
+        parts = []
+        usage = self.usage
+        if self.first_s is not None:
+            first = f"{self.first_s * 1000:.0f} ms" if self.first_s < 1 else f"{self.first_s:.2f} s"
+            parts.append(f"{first} to first token")
+            if usage is not None and usage.num_completion > 1 and self.last_s > self.first_s:
+                parts.append(f"{(usage.num_completion - 1) / (self.last_s - self.first_s):.1f} tokens/s")
+        if usage is not None:
+            parts.append(f"{usage.num_prompt} prompt tokens")
+            if usage.num_cached is not None:
+                parts[-1] += f" ({usage.num_cached} from the cache)"
+        if self.finish_reason == "length":
+            parts.append("cut off by the token limit")
+        return ", ".join(parts)
+
+
+class Server:
+    """An OpenAI-compatible server.
+
+    `url` may lack `http://` and may end with `/v1`, as OpenAI's clients want it.
+    """
+
+    def __init__(self, url: str) -> None:
+        url = url if "://" in url else f"http://{url}"
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+    async def model(self, name: str | None) -> str:
+        """The model to talk to: `name`, or else the first that the server lists.
+
+        Raises:
+            StartupError: nobody answers, or no model is named and none listed.
+        """
+        timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{self.url}/v1/models") as reply:
+                body = await reply.read()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise StartupError(f"cannot reach {self.url}: {_reason(error)}") from None
+        if name is not None:
+            return name
+        if reply.status != 200:
+            raise StartupError(f"{self.url} does not list its models: {_http_error(reply, body)}; try --model")
+        try:
+            return str(json.loads(body)["data"][0]["id"])
+        except (LookupError, TypeError, ValueError):
+            raise StartupError(f"{self.url} lists no model; is it an OpenAI-compatible server?") from None
+
+    async def events(self, body: dict[str, Any]) -> AsyncIterator[Event]:
+        """The events of one chat completion, until it is complete.
+
+        Raises:
+            AnswerError: the server cannot be reached, refuses, fails, or sends what cannot be understood.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        is_finished = False
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, read_bufsize=MAX_LINE_BYTES) as session,
+                session.post(f"{self.url}/v1/chat/completions", json=body) as reply,
+            ):
+                if reply.status != 200:
+                    raise AnswerError(_http_error(reply, await reply.read()))
+                async for line in reply.content:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    event = read_event(data)
+                    is_finished = is_finished or event.finish_reason is not None
+                    yield event
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise AnswerError(f"no answer from {self.url}: {_reason(error)}") from None
+        if not is_finished:
+            raise AnswerError(f"{self.url} ended the stream before the answer was complete")
+
+
+def read_event(data: bytes) -> Event:
+    """Parse the data of one event.
+
+    Raises:
+        AnswerError: it tells an error of the server, or is not an event of a chat completion.
+    """
+    try:
+        content = json.loads(data)
+        if content.get("error"):
+            raise AnswerError(_error_message(content))
+        choice = next(iter(content.get("choices") or ()), {})
+        usage = content.get("usage")
+        return Event(
+            text=(choice.get("delta") or {}).get("content") or "",
+            finish_reason=choice.get("finish_reason"),
+            usage=_read_usage(usage) if usage else None,
+        )
+    except (AttributeError, LookupError, TypeError, ValueError):
+        start = _line(data[:80].decode(errors="replace"))
+        raise AnswerError(f"the server sent what is no event of a chat completion: {start}") from None
+
+
+def _read_usage(usage: dict[str, Any]) -> Usage:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return Usage(
+        int(usage["prompt_tokens"]), int(usage.get("completion_tokens", 0)), None if cached is None else int(cached)
+    )
+
+
+def _http_error(reply: aiohttp.ClientResponse, body: bytes) -> str:
+    try:
+        return f"HTTP {reply.status}: {_error_message(json.loads(body))}"
+    except (AttributeError, ValueError):
+        return f"HTTP {reply.status} {reply.reason or ''}".rstrip()
+
+
+def _error_message(content: dict[str, Any]) -> str:
+    """The message of an error object: OpenAI's, or one of the shapes others give it."""
+    error = content.get("error", content)
+    message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return _line(str(message or error))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
+    if isinstance(error, (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)):
+        return "that is no HTTP URL"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        return os.strerror(number) if number > 0 else error.os_error.strerror or str(error)  # name look-up counts down
+    return _line(str(error)) or type(error).__name__
+
+
+def _note(text: str) -> None:
+    """Write a line about the conversation, dim where that can be."""
+    if text:
+        print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def _line(text: str) -> str:
+    return _printable(" ".join(text.split()))
+
+
+def _printable(text: str) -> str:
+    """`text` without what could command a terminal."""
+    return text.translate(_CONTROLS)

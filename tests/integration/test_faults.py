@@ -1,0 +1,80 @@
+"""Processes die and clients leave; streams go on, tokens come exactly once, and nothing stays held."""
+
+from typing import Any
+
+import pytest
+import ray
+
+from tests.integration.conftest import Server, eventually, random_prompt
+
+
+def collect(chunks: Any) -> list[int]:
+    """All token ids of a stream that has to end properly."""
+    token_ids, finish = [], None
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            token_ids += choice.get("token_ids", [])
+            finish = choice["finish_reason"] or finish
+    assert finish == "length"
+    return token_ids
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_stream_survives_the_death_of_a_worker(server: Server, role: str) -> None:
+    prompt = random_prompt(20, 400)
+    expected = server.complete(prompt, max_tokens=100, cache_salt=f"reference {role}")["choices"][0]["token_ids"]
+    epoch = server.workers()[role]["epoch"]
+
+    chunks = server.stream(prompt, max_tokens=100, cache_salt=f"killed {role}")
+    seen = [next(chunks), next(chunks)]
+    ray.kill(server.actor(server.workers()[role]["worker_id"]), no_restart=True)
+    assert collect([*seen, *chunks]) == expected
+    eventually(lambda: server.workers()[role]["epoch"] > epoch, f"the {role} worker is back")
+
+
+def test_a_stream_survives_the_death_of_the_prefill_worker_before_its_first_token(server: Server) -> None:
+    prompt = random_prompt(21, 3000)
+    expected = server.complete(prompt, max_tokens=4, cache_salt="reference")["choices"][0]["token_ids"]
+    epoch = server.workers()["prefill"]["epoch"]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.complete, prompt, max_tokens=4, cache_salt="killed early")
+        eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "prefill has begun")
+        ray.kill(server.actor(server.workers()["prefill"]["worker_id"]), no_restart=True)
+        assert answer.result()["choices"][0]["token_ids"] == expected
+    eventually(lambda: server.workers()["prefill"]["epoch"] > epoch, "the prefill worker is back")
+
+
+def test_streams_and_requests_survive_the_death_of_the_manager(server: Server) -> None:
+    prompt = random_prompt(22, 300)
+    expected = server.complete(prompt, max_tokens=60, cache_salt="m0")["choices"][0]["token_ids"]
+    chunks = server.stream(prompt, max_tokens=60, cache_salt="m1")
+    seen = [next(chunks)]
+    ray.kill(server.actor("kv_cache_manager"), no_restart=True)
+    during = server.complete(prompt, max_tokens=60, cache_salt="m2")["choices"][0]["token_ids"]
+    assert collect([*seen, *chunks]) == expected
+    assert during == expected
+    eventually(lambda: len(server.workers()) == 2, "workers have registered with the new manager")
+    warm = server.complete(prompt, max_tokens=60, cache_salt="m0")
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "the index grew back from the workers' pools"
+
+
+def test_a_client_that_leaves_frees_everything(server: Server) -> None:
+    chunks = server.stream(random_prompt(23, 300), max_tokens=2000)
+    next(chunks)
+    assert not server.is_idle()
+    chunks.close()
+    eventually(server.is_idle, "the request's blocks and leases are free", 10)
+
+
+def test_a_client_that_leaves_before_the_first_token_frees_everything(server: Server) -> None:
+    import http.client
+    import json
+
+    connection = http.client.HTTPConnection(server.host, server.port)
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": random_prompt(24, 3500), "max_tokens": 100}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "prefill has begun")
+    connection.close()
+    eventually(server.is_idle, "the request's blocks and leases are free", 10)

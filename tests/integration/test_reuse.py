@@ -1,0 +1,93 @@
+"""KV is computed once and reused: within a worker, across workers, and from one turn of a chat to the next."""
+
+import time
+
+from tests.integration.conftest import MODEL, Server, random_prompt
+
+
+def token_ids(answer: dict) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+def cached(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def ttft_s(server: Server, prompt: list[int]) -> float:
+    started = time.perf_counter()
+    chunks = server.stream(prompt, max_tokens=2)
+    next(chunks)
+    took = time.perf_counter() - started
+    for _ in chunks:
+        pass
+    return took
+
+
+def test_a_long_prompt_is_prefilled_by_one_worker_and_decoded_by_another(server: Server) -> None:
+    before = server.manager()
+    answer = server.complete(random_prompt(1, 500), max_tokens=8)
+    assert cached(answer) == 0
+    assert len(token_ids(answer)) == 8
+    assert server.manager()["num_segments"] > before["num_segments"], "its KV went through the object store"
+
+
+def test_a_repeated_prompt_hits_all_but_its_last_token_and_answers_the_same(server: Server) -> None:
+    prompt = random_prompt(2, 512)
+    cold = server.complete(prompt, max_tokens=16, logprobs=3)
+    warm = server.complete(prompt, max_tokens=16, logprobs=3)
+    assert cached(cold) == 0
+    assert cached(warm) == 511
+    assert token_ids(cold) == token_ids(warm)
+    assert cold["choices"][0]["logprobs"] == warm["choices"][0]["logprobs"]
+
+
+def test_time_to_first_token_of_a_repeated_prompt_is_reported_cached(server: Server) -> None:
+    prompt = random_prompt(3, 1024)
+    cold, warm = ttft_s(server, prompt), ttft_s(server, prompt)
+    assert warm < cold, "a figure for benchmarks; here only that the hit is real"
+
+
+def test_the_prefill_worker_imports_what_only_the_decode_worker_generated(server: Server) -> None:
+    """Turn 2 hits turn 1's answer, on whichever worker its new text is prefilled."""
+    prompt = random_prompt(4, 200)
+    first = server.complete(prompt, max_tokens=120)
+    turn = prompt + token_ids(first) + random_prompt(5, 200)
+    second = server.complete(turn, max_tokens=8)
+    full_blocks_known = (200 + 120 - 1) // 16 * 16
+    assert cached(second) == full_blocks_known
+    again = server.complete(turn, max_tokens=8, cache_salt="another")
+    assert cached(again) == 0
+    assert token_ids(again) == token_ids(second)
+
+
+def test_salts_do_not_share(server: Server) -> None:
+    prompt = random_prompt(6, 160)
+    server.complete(prompt, max_tokens=2, cache_salt="a")
+    assert cached(server.complete(prompt, max_tokens=2, cache_salt="b")) == 0
+    assert cached(server.complete(prompt, max_tokens=2, cache_salt="a")) == 159
+
+
+def test_a_chat_s_second_turn_reuses_the_first(server: Server) -> None:
+    messages = [{"role": "user", "content": "Tell me about rivers. " * 20}]
+    body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 40}
+    import json
+
+    first = json.loads(server.request("POST", "/v1/chat/completions", body)[2])
+    answer = first["choices"][0]["message"]
+    messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "Go on."}]
+    second = json.loads(server.request("POST", "/v1/chat/completions", {**body, "messages": messages})[2])
+    assert cached(second) >= first["usage"]["prompt_tokens"] // 16 * 16
+
+
+def test_many_at_once_answer_as_each_alone(server: Server) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    shared = random_prompt(7, 300)
+    prompts = [shared + random_prompt(100 + index, 5 + 7 * index) for index in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda prompt: server.complete(prompt, max_tokens=12, logprobs=1), prompts))
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = server.complete(prompt, max_tokens=12, logprobs=1, cache_salt=f"alone {len(prompt)}")
+        assert cached(alone) == 0
+        assert token_ids(alone) == token_ids(answer)
+        assert alone["choices"][0]["logprobs"] == answer["choices"][0]["logprobs"]

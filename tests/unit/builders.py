@@ -1,0 +1,194 @@
+"""What the unit tests of engine and core build their cases from.
+
+`FakeModel` stands in for a model and its KV tensors. Its KV of a position is a *key* of everything that position
+depends on: the root (model and tenant) and every token up to it. A forward pass writes the keys of its chunk and reads
+all keys that the chunk attends to, through the block table; one that is not the key of the request's own tokens fails
+the test. And the token that it samples is a function of the last key, so what a request must answer is known from its
+prompt alone, whatever was cached, chunked, preempted, imported or taken over.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.core.block_pool import BlockPool
+from engine.core.hashing import hash_blocks, root_hash
+from engine.core.scheduler import SampledToken, Scheduler, SchedulerOutput, StepOutcome
+from engine.core.types import (
+    Assignment,
+    BlockHash,
+    FinishReason,
+    SamplingParams,
+    Stage,
+    TokenEvent,
+)
+
+FINGERPRINT = "test-model"
+VOCAB = 4
+KEY_BYTES = 8
+_MASK = (1 << 63) - 1
+
+
+def keys_of(root: BlockHash, token_ids: Iterable[int]) -> list[int]:
+    """The KV key of each position of a sequence."""
+    key = int.from_bytes(root[:7], "little")
+    keys = []
+    for token_id in token_ids:
+        key = hash((key, token_id)) & _MASK
+        keys.append(key)
+    return keys
+
+
+def sampled_after(root: BlockHash, token_ids: Sequence[int]) -> int:
+    """The token that `FakeModel` samples after `token_ids`."""
+    return keys_of(root, token_ids)[-1] % VOCAB
+
+
+def expected_answer(
+    root: BlockHash, prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
+) -> tuple[list[int], FinishReason]:
+    """All tokens that a prompt must be answered with, and why the answer ends there."""
+    token_ids = list(prompt)
+    while True:
+        token_ids.append(sampled_after(root, token_ids))
+        count = len(token_ids) - len(prompt)
+        if token_ids[-1] in sampling.stop_token_ids and count > sampling.min_tokens:
+            return token_ids[len(prompt) :], FinishReason.STOP
+        if count >= sampling.max_tokens or len(token_ids) >= max_model_len:
+            return token_ids[len(prompt) :], FinishReason.LENGTH
+
+
+class FakeModel:
+    """A runner and a block store over an array of keys, [num_blocks, block_size]. Keeps what was written for ever."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.cells = np.zeros((pool.num_blocks, pool.block_size), np.int64)
+        self.block_bytes = pool.block_size * KEY_BYTES
+
+    def run(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+        """Write, then attend and sample, as a batch does."""
+        self._write(output)
+        return self._read(output)
+
+    def export_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        return self.cells[list(block_ids)].reshape(-1).view(np.uint8)
+
+    def import_blocks(self, buffer: npt.NDArray[np.uint8], block_ids: Sequence[int]) -> None:
+        self.cells[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
+
+    def _write(self, output: SchedulerOutput) -> None:
+        written: set[tuple[int, int]] = set()
+        for chunk in output.chunks:
+            request = chunk.request
+            end = chunk.start + chunk.num_tokens
+            keys = keys_of(request.root, request.token_ids[:end])
+            for position in range(max(chunk.start, chunk.store_from), end):
+                block, offset = request.blocks[position // self.pool.block_size], position % self.pool.block_size
+                assert self.pool.hash_of(block) is None, f"{request.request_id} writes to a block that others may read"
+                assert (block, offset) not in written, "two chunks write to one slot"
+                written.add((block, offset))
+                self.cells[block, offset] = keys[position]
+
+    def _read(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+        sampled = {}
+        for chunk in output.chunks:
+            request = chunk.request
+            end = chunk.start + chunk.num_tokens
+            keys = keys_of(request.root, request.token_ids[:end])
+            seen = self.cells[request.blocks].reshape(-1)[:end].tolist()
+            assert seen == keys, f"{request.request_id} attends to KV that is not its own"
+            if chunk.samples:
+                sampled[request.request_id] = SampledToken(keys[-1] % VOCAB)
+        return sampled
+
+
+def make_assignment(
+    request_id: str = "a",
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    generated: Sequence[int] = (),
+    stage: Stage = Stage.WHOLE,
+    attempt: int = 0,
+    max_tokens: int = 4,
+    stop: Sequence[int] = (),
+    min_tokens: int = 0,
+    salt: bytes = b"",
+    awaited: Sequence[BlockHash] = (),
+    await_timeout_s: float = 30.0,
+) -> Assignment:
+    return Assignment(
+        request_id,
+        attempt,
+        stage,
+        (*prompt, *generated),
+        len(prompt),
+        SamplingParams(max_tokens, stop_token_ids=tuple(stop), min_tokens=min_tokens),
+        "ingress",
+        salt,
+        tuple(awaited),
+        await_timeout_s,
+    )
+
+
+def root_of(salt: bytes = b"") -> BlockHash:
+    return root_hash(FINGERPRINT, salt)
+
+
+def hashes_of(token_ids: Sequence[int], block_size: int = 4, salt: bytes = b"") -> list[BlockHash]:
+    """The hashes of all full blocks of a sequence."""
+    return hash_blocks(root_of(salt), token_ids, block_size)
+
+
+def answer_to(assignment: Assignment, max_model_len: int = 1 << 20) -> list[int]:
+    """All tokens that an assignment's prompt must be answered with."""
+    prompt = assignment.token_ids[: assignment.num_prompt_tokens]
+    return expected_answer(root_of(assignment.salt), prompt, assignment.sampling, max_model_len)[0]
+
+
+def submit(scheduler: Scheduler, assignment: Assignment, now: float = 0.0) -> None:
+    scheduler.submit(assignment, root_of(assignment.salt), now)
+
+
+def step(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> tuple[SchedulerOutput, StepOutcome]:
+    """One whole step, its exports released at once."""
+    output = scheduler.schedule(now)
+    outcome = scheduler.update(output, model.run(output), now)
+    for export in outcome.exports:
+        scheduler.pool.release(export.blocks)
+    return output, outcome
+
+
+def run_all(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> dict[str, list[TokenEvent]]:
+    """Step until nothing is left; the events of each request."""
+    events: dict[str, list[TokenEvent]] = {}
+    while scheduler.num_requests:
+        output, outcome = step(scheduler, model, now)
+        assert output.chunks, "requests are here, but nothing can be computed"
+        for event in outcome.events:
+            events.setdefault(event.request_id, []).append(event)
+    return events
+
+
+def tokens_of(events: Iterable[TokenEvent]) -> list[int | None]:
+    return [event.token_id for event in events]
+
+
+def import_blocks(
+    scheduler: Scheduler, model: FakeModel, token_ids: Sequence[int], hashes: Sequence[BlockHash], first: int = 0
+) -> None:
+    """Put the KV of consecutive blocks of a sequence, from block `first` on, into the pool, as an import does.
+
+    The last of `hashes` may be of a partial block.
+    """
+    pool, block_size = scheduler.pool, scheduler.pool.block_size
+    keys = keys_of(root_of(), token_ids)
+    missing = [index for index, block_hash in enumerate(hashes) if pool.lookup(block_hash) is None]
+    missing = missing[: pool.num_available]
+    blocks = pool.allocate(len(missing))
+    for index, block in zip(missing, blocks, strict=True):
+        content = keys[(first + index) * block_size : (first + index + 1) * block_size]
+        model.cells[block, : len(content)] = content
+        pool.seal(block, hashes[index])
+    pool.release(blocks)

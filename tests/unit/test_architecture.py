@@ -1,0 +1,208 @@
+"""Each part of the project imports only what stands below it.
+
+Read from the source, not from running it, so an import inside a function or for type checking counts as well, except
+where a test is about what happens when a module is imported.
+"""
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("actors", "benchmarks", "cli", "configs", "engine", "kernels", "serve_app")
+
+MAY_IMPORT = {
+    "configs": {"configs", "engine.core.errors", "pydantic", "yaml"},
+    "kernels": {"kernels", "numpy", "torch", "triton"},
+    "engine.core": {"engine.core"},
+    "engine.api": {"engine.api", "engine.core", "orjson", "pydantic", "pydantic_core"},
+    "engine.model": {
+        "engine.core",
+        "engine.model",
+        "gguf",
+        "huggingface_hub",
+        "jinja2",
+        "kernels",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "xxhash",
+    },
+}
+"""What a part may import beside the standard library."""
+
+MUST_NOT_IMPORT = {
+    "actors": {"benchmarks", "cli", "kernels", "serve_app"},
+    "serve_app": {"benchmarks", "cli", "kernels"},
+    "cli": {"kernels"},
+    "benchmarks": {"actors", "kernels", "serve_app"},
+}
+
+DECIDES_ONLY = {"asyncio", "datetime", "multiprocessing", "random", "secrets", "socket", "threading", "time", "uuid"}
+"""Parts of the standard library that bring a clock, chance or I/O into a decision."""
+
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module; `name` keeps what was taken from it, which may be a submodule."""
+
+    line: int
+    name: str
+    runs: bool
+    """Whether importing the file carries it out: it is not inside a function and not for type checking."""
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the project by its dotted name."""
+    modules = {}
+    for part in PARTS:
+        files = [ROOT / f"{part}.py"] if (ROOT / f"{part}.py").is_file() else sorted((ROOT / part).rglob("*.py"))
+        for file in files:
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return modules
+
+
+@cache
+def imports_of(module: str) -> tuple[Import, ...]:
+    file = sources()[module]
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    return tuple(_walk(ast.parse(file.read_text(), str(file)), package, runs=True))
+
+
+def _walk(node: ast.AST, package: str, runs: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(child.lineno, alias.name, runs)
+        elif isinstance(child, ast.ImportFrom):
+            base = _base(child, package)
+            for alias in child.names:
+                yield Import(child.lineno, f"{base}.{alias.name}", runs)
+        elif isinstance(child, FUNCTIONS) or _is_for_type_checking(child):
+            yield from _walk(child, package, runs=False)
+        else:
+            yield from _walk(child, package, runs)
+
+
+def _is_for_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _base(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def is_within(name: str, modules: Iterable[str]) -> bool:
+    """Whether `name` is one of `modules` or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def modules_of(part: str) -> list[str]:
+    return [module for module in sources() if is_within(module, [part])]
+
+
+def violations(part: str, allowed: set[str], forbidden: set[str]) -> list[str]:
+    """`file:line imports name` for each import of `part` that is forbidden, or, with `allowed`, not allowed."""
+    return [
+        f"{sources()[module].relative_to(ROOT)}:{found.line} imports {found.name}"
+        for module in modules_of(part)
+        for found in imports_of(module)
+        if is_within(found.name, forbidden)
+        or (allowed and not is_within(found.name, allowed) and found.name.split(".")[0] not in sys.stdlib_module_names)
+    ]
+
+
+def loaded_by(module: str) -> set[str]:
+    """Everything that importing `module` imports, other people's packages by their first name."""
+    loaded: set[str] = set()
+    queue = [module]
+    while queue:
+        name = queue.pop()
+        if name.split(".")[0] not in PARTS:
+            loaded.add(name.split(".")[0])
+            continue
+        parents = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
+        for known in parents:
+            if known in sources() and known not in loaded:
+                loaded.add(known)
+                queue += [found.name for found in imports_of(known) if found.runs]
+    return loaded
+
+
+def test_every_part_is_found() -> None:
+    assert {module.split(".")[0] for module in sources()} == set(PARTS)
+    assert {f"engine.{part}" for part in ("api", "core", "model")} <= sources().keys()
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_only_what_stands_below(part: str) -> None:
+    assert violations(part, MAY_IMPORT[part], set()) == []
+
+
+@pytest.mark.parametrize("part", MUST_NOT_IMPORT)
+def test_does_not_import_what_stands_above(part: str) -> None:
+    assert violations(part, set(), MUST_NOT_IMPORT[part]) == []
+
+
+def test_core_has_no_clock_no_chance_and_no_io() -> None:
+    assert violations("engine.core", set(), DECIDES_ONLY) == []
+
+
+def test_core_holds_no_mutable_module_state() -> None:
+    """Collaborators are arguments: no dict, list or set is created at the top of a module of the core."""
+    mutable = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+    found = [
+        f"{sources()[module].relative_to(ROOT)}:{statement.lineno}"
+        for module in modules_of("engine.core")
+        for statement in ast.parse(sources()[module].read_text()).body
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, mutable)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part not in ("actors", "benchmarks", "cli", "serve_app")])
+def test_ray_stays_at_the_edge(part: str) -> None:
+    assert violations(part, set(), {"ray"}) == []
+
+
+def test_nothing_imports_its_tests() -> None:
+    assert [found for part in PARTS for found in violations(part, set(), {"tests", "pytest", "hypothesis"})] == []
+
+
+def test_the_manager_starts_without_torch() -> None:
+    loaded = loaded_by("actors.kv_cache_manager")
+    assert "engine.core.directory" in loaded
+    assert not loaded & {"torch", "triton", "transformers", "numpy"}
+
+
+def test_the_host_starts_without_torch() -> None:
+    """A host of the manager is a process of its own, and should not load what only its workers need."""
+    assert not loaded_by("actors.host") & {"torch", "triton", "transformers"}
+
+
+def test_the_command_line_answers_without_ray_or_torch() -> None:
+    """`raydix --help` must not take seconds."""
+    assert not loaded_by("cli.main") & {"ray", "torch", "transformers"}
+
+
+def test_a_type_checking_import_is_not_loaded(tmp_path: Path) -> None:
+    tree = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import ray")
+    assert [(found.name, found.runs) for found in _walk(tree, "", runs=True)] == [
+        ("typing.TYPE_CHECKING", True),
+        ("torch", False),
+        ("ray", False),
+    ]
