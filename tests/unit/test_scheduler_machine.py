@@ -1,0 +1,371 @@
+"""Whatever happens to a scheduler, in whatever order: each request is answered as if it had been alone.
+
+A dictionary holds what each hash stands for, another what each request must still say. See `builders.FakeModel` for how
+wrong or stale KV is found.
+"""
+
+from dataclasses import dataclass
+
+from builders import VOCAB, FakeModel, expected_answer, import_blocks, keys_of, make_assignment, root_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.block_pool import BlockPool
+from engine.core.hashing import hash_block, hash_blocks
+from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput, StepOutcome
+from engine.core.types import Assignment, BlockHash, FinishReason, Handover, Stage, TokenEvent
+
+AWAIT_TIMEOUT_S = 10.0
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+@dataclass
+class Expected:
+    """What one request must say. `position` is that of its next token."""
+
+    assignment: Assignment
+    root: BlockHash
+    answer: list[int]
+    finish: FinishReason
+    position: int
+    is_live: bool = True
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.assignment.token_ids[: self.assignment.num_prompt_tokens]
+
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.prompt, *self.answer]
+
+    @property
+    def num_sent(self) -> int:
+        """Generated tokens that the assignment came with."""
+        return len(self.assignment.token_ids) - self.assignment.num_prompt_tokens
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One scheduler, its pool, a fake model, and everything that may happen to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.expected: dict[str, Expected] = {}
+        self.contents: dict[BlockHash, list[int]] = {}
+        self.exports: list[ExportedBlocks] = []
+        self.under_way: tuple[SchedulerOutput, dict] | None = None
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(3, 12),
+        spare=st.integers(0, 3),
+        token_budget=st.integers(1, 12),
+        max_requests=st.integers(1, 5),
+    )
+    def build(self, block_size: int, num_blocks: int, spare: int, token_budget: int, max_requests: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.model = FakeModel(self.pool)
+        self.limits = SchedulerLimits(token_budget, max_requests)
+        self.max_model_len = max(2, num_blocks * block_size - spare)
+        self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len)
+
+    # Requests come and go
+
+    @rule(
+        data=st.data(),
+        stage=st.sampled_from(Stage),
+        more=st.lists(TOKENS, max_size=6),
+        max_tokens=st.integers(1, 12),
+        stop=st.lists(TOKENS, max_size=1),
+        min_tokens=st.integers(0, 3),
+        salt=st.sampled_from([b"", b"", b"tenant"]),
+    )
+    def submit(self, data, stage, more, max_tokens, stop, min_tokens, salt) -> None:
+        prefix: list[int] = []
+        if self.expected:
+            prefix = data.draw(st.sampled_from(list(self.expected.values()))).sequence
+            prefix = prefix[: data.draw(st.integers(0, len(prefix)))]
+        prompt = [*prefix, *more][: self.max_model_len - 1] or [0]
+        request_id = f"r{len(self.expected)}"
+        hashes = hash_blocks(root_of(salt), prompt, self.pool.block_size)
+        awaited = data.draw(st.sets(st.sampled_from(hashes))) if hashes else set()
+        self._submit(
+            make_assignment(
+                request_id,
+                prompt,
+                stage=stage,
+                max_tokens=max_tokens,
+                stop=stop,
+                min_tokens=min_tokens,
+                salt=salt,
+                awaited=sorted(awaited),
+                await_timeout_s=AWAIT_TIMEOUT_S,
+            )
+        )
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), stage=st.sampled_from(Stage), awaits=st.booleans())
+    def submit_again(self, data, stage, awaits) -> None:
+        """A higher attempt, with some of what was generated already."""
+        known = self._draw(data, self.expected)
+        num_generated = data.draw(st.integers(0, min(known.position, len(known.answer) - 1)))
+        generated = known.answer[:num_generated]
+        old = known.assignment
+        hashes = hash_blocks(known.root, [*known.prompt, *generated], self.pool.block_size)
+        self._submit(
+            make_assignment(
+                old.request_id,
+                known.prompt,
+                generated=generated,
+                stage=stage,
+                attempt=old.attempt + 1,
+                max_tokens=old.sampling.max_tokens,
+                stop=old.sampling.stop_token_ids,
+                min_tokens=old.sampling.min_tokens,
+                salt=old.salt,
+                awaited=hashes if awaits else (),
+                await_timeout_s=AWAIT_TIMEOUT_S,
+            )
+        )
+
+    @precondition(lambda self: self._live())
+    @rule(data=st.data())
+    def submit_twice(self, data) -> None:
+        """The same attempt once more changes nothing."""
+        known = self._draw(data, self._live())
+        before = self.scheduler.get(known.assignment.request_id)
+        self.scheduler.submit(known.assignment, known.root, self.now)
+        assert self.scheduler.get(known.assignment.request_id) is before
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        known = self._draw(data, self.expected)
+        assert self.scheduler.abort(known.assignment.request_id) == known.is_live
+        known.is_live = False
+
+    # Imports
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), with_tail=st.booleans())
+    def blocks_arrive(self, data, with_tail) -> None:
+        """A segment of any request's blocks, in whatever order with others, its partial last one perhaps included."""
+        known = self._draw(data, self.expected)
+        block_size, sent = self.pool.block_size, known.assignment.token_ids
+        hashes = hash_blocks(known.root, known.sequence, block_size)
+        first = data.draw(st.integers(0, len(hashes)))
+        hashes = hashes[first : data.draw(st.integers(first, len(hashes)))]
+        if with_tail and len(sent) % block_size:
+            hashes = hash_blocks(known.root, sent, block_size)[first:]
+            hashes.append(self._tail_hash(known))
+        import_blocks(self.scheduler, self.model, hashes, [self.contents[block_hash] for block_hash in hashes])
+        self.scheduler.blocks_arrived(hashes, self.now)
+        self.scheduler.blocks_lost(hashes)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def blocks_are_lost(self, data) -> None:
+        known = self._draw(data, self.expected)
+        hashes = hash_blocks(known.root, known.sequence, self.pool.block_size)
+        self.scheduler.blocks_lost(hashes[data.draw(st.integers(0, len(hashes))) :])
+
+    @precondition(lambda self: self._live(Stage.DECODE))
+    @rule(data=st.data())
+    def hand_over(self, data) -> None:
+        """The prefill worker's last word, at any time and as often as it likes."""
+        known = self._draw(data, self._live(Stage.DECODE))
+        if known.num_sent == len(known.answer) - 1:
+            return  # the answer ends with the prefill worker's token
+        assignment = known.assignment
+        request = self.scheduler.get(assignment.request_id)
+        assert request is not None
+        accepts = request.awaits_handover
+        assert not accepts or request in self.scheduler.waiting, "a request that started may have sampled the token"
+        token_id = known.answer[known.num_sent]
+        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt, token_id, None))
+        known.position += accepts
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def an_older_attempt_hands_over(self, data) -> None:
+        assignment = self._draw(data, self.expected).assignment
+        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt - 1, 0, None))
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def stop_awaiting(self, data) -> None:
+        self.scheduler.stop_awaiting([self._draw(data, self.expected).assignment.request_id])
+
+    @rule()
+    def stop_awaiting_all(self) -> None:
+        self.scheduler.stop_awaiting_all()
+        assert self.scheduler.next_deadline() is None
+
+    @rule(seconds=st.sampled_from([0.1, 4.0, AWAIT_TIMEOUT_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # Exports and the pool
+
+    @precondition(lambda self: self.exports)
+    @rule(data=st.data())
+    def release_export(self, data) -> None:
+        self._release(data.draw(st.sampled_from(self.exports)))
+
+    @rule()
+    def reset_pool(self) -> None:
+        self.pool.reset()
+        assert self.pool.num_cached == 0
+
+    # Steps
+
+    @precondition(lambda self: self.under_way is None)
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._begin()
+            self._end()
+
+    @precondition(lambda self: self.under_way is None)
+    @rule()
+    def begin_step(self) -> None:
+        self._begin()
+
+    @precondition(lambda self: self.under_way is not None)
+    @rule()
+    def end_step(self) -> None:
+        self._end()
+
+    @rule()
+    def drain(self) -> None:
+        """With nothing new coming, every request ends within a bounded number of steps."""
+        if self.under_way is not None:
+            self._end()
+        self.now += 1000.0
+        live = self._live()
+        for _ in range(sum(len(known.sequence) for known in live.values()) * (len(live) + 1)):
+            for export in list(self.exports):
+                self._release(export)
+            if not self._live():
+                break
+            output = self._begin()
+            assert output.chunks, "requests are here, but nothing can be computed"
+            self._end()
+            self.check()
+        assert not self._live(), "requests do not end"
+        for export in list(self.exports):
+            self._release(export)
+        assert self.scheduler.num_requests == 0
+        assert self.pool.num_available == self.pool.num_blocks
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.drain()
+
+    @invariant()
+    def check(self) -> None:
+        self.scheduler.check_integrity(block for export in self.exports for block in export.blocks)
+        assert {request.request_id for request in self.scheduler.requests()} == self._live().keys()
+        assert len(self.scheduler.running) <= self.limits.max_requests
+        for block_hash in self.pool.hashes():
+            block = self.pool.lookup(block_hash)
+            content = self.contents[block_hash]
+            assert self.model.cells[block][: len(content)].tolist() == content, "a block is not what its hash says"
+
+    # Inside
+
+    def _live(self, stage: Stage | None = None) -> dict[str, Expected]:
+        return {
+            request_id: known
+            for request_id, known in self.expected.items()
+            if known.is_live and stage in (None, known.assignment.stage)
+        }
+
+    def _draw(self, data: st.DataObject, among: dict[str, Expected]) -> Expected:
+        return among[data.draw(st.sampled_from(list(among)))]
+
+    def _submit(self, assignment: Assignment) -> None:
+        root = root_of(assignment.salt)
+        prompt = assignment.token_ids[: assignment.num_prompt_tokens]
+        answer, finish = expected_answer(root, prompt, assignment.sampling, self.max_model_len)
+        known = Expected(assignment, root, answer, finish, len(assignment.token_ids) - len(prompt))
+        self.expected[assignment.request_id] = known
+        self._learn_contents(known)
+        self.scheduler.submit(assignment, root, self.now)
+
+    def _learn_contents(self, known: Expected) -> None:
+        block_size, keys = self.pool.block_size, keys_of(known.root, known.sequence)
+        for index, block_hash in enumerate(hash_blocks(known.root, known.sequence, block_size)):
+            self.contents[block_hash] = keys[index * block_size : (index + 1) * block_size]
+        num_sent = len(known.assignment.token_ids)
+        if num_sent % block_size:
+            self.contents[self._tail_hash(known)] = keys[num_sent // block_size * block_size : num_sent]
+
+    def _tail_hash(self, known: Expected) -> BlockHash:
+        sent, block_size = known.assignment.token_ids, self.pool.block_size
+        full = hash_blocks(known.root, sent, block_size)
+        return hash_block(full[-1] if full else known.root, sent[len(full) * block_size :])
+
+    def _begin(self) -> SchedulerOutput:
+        decoding = {request.request_id for request in self.scheduler.running.values() if request.num_remaining == 1}
+        output = self.scheduler.schedule(self.now)
+        scheduled = [chunk.request.request_id for chunk in output.chunks]
+        assert output.num_tokens <= self.limits.token_budget
+        assert all(chunk.num_tokens > 0 for chunk in output.chunks)
+        assert len(set(scheduled)) == len(scheduled) and set(scheduled) <= self.scheduler.running.keys()
+        decoding &= self.scheduler.running.keys()
+        if self.limits.max_requests <= self.limits.token_budget:
+            assert set(scheduled[: len(decoding)]) == decoding, "decodes do not come first"
+        self.under_way = output, self.model.run(output)
+        return output
+
+    def _end(self) -> None:
+        assert self.under_way is not None
+        (output, sampled), self.under_way = self.under_way, None
+        outcome = self.scheduler.update(output, sampled, self.now)
+        ended = {event.request_id for event in outcome.events if self._take(event)}
+        assert ended == {request.request_id for request in outcome.finished}
+        self._check_exports(outcome)
+
+    def _take(self, event: TokenEvent) -> bool:
+        """Compare one event with what was expected; whether the request has ended with it."""
+        known = self.expected[event.request_id]
+        assert known.is_live, "an event of a request that has ended"
+        assert event.attempt == known.assignment.attempt
+        assert event.position == known.position
+        assert event.token_id == known.answer[known.position]
+        is_last = known.position == len(known.answer) - 1
+        assert event.finish == (known.finish if is_last else None)
+        assert 0 <= event.cached_tokens <= known.assignment.num_prompt_tokens
+        known.position += 1
+        known.is_live = not is_last and known.assignment.stage is not Stage.PREFILL
+        return not known.is_live
+
+    def _check_exports(self, outcome: StepOutcome) -> None:
+        for export in outcome.exports:
+            self.exports.append(export)
+            known = self.expected[export.request_id]
+            assert known.assignment.stage is Stage.PREFILL
+            if export.handover is not None:
+                assert export.handover.token_id == known.answer[known.num_sent]
+                tail = len(known.assignment.token_ids) % self.pool.block_size
+                assert export.handover.tail == (self._tail_hash(known) if tail else None)
+        handed_over = {export.request_id for export in outcome.exports if export.handover is not None}
+        assert handed_over == {
+            event.request_id
+            for event in outcome.events
+            if event.finish is None and self.expected[event.request_id].assignment.stage is Stage.PREFILL
+        }
+
+    def _release(self, export: ExportedBlocks) -> None:
+        """The exporter copies the blocks only now: they must still be what they were."""
+        self.exports.remove(export)
+        for block_hash, block in zip(export.hashes, export.blocks, strict=True):
+            content = self.contents[block_hash]
+            assert self.model.cells[block][: len(content)].tolist() == content
+        self.pool.release(export.blocks)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=100, stateful_step_count=40)
