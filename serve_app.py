@@ -36,10 +36,8 @@ def compose(config: Config) -> Application:
     """The application of a loaded configuration."""
     content = config.model_dump()
     hosts = [_host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}]).bind(MANAGER, content)]
-    for role in ("prefill", "decode", "mixed"):
-        section: WorkerSection | None = getattr(config.workers, role)
-        if section is not None:
-            hosts.append(_worker_host(role, section).bind(role, content))
+    for role, section in config.workers.sections.items():
+        hosts.append(_worker_host(role, section).bind(role, content))
     deployment: Any = serve.deployment(Ingress)
     ingress = deployment.options(
         name="ingress",
@@ -79,6 +77,7 @@ def _host(name: str, bundles: list[dict[str, float]]) -> Any:
         logging_config={"enable_access_log": False},
         health_check_period_s=2,
         graceful_shutdown_timeout_s=60,
+        max_constructor_retry_count=3,
     )
 
 

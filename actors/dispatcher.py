@@ -56,6 +56,8 @@ class Generation:
     prefill: str | None = None
     decode: str | None = None
     cached_tokens: int | None = None
+    imported_tokens: int = 0
+    """Prompt tokens whose KV the first attempt's prefill worker was promised from elsewhere."""
     inbox: list[TokenEvent] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     failure: ServiceError | None = None
@@ -134,7 +136,7 @@ class Dispatcher:
         """The workers that the manager knows now; empty when it is out of reach."""
         try:
             manager = await self._get_manager()
-            infos = await asyncio.wait_for(_answer(manager.workers.remote()), MANAGER_TIMEOUT_S)
+            infos = await asyncio.wait_for(_answer(manager.workers.remote(self._ingress_id)), MANAGER_TIMEOUT_S)
         except (RayError, TimeoutError, ServiceError):
             return {}
         self._known_workers = {info.worker_id: info.role for info in infos}
@@ -164,6 +166,7 @@ class Dispatcher:
             len(token_ids),
             generation.session,
             excluded,
+            self._ingress_id,
         )
         try:
             return await asyncio.wait_for(self._admits.add(request), MANAGER_TIMEOUT_S)
@@ -190,6 +193,8 @@ class Dispatcher:
             self._released.append(generation.request_id)
             return False
         generation.prefill, generation.decode = admission.prefill, admission.decode
+        if generation.attempt == 0:
+            generation.imported_tokens = len(admission.prefill_awaited) * self._model.block_size
         self._known_workers.setdefault(admission.decode, Role.DECODE)
         if admission.prefill == admission.decode:
             self._assign(generation, admission.decode, Stage.WHOLE, admission.prefill_awaited)
@@ -228,7 +233,7 @@ class Dispatcher:
         if (self._first_tokens or self._released) and self._manager is not None:
             first_tokens, self._first_tokens = self._first_tokens, []
             released, self._released = self._released, []
-            self._spawn(_quietly(self._manager.settle.remote(first_tokens, released)))
+            self._spawn(_quietly(self._manager.settle.remote(self._ingress_id, first_tokens, released)))
 
     def _call(self, worker_id: str, method: str, *args: Any) -> None:
         """Call a worker without waiting; if it is dead, its token stream will tell."""
@@ -335,9 +340,19 @@ class Dispatcher:
     async def _keep_alive(self) -> None:
         while True:
             for worker_id in list(self._workers):
-                self._call(worker_id, "ping", self._ingress_id)
+                self._call(worker_id, "ping", self._ingress_id, self._awaiting_at(worker_id))
             await self.workers()
             await asyncio.sleep(PING_S)
+
+    def _awaiting_at(self, worker_id: str) -> list[str]:
+        """Requests that wait at this decode worker for a prefill worker that lives and has not come to them yet."""
+        return [
+            generation.request_id
+            for generation in self._active.values()
+            if generation.decode == worker_id != generation.prefill
+            and generation.prefill in self._workers
+            and not generation.tokens
+        ]
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -7,6 +7,7 @@ generation for the dispatcher. What comes back is assembled into text and render
 import asyncio
 import hashlib
 import logging
+import re
 import secrets
 import time
 import uuid
@@ -18,6 +19,7 @@ from actors.dispatcher import Dispatcher, Generation, ModelFacts
 from actors.metrics import IngressMetrics
 from configs.schema import Config
 from engine.api.assembler import ChoiceAssembler, Piece
+from engine.api.generate import REQUEST_ID_PATTERN
 from engine.api.logprobs import CompletionLogprobs, chat_logprobs
 from engine.api.responses import Choice, Json, ResponseHead, Usage, model_object, response_id, total_usage
 from engine.api.spec import GenerationSpec, Prompt, require_token_ids, sampling_params
@@ -113,8 +115,11 @@ class Frontend:
 
     # Requests to generations
 
-    async def job(self, spec: GenerationSpec) -> Job:
-        """Check the model, tokenize, and set up one generation per choice."""
+    async def job(self, spec: GenerationSpec, request_id: str | None = None) -> Job:
+        """Check the model, tokenize, and set up one generation per choice.
+
+        `request_id` is the name that others gave the request; the job goes by it if it can. It need not be unique.
+        """
         if spec.model is not None:
             self.check_model(spec.model)
         self._dispatcher.reserve(spec.num_choices)
@@ -122,17 +127,21 @@ class Frontend:
         prompts = [await self._token_ids(prompt, spec.prompt_param) for prompt in spec.prompts]
         if spec.kind == "chat":
             prompts = [await self._chat_token_ids(spec)]
-        request_id = spec.request_id or uuid.uuid4().hex
+        if spec.request_id is not None:
+            request_id = spec.request_id
+        elif request_id is None or not re.fullmatch(REQUEST_ID_PATTERN, request_id):
+            request_id = uuid.uuid4().hex
+        unique_id = f"{request_id}-{secrets.token_hex(4)}"
         head = ResponseHead(spec.kind, response_id(spec.kind, request_id), int(time.time()), self._model_name)
         default_seed = secrets.randbits(62)
         answers = [
-            self._answer(spec, request_id, prompts[index // spec.n], index, default_seed)
+            self._answer(spec, unique_id, prompts[index // spec.n], index, default_seed)
             for index in range(spec.n * len(prompts))
         ]
         return Job(request_id, spec, head, answers, arrived_at)
 
     def _answer(
-        self, spec: GenerationSpec, request_id: str, prompt: tuple[int, ...], index: int, default_seed: int
+        self, spec: GenerationSpec, unique_id: str, prompt: tuple[int, ...], index: int, default_seed: int
     ) -> Answer:
         sampling = sampling_params(
             spec,
@@ -145,7 +154,7 @@ class Frontend:
         )
         salt = b"" if spec.cache_salt is None else hashlib.blake2b(spec.cache_salt.encode(), digest_size=16).digest()
         generation = Generation(
-            f"{request_id}-{index}", prompt, sampling, salt=salt, session=spec.session_id or spec.user
+            f"{unique_id}-{index}", prompt, sampling, salt=salt, session=spec.session_id or spec.user
         )
         return Answer(
             generation, ChoiceAssembler(self._detokenizer(), spec.stop, spec.include_stop, spec.min_tokens), index
@@ -204,9 +213,12 @@ class Frontend:
                     answer.text.append(piece.text)
                     answer.logprobs += piece.logprobs
 
-        async with asyncio.TaskGroup() as group:
-            for answer in job.answers:
-                group.create_task(collect(answer))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for answer in job.answers:
+                    group.create_task(collect(answer))
+        except ExceptionGroup as errors:  # the first to fail has ended the others
+            raise errors.exceptions[0] from None
 
     def choices(self, job: Job) -> list[Choice]:
         spec = job.spec
@@ -316,7 +328,8 @@ class Frontend:
         tpot_s = None
         if first is not None and len(job.answers) == 1 and usage.completion_tokens > 1:
             tpot_s = (now - first) / (usage.completion_tokens - 1)
-        hits = {"cache": usage.cached_tokens}
+        imported = min(usage.cached_tokens, sum(a.generation.imported_tokens for a in job.answers[:: job.spec.n]))
+        hits = {"worker": usage.cached_tokens - imported, "imported": imported}
         self._metrics.finished(outcome, usage.prompt_tokens, usage.completion_tokens, hits, ttft_s, tpot_s)
         logger.info(
             "%s %s: %d prompt tokens (%d cached), %d generated, first after %s, %.3f s in all",

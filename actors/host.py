@@ -19,10 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.kv_cache_manager import KVCacheManager
 from actors.names import MANAGER, namespace
 from actors.worker import WORKER_CLASSES
-from configs.schema import CacheSection, Config, ModelSection, WorkerSection
+from configs.schema import Config, WorkerSection
+from configs.settings import engine_settings
 from engine.core.placement import CostModel
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import EngineSettings
 from engine.core.types import Role
 
 logger = logging.getLogger(__name__)
@@ -100,23 +99,9 @@ class ActorHost:
                 runtime_env={"env_vars": thread_environment(section.num_threads)},
             )
         )
-        settings = engine_settings(self._config.model, self._config.cache, section)
+        settings = engine_settings(self._config, section)
         child: ActorHandle[Any] = actor.remote(settings, role, self._name, self._app_name)
         return child
-
-
-def engine_settings(model: ModelSection, cache: CacheSection, worker: WorkerSection) -> EngineSettings:
-    """The engine that a worker section describes."""
-    return EngineSettings(
-        source=model.source,
-        dtype=model.dtype,
-        device=worker.device,
-        max_model_len=model.max_model_len,
-        block_size=cache.block_size,
-        num_blocks=cache.num_blocks,
-        pool_gib=cache.pool_gib,
-        limits=SchedulerLimits(worker.token_budget, worker.max_requests),
-    )
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

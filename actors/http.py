@@ -1,10 +1,11 @@
 """Small ASGI pieces: reading a bounded body, streaming server-sent events, watching for a client that leaves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,14 +26,22 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The request's body.
 
     Raises:
-        BodyTooLargeError: it has more than `limit` bytes; the rest is not read.
+        BodyTooLargeError: it has, or says that it has, more than `limit` bytes; the rest is not read.
+        ClientGoneError: the client left before its end.
     """
+    too_large = BodyTooLargeError(f"The request body has more than {limit} bytes, which is the limit here.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError(f"The request body has more than {limit} bytes, which is the limit here.")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGoneError from None
     return b"".join(parts)
 
 
@@ -67,13 +76,9 @@ class EventStreamResponse(Response):
     """Streams events as they come. The status line is sent with the first of them, so what fails before is an error
     response; what fails after is an error event, and then the end. When the client leaves, `events` is closed."""
 
-    def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self._events = events
-        self._head = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            *((name.encode(), value.encode()) for name, value in headers.items()),
-        ]
+        self._head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,11 +94,12 @@ class EventStreamResponse(Response):
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
         try:
-            async for data in self._events:
-                if not started:
-                    await send({"type": "http.response.start", "status": 200, "headers": self._head})
-                    started = True
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            async with aclosing(self._events) as events:
+                async for data in events:
+                    if not started:
+                        await send({"type": "http.response.start", "status": 200, "headers": self._head})
+                        started = True
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
         except RaydixError as error:
             if not started:
                 await error_response(error)(scope, receive, send)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -36,12 +37,12 @@ from engine.api.responses import (
     version_body,
 )
 from engine.api.spec import GenerationSpec
-from engine.core.errors import NotFoundError, RaydixError, ServiceError
+from engine.core.errors import RaydixError, RequestError, ServiceError
 
 logger = logging.getLogger(__name__)
 
-LONG_TEXT = 20_000
-"""Characters from which on a prompt is tokenized beside the event loop."""
+CLIENT_CLOSED_REQUEST = 499
+"""The status that proxies log for a client that left; nobody reads it."""
 
 app = FastAPI(title="raydix", version=version("raydix"), openapi_url=None)
 
@@ -55,9 +56,17 @@ async def _raydix_error(_: Request, error: Exception) -> Response:
 @app.exception_handler(HTTPException)
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    wrapped = NotFoundError(f"{request.method} {request.url.path}: {error.detail}.")
+    wrapped = RequestError(f"{request.method} {request.url.path}: {error.detail}.")
     wrapped.status = error.status_code
-    return error_response(wrapped)
+    wrapped.code = HTTPStatus(error.status_code).name.lower()
+    response = error_response(wrapped)
+    response.headers.update(error.headers or {})
+    return response
+
+
+@app.exception_handler(ClientGoneError)
+async def _client_gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 @app.exception_handler(Exception)
@@ -156,14 +165,11 @@ class Ingress:
             self._frontend.log(job)
 
     async def _respond(self, request: Request, spec: GenerationSpec) -> Response:
-        job = await self._frontend.job(spec)
-        headers = {"x-request-id": job.request_id}
+        job = await self._frontend.job(spec, request.headers.get("x-request-id"))
         if spec.stream:
-            return EventStreamResponse(self._frontend.events(job), headers)
+            return EventStreamResponse(self._frontend.events(job))
         try:
             await while_connected(request, self._frontend.collect(job))
-        except ClientGoneError:
-            return Response(status_code=499)
         finally:
             self._frontend.log(job)
-        return json_response(response_body(job.head, self._frontend.choices(job), job.usage()), headers=headers)
+        return json_response(response_body(job.head, self._frontend.choices(job), job.usage()))

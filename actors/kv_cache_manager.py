@@ -5,19 +5,29 @@ A thin shell around `engine.core.directory.Directory`: messages become events, i
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from actors.messages import ExportItem, Registration, WorkerInfo
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration, WorkerInfo
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
 from engine.core.types import Admission, AdmitRequest
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Ingress:
+    """An ingress replica and its admitted requests."""
+
+    seen_at: float = field(default_factory=time.monotonic)
+    requests: set[str] = field(default_factory=set)
 
 
 class KVCacheManager:
@@ -27,10 +37,14 @@ class KVCacheManager:
         self._directory = Directory(costs, segment_budget_bytes)
         self._handles: dict[str, ActorHandle[Any]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
+        self._ingresses: dict[str, _Ingress] = {}
         self._calls: set[asyncio.Future[Any]] = set()
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Answers once the manager is up."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_ingresses())
 
     async def join(self) -> None:
         """Never returns: a caller learns of the manager's end by the error that this call then raises."""
@@ -56,8 +70,10 @@ class KVCacheManager:
         self._directory.worker_measured(worker_id, epoch, prefill_tokens_per_s)
         return self._directory.is_current(worker_id, epoch)
 
-    async def workers(self) -> list[WorkerInfo]:
-        """All registered workers."""
+    async def workers(self, ingress_id: str | None = None) -> list[WorkerInfo]:
+        """All registered workers; an ingress replica that asks now and then shows that it is alive."""
+        if ingress_id is not None:
+            self._ingress(ingress_id).seen_at = time.monotonic()
         return [WorkerInfo(w.worker_id, w.role, w.epoch) for w in self._directory.workers.values()]
 
     # Requests
@@ -72,11 +88,13 @@ class KVCacheManager:
                 admissions.append(None)
                 continue
             self._carry_out(instructions)
+            self._ingress(request.ingress_id).requests.add(request.request_id)
             admissions.append(admission)
         return admissions
 
-    async def settle(self, first_tokens: Sequence[str], released: Sequence[str]) -> None:
-        """Requests got their first token; requests ended."""
+    async def settle(self, ingress_id: str, first_tokens: Sequence[str], released: Sequence[str]) -> None:
+        """Requests of an ingress replica got their first token; others of its requests ended."""
+        self._ingress(ingress_id).requests.difference_update(released)
         for request_id in first_tokens:
             self._directory.first_token(request_id)
         for request_id in released:
@@ -94,6 +112,21 @@ class KVCacheManager:
         }
 
     # Inside
+
+    def _ingress(self, ingress_id: str) -> "_Ingress":
+        return self._ingresses.setdefault(ingress_id, _Ingress())
+
+    async def _watch_ingresses(self) -> None:
+        """Release what belongs to ingress replicas that are gone."""
+        while True:
+            await asyncio.sleep(INGRESS_SILENCE_S / 4)
+            deadline = time.monotonic() - INGRESS_SILENCE_S
+            for ingress_id in [name for name, ingress in self._ingresses.items() if ingress.seen_at < deadline]:
+                orphans = self._ingresses.pop(ingress_id).requests
+                for request_id in orphans:
+                    self._carry_out(self._directory.release(request_id))
+                if orphans:
+                    logger.warning("ingress %s is gone: %d requests released", ingress_id, len(orphans))
 
     async def _follow(self, worker_id: str, epoch: int, handle: ActorHandle[Any]) -> None:
         """Read one worker's export stream until the worker is gone."""

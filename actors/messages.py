@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from engine.core.types import BlockHash, Role, SegmentHeader
 
+INGRESS_SILENCE_S = 10.0
+"""An ingress replica that says nothing for so long is gone, and its requests are given up everywhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExportItem:

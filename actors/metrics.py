@@ -1,6 +1,5 @@
 """Every metric that raydix reports, in one place. Prometheus names are `ray_` plus these (Ray adds the prefix)."""
 
-import time
 from typing import TYPE_CHECKING
 
 from ray.serve import metrics as serve_metrics
@@ -13,11 +12,10 @@ if TYPE_CHECKING:
     from engine.model.engine import Engine
 
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
-_GAUGE_INTERVAL_S = 0.5
 
 
 class WorkerMetrics:
-    """What one worker reports; counters are gathered and flushed twice a second, off the step's critical path."""
+    """What one worker reports. Steps are only counted; `flush` reports them, off the steps' critical path."""
 
     def __init__(self, worker_id: str, role: Role) -> None:
         tags = {"worker": worker_id, "role": str(role)}
@@ -49,17 +47,15 @@ class WorkerMetrics:
         self._num_tokens = 0
         self._num_decodes = 0
         self._num_preempted = 0
-        self._flushed_at = 0.0
 
-    def step(self, num_tokens: int, num_decodes: int, num_preempted: int, engine: "Engine") -> None:
+    def step(self, num_tokens: int, num_decodes: int, num_preempted: int) -> None:
         """Count one engine step."""
         self._num_tokens += num_tokens
         self._num_decodes += num_decodes
         self._num_preempted += num_preempted
-        now = time.monotonic()
-        if now - self._flushed_at < _GAUGE_INTERVAL_S:
-            return
-        self._flushed_at = now
+
+    def flush(self, engine: "Engine") -> None:
+        """Report the steps counted since the last time, and how the engine is now."""
         for metric, count in (
             (self._computed, self._num_tokens),
             (self._generated, self._num_decodes),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from actors.messages import ExportItem, Registration
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration
 from actors.metrics import WorkerMetrics
 from actors.names import MANAGER, find_actor
 from engine.core.settings import EngineSettings
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
-INGRESS_SILENCE_S = 10.0
-"""An ingress that neither submits nor pings for so long is gone, and its requests are aborted."""
+REPORT_S = 0.5
 FETCH_TIMEOUT_S = 20.0
 MAX_QUEUED_EXPORTS = 256
 MIN_RATED_TOKENS = 64
@@ -79,6 +78,7 @@ class Worker:
             self._tasks = [
                 asyncio.create_task(self._stay_registered()),
                 asyncio.create_task(self._watch_ingresses()),
+                asyncio.create_task(self._report()),
             ]
         return self._worker_id
 
@@ -111,9 +111,12 @@ class Worker:
         """The prefill worker of these requests is gone: compute what has not arrived."""
         self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
 
-    async def ping(self, ingress_id: str) -> None:
-        """An ingress replica says that it is alive."""
-        self._outbox(ingress_id).seen_at = time.monotonic()
+    async def ping(self, ingress_id: str, awaiting: Sequence[str]) -> None:
+        """An ingress replica says that it is alive, and which of its requests do well to go on awaiting their KV."""
+        now = time.monotonic()
+        self._outbox(ingress_id).seen_at = now
+        if awaiting:
+            self._loop_thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
 
     async def token_stream(self, ingress_id: str) -> AsyncIterator[list[TokenEvent]]:
         """Events for one ingress replica, a list per engine step; a later call takes over from an earlier one."""
@@ -245,7 +248,7 @@ class Worker:
 
     def _measure(self, step: "StepResult", step_s: float) -> None:
         """Count the step, and follow the prefill rate from steps that mostly prefilled."""
-        self._metrics.step(step.num_tokens, step.num_decodes, step.num_preempted, self._engine)
+        self._metrics.step(step.num_tokens, step.num_decodes, step.num_preempted)
         if step.num_tokens - step.num_decodes >= MIN_RATED_TOKENS:
             rate = step.num_tokens / step_s
             old = self._prefill_tokens_per_s
@@ -290,6 +293,12 @@ class Worker:
         return Registration(
             self._worker_id, self._epoch, self._role, self._app_name, self._engine.store.block_bytes, await taken
         )
+
+    async def _report(self) -> None:
+        """Keep the metrics up to date, when nothing happens too."""
+        while True:
+            self._metrics.flush(self._engine)
+            await asyncio.sleep(REPORT_S)
 
     async def _watch_ingresses(self) -> None:
         """Abort what belongs to ingress replicas that are gone."""

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -209,7 +209,7 @@ class Server:
         except (LookupError, TypeError, ValueError):
             raise StartupError(f"{self.url} lists no model; is it an OpenAI-compatible server?") from None
 
-    async def events(self, body: dict[str, Any]) -> AsyncIterator[Event]:
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[Event, None]:
         """The events of one chat completion, until it is complete.
 
         Raises:
@@ -249,7 +249,7 @@ def read_event(data: bytes) -> Event:
         content = json.loads(data)
         if content.get("error"):
             raise AnswerError(_error_message(content))
-        choice = next(iter(content.get("choices") or ()), {})
+        choice: dict[str, Any] = next(iter(content.get("choices") or ()), {})
         usage = content.get("usage")
         return Event(
             text=(choice.get("delta") or {}).get("content") or "",

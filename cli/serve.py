@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.status import Status
 
 from configs import Config, load_config
+from configs.settings import engine_settings
 from engine.core.errors import StartupError
 
 APP_NAME = "raydix"
@@ -45,26 +45,29 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         StartupError: configuration, model, or port cannot be used.
     """
+    from engine.model.build import prepare  # torch comes with it
+
     config = load_config(options.config, _overrides(options))
     console = Console(stderr=True, highlight=False)
     stop = threading.Event()
-    _stop_on_signals(stop)
-    with console.status("loading the model's description") as status:
-        _check_model(config, status)
+    cluster = LocalCluster(config)
+    with console.status("starting") as status:
         _check_port(config.http.host, config.http.port)
+        prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
         started = time.monotonic()
-        cluster = LocalCluster(config)
         try:
             status.update("starting Ray")
             cluster.start()
-            _stop_on_signals(stop)  # Ray has put its own handlers in
+            _stop_on_signals(stop)  # after Ray, which puts its own handlers in
             cluster.deploy(status.update, stop)
         except BaseException:
             cluster.stop()
             raise
     try:
         if not stop.is_set():
-            console.print(f"ready after {time.monotonic() - started:.1f} s: {_url(config)}\n\n{example(config)}\n")
+            console.print(
+                f"ready after {time.monotonic() - started:.1f} s: {_url(config)}\n\n{example(config)}\n", soft_wrap=True
+            )
         stop.wait()
         console.print("stopping")
     finally:
@@ -84,17 +87,16 @@ def example(config: Config) -> str:
 
 
 class LocalCluster:
-    """A local Ray cluster with Serve, owned by this process."""
+    """A local Ray cluster with Serve, owned by this process. Made before Ray is imported, which reads the switches."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-
-    def start(self) -> None:
-        """Start Ray with the switches that Serve reads when it is imported."""
         for name, value in SERVE_SWITCHES.items():
             os.environ.setdefault(name, value)
         for name in HAPROXY_PORTS:
             os.environ.setdefault(name, str(free_port()))
+
+    def start(self) -> None:
         import ray
 
         cache = self._config.cache
@@ -155,14 +157,6 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
         for section, values in chosen.items()
     }
     return {section: values for section, values in sections.items() if values}
-
-
-def _check_model(config: Config, status: Status) -> None:
-    """Find, and if need be fetch or convert, the model before anything is started."""
-    from engine.model.config import ModelConfig
-    from engine.model.sources import resolve_model
-
-    ModelConfig.from_folder(resolve_model(config.model.source, status.update))
 
 
 def _check_port(host: str, port: int) -> None:

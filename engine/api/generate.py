@@ -16,7 +16,8 @@ from engine.api.validation import request_error
 from engine.core.errors import RequestError
 from engine.core.types import FinishReason, TokenLogprobs
 
-RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
+RequestId = Annotated[str, StringConstraints(pattern=REQUEST_ID_PATTERN)]
 
 
 class GenerateRequest(SamplingFields):
@@ -28,7 +29,9 @@ class GenerateRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Report log-probabilities of the tokens and of this many likeliest ones."
     )
-    request_id: RequestId | None = Field(default=None, description="The caller's name for the request; must be unique.")
+    request_id: RequestId | None = Field(
+        default=None, description="The caller's name for the request, in answers and logs."
+    )
 
     def spec(self, defaults: Defaults = NO_DEFAULTS, *, stream: bool = False) -> GenerationSpec:
         """The request in normal form. Raises RequestError where its fields contradict."""

@@ -148,6 +148,13 @@ class Scheduler:
         for request in self._awaiting():
             request.awaited -= lost
 
+    def keep_awaiting(self, request_ids: Iterable[str], now: float) -> None:
+        """Whoever is to send these requests their KV is alive, only busy: wait as long again."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.await_deadline = now + request.assignment.await_timeout_s
+
     def stop_awaiting(self, request_ids: Iterable[str]) -> None:
         """Whoever was to send these requests their KV is gone: compute what is missing."""
         for request_id in request_ids:
@@ -285,6 +292,8 @@ class Scheduler:
     def _start(self, request: Request, matched: list[int], now: float) -> None:
         self.pool.acquire(matched)
         self._drop_holds(request)
+        request.awaited.clear()
+        request.awaits_handover = False  # one that comes now comes too late: its token may have been sampled here
         block_size, last = self.pool.block_size, len(request.token_ids) - 1
         request.blocks = list(matched)
         request.num_sealed = len(matched)
@@ -299,15 +308,15 @@ class Scheduler:
         self.running[request.request_id] = request
 
     def _take_tail(self, request: Request) -> None:
-        """Take up the imported partial block that ends a handed-over prompt, if it is here and nobody's."""
-        num_prompt = request.assignment.num_prompt_tokens
-        if request.assignment.stage is not Stage.DECODE or len(request.blocks) != num_prompt // self.pool.block_size:
+        """Take up the imported partial block before the handed-over token, if it is here and nobody's."""
+        num_sent = len(request.assignment.token_ids)
+        if request.assignment.stage is not Stage.DECODE or len(request.blocks) != num_sent // self.pool.block_size:
             return
-        tail = request.tail_hash(num_prompt)
+        tail = request.tail_hash(num_sent)
         block = None if tail is None else self.pool.lookup(tail)
-        if block is not None and request.num_output > 0 and self.pool.take_over(block):
+        if block is not None and len(request.token_ids) > num_sent and self.pool.take_over(block):
             request.blocks.append(block)
-            request.num_computed = request.num_shared = num_prompt
+            request.num_computed = request.num_shared = num_sent
 
     # Blocks
 

@@ -141,6 +141,8 @@ class AdmitRequest:
     session: str | None = None
     excluded: tuple[str, ...] = ()
     """Workers that just failed this request."""
+    ingress_id: str = ""
+    """Who asks; if it falls silent, its requests are released."""
 
 
 @dataclass(frozen=True, slots=True)

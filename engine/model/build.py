@@ -1,6 +1,7 @@
 """Builds a worker's engine from a model and sizes."""
 
 import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -12,14 +13,29 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
 from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner
-from engine.model.sources import resolve_model
+from engine.model.runner import ModelRunner, NullRunner, Runner
+from engine.model.sources import NULL, resolve_model
 from engine.model.weights import fingerprint
+from kernels.cpp import cpu_ops
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) -> None:
+    """Do beforehand, once and with somebody watching, what every worker would otherwise do when it starts: find the
+    model (fetch or convert it), check that each engine's pool suits it, build the CPU kernels.
+
+    Raises:
+        StartupError: as `build_engine`.
+    """
+    for settings in engines:
+        progress("looking at the model")
+        pool_blocks(ModelConfig.from_folder(resolve_model(settings.source, progress)), settings)
+    progress("building the CPU kernels, once per machine")
+    cpu_ops()
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -33,25 +49,37 @@ def build_engine(settings: EngineSettings) -> Engine:
     device = torch.device(_device(settings.device))
     config = ModelConfig.from_folder(folder)
     max_model_len = model_len(config, settings.max_model_len)
-    decoder = Decoder.from_folder(folder, dtype, device, max_model_len)
-    block_bytes = kv_block_bytes(config, settings.block_size, dtype)
-    num_blocks = settings.num_blocks or int(settings.pool_gib * GIB) // block_bytes
-    if num_blocks * settings.block_size < max_model_len:
-        needed_gib = max_model_len / settings.block_size * block_bytes / GIB
-        raise StartupError(
-            f"a KV pool of {num_blocks} blocks holds {num_blocks * settings.block_size} tokens, but one request may "
-            f"have {max_model_len}: raise cache.pool_gib to {needed_gib:.2f} "
-            "or lower model.max_model_len"
-        )
+    num_blocks = pool_blocks(config, settings)
     kv_pool = KVPool(config, num_blocks, settings.block_size, dtype, device)
+    runner: Runner = NullRunner()
+    if not settings.source.startswith(NULL):
+        runner = ModelRunner(Decoder.from_folder(folder, dtype, device, max_model_len), kv_pool)
     return Engine(
-        ModelRunner(decoder, kv_pool),
+        runner,
         kv_pool,
         BlockPool(num_blocks, settings.block_size),
         settings.limits,
         max_model_len,
         kv_fingerprint(folder, dtype, settings.block_size),
     )
+
+
+def pool_blocks(config: ModelConfig, settings: EngineSettings) -> int:
+    """Blocks of the KV pool, as configured or as many as its memory holds.
+
+    Raises:
+        StartupError: one request of the greatest length would not fit.
+    """
+    block_bytes = kv_block_bytes(config, settings.block_size, DTYPES[settings.dtype])
+    num_blocks = settings.num_blocks or int(settings.pool_gib * GIB) // block_bytes
+    max_model_len = model_len(config, settings.max_model_len)
+    if num_blocks * settings.block_size < max_model_len:
+        needed_gib = max_model_len / settings.block_size * block_bytes / GIB
+        raise StartupError(
+            f"a KV pool of {num_blocks} blocks holds {num_blocks * settings.block_size} tokens, but one request may "
+            f"have {max_model_len}: raise cache.pool_gib to {needed_gib:.2f} or lower model.max_model_len"
+        )
+    return num_blocks
 
 
 def model_len(config: ModelConfig, wanted: int | None) -> int:

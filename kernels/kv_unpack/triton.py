@@ -1,0 +1,13 @@
+"""One contiguous buffer to blocks of a pool on a GPU."""
+
+from torch import Tensor
+
+from kernels.kv_pack.triton import copy_blocks
+
+
+def kv_unpack_triton(buffer: Tensor, pool: Tensor, block_ids: Tensor) -> None:
+    """As `kv_unpack` for a pool on a GPU; a `buffer` in host memory is copied to the device first.
+
+    A block named twice gets one of its two contents, whichever is written last.
+    """
+    copy_blocks(pool, block_ids, buffer.to(pool.device), to_pool=True)

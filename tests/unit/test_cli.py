@@ -1,0 +1,458 @@
+"""The console command: `raydix chat` against a small HTTP server that streams as OpenAI's do, and refusals to start."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from cli import chat
+from cli.main import main
+from engine.api.responses import ResponseHead, Usage
+from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
+from engine.core.errors import ServiceError, StartupError
+from engine.core.types import FinishReason
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WAIT_S = 10.0
+HEAD = ResponseHead("chat", "chatcmpl-1", 1, "tiny")
+STATS = re.compile(r"\d+ ms to first token, [\d.]+ tokens/s, 7 prompt tokens \(4 from the cache\)")
+
+
+@dataclass
+class Server:
+    """Answers by what the last message asks for, in pieces; remembers the requests."""
+
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    is_hanging: threading.Event = field(default_factory=threading.Event)
+    was_left: threading.Event = field(default_factory=threading.Event)
+    """A client closed the connection of an answer that did not end."""
+
+    def application(self) -> web.Application:
+        application = web.Application()
+        application.router.add_get("/v1/models", self.models)
+        application.router.add_post("/v1/chat/completions", self.chat)
+        return application
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "tiny"}, {"id": "other"}]})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        question = body["messages"][-1]["content"]
+        if question == "refuse":
+            return web.json_response({"error": {"message": "the prompt\nis too long"}}, status=400)
+        if question == "break":
+            return web.Response(status=502, text="<html>Bad Gateway</html>")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        writer = ChunkWriter(HEAD, include_usage=True)
+        await response.write(writer.first())
+        if question == "hang early":
+            return await self.hang(request, response)
+        if question == "nonsense":
+            await response.write(b"data: [1]\n\n")
+            return response
+        first, second = writer.text("Héllo "), writer.text("wörld")
+        # A comment, a cut inside a character, and two events in one piece.
+        for piece in (b": alive\n\n" + first[:-60], first[-60:]):
+            await response.write(piece)
+            await asyncio.sleep(0.005)
+        if question == "hang":
+            return await self.hang(request, response)
+        if question == "fail":
+            await response.write(error_event(ServiceError("the worker is gone")))
+            return response
+        if question == "cut":
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        if question == "end":
+            return response
+        reason = FinishReason.LENGTH if question == "long" else FinishReason.STOP
+        await response.write(second + writer.finish(reason) + usage_event(HEAD, Usage(7, 3, 4)) + DONE)
+        return response
+
+    async def hang(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+        self.is_hanging.set()
+        while request.transport is not None and not request.transport.is_closing():
+            await asyncio.sleep(0.005)
+        self.was_left.set()
+        return response
+
+    def roles(self, index: int) -> list[tuple[str, str]]:
+        """Role and text of each message of a request."""
+        return [(message["role"], message["content"]) for message in self.bodies[index]["messages"]]
+
+
+@contextmanager
+def serving(application: web.Application) -> Iterator[str]:
+    """Serve from another thread on a free loopback port; gives the URL."""
+    loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    address: list[tuple[str, int]] = []
+
+    async def serve() -> None:
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address.extend(runner.addresses)
+        ready.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(WAIT_S)
+        yield f"http://127.0.0.1:{address[0][1]}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    served = Server()
+    with serving(served.application()) as served.url:
+        yield served
+
+
+@pytest.fixture
+def ask(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, list[str]]]:
+    """Runs the command with lines on stdin; gives the exit code, stdout, and the lines of stderr."""
+
+    def run(lines: str, *arguments: str) -> tuple[int, str, list[str]]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        code = main(["chat", *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err.splitlines()
+
+    return run
+
+
+Ask = Callable[..., tuple[int, str, list[str]]]
+
+
+class TestPipedChat:
+    def test_answers_each_line_and_keeps_the_conversation(self, server: Server, ask: Ask) -> None:
+        code, out, err = ask("one\n\ntwo\n", "--url", server.url, "--system", "Be brief.", "--max-tokens", "9")
+        assert (code, out) == (0, "Héllo wörld\nHéllo wörld\n")
+        assert len(err) == 2 and all(STATS.fullmatch(line) for line in err)
+        assert server.roles(1) == [
+            ("system", "Be brief."),
+            ("user", "one"),
+            ("assistant", "Héllo wörld"),
+            ("user", "two"),
+        ]
+        body = server.bodies[0]
+        assert {key: body[key] for key in body if key != "messages"} == {
+            "model": "tiny",
+            "max_tokens": 9,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def test_new_and_quit(self, server: Server, ask: Ask) -> None:
+        code, _, err = ask("one\n/new\ntwo\n/quit\nthree\n", "--url", server.url, "--system", "S", "--model", "other")
+        assert code == 0
+        assert err[1] == "a new conversation"
+        assert [body["model"] for body in server.bodies] == ["other", "other"]
+        assert server.roles(1) == [("system", "S"), ("user", "two")]
+
+    @pytest.mark.parametrize(
+        ("question", "line"),
+        [
+            ("refuse", r"error: HTTP 400: the prompt is too long"),
+            ("break", r"error: HTTP 502 Bad Gateway"),
+            ("fail", r"error: the worker is gone; \d+ ms to first token"),
+            ("cut", r"error: no answer from http://127.0.0.1:\d+: .+"),
+            ("end", r"error: http://\S+ ended the stream before the answer was complete; .*"),
+            ("nonsense", r"error: the server sent what is no event of a chat completion: \[1\]"),
+        ],
+    )
+    def test_a_failure_is_one_line_and_leaves_no_trace(
+        self, server: Server, ask: Ask, question: str, line: str
+    ) -> None:
+        code, _, err = ask(f"{question}\nafter\n", "--url", server.url)
+        assert code == 1
+        assert len(err) == 2
+        assert re.fullmatch(line, err[0])
+        assert server.roles(1) == [("user", "after")]
+
+    def test_says_that_the_answer_was_cut_off(self, server: Server, ask: Ask) -> None:
+        assert ask("long\n", "--url", server.url)[2][0].endswith(", cut off by the token limit")
+
+    @pytest.mark.parametrize("form", ["{}/", "{}/v1", "{}/v1/"])
+    def test_forms_of_the_url(self, server: Server, ask: Ask, form: str) -> None:
+        assert ask("one\n", "--url", form.format(server.url))[0] == 0
+        assert ask("one\n", "--url", form.format(server.url.removeprefix("http://")))[0] == 0
+
+    def test_a_reader_that_leaves_is_no_traceback(self, server: Server) -> None:
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "cli.main", "chat", "--url", server.url]
+        done = subprocess.run(
+            command, input=b"one\n", stdout=write, stderr=subprocess.PIPE, cwd=REPOSITORY, timeout=WAIT_S, check=False
+        )
+        os.close(write)
+        assert (done.returncode, done.stderr) == (1, b"")
+
+
+class TestNoServer:
+    @pytest.mark.parametrize("arguments", [[], ["--model", "tiny"]])
+    def test_unreachable(self, ask: Ask, arguments: list[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+            code, out, err = ask("one\n", "--url", url, *arguments)
+        assert (code, out, err) == (2, "", [f"raydix: cannot reach {url}: Connection refused"])
+
+    @pytest.mark.parametrize("url", ["http://[::1", "ftp://x", "http://h:99999"])
+    def test_no_url(self, ask: Ask, url: str) -> None:
+        assert ask("", "--url", url) == (2, "", [f"raydix: cannot reach {url}: that is no HTTP URL"])
+
+    @pytest.mark.parametrize(
+        ("reply", "reason"),
+        [
+            ({"status": 404, "text": "no"}, "does not list its models: HTTP 404 Not Found; try --model"),
+            ({"status": 503, "text": '{"detail": "loading"}'}, "does not list its models: HTTP 503: loading; try"),
+            ({"text": '{"data": []}'}, "lists no model"),
+            ({"text": "<html>"}, "lists no model"),
+        ],
+    )
+    def test_no_model(self, reply: dict[str, Any], reason: str) -> None:
+        async def models(request: web.Request) -> web.Response:
+            return web.Response(**reply)
+
+        application = web.Application()
+        application.router.add_get("/v1/models", models)
+        with serving(application) as url:
+            with pytest.raises(StartupError, match=re.escape(reason)):
+                asyncio.run(chat.Server(url).model(None))
+            assert asyncio.run(chat.Server(url).model("named")) == "named"
+
+
+class Terminal:
+    """The command in a terminal of its own: what is written there is typed."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        # A leader of a session gets the first terminal that it opens, and with it what Ctrl-C sends; that is ignored
+        # where the tests themselves run in the background of a shell.
+        start = (
+            "import os, signal, sys; os.open(os.ttyname(0), os.O_RDWR); from cli.main import main; "
+            "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", start, "chat", *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=REPOSITORY,
+            env={**os.environ, "TERM": "xterm", "INPUTRC": os.devnull},
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.screen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, pattern: str) -> str:
+        """Read until the screen shows `pattern`; gives all up to there, and forgets it."""
+        deadline = time.monotonic() + WAIT_S
+        while not (found := re.search(pattern, self.screen)):
+            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{pattern!r} is not on the screen: {self.screen!r}"
+            self.screen += os.read(self._master, 4096).decode()
+        shown, self.screen = self.screen[: found.end()], self.screen[found.end() :]
+        return shown
+
+    def exit_code(self) -> int:
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+
+@contextmanager
+def terminal(server: Server) -> Iterator[Terminal]:
+    opened = Terminal("--url", server.url)
+    try:
+        opened.wait_for("> ")
+        yield opened
+    finally:
+        opened.close()
+
+
+class TestTerminalChat:
+    def test_shows_the_answer_then_a_dim_line_and_recalls_questions(self, server: Server) -> None:
+        with terminal(server) as screen:
+            screen.type("one\n")
+            shown = screen.wait_for(r"from the cache\)\x1b\[0m\r\n.*> ")
+            assert "Héllo wörld\r\n\x1b[2m" in shown
+            screen.type("\x1b[A\n")  # up
+            screen.wait_for(r"from the cache\)\x1b\[0m\r\n.*> ")
+            assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "Héllo wörld", "one"]
+            screen.type("\x04")
+            assert screen.exit_code() == 0
+
+    def test_ctrl_c_stops_the_answer_and_keeps_what_came(self, server: Server) -> None:
+        with terminal(server) as screen:
+            screen.type("hang\n")
+            screen.wait_for("Héllo ")
+            screen.type("\x03")
+            screen.wait_for(r"\x1b\[2mstopped; \d+ ms to first token\x1b\[0m\r\n.*> ")
+            assert server.was_left.wait(WAIT_S)
+            screen.type("next\n")
+            screen.wait_for("> ")
+            assert server.roles(1) == [("user", "hang"), ("assistant", "Héllo "), ("user", "next")]
+            screen.type("\x03")
+            shown = screen.wait_for("\r\n")
+            assert screen.exit_code() == 0
+            assert "Traceback" not in shown + screen.screen
+
+    def test_ctrl_c_before_the_first_token_forgets_the_question(self, server: Server) -> None:
+        with terminal(server) as screen:
+            screen.type("hang early\n")
+            assert server.is_hanging.wait(WAIT_S)
+            screen.type("\x03")
+            screen.wait_for(r"\x1b\[2mstopped\x1b\[0m\r\n.*> ")
+            assert server.was_left.wait(WAIT_S)
+            screen.type("next\n")
+            screen.wait_for("> ")
+            assert server.roles(1) == [("user", "next")]
+            screen.type("/quit\n")
+            assert screen.exit_code() == 0
+
+    def test_a_failure_does_not_end_it(self, server: Server) -> None:
+        with terminal(server) as screen:
+            screen.type("refuse\n")
+            screen.wait_for(r"\x1b\[2merror: HTTP 400: the prompt is too long\x1b\[0m\r\n.*> ")
+            screen.type("one\n")
+            screen.wait_for("> ")
+            screen.type("/quit\n")
+            assert screen.exit_code() == 0
+
+
+class TestReadEvent:
+    def test_shapes_of_other_servers(self) -> None:
+        assert chat.read_event(b'{"choices": null, "usage": null}') == chat.Event()
+        assert chat.read_event(b'{"choices": [{"delta": {"content": null}}]}') == chat.Event()
+        usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": null}}'
+        assert chat.read_event(usage) == chat.Event(usage=chat.Usage(3, 2, None))
+
+    @pytest.mark.parametrize(
+        "error",
+        [{"error": {"message": "m"}}, {"error": "m"}, {"error": {"detail": "m"}}, {"error": {"message": "\x1bm"}}],
+    )
+    def test_errors(self, error: dict[str, Any]) -> None:
+        with pytest.raises(chat.AnswerError, match=r"^m$"):
+            chat.read_event(json.dumps(error).encode())
+
+    @pytest.mark.parametrize("data", [b"", b"1", b"{", b'{"choices": [1]}', b'{"usage": {"prompt_tokens": "x"}}'])
+    def test_nonsense(self, data: bytes) -> None:
+        with pytest.raises(chat.AnswerError, match="no event of a chat completion"):
+            chat.read_event(data)
+
+
+class TestSummary:
+    def test_rate_leaves_out_the_time_to_the_first_token(self) -> None:
+        answer = chat.Answer()
+        answer.add(chat.Event("a"), 2.0)
+        answer.add(chat.Event("b", "stop"), 4.0)
+        answer.add(chat.Event(usage=chat.Usage(7, 9, None)), 5.0)
+        assert answer.summary() == "2.00 s to first token, 4.0 tokens/s, 7 prompt tokens"
+
+    def test_nothing_came(self) -> None:
+        assert chat.Answer().summary() == ""
+
+
+class TestServeRefuses:
+    """Each refusal comes before Ray: importing it would end the process otherwise."""
+
+    @pytest.fixture
+    def serve(self, tmp_path: Path) -> Callable[..., str]:
+        """Runs `raydix serve`, which must refuse; gives its one line."""
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "__init__.py").write_text("import os\nos._exit(99)\n")
+
+        def run(*arguments: str) -> str:
+            done = subprocess.run(
+                [sys.executable, "-m", "cli.main", "serve", *arguments],
+                capture_output=True,
+                text=True,
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                timeout=60,
+                check=False,
+            )
+            assert (done.returncode, done.stdout) == (2, ""), done.stderr
+            (line,) = done.stderr.splitlines()
+            return line
+
+        return run
+
+    def test_no_such_config(self, serve: Callable[..., str]) -> None:
+        assert serve("--config", "nowhere.yaml").startswith("raydix: config nowhere.yaml: no such file")
+
+    def test_bad_config(self, serve: Callable[..., str], tmp_path: Path) -> None:
+        config = tmp_path / "bad.yaml"
+        config.write_text((REPOSITORY / "configs" / "cpu.yaml").read_text() + "\nhtpp:\n  port: 1\n")
+        line = serve("--config", str(config))
+        assert line == f"raydix: config {config}: unknown key 'htpp', did you mean 'http'?"
+        config.write_text("http: [\n")
+        assert serve("--config", str(config)).startswith(f"raydix: config {config}: ")
+
+    def test_no_such_model(self, serve: Callable[..., str], tmp_path: Path) -> None:
+        assert serve("--model", f"{tmp_path}/none").startswith(f"raydix: there is no model at {tmp_path}/none")
+
+    def test_port_in_use(self, serve: Callable[..., str], tmp_path: Path) -> None:
+        fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        model = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **dict.fromkeys(fields, 16)}
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = str(taken.getsockname()[1])
+            line = serve("--model", str(tmp_path), "--port", port)
+        assert line == f"raydix: 127.0.0.1:{port} is in use; choose another with --port or --host"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"raydix \d\S+\n", capsys.readouterr().out)
+
+
+def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "usage: raydix" in capsys.readouterr().err
