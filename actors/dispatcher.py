@@ -146,17 +146,17 @@ class Dispatcher:
 
     async def _dispatch(self, generation: Generation) -> None:
         """Place a generation and send it to its workers, trying again while workers come and go."""
-        tried: tuple[str, ...] = ()
         for _ in range(round(self._model.await_timeout_s / RETRY_S)):
-            admission = await self._admit(generation, tried)
+            admission = await self._admit(generation)
+            if generation.request_id not in self._active:
+                self._release(generation)
+                return
             if admission is not None and self._send(generation, admission):
                 return
             await asyncio.sleep(RETRY_S)
-            if generation.request_id not in self._active:
-                return
         raise NoWorkerError("no worker is ready to take the request", retry_after_s=5)
 
-    async def _admit(self, generation: Generation, excluded: tuple[str, ...]) -> Admission | None:
+    async def _admit(self, generation: Generation) -> Admission | None:
         token_ids = (*generation.prompt, *generation.tokens)
         root = root_hash(self._model.fingerprint, generation.salt)
         request = AdmitRequest(
@@ -165,7 +165,6 @@ class Dispatcher:
             tuple(hash_blocks(root, token_ids, self._model.block_size)),
             len(token_ids),
             generation.session,
-            excluded,
             self._ingress_id,
         )
         try:
@@ -182,15 +181,15 @@ class Dispatcher:
     def _place_alone(self, request: AdmitRequest) -> Admission | None:
         """Without the manager: whole, on the worker that the session prefers."""
         able = [w for w, role in self._known_workers.items() if role is not Role.PREFILL] or [*self._known_workers]
-        for worker_id in rank_by_session(request.session or request.request_id, able):
-            if worker_id not in request.excluded:
-                return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), (), 0.0)
-        return None
+        if not able:
+            return None
+        worker_id = rank_by_session(request.session or request.request_id, able)[0]
+        return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), (), 0.0)
 
     def _send(self, generation: Generation, admission: Admission) -> bool:
         """Submit to the admitted workers; False if one of them is not there."""
         if not (self._follow(admission.prefill) and self._follow(admission.decode)):
-            self._released.append(generation.request_id)
+            self._release(generation)
             return False
         generation.prefill, generation.decode = admission.prefill, admission.decode
         if generation.attempt == 0:
@@ -229,7 +228,8 @@ class Dispatcher:
         self._flush_scheduled = False
         assignments, self._assignments = self._assignments, {}
         for worker_id, batch in assignments.items():
-            self._call(worker_id, "submit", batch)
+            # Who left meanwhile has been aborted already, and that call must not be overtaken by this one.
+            self._call(worker_id, "submit", [each for each in batch if each.request_id in self._active])
         if (self._first_tokens or self._released) and self._manager is not None:
             first_tokens, self._first_tokens = self._first_tokens, []
             released, self._released = self._released, []
@@ -306,6 +306,9 @@ class Dispatcher:
             for worker_id in {generation.prefill, generation.decode}:
                 if worker_id is not None:
                     self._call(worker_id, "abort", [generation.request_id])
+        self._release(generation)
+
+    def _release(self, generation: Generation) -> None:
         self._released.append(generation.request_id)
         self._flush_soon()
 

@@ -29,11 +29,13 @@ STOP_TIMEOUT_S = 10.0
 SERVE_SWITCHES = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
     "RAY_preallocate_plasma_memory": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Serve's fast path, both switches or neither, in every Ray process; and an object store without page faults."""
+"""For every Ray process: Serve's fast path (both switches or neither), but with handles that work outside an event loop;
+and an object store without page faults."""
 
 HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 """Ports of HAProxy that Serve opens besides its front end; free ones, so that two servers fit on one machine."""

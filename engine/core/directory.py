@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from engine.core.errors import NoWorkerError
 from engine.core.placement import Candidate, CostModel, place
 from engine.core.types import (
     Admission,
@@ -124,10 +125,10 @@ class Directory:
         self, worker_id: str, role: Role, epoch: int, block_bytes: int, hashes: Iterable[BlockHash]
     ) -> list[Instruction]:
         """A worker incarnation reports for duty with what its pool holds. What an older one said is forgotten."""
-        self.costs = replace(self.costs, block_bytes=block_bytes)
         known = self.workers.get(worker_id)
         if known is not None and known.epoch > epoch:
             return []
+        self.costs = replace(self.costs, block_bytes=block_bytes)
         instructions = self.remove_worker(worker_id) if known is not None else []
         self.workers[worker_id] = WorkerRecord(worker_id, role, epoch)
         return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
@@ -144,12 +145,13 @@ class Directory:
         for request_id in worker.requests:
             reservation = self._reservations[request_id]
             if reservation.admission.prefill == worker_id:
+                reservation.tokens_to_compute = 0
                 instructions += self._stop_producing(reservation)
         exported = [h for h, record in self._blocks.items() if record.producer == worker_id]
         for block_hash in exported:
             self._blocks[block_hash].producer = None
         instructions += self._fail(exported)
-        self._forget_unknown(worker.blocks)
+        self._forget_unknown([*worker.blocks, *exported])
         return instructions
 
     def is_current(self, worker_id: str, epoch: int) -> bool:
@@ -210,10 +212,12 @@ class Directory:
         """A worker no longer holds blocks that it was asked to export."""
         if self._worker(worker_id, epoch) is None:
             return []
-        failed = [block_hash for block_hash in hashes if self._blocks[block_hash].producer == worker_id]
+        failed = [h for h in hashes if h in self._blocks and self._blocks[h].producer == worker_id]
         for block_hash in failed:
             self._blocks[block_hash].producer = None
-        return self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed) + self._fail(failed)
+        instructions = self._fail(failed)
+        self._forget_unknown(failed)
+        return instructions + self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed)
 
     # Requests
 
@@ -221,8 +225,10 @@ class Directory:
         """Find the longest prefix, place the request, reserve its load, lease its blocks and mark what it will compute.
 
         Raises:
-            NoWorkerError: no worker is registered.
+            NoWorkerError: no worker is registered; nothing has changed.
         """
+        if not self.workers:
+            raise NoWorkerError("no worker is ready")
         instructions = self.release(request.request_id)
         num_reachable = self._num_leading(request.hashes, None)
         candidates = [
@@ -235,7 +241,6 @@ class Directory:
                 self._num_leading(request.hashes, worker.worker_id),
             )
             for worker in self.workers.values()
-            if worker.worker_id not in request.excluded
         ]
         placement = place(
             request.num_tokens, num_reachable, candidates, self.costs, request.session or request.request_id
@@ -243,11 +248,9 @@ class Directory:
         prefill, decode = placement.prefill, placement.decode
         num_local = next(c.num_local_blocks for c in candidates if c.worker_id == prefill)
         num_cached = num_local + placement.num_imported_blocks
-        prefill_awaited = request.hashes[num_local:num_cached]
+        prefill_awaited = self._lacking(prefill, request.hashes[num_local:num_cached])
         to_compute = request.hashes[num_cached:]
-        decode_awaited: tuple[BlockHash, ...] = ()
-        if decode != prefill:
-            decode_awaited = tuple(h for h in request.hashes if decode not in self._workers_of(h))
+        decode_awaited = self._lacking(decode, request.hashes) if decode != prefill else ()
         admission = Admission(
             request.request_id,
             request.attempt,
@@ -361,9 +364,9 @@ class Directory:
             reservation.producing.discard(block_hash)
         record.producer = None
 
-    def _workers_of(self, block_hash: BlockHash) -> set[str]:
-        record = self._blocks.get(block_hash)
-        return set() if record is None else record.workers
+    def _lacking(self, worker_id: str, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+        """Those of `hashes` that a worker does not hold."""
+        return tuple(block_hash for block_hash in hashes if block_hash not in self.workers[worker_id].blocks)
 
     def _num_leading(self, hashes: Sequence[BlockHash], worker_id: str | None) -> int:
         """How many leading blocks `worker_id` holds; with None, how many are held or being computed anywhere."""

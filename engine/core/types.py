@@ -139,8 +139,6 @@ class AdmitRequest:
     """Of all full blocks of the prompt and of what was generated already."""
     num_tokens: int
     session: str | None = None
-    excluded: tuple[str, ...] = ()
-    """Workers that just failed this request."""
     ingress_id: str = ""
     """Who asks; if it falls silent, its requests are released."""
 

@@ -44,11 +44,12 @@ class Tiles:
 
 
 # By the padded head dim: sequences with few queries (block_m is a minimum there), with many, and the deterministic mode.
-FEW = {64: Tiles(16, 128, 4, 4), 128: Tiles(16, 64, 4, 4), 256: Tiles(16, 32, 4, 4)}
-MANY = {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 3)}
-FIXED = {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 3)}
+# KV is found through the block table, so that a stage goes to that load: three stages leave one tile in flight, five two.
+FEW = {64: Tiles(16, 128, 4, 5), 128: Tiles(16, 64, 4, 5), 256: Tiles(16, 32, 4, 5)}
+MANY = {64: Tiles(128, 64, 8, 5), 128: Tiles(128, 64, 8, 5), 256: Tiles(128, 32, 8, 5)}
+FIXED = {64: Tiles(64, 64, 4, 5), 128: Tiles(64, 32, 4, 5), 256: Tiles(64, 32, 8, 5)}
 # float32 runs without tensor cores, exactly: one shape for all.
-FLOAT32 = {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 4, 2)}
+FLOAT32 = {64: Tiles(32, 32, 4, 3), 128: Tiles(32, 32, 8, 3), 256: Tiles(16, 16, 4, 3)}
 
 
 @triton.jit

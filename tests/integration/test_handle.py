@@ -186,7 +186,7 @@ def test_another_ray_program_uses_the_handle(server: Server) -> None:
     address = ray.get_runtime_context().gcs_address
     program = subprocess.run(
         [sys.executable, "-c", PROGRAM, address, " ".join(map(str, prompt))],
-        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -1,9 +1,19 @@
 """Fixtures for the kernel tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from interpreter import INTERPRETING, collect_triton_module, teach_bfloat16
+
+if INTERPRETING:
+    teach_bfloat16()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Tests of Triton kernels run on a GPU or under the interpreter, in a process of its own if need be."""
+    return collect_triton_module(module_path, parent)
 
 
 @pytest.fixture

@@ -1,0 +1,334 @@
+"""Sampling on a GPU, without waiting for it and without sorting.
+
+The kept tokens are always a prefix of the ranking by probability, so they are known by the least probability kept and by
+how many of those that have exactly this one are kept, lowest ids first. Probabilities are not negative, so their bits
+order as integers, and the bound is found by bisecting the bits: 31 passes over a row that stays in the cache.
+"""
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sample.types import LogitBias, Penalties, SampleOutput
+
+MAX_BLOCK = 4096
+ENTRIES = 256
+
+
+@triton.jit
+def _widen_kernel(logits_ptr, z_ptr, stride_logits_row, vocabulary, BLOCK: tl.constexpr):
+    """z = logits in float32, NaN as -inf.
+
+    logits: [batch, vocabulary], rows strided; z: [batch, vocabulary] float32 contiguous.
+
+    One program handles BLOCK logits of one row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = ids < vocabulary
+    z = tl.load(logits_ptr + row * stride_logits_row + ids, mask=mask, other=0.0).to(tl.float32)
+    tl.store(z_ptr + row * vocabulary + ids, tl.where(z == z, z, float("-inf")), mask=mask)
+
+
+@triton.jit
+def _penalise_kernel(
+    z_ptr,
+    presence_ptr,
+    frequency_ptr,
+    repetition_ptr,
+    offsets_ptr,
+    token_ids_ptr,
+    output_counts_ptr,
+    vocabulary,
+    BLOCK: tl.constexpr,
+):
+    """z = (z > 0 ? z / repetition : z * repetition) - frequency * count - presence * (count > 0) at a row's entries.
+
+    z: [batch, vocabulary] float32, changed in place; presence, frequency, repetition: [batch] float32; offsets:
+    [batch + 1] int64; token_ids: [num_entries] int64, distinct in a row; output_counts: [num_entries] int32.
+
+    One program handles one row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    presence, frequency = tl.load(presence_ptr + row), tl.load(frequency_ptr + row)
+    repetition = tl.load(repetition_ptr + row)
+    begin, end = tl.load(offsets_ptr + row), tl.load(offsets_ptr + row + 1)
+    for start in range(begin, end, BLOCK):
+        entries = start + tl.arange(0, BLOCK)
+        mask = entries < end
+        z_ptrs = z_ptr + row * vocabulary + tl.load(token_ids_ptr + entries, mask=mask, other=0)
+        z = tl.load(z_ptrs, mask=mask, other=0.0)
+        counts = tl.load(output_counts_ptr + entries, mask=mask, other=0).to(tl.float32)
+        z = tl.where(z > 0, z / repetition, z * repetition)
+        tl.store(z_ptrs, z - frequency * counts - tl.where(counts > 0, presence, 0.0), mask=mask)
+
+
+@triton.jit
+def _bias_kernel(z_ptr, offsets_ptr, token_ids_ptr, values_ptr, vocabulary, BLOCK: tl.constexpr):
+    """z += value at a row's entries; tensors as in `_penalise_kernel`, values: [num_entries] float32.
+
+    One program handles one row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(offsets_ptr + row), tl.load(offsets_ptr + row + 1)
+    for start in range(begin, end, BLOCK):
+        entries = start + tl.arange(0, BLOCK)
+        mask = entries < end
+        z_ptrs = z_ptr + row * vocabulary + tl.load(token_ids_ptr + entries, mask=mask, other=0)
+        z = tl.load(z_ptrs, mask=mask, other=0.0)
+        tl.store(z_ptrs, z + tl.load(values_ptr + entries, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def _load_bits(p_ptr, ids, vocabulary):
+    """The bits of some probabilities, which order as they do; NaN counts as 0, what is past the end as -1."""
+    mask = ids < vocabulary
+    p = tl.load(p_ptr + ids, mask=mask, other=0.0)
+    return tl.where(mask, tl.where(p == p, p, 0.0).to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def _count_above(p_ptr, vocabulary, bound, BLOCK: tl.constexpr):
+    """How many probabilities have bits of more than `bound`."""
+    count = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        bits = _load_bits(p_ptr, start + tl.arange(0, BLOCK), vocabulary)
+        count += (bits > bound).to(tl.int32)
+    return tl.sum(count, axis=0)
+
+
+@triton.jit
+def _mass_above(p_ptr, vocabulary, bound, BLOCK: tl.constexpr):
+    """The sum, in float64, of the probabilities whose bits are more than `bound`."""
+    mass = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(0, vocabulary, BLOCK):
+        bits = _load_bits(p_ptr, start + tl.arange(0, BLOCK), vocabulary)
+        mass += tl.where(bits > bound, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64)
+    return tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _draw_kernel(
+    p_ptr,
+    greedy_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    uniform_ptr,
+    token_ids_ptr,
+    vocabulary,
+    BLOCK: tl.constexpr,
+):
+    """The first token in id order at which the kept tokens' cumulative probability exceeds uniform * their sum.
+
+    p: [batch, vocabulary] float32; greedy: [batch] int64, taken where temperature is 0; temperature, top_p, min_p,
+    uniform: [batch] float32; top_k: [batch] int32; token_ids: [batch] int64.
+
+    One program handles one row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    p_ptr += row * vocabulary
+    if tl.load(temperature_ptr + row) == 0:
+        tl.store(token_ids_ptr + row, tl.load(greedy_ptr + row))
+        return
+
+    highest = tl.full((BLOCK,), -1, dtype=tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        highest = tl.maximum(highest, _load_bits(p_ptr, start + tl.arange(0, BLOCK), vocabulary))
+    top = tl.max(highest, axis=0)
+
+    # Kept so far: bits above `bound`, and `quota` of those with bits equal to it. First min-p.
+    least = tl.load(min_p_ptr + row) * top.to(tl.float32, bitcast=True)
+    bound = tl.minimum(tl.maximum(least, 0.0).to(tl.int32, bitcast=True), top)
+    quota = vocabulary + tl.full((), 0, tl.int32)
+
+    # Top-k: the highest bound that keeps at least k.
+    k = tl.load(top_k_ptr + row)
+    if (k > 0) & (k < vocabulary):
+        low = tl.full((), 0, tl.int32)
+        high = top
+        while low < high:
+            middle = low + (high - low + 1) // 2
+            if _count_above(p_ptr, vocabulary, middle - 1, BLOCK) >= k:
+                low = middle
+            else:
+                high = middle - 1
+        if low >= bound:
+            bound = low
+            quota = k - _count_above(p_ptr, vocabulary, low, BLOCK)
+
+    # Top-p: the lowest bound with less than the wanted mass above it, at least that of the most probable token.
+    top_p = tl.load(top_p_ptr + row)
+    if top_p < 1:
+        above = _mass_above(p_ptr, vocabulary, bound, BLOCK)
+        at_bound = _count_above(p_ptr, vocabulary, bound - 1, BLOCK) - _count_above(p_ptr, vocabulary, bound, BLOCK)
+        at_bound = tl.minimum(at_bound, quota)
+        level = bound.to(tl.float32, bitcast=True).to(tl.float64)
+        wanted = top_p.to(tl.float64) * (above + at_bound.to(tl.float64) * level)
+        low = bound
+        high = top
+        while low < high:
+            middle = low + (high - low) // 2
+            if _mass_above(p_ptr, vocabulary, middle, BLOCK) < wanted:
+                high = middle
+            else:
+                low = middle + 1
+        level = low.to(tl.float32, bitcast=True).to(tl.float64)
+        missing = (wanted - _mass_above(p_ptr, vocabulary, low, BLOCK)) / tl.maximum(level, 1e-300)
+        needed = tl.minimum(tl.ceil(tl.maximum(missing, 1.0)), 2147483647.0).to(tl.int32)
+        if low > bound:
+            quota = needed
+        else:
+            quota = tl.minimum(quota, needed)
+        bound = low
+
+    # The kept mass, with ties counted in id order, then the token where the cumulative mass passes its share.
+    mass = tl.full((), 0.0, tl.float64)
+    ties = tl.full((), 0, tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        bits = _load_bits(p_ptr, start + tl.arange(0, BLOCK), vocabulary)
+        is_tie = (bits == bound).to(tl.int32)
+        kept = (bits > bound) | ((bits == bound) & (ties + tl.cumsum(is_tie, axis=0) <= quota))
+        mass += tl.sum(tl.where(kept, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64), axis=0)
+        ties += tl.sum(is_tie, axis=0)
+    target = tl.load(uniform_ptr + row).to(tl.float64) * mass
+    before = tl.full((), 0.0, tl.float64)
+    ties = tl.full((), 0, tl.int32)
+    # The first token past the target, and the last one kept: the same where rounding leaves nothing past it.
+    token = tl.full((), 2147483647, tl.int32)
+    last = tl.full((), 0, tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        bits = _load_bits(p_ptr, ids, vocabulary)
+        is_tie = (bits == bound).to(tl.int32)
+        kept = (bits > bound) | ((bits == bound) & (ties + tl.cumsum(is_tie, axis=0) <= quota))
+        p = tl.where(kept, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64)
+        passed = kept & ((before + tl.cumsum(p, axis=0) > target) | (mass == 0.0))
+        token = tl.minimum(token, tl.min(tl.where(passed, ids, 2147483647), axis=0))
+        last = tl.maximum(last, tl.max(tl.where(kept & (bits > 0), ids, 0), axis=0))
+        before += tl.sum(p, axis=0)
+        ties += tl.sum(is_tie, axis=0)
+    tl.store(token_ids_ptr + row, tl.where(token == 2147483647, last, token).to(tl.int64))
+
+
+@triton.jit
+def _top_kernel(logprobs_ptr, wanted_ptr, top_ids_ptr, top_logprobs_ptr, vocabulary, widest, BLOCK: tl.constexpr):
+    """The wanted[row] largest entries of a row, largest first, ties by id; NaN counts as -inf. The rest is zero.
+
+    logprobs: [batch, vocabulary] float32; wanted: [batch] int64; top_ids int64, top_logprobs float32: [batch, widest].
+
+    One program handles one row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logprobs_ptr += row * vocabulary
+    wanted = tl.load(wanted_ptr + row).to(tl.int32)
+    last_value = tl.full((), float("inf"), tl.float32)
+    last_id = tl.full((), -1, tl.int32)
+    for rank in range(0, widest):
+        if rank < wanted:
+            best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+            best_ids = tl.full((BLOCK,), 2147483647, dtype=tl.int32)
+            for start in range(0, vocabulary, BLOCK):
+                ids = start + tl.arange(0, BLOCK)
+                value = tl.load(logprobs_ptr + ids, mask=ids < vocabulary, other=float("-inf"))
+                value = tl.where(value == value, value, float("-inf"))
+                later = (value < last_value) | ((value == last_value) & (ids > last_id))
+                better = later & (ids < vocabulary) & ((value > best) | (best_ids == 2147483647))
+                best = tl.where(better, value, best)
+                best_ids = tl.where(better, ids, best_ids)
+            last_value = tl.max(best, axis=0)
+            last_id = tl.min(tl.where(best == last_value, best_ids, 2147483647), axis=0)
+            tl.store(top_ids_ptr + row * widest + rank, last_id.to(tl.int64))
+            tl.store(top_logprobs_ptr + row * widest + rank, tl.load(logprobs_ptr + last_id))
+
+
+def sample_triton(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    penalties: Penalties | None = None,
+    bias: LogitBias | None = None,
+    wanted: Sequence[int] = (),
+) -> SampleOutput:
+    """As `sample`, on one device and without waiting for it; `wanted[b]` is `num_logprobs[b]`, or -1 for neither."""
+    batch, vocabulary = logits.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    widest = max(wanted, default=-1)
+    logprobs = None
+    if batch:
+        z = _adjusted(logits, penalties, bias)
+        p = torch.softmax(z / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
+        controls = (temperature, top_k.int(), top_p, min_p, uniform)
+        _draw_kernel[(batch,)](
+            p, z.argmax(-1), *controls, tokens, vocabulary, BLOCK=_block(vocabulary), num_warps=_warps(vocabulary)
+        )
+    if widest < 0:
+        return SampleOutput(tokens, None, None, None)
+    top_ids = torch.zeros((batch, widest), dtype=torch.int64, device=logits.device)
+    top_logprobs = torch.zeros((batch, widest), device=logits.device)
+    logprobs = torch.zeros(batch, device=logits.device)
+    if batch:
+        counts = _to_device(wanted, logits.device)
+        normalised = torch.log_softmax(z, -1)
+        chosen = normalised.gather(1, tokens[:, None])[:, 0]
+        logprobs = torch.where(counts >= 0, chosen, logprobs)
+        if widest:
+            _top_kernel[(batch,)](
+                normalised,
+                counts,
+                top_ids,
+                top_logprobs,
+                vocabulary,
+                widest,
+                BLOCK=_block(vocabulary),
+                num_warps=_warps(vocabulary),
+            )
+    return SampleOutput(tokens, logprobs, top_ids, top_logprobs)
+
+
+def _adjusted(logits: Tensor, penalties: Penalties | None, bias: LogitBias | None) -> Tensor:
+    """Float32 logits after penalties and bias."""
+    batch, vocabulary = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    z = torch.empty((batch, vocabulary), device=logits.device)
+    block = _block(vocabulary)
+    _widen_kernel[(batch, triton.cdiv(vocabulary, block))](logits, z, logits.stride(0), vocabulary, BLOCK=block)
+    if penalties is not None:
+        _penalise_kernel[(batch,)](
+            z,
+            penalties.presence,
+            penalties.frequency,
+            penalties.repetition,
+            penalties.offsets,
+            penalties.token_ids,
+            penalties.output_counts,
+            vocabulary,
+            BLOCK=ENTRIES,
+        )
+    if bias is not None:
+        _bias_kernel[(batch,)](z, bias.offsets, bias.token_ids, bias.values, vocabulary, BLOCK=ENTRIES)
+    return z
+
+
+def _block(vocabulary: int) -> int:
+    return min(max(triton.next_power_of_2(vocabulary), 16), MAX_BLOCK)
+
+
+def _warps(vocabulary: int) -> int:
+    return max(min(_block(vocabulary) // 256, 16), 1)
+
+
+def _to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """`values` as an int64 tensor, without waiting for the work queued on `device`."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

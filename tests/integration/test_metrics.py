@@ -1,0 +1,101 @@
+"""The metrics that `actors/metrics.py` declares reach the node's Prometheus port, with the values that requests gave."""
+
+import urllib.request
+from dataclasses import dataclass
+
+import pytest
+import ray
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.conftest import NUM_BLOCKS, Server, eventually, random_prompt
+
+PROMPT_TOKENS = 500
+HIT_TOKENS = PROMPT_TOKENS // 16 * 16
+ANSWER_TOKENS = 20
+REPORTED_WITHIN_S = 40
+"""Ray gathers metrics every ten seconds."""
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """What Prometheus would see now."""
+
+    metrics: tuple[Metric, ...]
+
+    @classmethod
+    def now(cls) -> "Scrape":
+        [node] = [node for node in ray.nodes() if node["Alive"]]
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return cls(tuple(text_string_to_metric_families(response.read().decode())))
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The sum of the samples with these labels; None if there are none."""
+        values = [
+            sample.value
+            for metric in self.metrics
+            for sample in metric.samples
+            if sample.name == f"ray_raydix_{name}" and labels.items() <= sample.labels.items()
+        ]
+        return sum(values) if values else None
+
+    def grown(self, since: "Scrape", name: str, **labels: str) -> float:
+        return (self.value(name, **labels) or 0) - (since.value(name, **labels) or 0)
+
+
+@pytest.mark.slow
+def test_requests_are_measured(server: Server) -> None:
+    prefill, decode = (server.workers()[role]["worker_id"] for role in ("prefill", "decode"))
+    before = eventually(Scrape.now, "the port is open", REPORTED_WITHIN_S)
+    running = server.stream(random_prompt(80, 300), max_tokens=3000)
+    next(running)
+    for _ in range(2):
+        server.complete(random_prompt(81, PROMPT_TOKENS), max_tokens=ANSWER_TOKENS)
+
+    during: Scrape = eventually(lambda: measured(before, decode), "two requests and a stream", REPORTED_WITHIN_S)
+    assert during.grown(before, "prompt_tokens_total") >= 2 * PROMPT_TOKENS
+    assert during.grown(before, "generation_tokens_total") >= 2 * ANSWER_TOKENS
+    assert during.grown(before, "cache_hit_tokens_total", source="worker") >= HIT_TOKENS
+    assert during.grown(before, "ttft_seconds_count") >= 2
+    assert during.grown(before, "ttft_seconds_sum") > 0
+    assert during.grown(before, "tpot_seconds_count") >= 2
+    assert 0 < during.grown(before, "tpot_seconds_sum") < 2 * during.grown(before, "tpot_seconds_count")
+    assert during.grown(before, "queue_seconds_count", worker=prefill) >= 1
+    assert during.grown(before, "computed_tokens_total", worker=prefill) >= PROMPT_TOKENS
+    assert during.grown(before, "decode_tokens_total", worker=decode) >= 2 * (ANSWER_TOKENS - 1)
+    exported = during.grown(before, "exported_bytes_total", worker=prefill)
+    assert exported >= HIT_TOKENS * kv_bytes_per_token()
+    assert during.grown(before, "imported_bytes_total", worker=decode) >= HIT_TOKENS * kv_bytes_per_token()
+    assert 0 < (during.value("available_blocks", worker=decode) or 0) < NUM_BLOCKS
+    assert during.value("running_requests", worker=prefill) == 0
+    assert during.value("waiting_requests", worker=decode) == 0
+
+    running.close()
+    after: Scrape = eventually(lambda: at_rest(decode), "the stream has gone", REPORTED_WITHIN_S)
+    assert after.value("available_blocks", worker=decode) == NUM_BLOCKS
+    assert 0 < (after.value("cached_blocks", worker=decode) or 0) <= NUM_BLOCKS
+    assert after.grown(before, "requests_total", outcome="length") >= 2
+    assert after.grown(before, "requests_total", outcome="aborted") >= 1
+
+
+def measured(before: Scrape, decode: str) -> Scrape | None:
+    """What is seen once it covers two finished requests and one that runs: each process reports at its own time."""
+    scrape = Scrape.now()
+    complete = (
+        scrape.grown(before, "requests_total", outcome="length") >= 2
+        and scrape.grown(before, "computed_tokens_total", role="prefill") >= PROMPT_TOKENS + 300
+        and scrape.value("running_requests", worker=decode) == 1
+    )
+    return scrape if complete else None
+
+
+def at_rest(decode: str) -> Scrape | None:
+    scrape = Scrape.now()
+    gone = (scrape.value("requests_total", outcome="aborted") or 0) > 0
+    return scrape if gone and scrape.value("running_requests", worker=decode) == 0 else None
+
+
+def kv_bytes_per_token() -> int:
+    """Of SmolLM2-135M in bfloat16: keys and values of 30 layers with 3 heads of 64."""
+    return 2 * 30 * 3 * 64 * 2

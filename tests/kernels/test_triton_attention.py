@@ -1,0 +1,209 @@
+"""The Triton attention kernels: against the specification, and in the deterministic mode bit for bit against themselves."""
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
+from torch import Tensor
+from triton_cases import DEVICE, assert_relative, needs_gpu, on_device
+
+from kernels.paged_attention import triton as kernels
+from kernels.paged_attention.reference import paged_attention_reference
+from kernels.paged_attention.triton import paged_attention_triton
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MODES: list[dict[str, Any]] = [{}, {"deterministic": True}]
+
+
+def case_of(lengths: list[int], **shape: Any) -> PagedCase:
+    """A paged case on the device under test, few heads unless told otherwise."""
+    return on_device(paged_case(lengths, **({"num_heads": 2, "num_kv_heads": 1} | shape)))
+
+
+def batch(case: PagedCase, chunks: list[Chunk]) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(DEVICE) for tensor in batch_of(case, chunks))
+
+
+def attend(case: PagedCase, chunks: list[Chunk], **options: Any) -> Tensor:
+    """The kernel's output for some chunks, into a buffer full of NaN."""
+    arguments = batch(case, chunks)
+    out = torch.full_like(arguments[0], torch.nan)
+    assert paged_attention_triton(*arguments, scale=case.scale, out=out, **options) is out
+    return out
+
+
+def check(case: PagedCase, chunks: list[Chunk], mode: dict[str, Any] | None = None, **options: Any) -> None:
+    arguments = batch(case, chunks)
+    out = torch.full_like(arguments[0], torch.nan)
+    actual, lse = paged_attention_triton(
+        *arguments, scale=case.scale, return_lse=True, out=out, **(mode or {}), **options
+    )
+    expected, expected_lse = paged_attention_reference(*arguments, scale=case.scale, **options)
+    assert actual is out
+    assert_close(actual, expected)
+    assert_relative(actual, expected)
+    assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("mode", MODES)
+def test_matches_reference_for_head_dims(dtype: torch.dtype, head_dim: int, mode: dict[str, Any]) -> None:
+    case = case_of([1, 75], head_dim=head_dim, dtype=dtype)
+    check(case, [Chunk(0, 0, 1), Chunk(1, 40, 75)], mode)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64, 128])
+@pytest.mark.parametrize("mode", MODES)
+def test_matches_reference_at_block_and_tile_edges(block_size: int, mode: dict[str, Any]) -> None:
+    lengths = [1, block_size - 1, block_size, block_size + 1, 63, 64, 65, 129]
+    case = case_of(lengths, block_size=block_size)
+    check(case, [Chunk(s, max(0, n - 1 - s % 3 * 6), n) for s, n in enumerate(lengths)], mode)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (2, 2), (9, 3), (8, 1), (14, 2), (40, 1)])
+@pytest.mark.parametrize("mode", MODES)
+def test_matches_reference_for_head_groups(num_heads: int, num_kv_heads: int, mode: dict[str, Any]) -> None:
+    case = case_of([50, 33], num_heads=num_heads, num_kv_heads=num_kv_heads)
+    check(case, [Chunk(0, 49, 50), Chunk(1, 2, 33)], mode)
+
+
+@pytest.mark.parametrize(
+    "options", [{"sliding_window": 1}, {"sliding_window": 40}, {"soft_cap": 2.0}, {"sliding_window": 9, "soft_cap": 5.0}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_matches_reference_with_window_and_cap(
+    dtype: torch.dtype, options: dict[str, Any], mode: dict[str, Any]
+) -> None:
+    case = case_of([170, 64], dtype=dtype)
+    check(case, [Chunk(0, 70, 170), Chunk(1, 63, 64)], mode, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_keys_before_the_window_may_be_gone(mode: dict[str, Any]) -> None:
+    case = case_of([300])
+    chunk = [Chunk(0, 299, 300)]
+    expected = attend(case, chunk, sliding_window=20, **mode)
+    for index in range(280 // 16):
+        case.pool[case.block_tables[0, index]] = torch.nan
+        case.block_tables[0, index] = -1
+    assert torch.equal(attend(case, chunk, sliding_window=20, **mode), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_queries(mode: dict[str, Any]) -> None:
+    case = case_of([20])
+    assert attend(case, [], **mode).shape == (0, 2, 64)
+    both = attend(case, [Chunk(0, 20, 20), Chunk(0, 19, 20)], **mode)
+    assert torch.equal(both, attend(case, [Chunk(0, 19, 20)], **mode))
+    assert_close(both, paged_attention_reference(*batch(case, [Chunk(0, 19, 20)]), scale=case.scale)[0])
+
+
+def test_tokens_of_no_sequence_are_left_alone() -> None:
+    case = case_of([20, 30])
+    query, *rest = batch(case, [Chunk(0, 19, 20), Chunk(1, 29, 30)])
+    padded = torch.cat((query, query))
+    out = torch.full_like(padded, 7.0)
+    paged_attention_triton(padded, *rest, scale=case.scale, out=out)
+    assert_close(out[:2], paged_attention_reference(query, *rest, scale=case.scale)[0])
+    assert (out[2:] == 7.0).all()
+
+
+def test_bounds_known_to_the_caller_change_nothing() -> None:
+    case = case_of([90, 30])
+    chunks = [Chunk(0, 89, 90), Chunk(1, 29, 30)]
+    bounded = attend(case, chunks, max_query_len=1, max_context_len=90)
+    assert torch.equal(bounded, attend(case, chunks))
+
+
+@pytest.fixture(params=[1, 1000])
+def device_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Launches as on a device of one multiprocessor, which walks splits in turn, or of many, which splits everything."""
+    size: int = request.param
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: size)
+    monkeypatch.setattr(kernels, "SPLIT", 128)
+    monkeypatch.setattr(kernels, "DETERMINISTIC_SPLIT", 64)
+    return size
+
+
+@pytest.mark.usefixtures("device_size")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100, "soft_cap": 5.0}])
+def test_matches_reference_over_many_splits(mode: dict[str, Any], options: dict[str, Any]) -> None:
+    case = case_of([700, 65, 300], num_heads=4)
+    check(case, [Chunk(0, 670, 700), Chunk(1, 64, 65), Chunk(2, 298, 300)], mode, **options)
+
+
+@pytest.mark.usefixtures("device_size")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 50, "soft_cap": 5.0}])
+def test_bits_do_not_depend_on_chunks_or_splits_in_deterministic_mode(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of([200, 90], dtype=dtype)
+    options = options | {"deterministic": True}
+    whole = attend(case, [Chunk(0, 0, 200)], **options)
+    for size in (7, 64):
+        chunks = [Chunk(0, begin, min(begin + size, 200)) for begin in range(0, 200, size)]
+        assert torch.equal(attend(case, chunks, **options), whole), f"one batch of chunks of {size}"
+    for position in (0, 63, 64, 150, 199):
+        beside = [Chunk(1, 30, 90), Chunk(0, position, position + 1)]
+        assert torch.equal(attend(case, beside, **options)[-1], whole[position])
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1_000_000)
+    assert torch.equal(attend(case, [Chunk(0, 0, 200)], **options), whole)
+
+
+def test_rejects_what_it_cannot_do() -> None:
+    case = case_of([20])
+    query, keys, *rest = batch(case, [Chunk(0, 0, 20)])
+    with pytest.raises(TypeError):
+        paged_attention_triton(query.float(), keys, *rest, scale=1.0)
+    with pytest.raises(ValueError, match="positive"):
+        paged_attention_triton(query, keys, *rest, scale=-1.0)
+    with pytest.raises(ValueError, match="contiguous"):
+        paged_attention_triton(query, keys.transpose(2, 3).transpose(1, 3), *rest, scale=1.0)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 1000, "soft_cap": 30.0}])
+@pytest.mark.parametrize("mode", MODES)
+def test_large_mixed_batches(
+    dtype: torch.dtype, head_dim: int, options: dict[str, Any], mode: dict[str, Any]
+) -> None:
+    lengths = [6001, 1, 4096, 4097, 513, 2049, 3000]
+    case = case_of(lengths, num_heads=16, num_kv_heads=4, head_dim=head_dim, dtype=dtype, seed=head_dim)
+    chunks = [
+        Chunk(0, 5000, 6001), Chunk(1, 0, 1), Chunk(2, 4095, 4096), Chunk(3, 4000, 4097),
+        Chunk(4, 0, 513), Chunk(5, 2046, 2049), Chunk(6, 2999, 3000),
+    ]
+    arguments = batch(case, chunks)
+    out = torch.full_like(arguments[0], torch.nan)
+    actual, lse = paged_attention_triton(*arguments, scale=case.scale, return_lse=True, out=out, **mode, **options)
+    expected, expected_lse = paged_attention_reference(*arguments, scale=case.scale, **options)
+    assert_relative(actual, expected)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 128), (8, 1, 256)])
+def test_large_batches_are_deterministic(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    case = case_of([4000, 700], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    whole = attend(case, [Chunk(0, 0, 4000)], deterministic=True)
+    for size in (1, 100, 512, 1111):
+        firsts = range(0, 4000, size if size > 1 else 37)
+        chunks = [Chunk(0, begin, min(begin + size, 4000)) for begin in firsts]
+        expected = torch.cat([whole[chunk.begin : chunk.end] for chunk in chunks])
+        assert torch.equal(attend(case, chunks, deterministic=True), expected), f"one batch of chunks of {size}"
+        alone = attend(case, chunks[-1:], deterministic=True)
+        assert torch.equal(alone, whole[chunks[-1].begin :][: len(alone)]), f"a chunk of {size} alone"
+        mixed = attend(case, [Chunk(1, 1, 700), chunks[len(chunks) // 2]], deterministic=True)[699:]
+        assert torch.equal(mixed, whole[chunks[len(chunks) // 2].begin :][: len(mixed)])

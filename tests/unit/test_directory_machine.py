@@ -1,0 +1,322 @@
+"""Whatever workers and requests do, in whatever order: the directory's books agree, and it keeps its promises.
+
+The workers here are dictionaries: what their pools hold, which exports they were asked for, and which blocks they were
+promised and neither got nor were told to forget.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
+from engine.core.errors import NoWorkerError
+from engine.core.placement import CostModel
+from engine.core.types import Admission, AdmitRequest, BlockHash, Handover, Role, SegmentHeader
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 10
+WORKERS = ["w0", "w1", "w2", "w3"]
+
+
+def chain(path: Iterable[int]) -> tuple[BlockHash, ...]:
+    """Hashes of a prefix tree: the hash of a block spells the way to it."""
+    path = tuple(path)
+    return tuple(bytes([*path[: count + 1]]) for count in range(len(path)))
+
+
+PATHS = st.lists(st.integers(0, 1), max_size=4).map(chain)
+ANY_BLOCKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=4).map(bytes), max_size=4)
+
+
+@dataclass
+class FakeWorker:
+    """One incarnation. `orders` are the exports it was asked for and has not answered."""
+
+    role: Role
+    epoch: int
+    pool: set[BlockHash] = field(default_factory=set)
+    unreported: set[BlockHash] = field(default_factory=set)
+    orders: list[tuple[BlockHash, ...]] = field(default_factory=list)
+    owed: set[BlockHash] = field(default_factory=set)
+
+
+@dataclass
+class Admitted:
+    """A live request. `leased` are the segments that it was sent when it was admitted."""
+
+    request: AdmitRequest
+    admission: Admission
+    leased: list[Segment]
+    num_done: int = 0
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    """One directory, up to four workers and their requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers: dict[str, FakeWorker] = {}
+        self.last_epoch: dict[str, int] = {}
+        self.admitted: dict[str, Admitted] = {}
+        self.num_requests = 0
+
+    @initialize(budget_blocks=st.integers(0, 8), workers=st.lists(st.sampled_from(Role), min_size=1, max_size=4))
+    def build(self, budget_blocks: int, workers: list[Role]) -> None:
+        self.directory = Directory(CostModel(BLOCK_SIZE, piggyback_tokens=4), budget_blocks * BLOCK_BYTES)
+        for worker_id, role in zip(WORKERS, workers, strict=False):
+            self._register(worker_id, role, 1, set())
+
+    # Workers
+
+    @rule(worker_id=st.sampled_from(WORKERS), role=st.sampled_from(Role), blocks=ANY_BLOCKS)
+    def start_worker(self, worker_id: str, role: Role, blocks: set[BlockHash]) -> None:
+        """A first incarnation, or one that takes over from another."""
+        self._register(worker_id, role, self.last_epoch.get(worker_id, 0) + 1, blocks)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def register_again(self, data) -> None:
+        """The same incarnation, because it lost touch."""
+        worker_id, worker = self._draw_worker(data)
+        self._register(worker_id, worker.role, worker.epoch, worker.pool)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def kill_worker(self, data) -> None:
+        worker_id, worker = self._draw_worker(data)
+        del self.workers[worker_id]
+        self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), blocks=ANY_BLOCKS)
+    def an_older_incarnation_speaks(self, data, blocks) -> None:
+        """Whatever it says is ignored."""
+        worker_id, worker = self._draw_worker(data)
+        epoch, header = worker.epoch - 1, SegmentHeader("model", tuple(blocks), len(blocks) * BLOCK_BYTES, 0)
+        before = self._sizes()
+        said: list[Instruction] = [
+            *self.directory.register(worker_id, Role.MIXED, epoch, BLOCK_BYTES, blocks),
+            *self.directory.blocks_changed(worker_id, epoch, blocks, blocks),
+            *self.directory.segment_exported(worker_id, epoch, header, None),
+            *self.directory.export_failed(worker_id, epoch, blocks),
+            *self.directory.remove_worker(worker_id, epoch),
+        ]
+        assert said == [] and self._sizes() == before
+        assert self.directory.is_current(worker_id, worker.epoch)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), blocks=ANY_BLOCKS)
+    def seal(self, data, blocks) -> None:
+        worker_id, worker = self._draw_worker(data)
+        worker.pool |= blocks
+        worker.unreported |= blocks
+        self._report(worker_id)
+
+    @precondition(lambda self: any(worker.pool for worker in self.workers.values()))
+    @rule(data=st.data())
+    def evict(self, data) -> None:
+        worker_id, worker = self._draw_worker(data)
+        evicted = {block for block in sorted(worker.pool) if data.draw(st.booleans())}
+        worker.pool -= evicted
+        worker.unreported -= evicted
+        self._carry_out(self.directory.blocks_changed(worker_id, worker.epoch, (), evicted))
+
+    @precondition(lambda self: any(worker.unreported for worker in self.workers.values()))
+    @rule()
+    def report_imports(self) -> None:
+        for worker_id in list(self.workers):
+            self._report(worker_id)
+
+    @precondition(lambda self: any(worker.orders for worker in self.workers.values()))
+    @rule(data=st.data())
+    def export(self, data) -> None:
+        busy = [worker_id for worker_id, worker in self.workers.items() if worker.orders]
+        self._serve_order(data.draw(st.sampled_from(busy)))
+
+    # Requests
+
+    @rule(path=PATHS, spare=st.integers(1, 40))
+    def admit(self, path, spare) -> None:
+        request_id = f"r{self.num_requests}"
+        self.num_requests += 1
+        num_tokens = len(path) * BLOCK_SIZE + spare
+        self._admit(AdmitRequest(request_id, 0, path, num_tokens))
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data(), path=PATHS)
+    def admit_again(self, data, path) -> None:
+        """A request that failed over comes back, with more tokens."""
+        old = self.admitted[self._draw_request(data)]
+        hashes = max(old.request.hashes, path, key=len)
+        self._admit(
+            AdmitRequest(old.request.request_id, old.request.attempt + 1, hashes, len(hashes) * BLOCK_SIZE + 1, None)
+        )
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data(), num_blocks=st.integers(1, 3))
+    def prefill(self, data, num_blocks) -> None:
+        """The prefill worker computes the next blocks; a split request's are exported, at the end with a handover."""
+        known = self.admitted[self._draw_request(data)]
+        admission, hashes = known.admission, known.request.hashes
+        worker = self.workers.get(admission.prefill)
+        if worker is None or worker.epoch != admission.prefill_epoch:
+            return
+        new = tuple(h for h in hashes[known.num_done : known.num_done + num_blocks] if h not in worker.pool)
+        known.num_done += num_blocks
+        worker.pool |= set(new)
+        worker.unreported |= set(new)
+        is_done = known.num_done >= len(hashes)
+        if admission.decode != admission.prefill and (new or is_done):
+            handover = Handover(known.request.request_id, known.request.attempt, 0, b"tail") if is_done else None
+            self._export(admission.prefill, new, handover)
+        self._report(admission.prefill)
+        if is_done:
+            self.directory.first_token(known.request.request_id)
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data())
+    def release(self, data) -> None:
+        request_id = self._draw_request(data)
+        del self.admitted[request_id]
+        self._carry_out(self.directory.release(request_id))
+        assert self.directory.release(request_id) == []
+
+    # What must always hold
+
+    @invariant()
+    def check(self) -> None:
+        directory = self.directory
+        directory.check_integrity()
+        assert directory.workers.keys() == self.workers.keys()
+        assert all(directory.workers[worker_id].epoch == worker.epoch for worker_id, worker in self.workers.items())
+        assert all(worker.queued_tokens >= 0 for worker in directory.workers.values())
+        assert directory.num_reservations == len(self.admitted)
+        kept = list(directory._segments.values())
+        for known in self.admitted.values():
+            assert all(segment in kept for segment in known.leased), "a leased segment was dropped"
+        assert directory.segment_bytes <= directory.segment_budget_bytes or all(segment.leases for segment in kept)
+
+    @invariant()
+    def check_promises(self) -> None:
+        """What a worker waits for, somebody is about to send."""
+        for worker_id, worker in self.workers.items():
+            for block in worker.owed:
+                record = self.directory._blocks.get(block)
+                assert record is not None, f"{worker_id} waits for {block!r}, which is forgotten"
+                assert worker_id in record.wanted_by
+                producer = self.workers.get(record.producer or "")
+                assert record.producer in self.admitted or (
+                    producer is not None and any(block in order for order in producer.orders)
+                ), f"{worker_id} waits for {block!r}, which nobody was asked for"
+
+    def teardown(self) -> None:
+        """When all exports are answered and all requests are over, nobody waits and nothing is reserved."""
+        if not hasattr(self, "directory"):
+            return
+        for request_id in list(self.admitted):
+            del self.admitted[request_id]
+            self._carry_out(self.directory.release(request_id))
+        while any(worker.orders for worker in self.workers.values()):
+            for worker_id in [worker_id for worker_id, worker in self.workers.items() if worker.orders]:
+                self._serve_order(worker_id)
+        self.check()
+        assert not any(worker.owed for worker in self.workers.values())
+        assert not any(worker.queued_tokens or worker.requests for worker in self.directory.workers.values())
+        for worker_id, worker in list(self.workers.items()):
+            del self.workers[worker_id]
+            self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
+        self.check()
+        exported = {block for segment in self.directory._segments.values() for block in segment.header.full_hashes}
+        assert self.directory.num_blocks <= len(exported), "blocks are known that nobody has"
+
+    # Inside
+
+    def _sizes(self) -> tuple[int, ...]:
+        directory = self.directory
+        return directory.num_blocks, directory.num_segments, directory.num_reservations, len(directory.workers)
+
+    def _draw_worker(self, data: st.DataObject) -> tuple[str, FakeWorker]:
+        worker_id = data.draw(st.sampled_from(sorted(self.workers)))
+        return worker_id, self.workers[worker_id]
+
+    def _draw_request(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(list(self.admitted)))
+
+    def _register(self, worker_id: str, role: Role, epoch: int, blocks: set[BlockHash]) -> None:
+        self.workers[worker_id] = FakeWorker(role, epoch, set(blocks))
+        self.last_epoch[worker_id] = epoch
+        self._carry_out(self.directory.register(worker_id, role, epoch, BLOCK_BYTES, blocks))
+
+    def _report(self, worker_id: str) -> None:
+        worker = self.workers[worker_id]
+        sealed, worker.unreported = worker.unreported, set()
+        worker.owed -= sealed
+        self._carry_out(self.directory.blocks_changed(worker_id, worker.epoch, sealed, ()))
+
+    def _admit(self, request: AdmitRequest) -> None:
+        able = self.workers.keys()
+        if not able:
+            before = self._sizes()
+            with pytest.raises(NoWorkerError):
+                self.directory.admit(request)
+            assert self._sizes() == before
+            return
+        admission, instructions = self.directory.admit(request)
+        prefill, decode = admission.prefill, admission.decode
+        assert {prefill, decode} <= able
+        assert admission.prefill_epoch == self.workers[prefill].epoch
+        assert admission.decode_epoch == self.workers[decode].epoch
+        assert self.workers[decode].role is not Role.PREFILL or all(
+            self.workers[worker_id].role is Role.PREFILL for worker_id in able
+        )
+        assert set(admission.prefill_awaited + admission.decode_awaited) <= set(request.hashes)
+        assert prefill != decode or not admission.decode_awaited
+        leased = [instruction.segment for instruction in instructions if isinstance(instruction, Deliver)]
+        self.admitted[request.request_id] = Admitted(request, admission, leased)
+        self.workers[prefill].owed |= set(admission.prefill_awaited) - self.workers[prefill].pool
+        self.workers[decode].owed |= set(admission.decode_awaited) - self.workers[decode].pool
+        self._carry_out(instructions)
+
+    def _serve_order(self, worker_id: str) -> None:
+        worker = self.workers[worker_id]
+        order = worker.orders.pop(0)
+        here = tuple(block for block in order if block in worker.pool)
+        missing = tuple(block for block in order if block not in worker.pool)
+        if here:
+            self._export(worker_id, here, None)
+        if missing:
+            self._carry_out(self.directory.export_failed(worker_id, worker.epoch, missing))
+
+    def _export(self, worker_id: str, blocks: tuple[BlockHash, ...], handover: Handover | None) -> None:
+        hashes = blocks if handover is None or handover.tail is None else (*blocks, handover.tail)
+        header = SegmentHeader("model", hashes, len(hashes) * BLOCK_BYTES, 0, handover)
+        epoch = self.workers[worker_id].epoch
+        instructions = self.directory.segment_exported(worker_id, epoch, header, None)
+        if handover is not None:
+            decode = self.admitted[handover.request_id].admission.decode
+            assert decode not in self.workers or decode in {i.worker_id for i in instructions}
+        self._carry_out(instructions)
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            assert instruction.worker_id in self.workers, "an instruction for a dead worker"
+            worker = self.workers[instruction.worker_id]
+            match instruction:
+                case Deliver(segment=segment):
+                    arrived = set(segment.header.full_hashes)
+                    worker.owed -= arrived
+                    worker.unreported |= arrived - worker.pool
+                    worker.pool |= arrived
+                case Export(hashes=hashes):
+                    assert set(hashes) <= self.directory.workers[instruction.worker_id].blocks
+                    worker.orders.append(hashes)
+                case Lost(hashes=hashes):
+                    worker.owed -= set(hashes)
+
+
+TestDirectory = DirectoryMachine.TestCase
+TestDirectory.settings = settings(max_examples=150, stateful_step_count=40)
