@@ -10,7 +10,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from actors.host import MANAGER_CPUS, ActorHost
+from actors.host import CHECK_TIMEOUT_S, MANAGER_CPUS, ActorHost
 from actors.ingress import Ingress
 from actors.names import MANAGER
 from configs import Config, load_config
@@ -76,6 +76,7 @@ def _host(name: str, bundles: list[dict[str, float]]) -> Any:
         ray_actor_options={"num_cpus": HOST_CPUS},
         logging_config={"enable_access_log": False},
         health_check_period_s=2,
+        health_check_timeout_s=2 * CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=60,
         max_constructor_retry_count=3,
     )

@@ -138,6 +138,7 @@ class Dispatcher:
             manager = await self._get_manager()
             infos = await asyncio.wait_for(_answer(manager.workers.remote(self._ingress_id)), MANAGER_TIMEOUT_S)
         except (RayError, TimeoutError, ServiceError):
+            self._manager = None  # look for its successor the next time
             return {}
         self._known_workers = {info.worker_id: info.role for info in infos}
         return self._known_workers

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 MAX_CONCURRENT_CALLS = 10_000
+CHECK_TIMEOUT_S = 60
+"""A child that answers nothing for so long hangs. An engine answers between two steps, and a step may take seconds."""
 MANAGER_CPUS = 0.1
 
 
@@ -45,9 +47,16 @@ class ActorHost:
         self._watch = asyncio.create_task(self._replace_when_dead())
 
     async def check_health(self) -> None:
-        """Called by Serve; raises when the child cannot be brought back."""
+        """Called by Serve; replaces a child that hangs, and raises when the child cannot be brought back."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
+        try:
+            await asyncio.wait_for(_answer(self._child.check.remote()), CHECK_TIMEOUT_S)
+        except TimeoutError:
+            logger.error("%s does not answer for %d s and is replaced", self._name, CHECK_TIMEOUT_S)
+            ray.kill(self._child)
+        except RayError:
+            pass  # it died; the watch replaces it
 
     async def _start_child(self) -> ActorHandle[Any]:
         child = self._create_manager() if self._kind == MANAGER else self._create_worker(Role(self._kind))
@@ -102,6 +111,10 @@ class ActorHost:
         settings = engine_settings(self._config, section)
         child: ActorHandle[Any] = actor.remote(settings, role, self._name, self._app_name)
         return child
+
+
+async def _answer(ref: Any) -> Any:
+    return await ref
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

@@ -46,6 +46,9 @@ class KVCacheManager:
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_ingresses())
 
+    async def check(self) -> None:
+        """Answers while the manager does not hang."""
+
     async def join(self) -> None:
         """Never returns: a caller learns of the manager's end by the error that this call then raises."""
         await asyncio.Event().wait()

@@ -82,6 +82,10 @@ class Worker:
             ]
         return self._worker_id
 
+    async def check(self) -> None:
+        """Answers when the engine has finished its step: the sign that it does not hang."""
+        await self._ask(lambda engine: None)
+
     async def join(self) -> None:
         """Never returns: a caller learns of the worker's end by the error that this call then raises."""
         await asyncio.Event().wait()

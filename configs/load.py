@@ -39,7 +39,7 @@ def _find(name: str | Path) -> Path:
     for path in (Path(name), CONFIG_FOLDER / Path(name).name, CONFIG_FOLDER / f"{Path(name).name}.yaml"):
         if path.is_file():
             return path
-    available = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml")))
+    available = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem != "serve"))
     raise StartupError(f"config {name}: no such file; raydix comes with {available}")
 
 

@@ -265,9 +265,6 @@ class SamplingFields(StrictModel):
     cache_salt: Label | None = Field(
         default=None, description="Share cached prefixes only with requests of the same salt."
     )
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        default=None, description="Lower runs earlier; 0 by default."
-    )
 
 
 def build_spec(
@@ -331,7 +328,6 @@ def build_spec(
         user=fields.user or None,
         session_id=session_id or fields.session_id,
         cache_salt=fields.cache_salt,
-        priority=fields.priority or 0,
         request_id=request_id,
     )
 

@@ -62,7 +62,6 @@ class GenerationSpec:
     user: str | None = None
     session_id: str | None = None
     cache_salt: str | None = None
-    priority: int = 0
     request_id: str | None = None
 
     @property

@@ -3,8 +3,8 @@
 One token budget covers a step. Running decodes come first, one token each, so that nobody's stream waits for more than
 one budget of somebody else's prefill (the stall-free schedule of Sarathi-Serve, OSDI '24). What is left goes to
 prefills in chunks: half of it to the oldest, the other half to the one with the least left to do, so that a short
-prompt is not stuck behind a long one and a long one always moves. Prefills that started come before requests that
-wait, and of those the preempted ones come first.
+prompt is not stuck behind a long one and a long one always moves. Waiting requests start as soon as their blocks fit,
+preempted ones first.
 
 When blocks run out, the latest request is preempted: its blocks are released (the full ones stay cached until they are
 needed) and it will be computed again from where the cache ends.

@@ -89,10 +89,11 @@ class Engine:
         `payload` None stands for a segment that could not be fetched. Blocks that are here already, and those for
         which there is no room, are passed over: their requests compute them.
         """
-        intact = payload is not None and self._is_intact(header, payload)
-        if intact and header.hashes:
-            assert payload is not None
-            self._import_blocks(header.hashes, payload)
+        intact = header.num_bytes == 0 or (payload is not None and self._is_intact(header, payload))
+        if intact and payload is not None:
+            goes_on_here = header.handover is not None and self.scheduler.get(header.handover.request_id) is not None
+            hashes = header.hashes if goes_on_here else header.full_hashes
+            self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
         self.scheduler.blocks_arrived(header.hashes, now)
         self.scheduler.blocks_lost(header.hashes)
         if header.handover is not None:

@@ -47,7 +47,7 @@ def cpu_ops() -> Any | None:
     """The extension module with the C++ kernels, or `None` where it cannot be built (said once, as a warning).
 
     `RAYDIX_KERNELS` chooses an instruction set (avx512_bf16, avx512, avx2, plain) or "reference" for none;
-    `RAYDIX_CACHE_DIR` where the build is kept. The first call on a machine compiles for some fifteen seconds.
+    `RAYDIX_CACHE` where the build is kept. The first call on a machine compiles for some fifteen seconds.
     """
     chosen = os.environ.get("RAYDIX_KERNELS") or instruction_set()
     if chosen == "reference":
@@ -92,11 +92,8 @@ def library(chosen: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where builds are kept: `RAYDIX_CACHE_DIR`, else the user's cache folder."""
-    base = os.environ.get("RAYDIX_CACHE_DIR")
-    if base:
-        return Path(base) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydix" / "kernels"
+    """Where builds are kept: `kernels` in `RAYDIX_CACHE` or `~/.cache/raydix`."""
+    return Path(os.environ.get("RAYDIX_CACHE") or Path.home() / ".cache" / "raydix").expanduser() / "kernels"
 
 
 def digest(chosen: str) -> str:

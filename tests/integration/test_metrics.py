@@ -1,6 +1,8 @@
-"""The metrics that `actors/metrics.py` declares reach the node's Prometheus port, with the values that requests gave."""
+"""The metrics of `actors/metrics.py` reach the node's Prometheus port, with the values that requests gave them."""
 
+import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -47,13 +49,13 @@ class Scrape:
 @pytest.mark.slow
 def test_requests_are_measured(server: Server) -> None:
     prefill, decode = (server.workers()[role]["worker_id"] for role in ("prefill", "decode"))
-    before = eventually(Scrape.now, "the port is open", REPORTED_WITHIN_S)
+    before = seen(Scrape.now, "the port is open")
     running = server.stream(random_prompt(80, 300), max_tokens=3000)
     next(running)
     for _ in range(2):
         server.complete(random_prompt(81, PROMPT_TOKENS), max_tokens=ANSWER_TOKENS)
 
-    during: Scrape = eventually(lambda: measured(before, decode), "two requests and a stream", REPORTED_WITHIN_S)
+    during = seen(lambda: measured(before, decode), "two requests and a stream")
     assert during.grown(before, "prompt_tokens_total") >= 2 * PROMPT_TOKENS
     assert during.grown(before, "generation_tokens_total") >= 2 * ANSWER_TOKENS
     assert during.grown(before, "cache_hit_tokens_total", source="worker") >= HIT_TOKENS
@@ -72,11 +74,22 @@ def test_requests_are_measured(server: Server) -> None:
     assert during.value("waiting_requests", worker=decode) == 0
 
     running.close()
-    after: Scrape = eventually(lambda: at_rest(decode), "the stream has gone", REPORTED_WITHIN_S)
+    after = seen(lambda: at_rest(decode), "the stream has gone")
     assert after.value("available_blocks", worker=decode) == NUM_BLOCKS
     assert 0 < (after.value("cached_blocks", worker=decode) or 0) <= NUM_BLOCKS
     assert after.grown(before, "requests_total", outcome="length") >= 2
     assert after.grown(before, "requests_total", outcome="aborted") >= 1
+
+
+def seen(condition: Callable[[], Scrape | None], what: str) -> Scrape:
+    """The first scrape that `condition` returns; a scrape is too much work to be repeated without a pause."""
+
+    def look() -> Scrape | None:
+        time.sleep(0.5)
+        return condition()
+
+    scrape: Scrape = eventually(look, what, REPORTED_WITHIN_S)
+    return scrape
 
 
 def measured(before: Scrape, decode: str) -> Scrape | None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import INTERPRETING, collect_triton_module, teach_bfloat16
+from interpreter import INTERPRETING, collect_triton_module, teach_arithmetic
 
 if INTERPRETING:
-    teach_bfloat16()
+    teach_arithmetic()
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

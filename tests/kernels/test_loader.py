@@ -24,7 +24,7 @@ print("kernels" if cpu_ops() else "reference")
 
 def start(cache: Path, code: str = USE, **environment: str) -> "subprocess.Popen[str]":
     """A fresh Python that uses a kernel, with its own cache."""
-    env = os.environ | {"RAYDIX_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)} | environment
+    env = os.environ | {"RAYDIX_CACHE": str(cache), "PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
 

@@ -163,7 +163,7 @@ def test_rejects_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="positive"):
         paged_attention_triton(query, keys, *rest, scale=-1.0)
     with pytest.raises(ValueError, match="contiguous"):
-        paged_attention_triton(query, keys.transpose(2, 3).transpose(1, 3), *rest, scale=1.0)
+        paged_attention_triton(query, keys.transpose(2, 3).contiguous().transpose(2, 3), *rest, scale=1.0)
 
 
 @pytest.mark.gpu

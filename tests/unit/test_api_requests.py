@@ -68,7 +68,6 @@ def test_every_field_arrives() -> None:
         user="u",
         session_id="s",
         cache_salt="salt",
-        priority=-3,
     )
     assert spec == GenerationSpec(
         kind="chat",
@@ -97,7 +96,6 @@ def test_every_field_arrives() -> None:
         user="u",
         session_id="s",
         cache_salt="salt",
-        priority=-3,
     )
 
 
@@ -251,7 +249,6 @@ BAD = [
     ({"user": 5}, "user", "must be a string"),
     ({"session_id": ""}, "session_id", "must not be empty"),
     ({"cache_salt": ""}, "cache_salt", "must not be empty"),
-    ({"priority": 2**31}, "priority", "must be less than"),
     ({"model": None}, "model", "must be a string, got null"),
     ({"model": ""}, "model", "must not be empty"),
     ({"model": 1}, "model", "must be a string"),

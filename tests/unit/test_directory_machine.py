@@ -64,9 +64,14 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.admitted: dict[str, Admitted] = {}
         self.num_requests = 0
 
-    @initialize(budget_blocks=st.integers(0, 8), workers=st.lists(st.sampled_from(Role), min_size=1, max_size=4))
-    def build(self, budget_blocks: int, workers: list[Role]) -> None:
-        self.directory = Directory(CostModel(BLOCK_SIZE, piggyback_tokens=4), budget_blocks * BLOCK_BYTES)
+    @initialize(
+        budget_blocks=st.integers(0, 8),
+        import_bytes_per_s=st.sampled_from([1e9, 1e9, 1.0]),
+        workers=st.lists(st.sampled_from(Role), min_size=1, max_size=4),
+    )
+    def build(self, budget_blocks: int, import_bytes_per_s: float, workers: list[Role]) -> None:
+        costs = CostModel(BLOCK_SIZE, import_bytes_per_s=import_bytes_per_s, piggyback_tokens=0)
+        self.directory = Directory(costs, budget_blocks * BLOCK_BYTES)
         for worker_id, role in zip(WORKERS, workers, strict=False):
             self._register(worker_id, role, 1, set())
 
@@ -78,18 +83,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._register(worker_id, role, self.last_epoch.get(worker_id, 0) + 1, blocks)
 
     @precondition(lambda self: self.workers)
-    @rule(data=st.data())
-    def register_again(self, data) -> None:
-        """The same incarnation, because it lost touch."""
+    @rule(data=st.data(), comes_back=st.booleans())
+    def lose_worker(self, data, comes_back) -> None:
+        """It dies, or the same incarnation registers again because it had lost touch."""
         worker_id, worker = self._draw_worker(data)
-        self._register(worker_id, worker.role, worker.epoch, worker.pool)
-
-    @precondition(lambda self: self.workers)
-    @rule(data=st.data())
-    def kill_worker(self, data) -> None:
-        worker_id, worker = self._draw_worker(data)
-        del self.workers[worker_id]
-        self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
+        if comes_back:
+            self._register(worker_id, worker.role, worker.epoch, worker.pool)
+        else:
+            del self.workers[worker_id]
+            self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), blocks=ANY_BLOCKS)
@@ -125,17 +127,13 @@ class DirectoryMachine(RuleBasedStateMachine):
         worker.unreported -= evicted
         self._carry_out(self.directory.blocks_changed(worker_id, worker.epoch, (), evicted))
 
-    @precondition(lambda self: any(worker.unreported for worker in self.workers.values()))
-    @rule()
-    def report_imports(self) -> None:
-        for worker_id in list(self.workers):
-            self._report(worker_id)
-
     @precondition(lambda self: any(worker.orders for worker in self.workers.values()))
     @rule(data=st.data())
     def export(self, data) -> None:
         busy = [worker_id for worker_id, worker in self.workers.items() if worker.orders]
         self._serve_order(data.draw(st.sampled_from(busy)))
+        for worker_id in list(self.workers):
+            self._report(worker_id)
 
     # Requests
 
@@ -157,10 +155,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.admitted)
-    @rule(data=st.data(), num_blocks=st.integers(1, 3))
+    @rule(data=st.data(), num_blocks=st.integers(1, 5))
     def prefill(self, data, num_blocks) -> None:
         """The prefill worker computes the next blocks; a split request's are exported, at the end with a handover."""
-        known = self.admitted[self._draw_request(data)]
+        able = [
+            request_id for request_id, known in self.admitted.items() if known.num_done <= len(known.request.hashes)
+        ]
+        if not able:
+            return
+        known = self.admitted[data.draw(st.sampled_from(able))]
         admission, hashes = known.admission, known.request.hashes
         worker = self.workers.get(admission.prefill)
         if worker is None or worker.epoch != admission.prefill_epoch:
@@ -169,7 +172,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         known.num_done += num_blocks
         worker.pool |= set(new)
         worker.unreported |= set(new)
-        is_done = known.num_done >= len(hashes)
+        is_done = known.num_done > len(hashes)
         if admission.decode != admission.prefill and (new or is_done):
             handover = Handover(known.request.request_id, known.request.attempt, 0, b"tail") if is_done else None
             self._export(admission.prefill, new, handover)
@@ -319,4 +322,4 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 TestDirectory = DirectoryMachine.TestCase
-TestDirectory.settings = settings(max_examples=150, stateful_step_count=40)
+TestDirectory.settings = settings(max_examples=250, stateful_step_count=40)

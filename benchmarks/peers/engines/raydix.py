@@ -1,0 +1,42 @@
+"""raydix's own engine as a worker process holds it, stepped without Ray."""
+
+import importlib.metadata
+import itertools
+import time
+from typing import Any
+
+from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import EngineSettings
+from engine.core.types import Assignment, SamplingParams, Stage
+from engine.model.build import build_engine
+
+
+def load(options: dict[str, Any]) -> "Raydix":
+    return Raydix(options)
+
+
+class Raydix:
+    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`."""
+
+    caches_prefixes = True
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        limits = SchedulerLimits(options["token_budget"], options["max_requests"])
+        self.engine = build_engine(
+            EngineSettings(options["model"], "bfloat16", "cpu", None, 16, None, options["pool_gib"], limits)
+        )
+        self.version = importlib.metadata.version("raydix")
+        self.settings = {name: options[name] for name in ("pool_gib", "token_budget", "max_requests")}
+        self._numbers = itertools.count()
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        outputs: dict[str, list[int]] = {str(next(self._numbers)): [] for _ in prompts}
+        for name, prompt in zip(outputs, prompts, strict=True):
+            assignment = Assignment(name, 0, Stage.WHOLE, tuple(prompt), len(prompt), sampling, "")
+            self.engine.submit(assignment, time.monotonic())
+        while (result := self.engine.step(time.monotonic())) is not None:
+            for event in result.events:
+                if event.token_id is not None:
+                    outputs[event.request_id].append(event.token_id)
+        return list(outputs.values())

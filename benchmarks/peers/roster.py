@@ -1,0 +1,129 @@
+"""The engines that are compared: where each lives, its settings, and the environment its process gets.
+
+Each peer has what measured best for it on a small machine; all have the same weights, all cores, and KV pools of the
+same size, in bfloat16 (llama.cpp's, in float16, with weights in the GGUF file's own quantisation).
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.model.sources import cache_folder
+
+ROOT = Path(__file__).parents[2]
+DEFAULT_HOME = cache_folder() / "peers"
+
+POOL_GIB = 2
+MAX_REQUESTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What there is to run on."""
+
+    home: Path
+    """Folder of the peers' environments."""
+    model: Path
+    """Folder of the model in Hugging Face's layout."""
+    gguf: Path | None
+    """The file that the model came from, if it was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One engine of the comparison."""
+
+    name: str
+    title: str
+    own_environment: bool
+    """Whether it has one below the peers' home; otherwise it runs in raydix's."""
+    options: Callable[[Site], dict[str, Any]]
+    """What its `load` gets."""
+    missing: Callable[[Site], str | None] = lambda site: None
+    """Why it cannot run, if it cannot."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    most_streams: int = MAX_REQUESTS
+
+    def python(self, site: Site) -> Path:
+        return environment_python(site.home, self.name) if self.own_environment else Path(sys.executable)
+
+    def why_not(self, site: Site) -> str | None:
+        """Why it cannot be compared here, in a few words; None if it can."""
+        if self.own_environment and not self.python(site).exists():
+            return "not installed (make bench-peers)"
+        return self.missing(site)
+
+
+def environment_python(home: Path, name: str) -> Path:
+    return home / name / "bin" / "python"
+
+
+def ir_folder(home: Path, model: Path) -> Path:
+    """Where the model is kept in OpenVINO's intermediate representation."""
+    return home / "openvino-models" / model.name
+
+
+def _raydix(site: Site) -> dict[str, Any]:
+    return {"model": str(site.model), "pool_gib": POOL_GIB, "token_budget": 512, "max_requests": MAX_REQUESTS}
+
+
+def _openvino(site: Site) -> dict[str, Any]:
+    return {
+        "ir": str(ir_folder(site.home, site.model)),
+        "pool_gib": POOL_GIB,
+        "token_budget": 2048,
+        "max_requests": MAX_REQUESTS,
+        "properties": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
+    }
+
+
+def _no_ir(site: Site) -> str | None:
+    return None if ir_folder(site.home, site.model).is_dir() else "the model is not converted (make bench-peers)"
+
+
+def _vllm(site: Site) -> dict[str, Any]:
+    return {"model": str(site.model), "pool_gib": POOL_GIB, "token_budget": 4096, "max_requests": MAX_REQUESTS}
+
+
+def _transformers(site: Site) -> dict[str, Any]:
+    return {"model": str(site.model)}
+
+
+def _llama_cpp(site: Site) -> dict[str, Any]:
+    return {"gguf": str(site.gguf), "token_budget": 512, "max_requests": 64, "context": 16_384}
+
+
+def _no_gguf(site: Site) -> str | None:
+    return None if site.gguf is not None else "the model is not a GGUF file"
+
+
+RAYDIX = Peer(
+    "raydix",
+    "raydix",
+    False,
+    _raydix,
+    environment={"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
+)
+"""With the waiting policy that its workers are deployed with."""
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("openvino", "OpenVINO", True, _openvino, _no_ir),
+        Peer("vllm", "vLLM CPU", True, _vllm),
+        Peer("transformers", "transformers", False, _transformers),
+        Peer("llama_cpp", "llama.cpp Q4_1", True, _llama_cpp, _no_gguf, most_streams=64),
+    )
+}
+
+
+def process_environment(peer: Peer) -> dict[str, str]:
+    """This process's environment without what would tie the peer to raydix's own, and with what is the peer's own.
+
+    No engine may reach for the hub while it is measured.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **peer.environment}

@@ -1,0 +1,137 @@
+"""The block pool by example; `test_scheduler_machine` drives it into corners."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.core.block_pool import BlockPool, OutOfBlocksError
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    pool = BlockPool(num_blocks=4, block_size=2)
+    yield pool
+    pool.check_integrity()
+
+
+def fill(pool: BlockPool, *hashes: bytes) -> list[int]:
+    """Blocks of one sequence, sealed and still held."""
+    blocks = pool.allocate(len(hashes))
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        pool.seal(block, block_hash)
+    return blocks
+
+
+def test_a_block_is_held_then_cached_then_taken_up(pool: BlockPool) -> None:
+    blocks = fill(pool, b"a", b"b")
+    assert (pool.num_available, pool.num_cached) == (2, 0)
+    pool.release(blocks)
+    assert (pool.num_available, pool.num_cached) == (4, 2)
+    assert pool.match([b"a", b"b", b"c"]) == blocks
+    pool.acquire(blocks)
+    assert (pool.num_available, pool.num_cached) == (2, 0)
+    pool.check_integrity(blocks)
+    pool.release(blocks)
+
+
+def test_a_block_without_a_hash_becomes_free(pool: BlockPool) -> None:
+    pool.release(pool.allocate(3))
+    assert (pool.num_available, pool.num_cached) == (4, 0)
+    assert pool.drain_journal() == ([], [])
+
+
+def test_eviction_takes_leaves_first(pool: BlockPool) -> None:
+    pool.release(fill(pool, b"a", b"b", b"c"))
+    survivors = []
+    for _ in range(3):
+        pool.allocate(pool.num_available - pool.num_cached + 1)
+        survivors.append(sorted(pool.hashes()))
+    assert survivors == [[b"a", b"b"], [b"a"], []]
+
+
+def test_eviction_takes_the_least_recently_released_chain_first(pool: BlockPool) -> None:
+    old, new = fill(pool, b"a", b"b"), fill(pool, b"c", b"d")
+    pool.release(old)
+    pool.release(new)
+    pool.acquire(old)
+    pool.release(old)
+    pool.allocate(2)
+    assert sorted(pool.hashes()) == [b"a", b"b"]
+
+
+def test_match_stops_at_the_first_gap(pool: BlockPool) -> None:
+    blocks = fill(pool, b"a", b"c")
+    assert pool.match([b"a", b"b", b"c"]) == blocks[:1]
+    assert pool.match([b"b", b"c"]) == []
+
+
+def test_too_many_blocks_take_nothing(pool: BlockPool) -> None:
+    held = fill(pool, b"a")
+    with pytest.raises(OutOfBlocksError, match="4 blocks wanted, 3 available"):
+        pool.allocate(4)
+    assert pool.num_available == 3
+    pool.check_integrity(held)
+    assert pool.allocate(0) == []
+
+
+def test_equal_content_is_named_once(pool: BlockPool) -> None:
+    first, second = fill(pool, b"a"), fill(pool, b"a")
+    assert pool.lookup(b"a") == first[0]
+    assert pool.hash_of(second[0]) is None
+    pool.release(first)
+    pool.release(second)
+    assert pool.num_cached == 1
+
+
+def test_a_shared_block_stays_until_its_last_holder_lets_go(pool: BlockPool) -> None:
+    [block] = fill(pool, b"a")
+    pool.acquire([block])
+    pool.release([block])
+    assert not pool.is_cached(block)
+    assert pool.reset() == 0
+    pool.release([block])
+    assert pool.is_cached(block)
+
+
+def test_take_over_makes_a_cached_block_private(pool: BlockPool) -> None:
+    [block] = fill(pool, b"tail")
+    assert not pool.take_over(block), "somebody holds it"
+    pool.release([block])
+    assert pool.take_over(block)
+    assert pool.lookup(b"tail") is None and pool.hash_of(block) is None
+    pool.seal(block, b"full")
+    pool.check_integrity([block])
+
+
+def test_reset_forgets_what_nobody_holds(pool: BlockPool) -> None:
+    held = fill(pool, b"a")
+    pool.release(fill(pool, b"b", b"c"))
+    assert pool.reset() == 2
+    assert pool.hashes() == [b"a"]
+    pool.check_integrity(held)
+
+
+def test_journal_tells_what_others_must_hear(pool: BlockPool) -> None:
+    pool.release(fill(pool, b"a", b"b"))
+    assert pool.drain_journal() == ([b"a", b"b"], [])
+    held = pool.allocate(3)
+    assert pool.drain_journal() == ([], [b"b"])
+    pool.seal(held[0], b"b")
+    pool.release(held)
+    pool.reset()
+    assert pool.drain_journal() == ([], [b"a", b"b"]), "sealed and gone again counts as gone"
+
+
+def test_a_hash_that_comes_back_is_not_reported_as_gone(pool: BlockPool) -> None:
+    pool.release(fill(pool, b"a"))
+    pool.reset()
+    pool.release(fill(pool, b"a"))
+    assert pool.drain_journal() == ([b"a", b"a"], [])
+
+
+def test_integrity_notices_a_wrong_holder(pool: BlockPool) -> None:
+    held = fill(pool, b"a")
+    with pytest.raises(AssertionError, match="holders"):
+        pool.check_integrity([])
+    with pytest.raises(AssertionError, match="released more often"):
+        pool.release([*held, *held])

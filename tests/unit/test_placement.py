@@ -1,0 +1,157 @@
+"""Which workers a request is given to."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.errors import NoWorkerError
+from engine.core.placement import Candidate, CostModel, Placement, place, predict_ttft, rank_by_session
+from engine.core.types import Role
+
+COSTS = CostModel(block_size=16, block_bytes=1_000_000, import_bytes_per_s=1e9, piggyback_tokens=64)
+"""Importing a block takes a millisecond."""
+
+
+def worker(
+    worker_id: str,
+    role: Role = Role.MIXED,
+    *,
+    rate: float = 1000.0,
+    queued: int = 0,
+    requests: int = 0,
+    local: int = 0,
+) -> Candidate:
+    return Candidate(worker_id, role, rate, queued, requests, local)
+
+
+def choose(
+    candidates: list[Candidate],
+    num_tokens: int = 1000,
+    reachable: int = 0,
+    costs: CostModel = COSTS,
+    session: str = "s",
+) -> Placement:
+    return place(num_tokens, reachable, candidates, costs, session)
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(NoWorkerError):
+        choose([])
+
+
+def test_the_shortest_queue_wins() -> None:
+    workers = [worker("busy", queued=500), worker("idle"), worker("busier", queued=900)]
+    assert choose(workers).prefill == "idle"
+
+
+def test_the_cache_wins_over_a_short_queue_by_what_it_saves() -> None:
+    workers = [worker("cached", queued=300, local=50), worker("idle")]
+    assert choose(workers).prefill == "cached"
+    workers = [worker("cached", queued=900, local=50), worker("idle")]
+    assert choose(workers).prefill == "idle"
+
+
+def test_a_fast_worker_wins_over_a_slow_one() -> None:
+    assert choose([worker("slow", rate=100.0), worker("fast", rate=5000.0, queued=2000)]).prefill == "fast"
+
+
+def test_a_common_first_block_does_not_gather_everybody_on_one_worker() -> None:
+    """All requests share the system prompt that one worker holds; each placed request queues its tokens."""
+    queued = dict.fromkeys("abcd", 0)
+    chosen = dict.fromkeys("abcd", 0)
+    for index in range(40):
+        workers = [worker(w, queued=queued[w], local=2 if w == "a" else 0) for w in queued]
+        placement = choose(workers, num_tokens=500, reachable=2, session=f"s{index}")
+        queued[placement.prefill] += 500
+        chosen[placement.prefill] += 1
+    assert max(chosen.values()) <= 11 and min(chosen.values()) >= 9
+
+
+@pytest.mark.parametrize(("rate", "num_imported"), [(1000.0, 20), (100_000.0, 0)])
+def test_blocks_are_imported_only_where_computing_them_takes_longer(rate: float, num_imported: int) -> None:
+    placement = choose([worker("w", rate=rate)], reachable=20)
+    assert placement.num_imported_blocks == num_imported
+    recomputed = 1000 - num_imported * 16
+    assert placement.predicted_ttft_s == pytest.approx(recomputed / rate + num_imported * 0.001)
+
+
+def test_what_is_local_is_not_imported() -> None:
+    assert choose([worker("w", local=15)], reachable=20).num_imported_blocks == 5
+    assert choose([worker("w", local=20)], reachable=20).num_imported_blocks == 0
+
+
+@given(
+    num_tokens=st.integers(1, 5000),
+    local=st.integers(0, 20),
+    more=st.integers(0, 20),
+    queued=st.integers(0, 5000),
+    rate=st.floats(1.0, 1e6),
+)
+def test_predictions_are_positive_and_never_worse_than_computing_everything(
+    num_tokens: int, local: int, more: int, queued: int, rate: float
+) -> None:
+    ttft, num_imported = predict_ttft(
+        worker("w", rate=rate, queued=queued, local=local), num_tokens, local + more, COSTS
+    )
+    assert 0 < ttft <= (queued + num_tokens) / rate * (1 + 1e-9)
+    assert 0 <= num_imported <= more
+
+
+def test_even_a_fully_cached_prompt_computes_a_token() -> None:
+    assert choose([worker("w", local=10)], num_tokens=160, reachable=10).predicted_ttft_s == pytest.approx(0.001)
+
+
+# Prefill and decode apart
+
+
+def test_a_long_prompt_is_split() -> None:
+    workers = [worker("p", Role.PREFILL), worker("d1", Role.DECODE, requests=3), worker("d2", Role.DECODE)]
+    placement = choose(workers)
+    assert (placement.prefill, placement.decode) == ("p", "d2")
+
+
+def test_a_short_suffix_is_computed_by_the_decode_worker_that_has_the_rest() -> None:
+    workers = [worker("p", Role.PREFILL), worker("d1", Role.DECODE), worker("d2", Role.DECODE, local=60, requests=5)]
+    placement = choose(workers, num_tokens=60 * 16 + 64, reachable=60)
+    assert (placement.prefill, placement.decode) == ("d2", "d2")
+    placement = choose(workers, num_tokens=60 * 16 + 65, reachable=60)
+    assert placement.prefill == "p", "longer than what may be piggybacked"
+
+
+def test_a_decode_worker_prefills_when_there_is_nobody_else() -> None:
+    placement = choose([worker("d1", Role.DECODE, queued=10), worker("d2", Role.DECODE)])
+    assert (placement.prefill, placement.decode) == ("d2", "d2")
+
+
+def test_a_prefill_worker_decodes_when_there_is_nobody_else() -> None:
+    placement = choose([worker("p1", Role.PREFILL, queued=10), worker("p2", Role.PREFILL)])
+    assert (placement.prefill, placement.decode) == ("p2", "p2")
+
+
+def test_a_mixed_worker_keeps_what_it_prefills() -> None:
+    placement = choose([worker("m", local=30), worker("d", Role.DECODE), worker("p", Role.PREFILL)], reachable=30)
+    assert (placement.prefill, placement.decode) == ("m", "m")
+
+
+# Sessions
+
+
+def test_ties_go_to_the_worker_that_the_session_prefers() -> None:
+    names = ["a", "b", "c", "d"]
+    for session in map(str, range(30)):
+        expected = rank_by_session(session, names)[0]
+        for workers in (names, names[::-1]):
+            assert choose([worker(name) for name in workers], session=session).prefill == expected
+
+
+@given(sessions=st.sets(st.text(max_size=8), min_size=1, max_size=30), lost=st.sampled_from("abcde"))
+def test_losing_a_worker_moves_its_sessions_only(sessions: set[str], lost: str) -> None:
+    for session in sessions:
+        before = rank_by_session(session, "abcde")
+        after = rank_by_session(session, [name for name in "abcde" if name != lost])
+        assert after == [name for name in before if name != lost]
+
+
+def test_sessions_are_spread_evenly() -> None:
+    first = [rank_by_session(f"session-{index}", "abcd")[0] for index in range(2000)]
+    assert all(400 < first.count(name) < 600 for name in "abcd")

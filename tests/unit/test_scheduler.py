@@ -1,0 +1,462 @@
+"""What the scheduler decides, case by case. Blocks have four tokens; `FakeModel` watches what is attended to."""
+
+from collections.abc import Callable
+
+import pytest
+from builders import (
+    FakeModel,
+    answer_to,
+    hashes_of,
+    import_blocks,
+    keys_of,
+    make_assignment,
+    root_of,
+    run_all,
+    step,
+    submit,
+    tokens_of,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.hashing import hash_block
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler, SchedulerOutput, share_budget
+from engine.core.types import BlockHash, FinishReason, Handover, Stage
+
+MakeScheduler = Callable[..., Scheduler]
+
+PROMPT = (1, 2, 3, 0, 1, 1, 2, 3, 2, 0, 0, 1)
+"""Exactly three blocks."""
+
+
+def scheduled(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+    """First position and number of tokens by request."""
+    return {chunk.request.request_id: (chunk.start, chunk.num_tokens) for chunk in output.chunks}
+
+
+def fetch(scheduler: Scheduler, model: FakeModel, prompt: tuple[int, ...], hashes: list[BlockHash], now: float) -> None:
+    """Blocks of `prompt`, from its first on, arrive from elsewhere; the last one may be partial."""
+    keys = keys_of(root_of(), prompt)
+    import_blocks(scheduler, model, hashes, [keys[4 * index : 4 * index + 4] for index in range(len(hashes))])
+    scheduler.blocks_arrived(hashes, now)
+
+
+def test_a_request_is_prefilled_and_decoded(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    assignment = make_assignment(prompt=PROMPT, max_tokens=5)
+    submit(scheduler, assignment)
+    events = run_all(scheduler, FakeModel(scheduler.pool))["a"]
+    assert tokens_of(events) == answer_to(assignment)
+    assert [event.position for event in events] == [0, 1, 2, 3, 4]
+    assert [event.finish for event in events] == [None] * 4 + [FinishReason.LENGTH]
+
+
+def test_long_prompts_are_prefilled_in_chunks(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=5)
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment(prompt=PROMPT))
+    chunks = [scheduled(step(scheduler, model)[0])["a"] for _ in range(4)]
+    assert chunks == [(0, 5), (5, 5), (10, 2), (12, 1)]
+    scheduler.abort("a")
+
+
+# Cached prefixes
+
+
+def test_a_fully_cached_prompt_computes_one_token_and_stores_none(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=1))
+    run_all(scheduler, model)
+    submit(scheduler, make_assignment("b", PROMPT, max_tokens=2))
+    output, outcome = step(scheduler, model)
+    [chunk] = output.chunks
+    assert (chunk.start, chunk.num_tokens, chunk.samples) == (11, 1, True)
+    assert chunk.store_from == 12, "the last token is computed for its output; its KV is there"
+    assert outcome.events[0].cached_tokens == 11
+    assert tokens_of(run_all(scheduler, model)["b"]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=2))[1:]
+
+
+def test_a_prefix_is_taken_up_block_by_block(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=1))
+    run_all(scheduler, model)
+    submit(scheduler, make_assignment("b", (*PROMPT[:9], 3, 3), max_tokens=1))
+    output, outcome = step(scheduler, model)
+    assert scheduled(output) == {"b": (8, 3)}
+    assert outcome.events[0].cached_tokens == 8
+
+
+def test_generated_tokens_are_cached_too(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    first = make_assignment(prompt=PROMPT, max_tokens=9)
+    submit(scheduler, first)
+    run_all(scheduler, model)
+    submit(scheduler, make_assignment("b", (*PROMPT, *answer_to(first), 1), max_tokens=1))
+    assert scheduled(step(scheduler, model)[0]) == {"b": (20, 2)}, "the ninth token was sampled, but never computed"
+
+
+def test_tenants_do_not_share(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=1))
+    run_all(scheduler, model)
+    submit(scheduler, make_assignment("b", PROMPT, max_tokens=1, salt=b"other"))
+    assert scheduled(step(scheduler, model)[0]) == {"b": (0, 12)}
+
+
+def test_what_somebody_computes_is_waited_for(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=4)
+    model = FakeModel(scheduler.pool)
+    for request_id in ("a", "b"):
+        submit(scheduler, make_assignment(request_id, PROMPT, max_tokens=1))
+    outputs = [scheduled(step(scheduler, model)[0]) for _ in range(4)]
+    assert outputs == [{"a": (0, 4)}, {"a": (4, 4)}, {"a": (8, 4)}, {"b": (11, 1)}]
+
+
+def test_when_the_one_who_computes_is_aborted_the_next_takes_over(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=4)
+    model = FakeModel(scheduler.pool)
+    for request_id in ("a", "b"):
+        submit(scheduler, make_assignment(request_id, PROMPT, max_tokens=1))
+    step(scheduler, model)
+    scheduler.abort("a")
+    assert scheduled(step(scheduler, model)[0]) == {"b": (4, 4)}
+    scheduler.abort("b")
+
+
+def test_nothing_is_published_by_an_aborted_step(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, make_assignment(prompt=PROMPT))
+    output = scheduler.schedule(0.0)
+    scheduler.abort("a")
+    assert scheduler.update(output, {}, 0.0).events == ()
+    assert scheduler.pool.hashes() == []
+    assert scheduler.pool.num_available == scheduler.pool.num_blocks
+
+
+# The budget
+
+
+def test_decodes_come_first_and_prefills_get_the_rest(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=6)
+    model = FakeModel(scheduler.pool)
+    for request_id in ("a", "b"):
+        submit(scheduler, make_assignment(request_id, (1, ord(request_id) % 4), max_tokens=9))
+    step(scheduler, model)
+    submit(scheduler, make_assignment("c", (3,) * 20, max_tokens=1))
+    assert scheduled(step(scheduler, model)[0]) == {"a": (2, 1), "b": (2, 1), "c": (0, 4)}
+    run_all(scheduler, model)
+
+
+def test_a_short_prompt_overtakes_a_long_one(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=8)
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("long", (3,) * 40, max_tokens=1))
+    submit(scheduler, make_assignment("short", (2, 1, 2), max_tokens=1))
+    assert scheduled(step(scheduler, model)[0]) == {"long": (0, 5), "short": (0, 3)}
+    run_all(scheduler, model)
+
+
+def requests_of(sizes: list[int]) -> list[Request]:
+    return [Request(make_assignment(str(i), range(size)), b"", 4, arrival=i) for i, size in enumerate(sizes)]
+
+
+@given(sizes=st.lists(st.integers(1, 50), max_size=8), budget=st.integers(0, 100), order=st.randoms())
+def test_shares_of_the_budget(sizes: list[int], budget: int, order) -> None:
+    requests = requests_of(sizes)
+    shuffled = order.sample(requests, len(requests))
+    shares = {request.arrival: share for request, share in share_budget(shuffled, budget)}
+    assert all(0 < share <= sizes[arrival] for arrival, share in shares.items())
+    assert sum(shares.values()) == min(budget, sum(sizes)), "nothing is left unused"
+    if sizes and budget:
+        assert shares[0] >= min(sizes[0], (budget + 1) // 2), "the oldest always moves"
+    rest = sorted(range(1, len(sizes)), key=lambda arrival: (sizes[arrival], arrival))
+    for shorter, longer in zip(rest, rest[1:], strict=False):
+        assert longer not in shares or shares.get(shorter) == sizes[shorter], "the shortest are served first"
+
+
+def test_at_most_max_requests_run(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(max_requests=2)
+    model = FakeModel(scheduler.pool)
+    for index in range(4):
+        submit(scheduler, make_assignment(str(index), (index, 3), max_tokens=3))
+    assert scheduled(step(scheduler, model)[0]).keys() == {"0", "1"}
+    assert (len(scheduler.running), scheduler.num_waiting, scheduler.num_requests) == (2, 2, 4)
+    run_all(scheduler, model)
+
+
+# Preemption
+
+
+def test_the_latest_is_preempted_and_resumes_before_anybody_new(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+    model = FakeModel(scheduler.pool)
+    assignments = [make_assignment(str(index), (index, 1, 2, 3, 0, 1), max_tokens=8) for index in range(3)]
+    for assignment in assignments:
+        submit(scheduler, assignment)
+    events: dict[str, list] = {}
+    preempted = []
+    while scheduler.num_requests:
+        output, outcome = step(scheduler, model)
+        preempted += output.preempted
+        if preempted and "1" in {request.request_id for request in scheduler.preempted}:
+            assert "2" not in scheduler.running, "a waiting request overtook a preempted one"
+        for event in outcome.events:
+            events.setdefault(event.request_id, []).append(event)
+    assert preempted == ["1"]
+    for assignment in assignments:
+        assert tokens_of(events[assignment.request_id]) == answer_to(assignment)
+
+
+def test_imports_that_wait_are_given_up_before_anybody_is_preempted(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+    model = FakeModel(scheduler.pool)
+    other = (3, 3, 3, 3, 2, 2, 2, 2)
+    waiting = make_assignment("w", (*other, 1), awaited=(*hashes_of(other), b"never"), max_tokens=1)
+    submit(scheduler, waiting)
+    fetch(scheduler, model, other, hashes_of(other), now=0.0)
+    assert scheduler.pool.num_available == 2, "held for the one that waits"
+    submit(scheduler, make_assignment("r", (1, 2, 3, 0, 1), max_tokens=9))
+    for _ in range(9):
+        output, _ = step(scheduler, model)
+        assert output.preempted == ()
+    assert tokens_of(run_all(scheduler, model, now=100.0)["w"]) == answer_to(waiting)
+
+
+def test_a_step_may_have_to_wait_for_exports(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(num_blocks=3, max_model_len=12)
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("p", PROMPT[:8], stage=Stage.PREFILL))
+    output = scheduler.schedule(0.0)
+    [export] = scheduler.update(output, model.run(output), 0.0).exports
+    submit(scheduler, make_assignment("b", (3,) * 10, max_tokens=1))
+    assert scheduler.schedule(0.0).chunks == ()
+    assert scheduler.schedule(0.0).chunks == ()
+    scheduler.pool.release(export.blocks)
+    assert tokens_of(run_all(scheduler, model)["b"]) == answer_to(make_assignment(prompt=(3,) * 10, max_tokens=1))
+
+
+# The end of a request
+
+
+def test_a_stop_token_ends_it_but_not_before_min_tokens(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    answer = answer_to(make_assignment(prompt=PROMPT, max_tokens=12))
+    stop = answer[1]
+    first = answer.index(stop)
+    for min_tokens in range(8):
+        expected = next(i for i, token in enumerate(answer) if token == stop and i + 1 > min_tokens)
+        submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=12, stop=[stop], min_tokens=min_tokens))
+        events = run_all(scheduler, model)["a"]
+        assert tokens_of(events) == answer[: expected + 1]
+        assert events[-1].finish is FinishReason.STOP
+        assert expected >= first
+
+
+def test_the_models_context_ends_it(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(max_model_len=15)
+    submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=100))
+    events = run_all(scheduler, FakeModel(scheduler.pool))["a"]
+    assert len(events) == 3 and events[-1].finish is FinishReason.LENGTH
+
+
+def test_a_pool_must_hold_the_longest_request(make_scheduler: MakeScheduler) -> None:
+    with pytest.raises(AssertionError, match="longest request"):
+        make_scheduler(num_blocks=2, max_model_len=9)
+
+
+def test_abort_releases_everything(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=5)
+    submit(scheduler, make_assignment(prompt=PROMPT))
+    step(scheduler, FakeModel(scheduler.pool))
+    assert scheduler.abort("a")
+    assert not scheduler.abort("a")
+    assert scheduler.pool.num_available == scheduler.pool.num_blocks
+    assert scheduler.num_requests == scheduler.num_prefill_tokens == 0
+
+
+def test_a_newer_attempt_replaces_an_older_one(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=5))
+    step(scheduler, model)
+    answer = answer_to(make_assignment(prompt=PROMPT, max_tokens=5))
+    newer = make_assignment(prompt=PROMPT, generated=answer[:2], attempt=2, max_tokens=5)
+    submit(scheduler, newer)
+    submit(scheduler, make_assignment(prompt=PROMPT, attempt=1, max_tokens=5))
+    events = run_all(scheduler, model)["a"]
+    assert [(event.attempt, event.position, event.token_id) for event in events] == [
+        (2, position, answer[position]) for position in (2, 3, 4)
+    ]
+
+
+# Prefill here, decode there
+
+
+def test_a_prefill_assignment_exports_and_hands_over(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=8)
+    model = FakeModel(scheduler.pool)
+    prompt = (*PROMPT, 2, 2)
+    submit(scheduler, make_assignment(prompt=prompt, stage=Stage.PREFILL))
+    hashes = hashes_of(prompt)
+    _, outcome = step(scheduler, model)
+    assert [(export.hashes, export.handover) for export in outcome.exports] == [(tuple(hashes[:2]), None)]
+    _, outcome = step(scheduler, model)
+    tail = hash_block(hashes[2], [2, 2])
+    [export] = outcome.exports
+    assert export.hashes == (hashes[2], tail)
+    assert export.handover == Handover("a", 0, answer_to(make_assignment(prompt=prompt))[0], tail)
+    assert outcome.events[0].finish is None and len(outcome.finished) == 1
+    assert scheduler.num_requests == 0
+
+
+def test_a_prompt_of_whole_blocks_is_handed_over_without_a_tail(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, make_assignment(prompt=PROMPT, stage=Stage.PREFILL))
+    _, outcome = step(scheduler, FakeModel(scheduler.pool))
+    [export] = outcome.exports
+    assert export.hashes == tuple(hashes_of(PROMPT))
+    assert export.handover is not None and export.handover.tail is None
+
+
+def test_a_fully_cached_prompt_is_a_bare_handover(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    for request_id in ("a", "b"):
+        submit(scheduler, make_assignment(request_id, PROMPT, stage=Stage.PREFILL))
+        _, outcome = step(scheduler, model)
+    [export] = outcome.exports
+    assert export.hashes == () and export.handover is not None
+
+
+def test_an_answer_of_one_token_is_not_handed_over(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, make_assignment(prompt=PROMPT, stage=Stage.PREFILL, max_tokens=1))
+    _, outcome = step(scheduler, FakeModel(scheduler.pool))
+    assert outcome.events[0].finish is FinishReason.LENGTH
+    assert [export.handover for export in outcome.exports] == [None]
+
+
+@pytest.mark.parametrize("num_generated", [0, 3])
+def test_a_decode_assignment_goes_on_from_imported_blocks(make_scheduler: MakeScheduler, num_generated: int) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    whole = make_assignment(prompt=PROMPT[:10], max_tokens=8)
+    answer = answer_to(whole)
+    sent = (*PROMPT[:10], *answer[:num_generated])
+    hashes = hashes_of(sent)
+    tail = hash_block(hashes[-1], sent[len(hashes) * 4 :])
+    assignment = make_assignment(
+        prompt=PROMPT[:10], generated=answer[:num_generated], stage=Stage.DECODE, awaited=hashes, max_tokens=8
+    )
+    submit(scheduler, assignment)
+    assert step(scheduler, model)[0].chunks == ()
+    fetch(scheduler, model, sent, [*hashes, tail], now=0.0)
+    assert step(scheduler, model)[0].chunks == ()
+    scheduler.handed_over(Handover("a", 0, answer[num_generated], tail))
+    output, outcome = step(scheduler, model)
+    assert scheduled(output) == {"a": (len(sent), 1)}, "nothing of the prompt is computed again"
+    assert outcome.events[0].position == num_generated + 1
+    assert scheduler.pool.lookup(tail) is None, "the partial block is the request's own now"
+    assert tokens_of(run_all(scheduler, model)["a"]) == answer[num_generated + 2 :]
+
+
+def test_a_tail_that_others_hold_is_computed_again(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    hashes = hashes_of(PROMPT[:10])
+    tail = hash_block(hashes[-1], PROMPT[8:10])
+    assignment = make_assignment(prompt=PROMPT[:10], stage=Stage.DECODE, awaited=hashes, max_tokens=4)
+    submit(scheduler, assignment)
+    fetch(scheduler, model, PROMPT[:10], [*hashes, tail], now=0.0)
+    block = scheduler.pool.lookup(tail)
+    assert block is not None
+    scheduler.pool.acquire([block])
+    answer = answer_to(assignment)
+    scheduler.handed_over(Handover("a", 0, answer[0], tail))
+    assert scheduled(step(scheduler, model)[0]) == {"a": (8, 3)}
+    assert tokens_of(run_all(scheduler, model)["a"]) == answer[2:]
+    scheduler.pool.release([block])
+
+
+def test_what_does_not_come_in_time_is_computed(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    hashes = hashes_of(PROMPT)
+    assignment = make_assignment(prompt=PROMPT, stage=Stage.DECODE, awaited=hashes, await_timeout_s=5.0)
+    submit(scheduler, assignment, now=1.0)
+    assert scheduler.next_deadline() == 6.0
+    fetch(scheduler, model, PROMPT, hashes[:1], now=4.0)
+    assert scheduler.next_deadline() == 9.0, "something moves: wait on"
+    scheduler.keep_awaiting(["a", "unknown"], now=6.0)
+    assert scheduler.next_deadline() == 11.0
+    assert step(scheduler, model, now=10.9)[0].chunks == ()
+    assert scheduled(step(scheduler, model, now=11.0)[0]) == {"a": (4, 8)}
+    assert tokens_of(run_all(scheduler, model)["a"]) == answer_to(assignment)[1:]
+
+
+@pytest.mark.parametrize("has_sampled", [False, True])
+def test_a_handover_that_comes_too_late_is_ignored(make_scheduler: MakeScheduler, has_sampled: bool) -> None:
+    """Its token would appear twice."""
+    scheduler = make_scheduler(token_budget=64 if has_sampled else 8)
+    model = FakeModel(scheduler.pool)
+    assignment = make_assignment(prompt=PROMPT, stage=Stage.DECODE, await_timeout_s=5.0)
+    answer = answer_to(assignment)
+    submit(scheduler, assignment)
+    _, outcome = step(scheduler, model, now=5.0)
+    assert len(outcome.events) == has_sampled
+    scheduler.handed_over(Handover("a", 0, answer[0], None))
+    assert tokens_of([*outcome.events, *run_all(scheduler, model, now=5.0)["a"]]) == answer
+
+
+@pytest.mark.parametrize(
+    "give_up",
+    [
+        lambda scheduler: scheduler.stop_awaiting(["a", "unknown"]),
+        lambda scheduler: scheduler.stop_awaiting_all(),
+    ],
+)
+def test_when_the_sender_is_gone_nobody_waits(
+    make_scheduler: MakeScheduler, give_up: Callable[[Scheduler], None]
+) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    assignment = make_assignment(prompt=PROMPT, stage=Stage.DECODE, awaited=hashes_of(PROMPT))
+    submit(scheduler, assignment)
+    give_up(scheduler)
+    assert scheduler.next_deadline() is None
+    scheduler.handed_over(Handover("a", 0, 0, None))
+    assert tokens_of(run_all(scheduler, model)["a"]) == answer_to(assignment)
+
+
+def test_lost_blocks_are_computed_and_the_others_kept(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    hashes = hashes_of(PROMPT)
+    submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes, max_tokens=1))
+    fetch(scheduler, model, PROMPT, hashes[:2], now=0.0)
+    scheduler.blocks_lost(hashes)
+    assert scheduled(step(scheduler, model)[0]) == {"a": (8, 4)}
+
+
+def test_an_older_attempts_handover_is_ignored(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, make_assignment(prompt=PROMPT, stage=Stage.DECODE, attempt=1))
+    scheduler.handed_over(Handover("a", 0, 0, None))
+    scheduler.handed_over(Handover("unknown", 0, 0, None))
+    assert step(scheduler, FakeModel(scheduler.pool))[0].chunks == ()
+    scheduler.abort("a")
+
+
+def test_a_ready_request_overtakes_one_that_awaits(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("first", PROMPT, awaited=hashes_of(PROMPT)))
+    submit(scheduler, make_assignment("second", (2, 2)))
+    assert scheduled(step(scheduler, model)[0]) == {"second": (0, 2)}
+    run_all(scheduler, model, now=100.0)
