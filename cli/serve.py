@@ -34,8 +34,8 @@ SERVE_SWITCHES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""For every Ray process: Serve's fast path (both switches or neither), but with handles that work outside an event loop;
-and an object store without page faults."""
+"""For every Ray process: Serve's fast path (both switches or neither), though with handles that work outside an event
+loop; and an object store without page faults."""
 
 HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 """Ports of HAProxy that Serve opens besides its front end; free ones, so that two servers fit on one machine."""
@@ -59,9 +59,11 @@ def run(options: argparse.Namespace) -> int:
         started = time.monotonic()
         try:
             status.update("starting Ray")
+            _stop_on_signals(stop)
             cluster.start()
-            _stop_on_signals(stop)  # after Ray, which puts its own handlers in
-            cluster.deploy(status.update, stop)
+            _stop_on_signals(stop)  # again, since Ray has put its own handlers in
+            if not stop.is_set():
+                cluster.deploy(status.update, stop)
         except BaseException:
             cluster.stop()
             raise

@@ -41,14 +41,23 @@ class Environment:
 
     def __init__(self, home: Path, name: str) -> None:
         self.folder = home / name
+        self.log = home / "logs" / f"install-{name}.log"
         self.python = environment_python(home, name)
 
     def create(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", str(self.folder)])
+        self.run([sys.executable, "-m", "venv", str(self.folder)])
+
+    def run(self, command: Sequence[str]) -> None:
+        """Run a command; what it prints goes to the log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            subprocess.run(
+                command, check=True, timeout=3600, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def pip(self, *arguments: str) -> None:
-        _run([str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments])
+        self.run([str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments])
 
     def pip_without(self, requirement: str, left_out: Collection[str]) -> None:
         """Install a distribution and what it requires, except the requirements named in `left_out`."""
@@ -78,7 +87,7 @@ def convert_for_openvino(environment: Environment, model: Path, home: Path) -> N
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     command = [str(environment.folder / "bin" / "optimum-cli"), "export", "openvino", "--model", str(model)]
-    _run([*command, "--task", "text-generation-with-past", "--weight-format", "fp16", str(unfinished)])
+    environment.run([*command, "--task", "text-generation-with-past", "--weight-format", "fp16", str(unfinished)])
     unfinished.rename(target)
 
 
@@ -138,20 +147,22 @@ def _install(name: str, home: Path, model: Path) -> bool:
         if name == "openvino":
             convert_for_openvino(environment, model, home)
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"{name}: left out, {error}", flush=True)
+        print(f"{name}: left out, {_first_line(error)}; see {environment.log}", flush=True)
         return False
     print(f"{name}: ready", flush=True)
     return True
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"a command ended with status {error.returncode}"
+    return str(error).partition("\n")[0]
 
 
 def _distribution(requirement: str) -> str:
     """The normalised name at the start of a requirement."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     return re.sub(r"[._-]+", "-", found[0]).lower() if found else ""
-
-
-def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True, timeout=3600, stdin=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Each peer has what measured best for it on a small machine; all have the same we
 same size, in bfloat16 (llama.cpp's, in float16, with weights in the GGUF file's own quantisation).
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -55,6 +56,15 @@ class Peer:
         if self.own_environment and not self.python(site).exists():
             return "not installed (make bench-peers)"
         return self.missing(site)
+
+
+def gguf_file(spec: str) -> Path | None:
+    """The GGUF file that a model's name (see `engine.model.sources`) stands for, if it stands for one."""
+    package, _, inside = spec.removeprefix("package:").partition("/")
+    found = importlib.util.find_spec(package) if spec.startswith("package:") else None
+    folders = (found.submodule_search_locations if found else None) or []
+    candidates = [Path(folder) / inside for folder in folders] or [Path(spec).expanduser()]
+    return next((path.resolve() for path in candidates if path.suffix == ".gguf" and path.is_file()), None)
 
 
 def environment_python(home: Path, name: str) -> Path:

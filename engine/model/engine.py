@@ -93,7 +93,8 @@ class Engine:
         if intact and payload is not None:
             goes_on_here = header.handover is not None and self.scheduler.get(header.handover.request_id) is not None
             hashes = header.hashes if goes_on_here else header.full_hashes
-            self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
+            if hashes:
+                self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
         self.scheduler.blocks_arrived(header.hashes, now)
         self.scheduler.blocks_lost(header.hashes)
         if header.handover is not None:
@@ -119,7 +120,7 @@ class Engine:
             return None
         sampled = self.runner.run(output)
         outcome = self.scheduler.update(output, sampled, now)
-        segments = tuple(self._pack(export) for export in outcome.exports)
+        segments = self._pack_all(outcome.exports)
         return StepResult(
             outcome.events,
             segments,
@@ -172,9 +173,21 @@ class Engine:
             self.pool.seal(block, hashes[index])
         self.pool.release(blocks)
 
+    def _pack_all(self, exports: Iterable[ExportedBlocks]) -> tuple[ExportedSegment, ...]:
+        """The segments of a step. One that cannot be made is not sent: whoever waits for it computes it."""
+        segments = []
+        for export in exports:
+            try:
+                segments.append(self._pack(export))
+            except Exception:  # the step itself went well, and its tokens must go out
+                logger.exception("%d blocks of %s not exported", len(export.blocks), export.request_id)
+        return tuple(segments)
+
     def _pack(self, export: ExportedBlocks) -> ExportedSegment:
         """Copy blocks out and release them."""
-        payload = self.store.export_blocks(export.blocks) if export.blocks else np.empty(0, np.uint8)
-        self.pool.release(export.blocks)
+        try:
+            payload = self.store.export_blocks(export.blocks) if export.blocks else np.empty(0, np.uint8)
+        finally:
+            self.pool.release(export.blocks)
         header = SegmentHeader(self.fingerprint, export.hashes, payload.nbytes, checksum(payload), export.handover)
         return ExportedSegment(header, payload)

@@ -82,8 +82,14 @@ class EngineLoop:
         try:
             command = self._commands.get(timeout=wait_s) if wait_s != 0.0 else self._commands.get_nowait()
             while command is not None:
-                command(self._engine)
+                self._carry_out(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             return True
         return False
+
+    def _carry_out(self, command: Callable[[Engine], None]) -> None:
+        try:
+            command(self._engine)
+        except Exception:  # nobody else would run the engine
+            logger.exception("command failed")

@@ -18,7 +18,6 @@ fused with an addition unless written so.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +42,8 @@ class Tiles:
     num_stages: int
 
 
-# By the padded head dim: sequences with few queries (block_m is a minimum there), with many, and the deterministic mode.
-# KV is found through the block table, so that a stage goes to that load: three stages leave one tile in flight, five two.
+# By the padded head dim: sequences with few queries, with many, and the deterministic mode. KV is found through the block
+# table, whose load takes stages too: with three stages one tile of KV is in flight, with five two.
 FEW = {64: Tiles(16, 128, 4, 5), 128: Tiles(16, 64, 4, 5), 256: Tiles(16, 32, 4, 5)}
 MANY = {64: Tiles(128, 64, 8, 5), 128: Tiles(128, 64, 8, 5), 256: Tiles(128, 32, 8, 5)}
 FIXED = {64: Tiles(64, 64, 4, 5), 128: Tiles(64, 32, 4, 5), 256: Tiles(64, 32, 8, 5)}
@@ -88,7 +87,7 @@ def _attend_tile(
     """Adds KV positions start:start + BLOCK_N to the running (maximum m, sum total, weighted values acc) of each row.
 
     MASKED: only begin:end may be read, and rows see no further than their own position. Scores are in base 2: with
-    HAS_CAP scale_log2 is what the score is multiplied with inside the cap and cap_log2 the cap, else cap_log2 is unused.
+    HAS_CAP scale_log2 is what the score is multiplied with inside the cap, and cap_log2 the cap.
     """
     keys = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -123,10 +122,7 @@ def _attend_tile(
         highest = highest * scale_log2
     new_m = tl.maximum(m, tl.ceil(highest))
     finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-    if HAS_CAP:
-        p = tl.exp2(scores - finite_m[:, None])
-    else:
-        p = tl.exp2(tl.fma(scores, scale_log2, -finite_m[:, None]))
+    p = tl.exp2(scores - finite_m[:, None] if HAS_CAP else tl.fma(scores, scale_log2, -finite_m[:, None]))
     shrink = _power_of_two(m - finite_m)
     total = total * shrink + tl.sum(p, axis=1)
     acc = acc * shrink[:, None]
@@ -566,7 +562,7 @@ def _check(
     scale: float,
     out: Tensor | None,
 ) -> None:
-    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
     if query.shape[2] != head_dim or query.shape[1] % num_kv_heads or key_cache.shape != value_cache.shape:
         raise ValueError("query and caches must agree on head_dim, and the query's heads be a multiple of the KV's")
     if any(cache.stride()[2:] != (head_dim, 1) for cache in (key_cache, value_cache)):
@@ -685,9 +681,7 @@ def _launch(
     scale, cap = batch.scale * LOG2_E, 0.0
     if batch.soft_cap is not None:
         scale, cap = 2 * scale / batch.soft_cap, batch.soft_cap * LOG2_E
-    grid = (
-        (batch.num_kv_heads, num_tiles, num_splits) if is_few else (num_tiles, batch.num_kv_heads, num_splits)
-    )
+    grid = (batch.num_kv_heads, num_tiles, num_splits) if is_few else (num_tiles, batch.num_kv_heads, num_splits)
     _attend_kernel[grid](
         query,
         batch.key_cache,

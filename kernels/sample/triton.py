@@ -1,8 +1,8 @@
 """Sampling on a GPU, without waiting for it and without sorting.
 
-The kept tokens are always a prefix of the ranking by probability, so they are known by the least probability kept and by
-how many of those that have exactly this one are kept, lowest ids first. Probabilities are not negative, so their bits
-order as integers, and the bound is found by bisecting the bits: 31 passes over a row that stays in the cache.
+The kept tokens are always a prefix of the ranking by probability, so they are known by the least probability kept and
+by how many of the tokens that have exactly this one are kept, lowest ids first. Probabilities are not negative, so their
+bits order as integers, and the bound is found by bisecting the bits: 31 passes over a row that stays in the cache.
 """
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 
@@ -145,7 +145,7 @@ def _draw_kernel(
     # Kept so far: bits above `bound`, and `quota` of those with bits equal to it. First min-p.
     least = tl.load(min_p_ptr + row) * top.to(tl.float32, bitcast=True)
     bound = tl.minimum(tl.maximum(least, 0.0).to(tl.int32, bitcast=True), top)
-    quota = vocabulary + tl.full((), 0, tl.int32)
+    quota = tl.full((), 0, tl.int32) + vocabulary
 
     # Top-k: the highest bound that keeps at least k.
     k = tl.load(top_k_ptr + row)
@@ -181,10 +181,7 @@ def _draw_kernel(
         level = low.to(tl.float32, bitcast=True).to(tl.float64)
         missing = (wanted - _mass_above(p_ptr, vocabulary, low, BLOCK)) / tl.maximum(level, 1e-300)
         needed = tl.minimum(tl.ceil(tl.maximum(missing, 1.0)), 2147483647.0).to(tl.int32)
-        if low > bound:
-            quota = needed
-        else:
-            quota = tl.minimum(quota, needed)
+        quota = tl.where(low > bound, needed, tl.minimum(quota, needed))
         bound = low
 
     # The kept mass, with ties counted in id order, then the token where the cumulative mass passes its share.
@@ -196,7 +193,8 @@ def _draw_kernel(
         kept = (bits > bound) | ((bits == bound) & (ties + tl.cumsum(is_tie, axis=0) <= quota))
         mass += tl.sum(tl.where(kept, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64), axis=0)
         ties += tl.sum(is_tie, axis=0)
-    target = tl.load(uniform_ptr + row).to(tl.float64) * mass
+    # Where nothing has any probability (all logits forbidden), the first token is taken.
+    target = tl.where(mass > 0, tl.load(uniform_ptr + row).to(tl.float64) * mass, -1.0)
     before = tl.full((), 0.0, tl.float64)
     ties = tl.full((), 0, tl.int32)
     # The first token past the target, and the last one kept: the same where rounding leaves nothing past it.
@@ -208,7 +206,7 @@ def _draw_kernel(
         is_tie = (bits == bound).to(tl.int32)
         kept = (bits > bound) | ((bits == bound) & (ties + tl.cumsum(is_tie, axis=0) <= quota))
         p = tl.where(kept, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64)
-        passed = kept & ((before + tl.cumsum(p, axis=0) > target) | (mass == 0.0))
+        passed = kept & (before + tl.cumsum(p, axis=0) > target)
         token = tl.minimum(token, tl.min(tl.where(passed, ids, 2147483647), axis=0))
         last = tl.maximum(last, tl.max(tl.where(kept & (bits > 0), ids, 0), axis=0))
         before += tl.sum(p, axis=0)
@@ -229,7 +227,7 @@ def _top_kernel(logprobs_ptr, wanted_ptr, top_ids_ptr, top_logprobs_ptr, vocabul
     wanted = tl.load(wanted_ptr + row).to(tl.int32)
     last_value = tl.full((), float("inf"), tl.float32)
     last_id = tl.full((), -1, tl.int32)
-    for rank in range(0, widest):
+    for rank in range(widest):
         if rank < wanted:
             best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
             best_ids = tl.full((BLOCK,), 2147483647, dtype=tl.int32)

@@ -10,9 +10,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(
-    x_ptr, out_ptr, stride_x_token, intermediate, IS_SILU: tl.constexpr, BLOCK: tl.constexpr
-):
+def _silu_and_mul_kernel(x_ptr, out_ptr, stride_x_token, intermediate, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
     """out = act(gate) * up, with act silu or the tanh form of gelu.
 
     x: [num_tokens, 2 * intermediate] = [gate | up], rows strided; out: [num_tokens, intermediate] contiguous.
@@ -43,7 +41,5 @@ def silu_and_mul_triton(x: Tensor, kind: str = "silu") -> Tensor:
     out = torch.empty((num_tokens, width // 2), dtype=x.dtype, device=x.device)
     if out.numel():
         grid = (num_tokens, triton.cdiv(width // 2, BLOCK))
-        _silu_and_mul_kernel[grid](
-            x, out, x.stride(0), width // 2, IS_SILU=kind == "silu", BLOCK=BLOCK, num_warps=4
-        )
+        _silu_and_mul_kernel[grid](x, out, x.stride(0), width // 2, IS_SILU=kind == "silu", BLOCK=BLOCK, num_warps=4)
     return out

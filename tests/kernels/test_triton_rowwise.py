@@ -98,14 +98,19 @@ def check_store(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [0, 1, 11])
+@pytest.mark.parametrize("num_tokens", [0, 6])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
     [(9, 3, 64, 16), (4, 1, 80, 8), (2, 2, 96, 24), (3, 1, 256, 128), (40, 8, 128, 32)],
 )
 @pytest.mark.parametrize("with_norms", [False, True])
 def test_store_matches_reference(
-    dtype: torch.dtype, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
     with_norms: bool,
 ) -> None:
     check_store(num_tokens, num_heads, num_kv_heads, head_dim, block_size, dtype, dtype if with_norms else None)
@@ -134,7 +139,7 @@ def test_slots_and_positions_outside_touch_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("shape", [(7, 2, 2, 3, 16, 64), (9, 5), (4, 3, 7001)])
-@pytest.mark.parametrize("ids", [[], [3], [2, 0, 3, 1], [1, 1]])
+@pytest.mark.parametrize("ids", [[], [2, 0, 3, 1], [1, 1]])
 def test_blocks_round_trip(dtype: torch.dtype, shape: tuple[int, ...], ids: list[int]) -> None:
     pool = torch.randint(0, 100, shape, device=DEVICE).to(dtype)
     wanted = torch.tensor(ids, dtype=torch.int64)

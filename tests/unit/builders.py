@@ -76,7 +76,7 @@ class FakeModel:
         return self.cells[list(block_ids)].reshape(-1).view(np.uint8)
 
     def import_blocks(self, buffer: npt.NDArray[np.uint8], block_ids: Sequence[int]) -> None:
-        self.cells[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), -1)
+        self.cells[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), self.pool.block_size)
 
     def _write(self, output: SchedulerOutput) -> None:
         written: set[tuple[int, int]] = set()

@@ -150,21 +150,17 @@ class DirectoryMachine(RuleBasedStateMachine):
         """A request that failed over comes back, with more tokens."""
         old = self.admitted[self._draw_request(data)]
         hashes = max(old.request.hashes, path, key=len)
-        self._admit(
-            AdmitRequest(old.request.request_id, old.request.attempt + 1, hashes, len(hashes) * BLOCK_SIZE + 1, None)
-        )
+        num_tokens = len(hashes) * BLOCK_SIZE + 1
+        self._admit(AdmitRequest(old.request.request_id, old.request.attempt + 1, hashes, num_tokens))
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data(), num_blocks=st.integers(1, 5))
     def prefill(self, data, num_blocks) -> None:
         """The prefill worker computes the next blocks; a split request's are exported, at the end with a handover."""
-        able = [
-            request_id for request_id, known in self.admitted.items() if known.num_done <= len(known.request.hashes)
-        ]
-        if not able:
-            return
-        known = self.admitted[data.draw(st.sampled_from(able))]
+        known = self.admitted[self._draw_request(data)]
         admission, hashes = known.admission, known.request.hashes
+        if known.num_done > len(hashes):
+            return
         worker = self.workers.get(admission.prefill)
         if worker is None or worker.epoch != admission.prefill_epoch:
             return
@@ -261,8 +257,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._carry_out(self.directory.blocks_changed(worker_id, worker.epoch, sealed, ()))
 
     def _admit(self, request: AdmitRequest) -> None:
-        able = self.workers.keys()
-        if not able:
+        if not self.workers:
             before = self._sizes()
             with pytest.raises(NoWorkerError):
                 self.directory.admit(request)
@@ -270,12 +265,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         admission, instructions = self.directory.admit(request)
         prefill, decode = admission.prefill, admission.decode
-        assert {prefill, decode} <= able
         assert admission.prefill_epoch == self.workers[prefill].epoch
         assert admission.decode_epoch == self.workers[decode].epoch
-        assert self.workers[decode].role is not Role.PREFILL or all(
-            self.workers[worker_id].role is Role.PREFILL for worker_id in able
-        )
+        roles = {worker.role for worker in self.workers.values()}
+        assert self.workers[decode].role is not Role.PREFILL or roles == {Role.PREFILL}
         assert set(admission.prefill_awaited + admission.decode_awaited) <= set(request.hashes)
         assert prefill != decode or not admission.decode_awaited
         leased = [instruction.segment for instruction in instructions if isinstance(instruction, Deliver)]

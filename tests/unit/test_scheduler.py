@@ -1,6 +1,7 @@
 """What the scheduler decides, case by case. Blocks have four tokens; `FakeModel` watches what is attended to."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from builders import (
@@ -175,7 +176,7 @@ def test_shares_of_the_budget(sizes: list[int], budget: int, order) -> None:
     if sizes and budget:
         assert shares[0] >= min(sizes[0], (budget + 1) // 2), "the oldest always moves"
     rest = sorted(range(1, len(sizes)), key=lambda arrival: (sizes[arrival], arrival))
-    for shorter, longer in zip(rest, rest[1:], strict=False):
+    for shorter, longer in pairwise(rest):
         assert longer not in shares or shares.get(shorter) == sizes[shorter], "the shortest are served first"
 
 
@@ -210,6 +211,26 @@ def test_the_latest_is_preempted_and_resumes_before_anybody_new(make_scheduler: 
     assert preempted == ["1"]
     for assignment in assignments:
         assert tokens_of(events[assignment.request_id]) == answer_to(assignment)
+
+
+def test_one_that_is_preempted_after_it_was_scheduled_is_not_run(make_scheduler: MakeScheduler) -> None:
+    """A decode takes the last block, and then the chunk of an earlier request needs it."""
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16, token_budget=4)
+    model = FakeModel(scheduler.pool)
+    first = make_assignment("first", PROMPT[:10], max_tokens=2)
+    second = make_assignment("second", (2, 2, 2), max_tokens=6)
+    submit(scheduler, first)
+    submit(scheduler, second)
+    outputs = []
+    events = []
+    while scheduler.num_requests:
+        output, outcome = step(scheduler, model)
+        outputs.append((scheduled(output), output.preempted))
+        events += outcome.events
+    assert outputs[3] == ({"first": (8, 2)}, ("second",))
+    for assignment in (first, second):
+        mine = [event for event in events if event.request_id == assignment.request_id]
+        assert tokens_of(mine) == answer_to(assignment)
 
 
 def test_imports_that_wait_are_given_up_before_anybody_is_preempted(make_scheduler: MakeScheduler) -> None:

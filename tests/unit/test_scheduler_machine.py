@@ -362,4 +362,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=100, stateful_step_count=40)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40)

@@ -39,9 +39,7 @@ class OpenVINO:
         config.do_sample = False
         config.ignore_eos = True
         handles = [
-            self.pipeline.add_request(
-                next(self._numbers), openvino.Tensor(np.array([prompt], dtype=np.int64)), config
-            )
+            self.pipeline.add_request(next(self._numbers), openvino.Tensor(np.array([prompt], dtype=np.int64)), config)
             for prompt in prompts
         ]
         while self.pipeline.has_non_finished_requests():

@@ -16,7 +16,7 @@ class Transformers:
     caches_prefixes = False
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16).eval()
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16)
         self.version = transformers.__version__
         self.settings = {
             "dtype": "bfloat16",

@@ -1,0 +1,131 @@
+"""Loads the engines and takes them through the cases, round after round."""
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from benchmarks.peers.cases import DECODE_PROMPT, Case, prompts
+from benchmarks.peers.roster import Peer, Site
+from benchmarks.peers.worker import Worker, WorkerError
+
+CHECK_TEXT = "The Roman Empire began when"
+CHECK_TOKENS = 16
+WARM_PROMPT = list(range(1000, 1064))
+
+
+@dataclass
+class Contender:
+    """An engine in the comparison and what was measured of it so far."""
+
+    worker: Worker
+    agrees: int
+    """Greedy tokens, of `CHECK_TOKENS`, that are raydix's, before the first that differs."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By case, one for each round."""
+
+    @property
+    def peer(self) -> Peer:
+        return self.worker.peer
+
+    def runs(self, case: Case) -> bool:
+        cached = self.worker.introduction.caches_prefixes
+        return case.streams <= self.peer.most_streams and (cached or not case.needs_prefix_cache)
+
+    def measure(self, case: Case, seed: str) -> None:
+        self.worker.generate([WARM_PROMPT], 4)  # what other engines pushed out of caches and memory comes back
+        seconds = case.run(lambda prompts, max_tokens: self.worker.generate(prompts, max_tokens)[0], seed)
+        self.seconds.setdefault(case.name, []).append(seconds)
+
+    def median(self, case: Case) -> float | None:
+        """Seconds over all rounds; None where there are none."""
+        return statistics.median(self.seconds[case.name]) if case.name in self.seconds else None
+
+
+class Comparison:
+    """All engines, loaded, in the order in which they are reported. The first is the one they are compared with."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.contenders: list[Contender] = []
+        self.left_out: dict[str, str] = {}
+        """Why a peer is missing from the figures, or from some of them."""
+        self.idle_cores = 0.0
+        """Cores that the waiting engines used together, the most in any turn."""
+
+    def load(self, peers: Sequence[Peer]) -> None:
+        """Start the engines, one after the other; those that cannot be started are left out."""
+        text: list[int] = Tokenizer.from_file(str(self.site.model / "tokenizer.json")).encode(CHECK_TEXT).ids
+        expected: list[int] | None = None
+        for peer in peers:
+            try:
+                worker = _load(peer, self.site)
+            except WorkerError as error:
+                self._leave_out(peer, str(error))
+                continue
+            tokens = worker.generate([text], CHECK_TOKENS)[1][0]
+            expected = expected or tokens
+            self.contenders.append(Contender(worker, _common_length(tokens, expected)))
+
+    def run(self, cases: Sequence[Case], rounds: int) -> None:
+        for round_number in range(rounds):
+            for number, case in enumerate(cases):
+                turns = [contender for contender in self.contenders if contender.runs(case)]
+                first = (round_number + number) % max(1, len(turns))
+                for contender in turns[first:] + turns[:first]:
+                    self._turn(contender, case, str(round_number))
+            _say(f"round {round_number + 1} of {rounds} done")
+
+    def close(self) -> None:
+        for contender in self.contenders:
+            contender.worker.close()
+
+    def _turn(self, contender: Contender, case: Case, seed: str) -> None:
+        if not contender.worker.is_open:
+            return
+        idle = [other.worker for other in self.contenders if other is not contender]
+        started, before = time.perf_counter(), sum(worker.cpu_seconds() for worker in idle)
+        try:
+            contender.measure(case, seed)
+        except WorkerError as error:
+            self._leave_out(contender.peer, f"{case.name}: {error}")
+            contender.worker.close()
+            return
+        used = sum(worker.cpu_seconds() for worker in idle) - before
+        self.idle_cores = max(self.idle_cores, used / (time.perf_counter() - started))
+
+    def _leave_out(self, peer: Peer, reason: str) -> None:
+        self.left_out[peer.name] = reason
+        _say(f"{peer.title}: left out, {reason}")
+
+
+def _load(peer: Peer, site: Site) -> Worker:
+    """Start an engine and let it do once, untimed, what it will be asked for."""
+    if reason := peer.why_not(site):
+        raise WorkerError(reason)
+    _say(f"{peer.title}: loading")
+    logs = site.home / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    worker = Worker(peer, site, logs / f"{peer.name}.log")
+    try:
+        generator = random.Random("warm-up")
+        for streams, length in ((1, 2048), (1, DECODE_PROMPT), (16, DECODE_PROMPT), (64, DECODE_PROMPT)):
+            if streams <= peer.most_streams:
+                worker.generate(prompts(generator, streams, length), 8)
+    except BaseException:
+        worker.close()
+        raise
+    return worker
+
+
+def _common_length(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    same = [token == other for token, other in zip(tokens, expected, strict=True)]
+    return [*same, False].index(False)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

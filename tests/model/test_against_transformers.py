@@ -1,0 +1,102 @@
+"""Logits and greedy tokens of the real model in float32 equal those of transformers."""
+
+import random
+
+import pytest
+import torch
+
+from engine.core.block_pool import BlockPool
+from engine.core.errors import StartupError
+from engine.core.scheduler import SchedulerLimits
+from engine.core.types import Assignment, SamplingParams, Stage
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder, ForwardBatch
+from engine.model.engine import Engine
+from engine.model.kv_pool import KVPool
+from engine.model.runner import ModelRunner
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+
+BLOCK_SIZE = 16
+MAX_LEN = 2400
+
+
+@pytest.fixture(scope="module")
+def ours() -> Decoder:
+    try:
+        folder = resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    return Decoder.from_folder(folder, torch.float32, "cpu", MAX_LEN)
+
+
+@pytest.fixture(scope="module")
+def theirs(ours: Decoder) -> torch.nn.Module:
+    from engine.model.tokenizer import quiet_transformers
+
+    with quiet_transformers():
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(resolve_model(DEFAULT_MODEL), dtype=torch.float32).eval()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(49_152) for _ in range(length)]
+
+
+def logits_in_chunks(decoder: Decoder, token_ids: list[int], chunk: int) -> torch.Tensor:
+    """Logits of every position, computed chunk by chunk through paged KV whose blocks are not in order."""
+    num_blocks = len(token_ids) // BLOCK_SIZE + 1
+    pool = KVPool(decoder.config, num_blocks, BLOCK_SIZE, torch.float32)
+    table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
+    parts = []
+    for start in range(0, len(token_ids), chunk):
+        positions = torch.arange(start, min(start + chunk, len(token_ids)))
+        batch = ForwardBatch(
+            token_ids=torch.tensor(token_ids)[positions],
+            positions=positions,
+            slot_mapping=table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+            block_tables=table[None],
+            query_start=torch.tensor([0, len(positions)], dtype=torch.int32),
+            context_lens=torch.tensor([int(positions[-1]) + 1], dtype=torch.int32),
+            logits_rows=torch.arange(len(positions)),
+        )
+        parts.append(decoder.forward(batch, pool))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 100, 700, 2100])
+def test_logits(ours: Decoder, theirs: torch.nn.Module, length: int) -> None:
+    """Short, one block exactly and one more or less, several chunks, longer than 2,048."""
+    token_ids = prompt(length, length)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    actual = logits_in_chunks(ours, token_ids, chunk=256)
+    error = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
+    assert error.max() < 1e-3
+
+
+def test_greedy_tokens(ours: Decoder, theirs: torch.nn.Module) -> None:
+    """64 tokens of 20 prompts, all at once through the engine."""
+    prompts = [prompt(100 + index, 5 + 9 * index) for index in range(20)]
+    config: ModelConfig = ours.config
+    store = KVPool(config, 400, BLOCK_SIZE, torch.float32)
+    limits = SchedulerLimits(token_budget=64, max_requests=20)
+    engine = Engine(ModelRunner(ours, store), store, BlockPool(400, BLOCK_SIZE), limits, MAX_LEN, "model")
+    for index, token_ids in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=64, temperature=0.0)
+        engine.submit(
+            Assignment(str(index), 0, Stage.WHOLE, tuple(token_ids), len(token_ids), sampling, "ingress"), 0.0
+        )
+    generated: dict[str, list[int]] = {}
+    while (step := engine.step(0.0)) is not None:
+        for event in step.events:
+            assert event.token_id is not None
+            generated.setdefault(event.request_id, []).append(event.token_id)
+    for index, token_ids in enumerate(prompts):
+        # One pass over prompt and answer: each token is the likeliest after those before it, so greedy decoding, which
+        # begins with the same prompt, goes through the same tokens.
+        answer = generated[str(index)]
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([token_ids + answer])).logits[0]
+        assert logits[len(token_ids) - 1 : -1].argmax(-1).tolist() == answer

@@ -1,0 +1,236 @@
+"""The configuration files that come with raydix, and what a person who writes one is told."""
+
+import warnings
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from configs import Config, load_config
+from configs.load import CONFIG_FOLDER
+from engine.core.errors import StartupError
+
+with warnings.catch_warnings():
+    # Ray's own modules use a deprecated spelling of pydantic's when they are imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from ray.serve.schema import ServeDeploySchema
+
+SERVE = CONFIG_FOLDER / "serve.yaml"
+FILES = sorted(CONFIG_FOLDER.glob("*.yaml"))
+OWN_FILES = [file for file in FILES if file != SERVE]
+MIXED: dict[str, Any] = {"workers": {"mixed": {}}}
+
+
+def load(tmp_path: Path, content: Any, overrides: dict[str, Any] | None = None) -> Config:
+    file = tmp_path / "config.yaml"
+    file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return load_config(file, overrides)
+
+
+def complaint(tmp_path: Path, content: Any) -> str:
+    with pytest.raises(StartupError) as caught:
+        load(tmp_path, content)
+    message = str(caught.value)
+    assert "config.yaml" in message and "\n" not in message, "one line that names the file"
+    return message
+
+
+def sections(model: type[BaseModel] = Config) -> list[type[BaseModel]]:
+    """All parts of the schema."""
+    found = [model]
+    for field in model.model_fields.values():
+        for option in (field.annotation, *get_args(field.annotation)):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                found += sections(option)
+    return found
+
+
+# The files
+
+
+def test_there_are_files() -> None:
+    assert {"cpu.yaml", "cpu_mixed.yaml", "serve.yaml"} <= {file.name for file in FILES}
+
+
+@pytest.mark.parametrize("file", OWN_FILES, ids=lambda file: file.stem)
+def test_every_file_loads_by_path_and_by_name(file: Path) -> None:
+    config = load_config(file)
+    assert load_config(file.name) == load_config(file.stem) == config
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_file_says_what_it_is_for(file: Path) -> None:
+    assert file.read_text().startswith("# ")
+
+
+def unknown_keys(content: Any, schema: Any, path: str = "") -> list[str]:
+    """Keys that Serve's schema does not have; Serve itself ignores them."""
+    if isinstance(content, list):
+        [item] = get_args(schema)
+        return [key for index, value in enumerate(content) for key in unknown_keys(value, item, f"{path}[{index}]")]
+    models = [option for option in (schema, *get_args(schema)) if hasattr(option, "model_fields")]
+    if not isinstance(content, dict) or not models:
+        return []
+    fields = models[0].model_fields
+    unknown = [f"{path}.{key}" for key in content if key not in fields]
+    for key in content.keys() & fields.keys():
+        unknown += unknown_keys(content[key], fields[key].annotation, f"{path}.{key}")
+    return unknown
+
+
+def test_the_serve_file_is_what_serve_understands() -> None:
+    content = yaml.safe_load(SERVE.read_text())
+    ServeDeploySchema.model_validate(content)
+    assert unknown_keys(content, ServeDeploySchema) == []
+    content["applications"][0]["route_prefixes"] = "/"
+    content["http_options"]["prt"] = 1
+    assert sorted(unknown_keys(content, ServeDeploySchema)) == [".applications[0].route_prefixes", ".http_options.prt"]
+
+
+def test_the_serve_file_deploys_a_configuration_of_ours() -> None:
+    [application] = yaml.safe_load(SERVE.read_text())["applications"]
+    assert application["import_path"] == "serve_app:build"
+    arguments = application["args"]
+    assert arguments.keys() <= {"config", "overrides"}
+    assert load_config(arguments["config"], arguments.get("overrides")).workers
+
+
+# The schema
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+def test_every_field_has_a_sentence(section: type[BaseModel]) -> None:
+    assert section.__doc__
+    assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
+    for name, field in section.model_fields.items():
+        assert field.description and field.description.endswith("."), name
+
+
+def test_defaults_are_within_their_own_bounds(tmp_path: Path) -> None:
+    config = load(tmp_path, MIXED)
+    assert Config.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"workrs": {}}, "unknown key 'workrs', did you mean 'workers'?"),
+        ({"workers": {"mixd": {}}}, "unknown key 'workers.mixd', did you mean 'mixed'?"),
+        ({"workers": {"mixed": {"replica": 2}}}, "unknown key 'workers.mixed.replica', did you mean 'replicas'?"),
+        ({**MIXED, "cache": {"blocksize": 16}}, "unknown key 'cache.blocksize', did you mean 'block_size'?"),
+        ({**MIXED, "http": {"zzz": 1}}, "unknown key 'http.zzz', valid keys: host, port"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, content: Any, expected: str) -> None:
+    assert expected in complaint(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("cache", "block_size", 4),
+        ("cache", "block_size", 256),
+        ("cache", "num_blocks", 1),
+        ("cache", "pool_gib", 0),
+        ("cache", "segment_gib", -1),
+        ("cache", "await_timeout_s", 0),
+        ("http", "port", 65536),
+        ("http", "host", ""),
+        ("ingress", "replicas", 0),
+        ("ingress", "max_body_bytes", 10),
+        ("model", "dtype", "int8"),
+        ("model", "max_model_len", 8),
+        ("model", "source", ""),
+        ("placement", "import_gib_per_s", 0),
+        ("placement", "piggyback_tokens", -1),
+    ],
+)
+def test_a_value_out_of_bounds_is_named(tmp_path: Path, section: str, key: str, value: Any) -> None:
+    assert f"{section}.{key}: " in complaint(tmp_path, {**MIXED, section: {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("replicas", 0), ("token_budget", 8), ("max_requests", 0), ("device", "tpu"), ("num_cpus", 0), ("num_gpus", -1)],
+)
+def test_a_workers_value_out_of_bounds_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    assert f"workers.mixed.{key}: " in complaint(tmp_path, {"workers": {"mixed": {key: value}}})
+
+
+def test_every_problem_is_named(tmp_path: Path) -> None:
+    message = complaint(tmp_path, {**MIXED, "http": {"port": 0}, "cache": {"pool_gib": 0}})
+    assert "http.port" in message and "cache.pool_gib" in message
+
+
+def test_the_budget_covers_every_decode(tmp_path: Path) -> None:
+    message = complaint(tmp_path, {"workers": {"mixed": {"token_budget": 32, "max_requests": 33}}})
+    assert "workers.mixed: token_budget (32) must be at least max_requests (33)" in message
+    load(tmp_path, {"workers": {"mixed": {"token_budget": 32, "max_requests": 32}}})
+
+
+def test_autoscaling_goes_up(tmp_path: Path) -> None:
+    assert "max_replicas (1)" in complaint(tmp_path, {"workers": {"mixed": {"replicas": 2, "max_replicas": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("roles", "is_valid"),
+    [
+        ((), False),
+        (("prefill",), False),
+        (("decode",), False),
+        (("prefill", "mixed"), False),
+        (("decode", "mixed"), False),
+        (("mixed",), True),
+        (("prefill", "decode"), True),
+        (("prefill", "decode", "mixed"), True),
+    ],
+)
+def test_which_roles_go_together(tmp_path: Path, roles: tuple[str, ...], is_valid: bool) -> None:
+    content = {"workers": {role: {} for role in roles}}
+    if is_valid:
+        load(tmp_path, content)
+    else:
+        assert "workers: " in complaint(tmp_path, content)
+
+
+# Loading
+
+
+def test_overrides_are_merged_section_by_section(tmp_path: Path) -> None:
+    content = {"workers": {"mixed": {"token_budget": 128}}, "http": {"port": 9000}}
+    config = load(tmp_path, content, {"workers": {"mixed": {"max_requests": 32}}, "http": {"host": "::1"}})
+    assert config.workers.mixed is not None
+    assert (config.workers.mixed.token_budget, config.workers.mixed.max_requests) == (128, 32)
+    assert (config.http.host, config.http.port) == ("::1", 9000)
+
+
+def test_an_override_can_take_a_section_away() -> None:
+    config = load_config("cpu", {"workers": {"prefill": None, "decode": None, "mixed": {}}})
+    assert config.workers.prefill is None and config.workers.mixed is not None
+
+
+def test_an_override_is_checked_too() -> None:
+    with pytest.raises(StartupError, match=r"unknown key 'http\.prt', did you mean 'port'"):
+        load_config("cpu", {"http": {"prt": 1}})
+
+
+def test_a_missing_file_lists_what_there_is() -> None:
+    with pytest.raises(StartupError, match=r"nowhere: no such file; raydix comes with cpu, cpu_mixed, "):
+        load_config("nowhere")
+
+
+@pytest.mark.parametrize("content", ["workers: [", "just text", "- a\n- list\n", ""])
+def test_what_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
+    complaint(tmp_path, content)
+
+
+def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:
+    assert "http: " in complaint(tmp_path, {**MIXED, "http": 8000})
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    config = load_config("cpu")
+    with pytest.raises(ValueError, match="frozen"):
+        config.http.port = 1  # type: ignore[misc]

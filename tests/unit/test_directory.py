@@ -1,0 +1,322 @@
+"""The directory's answers, case by case. Blocks have four tokens and ten bytes; importing them is always cheaper."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
+from engine.core.errors import NoWorkerError
+from engine.core.types import Admission, AdmitRequest, BlockHash, Handover, Role, SegmentHeader
+
+MakeDirectory = Callable[..., Directory]
+
+A, B, C, D = b"a", b"ab", b"abc", b"abcd"
+
+
+def join(directory: Directory, worker_id: str, role: Role, *hashes: BlockHash, epoch: int = 1) -> list[Instruction]:
+    return directory.register(worker_id, role, epoch, 10, hashes)
+
+
+def admit(
+    directory: Directory, request_id: str, *hashes: BlockHash, attempt: int = 0
+) -> tuple[Admission, list[Instruction]]:
+    return directory.admit(AdmitRequest(request_id, attempt, hashes, len(hashes) * 4 + 2))
+
+
+def export(
+    directory: Directory, worker_id: str, *hashes: BlockHash, handover: Handover | None = None, num_bytes: int = 0
+) -> list[Instruction]:
+    header = SegmentHeader("model", hashes, num_bytes or len(hashes) * 10, 0, handover)
+    return directory.segment_exported(worker_id, 1, header, "ref")
+
+
+def seal(directory: Directory, worker_id: str, *hashes: BlockHash) -> list[Instruction]:
+    return directory.blocks_changed(worker_id, 1, hashes, ())
+
+
+def evict(directory: Directory, worker_id: str, *hashes: BlockHash) -> list[Instruction]:
+    return directory.blocks_changed(worker_id, 1, (), hashes)
+
+
+def delivered(instructions: list[Instruction]) -> list[tuple[str, tuple[BlockHash, ...]]]:
+    assert all(isinstance(instruction, Deliver) for instruction in instructions)
+    return [(i.worker_id, i.segment.header.hashes) for i in instructions if isinstance(i, Deliver)]
+
+
+@pytest.fixture
+def split(make_directory: MakeDirectory) -> Directory:
+    """One prefill and one decode worker, both empty."""
+    directory = make_directory()
+    join(directory, "p", Role.PREFILL)
+    join(directory, "d", Role.DECODE)
+    return directory
+
+
+def test_a_new_prompt_is_computed_and_sent_on(split: Directory) -> None:
+    admission, instructions = admit(split, "r", A, B)
+    assert (admission.prefill, admission.decode) == ("p", "d")
+    assert admission.prefill_awaited == () and admission.decode_awaited == (A, B)
+    assert instructions == []
+    assert delivered(export(split, "p", A)) == [("d", (A,))]
+    assert seal(split, "p", A) == []
+    handover = Handover("r", 0, 7, b"tail")
+    assert delivered(export(split, "p", B, b"tail", handover=handover)) == [("d", (B, b"tail"))]
+    assert split.num_segments == 2, "the tail belongs to its request and is not indexed"
+    assert split.release("r") == []
+
+
+def test_a_bare_handover_is_delivered_and_not_kept(split: Directory) -> None:
+    admit(split, "r")
+    assert delivered(export(split, "p", handover=Handover("r", 0, 7, None))) == [("d", ())]
+    assert split.num_segments == split.num_blocks == 0
+
+
+def test_a_handover_of_an_older_attempt_goes_nowhere(split: Directory) -> None:
+    admit(split, "r", A)
+    admit(split, "r", A, attempt=1)
+    assert export(split, "p", handover=Handover("r", 0, 7, None)) == []
+    assert export(split, "p", handover=Handover("unknown", 0, 7, None)) == []
+
+
+def test_what_another_request_computes_is_awaited(split: Directory) -> None:
+    admit(split, "r1", A, B)
+    join(split, "d2", Role.DECODE)
+    admission, instructions = admit(split, "r2", A, B, C)
+    assert (admission.prefill, admission.decode) == ("p", "d2")
+    assert admission.prefill_awaited == (A, B), "not computed twice, even if they come from the same worker"
+    assert instructions == []
+    assert delivered(export(split, "p", A, B)) == [("d", (A, B)), ("d2", (A, B))]
+
+
+def test_when_the_one_who_computes_ends_those_who_wait_are_told(split: Directory) -> None:
+    admit(split, "r1", A)
+    join(split, "d2", Role.DECODE)
+    admit(split, "r2", A)
+    lost = split.release("r1")
+    assert {(i.worker_id, i.hashes) for i in lost if isinstance(i, Lost)} == {("p", (A,)), ("d", (A,)), ("d2", (A,))}
+    assert split.num_blocks == 0
+
+
+def test_blocks_in_a_segment_are_delivered_at_once(split: Directory) -> None:
+    export(split, "p", A, B)
+    admission, instructions = admit(split, "r", A, B)
+    assert admission.prefill_awaited == (A, B)
+    assert sorted(delivered(instructions)) == [("d", (A, B)), ("p", (A, B))]
+
+
+def test_blocks_that_only_workers_hold_are_exported_once(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A, B)
+    join(directory, "p", Role.PREFILL)
+    admission, instructions = admit(directory, "r", A, B, C)
+    assert (admission.prefill, admission.decode) == ("p", "d")
+    assert admission.decode_awaited == (C,)
+    assert instructions == [Export("d", (A, B))]
+    assert admit(directory, "r2", A, B)[1] == [], "it was asked already"
+    assert delivered(export(directory, "d", A, B)) == [("p", (A, B))]
+
+
+def test_what_a_worker_holds_behind_a_gap_is_not_sent_to_it(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "w", Role.MIXED, A, C)
+    join(directory, "x", Role.DECODE, B)
+    admission, instructions = admit(directory, "r", A, B, C)
+    assert admission.prefill == "w"
+    assert admission.prefill_awaited == (B,)
+    assert instructions == [Export("x", (B,))]
+
+
+def test_a_mixed_worker_exports_what_somebody_turns_out_to_want(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m1", Role.MIXED)
+    first, _ = admit(directory, "r1", A)
+    join(directory, "m2", Role.MIXED)
+    second, _ = admit(directory, "r2", A)
+    assert (first.prefill, second.prefill) == ("m1", "m2")
+    assert second.prefill_awaited == (A,)
+    assert seal(directory, "m1", A) == [Export("m1", (A,))]
+    assert delivered(export(directory, "m1", A)) == [("m2", (A,))]
+
+
+@pytest.mark.parametrize("evicted_before", [False, True])
+def test_an_export_that_fails_is_lost(make_directory: MakeDirectory, evicted_before: bool) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A)
+    join(directory, "p", Role.PREFILL)
+    assert admit(directory, "r", A, B)[1] == [Export("d", (A,))]
+    if evicted_before:
+        assert evict(directory, "d", A) == [], "the answer to the order is still to come"
+    assert directory.export_failed("d", 1, [A]) == [Lost("p", (A,))]
+    directory.check_integrity()
+    directory.release("r")
+    assert directory.num_blocks == 0, "nothing is known that nobody has"
+
+
+def test_an_export_that_nobody_wants_any_more_may_fail(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE)
+    assert directory.export_failed("d", 1, [A]) == []
+    assert directory.num_blocks == 0
+
+
+# Workers come and go
+
+
+def test_a_dead_workers_promises_are_lost(split: Directory) -> None:
+    admit(split, "r", A, B)
+    [lost] = split.remove_worker("p", 1)
+    assert lost.worker_id == "d" and isinstance(lost, Lost) and set(lost.hashes) == {A, B}
+    assert split.remove_worker("p", 1) == []
+    assert split.num_blocks == 0
+    assert split.release("r") == []
+
+
+def test_an_order_dies_with_its_worker(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A)
+    join(directory, "p", Role.PREFILL)
+    admit(directory, "r", A, B)
+    evict(directory, "d", A)
+    assert directory.remove_worker("d", 1) == [Lost("p", (A,))]
+    directory.release("r")
+    assert directory.num_blocks == 0
+
+
+def test_segments_outlive_their_worker(split: Directory) -> None:
+    export(split, "p", A, B)
+    seal(split, "p", A, B)
+    split.remove_worker("p", 1)
+    assert split.num_blocks == 2
+    admission, instructions = admit(split, "r", A, B)
+    assert admission.prefill == "d"
+    assert delivered(instructions) == [("d", (A, B))]
+
+
+def test_nothing_is_delivered_to_the_dead(split: Directory) -> None:
+    admit(split, "r", A)
+    split.remove_worker("d", 1)
+    assert export(split, "p", A, handover=Handover("r", 0, 1, None)) == []
+
+
+def test_an_older_incarnation_is_ignored(split: Directory) -> None:
+    join(split, "p", Role.PREFILL, A, epoch=5)
+    assert not split.is_current("p", 1) and split.is_current("p", 5)
+    assert join(split, "p", Role.MIXED, B, epoch=4) == []
+    seal(split, "p", B)
+    export(split, "p", B)
+    evict(split, "p", A)
+    assert split.remove_worker("p", 1) == []
+    split.worker_measured("p", 1, 5.0)
+    assert split.num_blocks == 1 and split.num_segments == 0
+    assert split.workers["p"].role is Role.PREFILL
+    assert split.workers["p"].prefill_tokens_per_s == 1000.0
+
+
+def test_a_new_incarnation_starts_without_the_old_ones_load(split: Directory) -> None:
+    admit(split, "r", A, B)
+    assert split.workers["p"].queued_tokens == 10
+    [lost] = join(split, "p", Role.PREFILL, epoch=2)
+    assert lost.worker_id == "d" and isinstance(lost, Lost) and set(lost.hashes) == {A, B}
+    assert split.workers["p"].queued_tokens == 0
+    split.release("r")
+    assert split.workers["p"].queued_tokens == 0
+
+
+def test_an_incarnation_that_registers_twice_has_no_load_either(split: Directory) -> None:
+    admit(split, "r", A, B)
+    join(split, "p", Role.PREFILL)
+    split.check_integrity()
+    split.first_token("r")
+    split.release("r")
+    assert split.workers["p"].queued_tokens == 0
+
+
+def test_measured_rates_decide(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    for worker_id in ("slow", "fast"):
+        join(directory, worker_id, Role.MIXED)
+    directory.worker_measured("fast", 1, 9000.0)
+    directory.worker_measured("slow", 1, 0.0)
+    assert directory.workers["slow"].prefill_tokens_per_s == 1000.0, "0 means not measured"
+    assert {admit(directory, str(index))[0].prefill for index in range(5)} == {"fast"}
+
+
+# Requests
+
+
+def test_without_a_worker_nothing_changes(split: Directory) -> None:
+    admit(split, "r", A)
+    for worker_id in ("p", "d"):
+        split.remove_worker(worker_id, 1)
+    with pytest.raises(NoWorkerError):
+        admit(split, "r", A, B, attempt=1)
+    assert split.num_reservations == 1
+    split.release("r")
+
+
+def test_load_is_reserved_until_the_first_token(split: Directory) -> None:
+    admit(split, "r", A, B)
+    worker = split.workers["p"]
+    assert worker.queued_tokens == 10 and worker.requests == {"r"} == split.workers["d"].requests
+    split.first_token("r")
+    assert worker.queued_tokens == 0 and worker.requests == {"r"}
+    split.first_token("r")
+    split.first_token("unknown")
+    split.release("r")
+    assert worker.queued_tokens == 0 and not worker.requests and not split.workers["d"].requests
+
+
+def test_requests_are_spread_by_reserved_load(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    for worker_id in "abc":
+        join(directory, worker_id, Role.MIXED, *([A] if worker_id == "a" else []))
+    chosen = [admit(directory, str(index), A, str(index).encode())[0].prefill for index in range(9)]
+    assert sorted(chosen) == sorted("abc" * 3)
+
+
+def test_an_admission_that_is_repeated_replaces_the_first(split: Directory) -> None:
+    admit(split, "r", A, B)
+    admit(split, "r", A, B, attempt=1)
+    assert split.num_reservations == 1
+    assert split.workers["p"].queued_tokens == 10
+    split.release("r")
+    assert split.num_blocks == 0
+
+
+# The budget of exported bytes
+
+
+def test_the_least_recently_used_segment_goes_first(make_directory: MakeDirectory) -> None:
+    directory = make_directory(segment_budget_bytes=30)
+    join(directory, "p", Role.PREFILL)
+    for block in (A, b"x", b"y"):
+        export(directory, "p", block)
+    admit(directory, "r", A)
+    directory.release("r")
+    export(directory, "p", b"z")
+    assert directory.segment_bytes == 30
+    assert delivered(admit(directory, "r", A)[1]) == [("p", (A,))]
+    assert admit(directory, "r2", b"x")[1] == [], "dropped, and known to nobody"
+
+
+def test_a_leased_segment_stays_over_the_budget(make_directory: MakeDirectory) -> None:
+    directory = make_directory(segment_budget_bytes=20)
+    join(directory, "p", Role.PREFILL)
+    export(directory, "p", A, B)
+    admit(directory, "r", A, B)
+    export(directory, "p", b"x", b"y")
+    assert directory.segment_bytes == 20, "the one that nobody leases went"
+    assert delivered(admit(directory, "r2", A, B)[1]) == [("p", (A, B))]
+    directory.release("r")
+    directory.release("r2")
+    export(directory, "p", b"x", b"y")
+    assert admit(directory, "r3", A, B)[1] == []
+
+
+def test_without_a_budget_segments_pass_through(make_directory: MakeDirectory) -> None:
+    directory = make_directory(segment_budget_bytes=0)
+    join(directory, "p", Role.PREFILL)
+    join(directory, "d", Role.DECODE)
+    admit(directory, "r", A)
+    assert delivered(export(directory, "p", A)) == [("d", (A,))]
+    assert directory.num_segments == directory.segment_bytes == 0

@@ -1,0 +1,253 @@
+"""Two engines that send each other KV, with a model whose KV says what it is of (`builders.FakeModel`)."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import SchedulerLimits
+from engine.core.types import FinishReason, Handover, SegmentHeader, Stage, TokenEvent
+from engine.model.engine import Engine, ExportedSegment
+from engine.model.segments import checksum
+
+PROMPT = (1, 2, 3, 0, 1, 1, 2, 3, 2, 0)
+"""Two blocks and a half."""
+
+
+def make_engine(num_blocks: int = 16, token_budget: int = 8, fingerprint: str = FINGERPRINT) -> Engine:
+    pool = BlockPool(num_blocks, 4)
+    model = FakeModel(pool)
+    return Engine(model, model, pool, SchedulerLimits(token_budget, 8), num_blocks * 4, fingerprint)
+
+
+def run(engine: Engine, now: float = 0.0) -> tuple[list[TokenEvent], list[ExportedSegment]]:
+    """Step until nothing moves."""
+    events: list[TokenEvent] = []
+    segments: list[ExportedSegment] = []
+    while (result := engine.step(now)) is not None:
+        events += result.events
+        segments += result.segments
+    engine.scheduler.check_integrity()
+    return events, segments
+
+
+def prefill(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 6) -> tuple[list[TokenEvent], list[ExportedSegment]]:
+    engine = make_engine()
+    engine.submit(make_assignment(prompt=prompt, stage=Stage.PREFILL, max_tokens=max_tokens), 0.0)
+    return run(engine)
+
+
+def awaiting_engine(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 6) -> Engine:
+    engine = make_engine()
+    assignment = make_assignment(
+        prompt=prompt, stage=Stage.DECODE, awaited=hashes_of(prompt), max_tokens=max_tokens, await_timeout_s=5.0
+    )
+    engine.submit(assignment, 0.0)
+    assert engine.step(0.0) is None
+    return engine
+
+
+def test_a_step_reports_what_it_did() -> None:
+    engine = make_engine()
+    engine.submit(make_assignment("a", (1, 2, 3), max_tokens=2), 0.0)
+    engine.submit(make_assignment("b", (3, 2, 1, 0), max_tokens=1), 0.0)
+    result = engine.step(0.0)
+    assert result is not None
+    assert (result.num_tokens, result.num_preempted) == (7, 0)
+    assert [event.request_id for event in result.events] == ["a", "b"]
+    assert [request.request_id for request in result.finished] == ["b"]
+    result = engine.step(0.0)
+    assert result is not None and (result.num_tokens, result.num_decodes) == (1, 1)
+    assert engine.step(0.0) is None
+
+
+def test_tenants_are_kept_apart() -> None:
+    engine = make_engine()
+    for salt in (b"", b"one", b"two"):
+        engine.submit(make_assignment("a", PROMPT, max_tokens=1, salt=salt), 0.0)
+        events, _ = run(engine)
+        assert events[-1].cached_tokens == 0
+    engine.submit(make_assignment("a", PROMPT, max_tokens=1, salt=b"one"), 0.0)
+    assert run(engine)[0][-1].cached_tokens == 8
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 8, 9, 10])
+def test_prefill_here_decode_there(length: int) -> None:
+    prompt = PROMPT[:length]
+    [first], segments = prefill(prompt)
+    engine = awaiting_engine(prompt)
+    for segment in segments:
+        assert segment.payload.nbytes == segment.header.num_bytes == len(segment.header.hashes) * 32
+        assert engine.import_segment(segment.header, segment.payload, 0.0)
+    result = engine.step(0.0)
+    assert result is not None and result.num_tokens == 1, "nothing of the prompt is computed again"
+    rest, _ = run(engine)
+    assert tokens_of([first, *result.events, *rest]) == answer_to(make_assignment(prompt=prompt, max_tokens=6))
+    assert [event.position for event in [first, *result.events, *rest]] == list(range(6))
+
+
+def test_a_read_only_payload_is_taken() -> None:
+    """Payloads are views of shared memory."""
+    _, segments = prefill()
+    engine = awaiting_engine()
+    for segment in segments:
+        segment.payload.flags.writeable = False
+        assert engine.import_segment(segment.header, segment.payload, 0.0)
+    assert tokens_of(run(engine)[0]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))[1:]
+
+
+def damaged(segment: ExportedSegment) -> tuple[SegmentHeader, np.ndarray]:
+    payload = segment.payload.copy()
+    payload[5] ^= 1
+    return segment.header, payload
+
+
+def shortened(segment: ExportedSegment) -> tuple[SegmentHeader, np.ndarray]:
+    payload = segment.payload[:-32].copy()
+    return replace(segment.header, checksum=checksum(payload)), payload
+
+
+def of_another_model(segment: ExportedSegment) -> tuple[SegmentHeader, np.ndarray]:
+    return replace(segment.header, fingerprint="another"), segment.payload
+
+
+@pytest.mark.parametrize("spoil", [damaged, shortened, of_another_model])
+def test_what_is_not_what_it_says_is_refused_and_computed(spoil, caplog: pytest.LogCaptureFixture) -> None:
+    _, [first, second] = prefill()
+    engine = awaiting_engine()
+    header, payload = spoil(first)
+    with caplog.at_level(logging.WARNING):
+        assert not engine.import_segment(header, payload, 0.0)
+    assert "refused" in caplog.text
+    assert engine.pool.hashes() == []
+    assert engine.import_segment(second.header, second.payload, 0.0)
+    assert tokens_of(run(engine)[0]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))[1:]
+
+
+def test_what_could_not_be_fetched_is_computed() -> None:
+    _, segments = prefill()
+    engine = awaiting_engine()
+    for segment in segments:
+        assert not engine.import_segment(segment.header, None, 0.0)
+    assert tokens_of(run(engine)[0]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))[1:]
+
+
+def test_a_bare_handover_needs_no_payload() -> None:
+    engine = awaiting_engine(PROMPT[:1])
+    answer = answer_to(make_assignment(prompt=PROMPT[:1], max_tokens=6))
+    header = SegmentHeader(FINGERPRINT, (), 0, 0, Handover("a", 0, answer[0], None))
+    assert engine.import_segment(header, None, 0.0)
+    assert tokens_of(run(engine)[0]) == answer[1:]
+
+
+@pytest.mark.parametrize("length", [3, 10])
+def test_a_tail_without_its_request_is_not_kept(length: int) -> None:
+    """Nobody else can use it."""
+    _, segments = prefill(PROMPT[:length])
+    engine = make_engine()
+    for segment in segments:
+        assert engine.import_segment(segment.header, segment.payload, 0.0)
+    assert engine.pool.hashes() == hashes_of(PROMPT[:length])
+
+
+def test_only_what_is_missing_is_imported_and_only_as_much_as_fits() -> None:
+    engine = make_engine(num_blocks=6)
+    engine.submit(make_assignment("first", PROMPT[:8], max_tokens=1), 0.0)
+    run(engine)
+    source = make_engine()
+    long = (*PROMPT[:8], *[3] * 24)
+    source.submit(make_assignment("s", long, max_tokens=1), 0.0)
+    run(source)
+    segment, missing = source.export([*hashes_of(long), b"absent"])
+    assert segment is not None and missing == (b"absent",)
+    held = engine.pool.match(hashes_of(PROMPT[:8]))
+    engine.pool.acquire(held)
+    assert engine.import_segment(segment.header, segment.payload, 0.0)
+    assert engine.pool.match(hashes_of(long)[:6])[:2] == held
+    assert len(engine.pool.match(hashes_of(long))) == 6
+    engine.pool.release(held)
+    engine.submit(make_assignment("long", long[:23], max_tokens=1), 0.0)
+    events, _ = run(engine)
+    assert tokens_of(events) == answer_to(make_assignment(prompt=long[:23], max_tokens=1))
+    assert events[0].cached_tokens == 20
+
+
+def test_a_full_pool_takes_nothing() -> None:
+    _, segments = prefill()
+    engine = make_engine(num_blocks=2)
+    held = engine.pool.allocate(2)
+    for segment in segments:
+        assert engine.import_segment(segment.header, segment.payload, 0.0)
+    engine.scheduler.check_integrity(held)
+
+
+def test_export_of_what_is_not_here() -> None:
+    engine = make_engine()
+    assert engine.export([b"absent"]) == (None, (b"absent",))
+    assert engine.export([]) == (None, ())
+
+
+def test_blocks_that_cannot_be_copied_out_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(token_budget=64)
+
+    def fail(block_ids: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.store, "export_blocks", fail)
+    engine.submit(make_assignment(prompt=PROMPT, stage=Stage.PREFILL), 0.0)
+    events, segments = run(engine)
+    assert tokens_of(events) == answer_to(make_assignment(prompt=PROMPT))[:1]
+    assert segments == []
+    with pytest.raises(MemoryError):
+        engine.export(hashes_of(PROMPT))
+    engine.scheduler.check_integrity()
+
+
+def test_fail_all_ends_every_request_once() -> None:
+    engine = awaiting_engine()
+    for request_id in ("b", "c"):
+        engine.submit(make_assignment(request_id, (1, 2, 3), max_tokens=5), 0.0)
+    engine.step(0.0)
+    events = engine.fail_all("why")
+    assert [(event.request_id, event.position) for event in events] == [("a", 0), ("b", 1), ("c", 1)]
+    assert all(event.finish is FinishReason.ERROR and event.token_id is None for event in events)
+    assert {event.detail for event in events} == {"why"}
+    assert engine.fail_all("again") == []
+    assert engine.pool.num_available == engine.pool.num_blocks
+    engine.scheduler.check_integrity()
+
+
+@given(
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=14).map(tuple),
+    fates=st.lists(st.sampled_from(["taken", "damaged", "lost", "never"]), min_size=8, max_size=8),
+    order=st.randoms(use_true_random=False),
+    warm=st.integers(0, 14),
+)
+def test_whatever_becomes_of_the_segments_the_answer_is_the_same(prompt, fates, order, warm) -> None:
+    source = make_engine(token_budget=4)
+    source.submit(make_assignment(prompt=prompt, stage=Stage.PREFILL, max_tokens=6), 0.0)
+    [first], segments = run(source)
+    engine = awaiting_engine(prompt)
+    if warm:
+        engine.submit(make_assignment("warm", prompt[:warm], max_tokens=1), 0.0)
+        run(engine)
+    order.shuffle(segments)
+    events = []
+    for segment, fate in zip(segments, fates, strict=False):
+        if fate == "taken":
+            engine.import_segment(segment.header, segment.payload, 0.0)
+        elif fate == "damaged" and segment.payload.size:
+            engine.import_segment(*damaged(segment), 0.0)
+        elif fate != "never":
+            engine.import_segment(segment.header, None, 0.0)
+        events += run(engine)[0]
+    events += run(engine, now=5.0)[0]
+    answer = answer_to(make_assignment(prompt=prompt, max_tokens=6))
+    assert tokens_of(events) in (answer, answer[1:])
+    assert first.token_id == answer[0]
+    assert [event.position for event in events] == list(range(6))[-len(events) :]

@@ -1,0 +1,129 @@
+"""The thread that runs an engine. Every wait here is for something that must happen, with a limit."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
+
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import SampledToken, SchedulerLimits, SchedulerOutput
+from engine.core.types import FinishReason, Stage, TokenEvent
+from engine.model.engine import Engine
+from engine.model.loop import EngineLoop, LoopOutput
+
+LIMIT_S = 20.0
+PROMPT = (1, 2, 3, 0, 1)
+
+
+class Watched:
+    """A loop whose outputs are collected, and a model that fails when told to."""
+
+    def __init__(self) -> None:
+        self.outputs: queue.SimpleQueue[LoopOutput] = queue.SimpleQueue()
+        self.fails = threading.Event()
+        pool = BlockPool(8, 4)
+        self.model = FakeModel(pool)
+        self.engine = Engine(self, self.model, pool, SchedulerLimits(8, 4), 32, FINGERPRINT)
+        self.loop = EngineLoop(self.engine, self.outputs.put)
+
+    def run(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+        if self.fails.is_set():
+            raise ValueError("out of luck")
+        return self.model.run(output)
+
+    def submit(self, *args, now: float = 0.0, **kwargs) -> None:
+        assignment = make_assignment(*args, **kwargs)
+        self.loop.post(lambda engine: engine.submit(assignment, now))
+
+    def events_until_end(self) -> list[TokenEvent]:
+        """All events up to the first that ends a request."""
+        events: list[TokenEvent] = []
+        while not any(event.finish for event in events):
+            output = self.outputs.get(timeout=LIMIT_S)
+            events += output.step.events if output.step is not None else ()
+            events += output.failures
+        return events
+
+    def ask(self, question: Callable[[Engine], object]) -> object:
+        """What a command sees, once it has run."""
+        answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.loop.post(lambda engine: answers.put(question(engine)))
+        return answers.get(timeout=LIMIT_S)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    watched.loop.start()
+    yield watched
+    watched.loop.stop()
+    watched.engine.scheduler.check_integrity()
+
+
+def test_it_steps_while_there_is_work_and_tells_of_the_pool(watched: Watched) -> None:
+    watched.submit(prompt=PROMPT, max_tokens=2)
+    output = watched.outputs.get(timeout=LIMIT_S)
+    assert output.step is not None and output.step.num_tokens == 5
+    assert output.sealed == tuple(hashes_of(PROMPT)) and output.evicted == ()
+    assert output.step_s > 0
+    output = watched.outputs.get(timeout=LIMIT_S)
+    assert output.step is not None
+    assert [event.token_id for event in output.step.events] == answer_to(make_assignment(prompt=PROMPT))[1:2]
+
+
+def test_commands_run_in_order_and_changes_of_the_pool_are_told_without_a_step(watched: Watched) -> None:
+    seen: list[int] = []
+    for index in range(5):
+        watched.loop.post(lambda engine, index=index: seen.append(index))
+    assert watched.ask(lambda engine: list(seen)) == [0, 1, 2, 3, 4]
+    watched.submit(prompt=PROMPT, max_tokens=1)
+    watched.events_until_end()
+    watched.loop.post(lambda engine: engine.pool.reset() and None)
+    output = watched.outputs.get(timeout=LIMIT_S)
+    assert output.step is None and output.evicted == tuple(hashes_of(PROMPT))
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_loop_goes_on(watched: Watched) -> None:
+    watched.fails.set()
+    watched.submit(prompt=PROMPT)
+    [event] = watched.events_until_end()
+    assert event.finish is FinishReason.ERROR and event.token_id is None
+    assert event.detail == "ValueError: out of luck"
+    assert watched.ask(lambda engine: engine.pool.num_available) == 8
+    watched.fails.clear()
+    watched.submit("b", PROMPT)
+    assert tokens_of(watched.events_until_end()) == answer_to(make_assignment(prompt=PROMPT))
+
+
+def test_a_command_that_fails_does_not_end_the_thread(watched: Watched) -> None:
+    watched.loop.post(lambda engine: 1 // 0)
+    watched.submit(prompt=PROMPT)
+    assert tokens_of(watched.events_until_end()) == answer_to(make_assignment(prompt=PROMPT))
+
+
+def test_a_request_that_waits_starts_at_its_deadline(watched: Watched) -> None:
+    """Without any command: the thread wakes by itself."""
+    watched.submit(prompt=PROMPT, stage=Stage.DECODE, await_timeout_s=0.05, now=time.monotonic())
+    assert tokens_of(watched.events_until_end()) == answer_to(make_assignment(prompt=PROMPT))
+
+
+def test_a_request_moves_on_when_an_export_lets_go_of_its_blocks(watched: Watched) -> None:
+    held = watched.ask(lambda engine: engine.pool.allocate(7))
+    watched.submit(prompt=PROMPT)
+    waited = threading.Event()
+    watched.loop.post(lambda engine: waited.set())
+    assert waited.wait(LIMIT_S)
+    watched.loop.post(lambda engine: engine.pool.release(held))
+    assert tokens_of(watched.events_until_end()) == answer_to(make_assignment(prompt=PROMPT))
+
+
+def test_stop_ends_the_thread_and_what_was_posted_before_it_runs() -> None:
+    watched = Watched()
+    watched.loop.start()
+    ran = threading.Event()
+    watched.loop.post(lambda engine: ran.set())
+    watched.loop.stop()
+    assert ran.is_set()
