@@ -24,7 +24,11 @@ def kv_pack(pool: Tensor, block_ids: Sequence[int] | Tensor, out: Tensor | None 
         out = torch.empty(ids.numel() * block_bytes, dtype=torch.uint8, device=pool.device)
     elif out.dtype != torch.uint8 or out.numel() != ids.numel() * block_bytes:
         raise ValueError(f"out must be uint8 of {ids.numel() * block_bytes} bytes")
-    ops = None if pool.is_cuda else cpu_ops()
+    if pool.is_cuda:
+        from kernels.kv_pack.triton import kv_pack_triton
+
+        return kv_pack_triton(pool, ids, out)
+    ops = cpu_ops()
     if ops is not None:
         ops.kv_copy(pool, ids, out, False)
         return out

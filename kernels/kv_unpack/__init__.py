@@ -20,7 +20,12 @@ def kv_unpack(buffer: Tensor, pool: Tensor, block_ids: Sequence[int] | Tensor) -
     ids = block_ids if isinstance(block_ids, Tensor) else torch.tensor(block_ids, dtype=torch.int64)
     if buffer.dtype != torch.uint8 or buffer.numel() != ids.numel() * pool.stride(0) * pool.element_size():
         raise ValueError(f"buffer must be uint8 of {ids.numel() * pool.stride(0) * pool.element_size()} bytes")
-    ops = None if pool.is_cuda else cpu_ops()
+    if pool.is_cuda:
+        from kernels.kv_unpack.triton import kv_unpack_triton
+
+        kv_unpack_triton(buffer, pool, ids)
+        return
+    ops = cpu_ops()
     if ops is not None:
         ops.kv_copy(pool, ids, buffer, True)
         return

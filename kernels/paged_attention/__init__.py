@@ -71,7 +71,23 @@ def paged_attention(
     and its KV, never on chunking, neighbours or threads (bfloat16 and float32). Raises `ValueError` on wrong shapes
     and `TypeError` on wrong dtypes.
     """
-    ops = None if query.is_cuda else cpu_ops()
+    if query.is_cuda:
+        from kernels.paged_attention.triton import paged_attention_triton
+
+        return paged_attention_triton(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            query_start,
+            context_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            return_lse=return_lse,
+            out=out,
+        )
+    ops = cpu_ops()
     if ops is not None:
         result: Tensor | tuple[Tensor, Tensor] = ops.paged_attention(
             query,

@@ -15,7 +15,7 @@ which the bits do not show: a row's bits depend on its query, its KV, and nothin
 its tile (matrix instructions treat rows alike), and tiles that hold nothing it may see add zeros. No multiplication is
 fused with an addition unless written so.
 """
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import functools
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class Tiles:
     num_stages: int
 
 
-# By the padded head dim: sequences with few queries, with many, and the deterministic mode. KV is found through the block
-# table, whose load takes stages too: with three stages one tile of KV is in flight, with five two.
+# By the padded head dim: sequences with few queries, with many, and the deterministic mode. KV is found through the
+# block table, whose load takes stages too: with three stages one tile of KV is in flight, with five two.
 FEW = {64: Tiles(16, 128, 4, 5), 128: Tiles(16, 64, 4, 5), 256: Tiles(16, 32, 4, 5)}
 MANY = {64: Tiles(128, 64, 8, 5), 128: Tiles(128, 64, 8, 5), 256: Tiles(128, 32, 8, 5)}
 FIXED = {64: Tiles(64, 64, 4, 5), 128: Tiles(64, 32, 4, 5), 256: Tiles(64, 32, 8, 5)}
@@ -619,7 +619,7 @@ class _Batch:
 
     @property
     def block_d(self) -> int:
-        return max(64, triton.next_power_of_2(self.query.shape[2]))
+        return max(64, int(triton.next_power_of_2(self.query.shape[2])))
 
 
 @functools.cache

@@ -25,7 +25,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     dtype, and the result is (rms_norm(s), s). Float32 inside. Raises `ValueError` on wrong shapes and `TypeError` on
     wrong dtypes.
     """
-    ops = None if x.is_cuda else cpu_ops()
+    if x.is_cuda:
+        from kernels.rms_norm.triton import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps, residual)
+    ops = cpu_ops()
     if ops is not None:
         result: Tensor | tuple[Tensor, Tensor] = ops.rms_norm(x, weight, eps, residual)
         return result

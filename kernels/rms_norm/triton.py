@@ -1,5 +1,7 @@
 """RMS normalisation on a GPU."""
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from typing import overload
 
 import torch
 import triton
@@ -39,6 +41,20 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
     weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN + dims, (wide * scale * weight).to(x.dtype), mask=mask)
+
+
+@overload
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: None = ...) -> Tensor: ...
+
+
+@overload
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rms_norm_triton(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def rms_norm_triton(

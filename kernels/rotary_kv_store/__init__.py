@@ -31,7 +31,22 @@ def rotary_kv_store(
     Returns rotated q, [num_tokens, num_heads, head_dim]. Everything is float32 inside and rounded once. Raises
     `ValueError` on wrong shapes, positions or slots, `TypeError` on wrong dtypes.
     """
-    ops = None if qkv.is_cuda else cpu_ops()
+    if qkv.is_cuda:
+        from kernels.rotary_kv_store.triton import rotary_kv_store_triton
+
+        return rotary_kv_store_triton(
+            qkv,
+            positions,
+            cos_sin,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            num_heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
+    ops = cpu_ops()
     if ops is not None:
         query: Tensor = ops.rotary_kv_store(
             qkv, positions, cos_sin, key_cache, value_cache, slot_mapping, num_heads, q_norm, k_norm, eps

@@ -36,7 +36,21 @@ def sample(
     wanted = [-1] * batch if num_logprobs is None else [-1 if n is None else min(n, vocabulary) for n in num_logprobs]
     if len(wanted) != batch:
         raise ValueError(f"num_logprobs has {len(wanted)} entries for {batch} rows")
-    ops = None if logits.is_cuda else cpu_ops()
+    if logits.is_cuda:
+        from kernels.sample.triton import sample_triton
+
+        return sample_triton(
+            logits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            uniform=uniform,
+            penalties=penalties,
+            bias=bias,
+            wanted=wanted,
+        )
+    ops = cpu_ops()
     if ops is not None:
         controls = (temperature, top_k, top_p, min_p, uniform)
         counts = None if max(wanted, default=-1) < 0 else torch.tensor(wanted, dtype=torch.int64)

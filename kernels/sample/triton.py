@@ -1,10 +1,10 @@
 """Sampling on a GPU, without waiting for it and without sorting.
 
 The kept tokens are always a prefix of the ranking by probability, so they are known by the least probability kept and
-by how many of the tokens that have exactly this one are kept, lowest ids first. Probabilities are not negative, so their
-bits order as integers, and the bound is found by bisecting the bits: 31 passes over a row that stays in the cache.
+by how many of the tokens that have exactly this one are kept, lowest ids first. Probabilities are not negative, so
+their bits order as integers, and the bound is found by bisecting them: 31 passes over a row that stays in the cache.
 """
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from collections.abc import Sequence
 
@@ -318,7 +318,7 @@ def _adjusted(logits: Tensor, penalties: Penalties | None, bias: LogitBias | Non
 
 
 def _block(vocabulary: int) -> int:
-    return min(max(triton.next_power_of_2(vocabulary), 16), MAX_BLOCK)
+    return min(max(int(triton.next_power_of_2(vocabulary)), 16), MAX_BLOCK)
 
 
 def _warps(vocabulary: int) -> int:

@@ -15,7 +15,11 @@ def silu_and_mul(x: Tensor, kind: str = "silu") -> Tensor:
     """
     if kind not in ("silu", "gelu_tanh"):
         raise ValueError(f"unknown activation {kind!r}; known are silu and gelu_tanh")
-    ops = None if x.is_cuda else cpu_ops()
+    if x.is_cuda:
+        from kernels.silu_and_mul.triton import silu_and_mul_triton
+
+        return silu_and_mul_triton(x, kind)
+    ops = cpu_ops()
     if ops is not None:
         result: Tensor = ops.silu_and_mul(x, kind == "silu")
         return result

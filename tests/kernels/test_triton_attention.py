@@ -1,4 +1,4 @@
-"""The Triton attention kernels: against the specification, and in the deterministic mode bit for bit against themselves."""
+"""The Triton attention kernels: against the specification, and in deterministic mode bit for bit against itself."""
 
 from typing import Any
 
@@ -21,15 +21,16 @@ def case_of(lengths: list[int], **shape: Any) -> PagedCase:
     return on_device(paged_case(lengths, **({"num_heads": 2, "num_kv_heads": 1} | shape)))
 
 
-def batch(case: PagedCase, chunks: list[Chunk]) -> tuple[Tensor, ...]:
+def batch(case: PagedCase, chunks: list[Chunk]) -> Any:
+    """The tensor arguments of the kernel, on the device under test."""
     return tuple(tensor.to(DEVICE) for tensor in batch_of(case, chunks))
 
 
 def attend(case: PagedCase, chunks: list[Chunk], **options: Any) -> Tensor:
     """The kernel's output for some chunks, into a buffer full of NaN."""
-    arguments = batch(case, chunks)
-    out = torch.full_like(arguments[0], torch.nan)
-    assert paged_attention_triton(*arguments, scale=case.scale, out=out, **options) is out
+    query, *rest = batch(case, chunks)
+    out = torch.full_like(query, torch.nan)
+    assert paged_attention_triton(query, *rest, scale=case.scale, out=out, **options) is out
     return out
 
 
@@ -121,7 +122,7 @@ def test_bounds_known_to_the_caller_change_nothing() -> None:
 
 @pytest.fixture(params=[1, 1000])
 def device_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Launches as on a device of one multiprocessor, which walks splits in turn, or of many, which splits everything."""
+    """Launches as on a device of one multiprocessor, which walks splits in turn, or of many, which splits all."""
     size: int = request.param
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: size)
     monkeypatch.setattr(kernels, "SPLIT", 128)

@@ -1,5 +1,7 @@
 """Triton kernels that work token by token or block by block, against the specifications."""
 
+from typing import Any
+
 import pytest
 import torch
 from kernel_cases import assert_close
@@ -85,7 +87,7 @@ def check_store(
     norms: torch.dtype | None,
 ) -> None:
     qkv, positions, tables, pool, slots = store_case(num_tokens, num_heads, num_kv_heads, head_dim, block_size, dtype)
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Any] = {}
     if norms:
         weights = {"q_norm": randn(head_dim, dtype=norms), "k_norm": randn(head_dim, dtype=norms)}
     expected_pool = pool.clone()
@@ -120,7 +122,9 @@ def test_store_takes_one_norm_and_float_weights() -> None:
     check_store(7, 4, 2, 64, 16, torch.bfloat16, torch.float32)
     qkv, positions, tables, pool, slots = store_case(7, 4, 2, 64, 16, torch.bfloat16)
     expected_pool, norm = pool.clone(), randn(64)
-    for one in ({"q_norm": norm}, {"k_norm": norm}):
+    one: dict[str, Any]
+    for name in ("q_norm", "k_norm"):
+        one = {name: norm}
         query = rotary_kv_store_triton(qkv, positions, tables, pool[:, 0, 0], pool[:, 0, 1], slots, 4, **one)
         expected = rotary_kv_store_reference(
             qkv, positions, tables, expected_pool[:, 0, 0], expected_pool[:, 0, 1], slots, 4, **one
