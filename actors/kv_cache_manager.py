@@ -88,6 +88,7 @@ class KVCacheManager:
             try:
                 admission, instructions = self._directory.admit(request)
             except NoWorkerError:
+                self._carry_out(self._directory.release(request.request_id))
                 admissions.append(None)
                 continue
             self._carry_out(instructions)

@@ -260,8 +260,9 @@ class Worker:
 
     def _exports_put(self, item: "ExportItem | ExportedSegment") -> None:
         """Queue an item for the manager. While nobody reads, payloads are dropped: their receivers compute them."""
-        if isinstance(item, ExportItem) or self._exports.qsize() < MAX_QUEUED_EXPORTS:
-            self._exports.put_nowait(item)
+        if not isinstance(item, ExportItem) and self._exports.qsize() >= MAX_QUEUED_EXPORTS:
+            item = ExportItem(missing=item.header.full_hashes)
+        self._exports.put_nowait(item)
 
     def _outbox(self, ingress_id: str) -> _Outbox:
         return self._outboxes.setdefault(ingress_id, _Outbox())
@@ -277,7 +278,8 @@ class Worker:
                         await asyncio.sleep(HEARTBEAT_S)
             except RayError as error:
                 logger.info("manager out of reach: %s", type(error).__name__)
-                self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
+            # Nobody remembers what this worker was promised.
+            self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
             await asyncio.sleep(HEARTBEAT_S / 2)
 
     async def _introduce(self) -> Registration:

@@ -24,8 +24,8 @@ def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """
     path = _find(name)
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise StartupError(f"config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise StartupError(f"config {path}: expected a mapping of sections")

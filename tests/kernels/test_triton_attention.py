@@ -35,12 +35,12 @@ def attend(case: PagedCase, chunks: list[Chunk], **options: Any) -> Tensor:
 
 
 def check(case: PagedCase, chunks: list[Chunk], mode: dict[str, Any] | None = None, **options: Any) -> None:
-    arguments = batch(case, chunks)
-    out = torch.full_like(arguments[0], torch.nan)
+    query, *rest = batch(case, chunks)
+    out = torch.full_like(query, torch.nan)
     actual, lse = paged_attention_triton(
-        *arguments, scale=case.scale, return_lse=True, out=out, **(mode or {}), **options
+        query, *rest, scale=case.scale, return_lse=True, out=out, **(mode or {}), **options
     )
-    expected, expected_lse = paged_attention_reference(*arguments, scale=case.scale, **options)
+    expected, expected_lse = paged_attention_reference(query, *rest, scale=case.scale, **options)
     assert actual is out
     assert_close(actual, expected)
     assert_relative(actual, expected)
@@ -189,10 +189,10 @@ def test_large_mixed_batches(dtype: torch.dtype, head_dim: int, options: dict[st
         Chunk(5, 2046, 2049),
         Chunk(6, 2999, 3000),
     ]
-    arguments = batch(case, chunks)
-    out = torch.full_like(arguments[0], torch.nan)
-    actual, lse = paged_attention_triton(*arguments, scale=case.scale, return_lse=True, out=out, **mode, **options)
-    expected, expected_lse = paged_attention_reference(*arguments, scale=case.scale, **options)
+    query, *rest = batch(case, chunks)
+    out = torch.full_like(query, torch.nan)
+    actual, lse = paged_attention_triton(query, *rest, scale=case.scale, return_lse=True, out=out, **mode, **options)
+    expected, expected_lse = paged_attention_reference(query, *rest, scale=case.scale, **options)
     assert_relative(actual, expected)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 

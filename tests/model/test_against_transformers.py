@@ -10,13 +10,13 @@ from engine.core.errors import StartupError
 from engine.core.scheduler import SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage
 from engine.model.config import ModelConfig
-from engine.model.decoder import Decoder, ForwardBatch
+from engine.model.decoder import Decoder
 from engine.model.engine import Engine
 from engine.model.kv_pool import KVPool
 from engine.model.runner import ModelRunner
 from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.model.logits import BLOCK_SIZE, logits_in_chunks
 
-BLOCK_SIZE = 16
 MAX_LEN = 2400
 
 
@@ -42,27 +42,6 @@ def theirs(ours: Decoder) -> torch.nn.Module:
 def prompt(seed: int, length: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(49_152) for _ in range(length)]
-
-
-def logits_in_chunks(decoder: Decoder, token_ids: list[int], chunk: int) -> torch.Tensor:
-    """Logits of every position, computed chunk by chunk through paged KV whose blocks are not in order."""
-    num_blocks = len(token_ids) // BLOCK_SIZE + 1
-    pool = KVPool(decoder.config, num_blocks, BLOCK_SIZE, torch.float32)
-    table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
-    parts = []
-    for start in range(0, len(token_ids), chunk):
-        positions = torch.arange(start, min(start + chunk, len(token_ids)))
-        batch = ForwardBatch(
-            token_ids=torch.tensor(token_ids)[positions],
-            positions=positions,
-            slot_mapping=table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
-            block_tables=table[None],
-            query_start=torch.tensor([0, len(positions)], dtype=torch.int32),
-            context_lens=torch.tensor([int(positions[-1]) + 1], dtype=torch.int32),
-            logits_rows=torch.arange(len(positions)),
-        )
-        parts.append(decoder.forward(batch, pool))
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 100, 700, 2100])

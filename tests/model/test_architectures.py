@@ -1,0 +1,71 @@
+"""Every supported architecture, in a small random configuration, gives the logits that transformers gives."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.model.decoder import Decoder
+from engine.model.tokenizer import quiet_transformers
+from tests.model.logits import logits_in_chunks
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+GEMMA3 = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 2": ("Llama", {"num_key_value_heads": 4}),
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}}),
+    "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "qwen 2.5": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen 2.5 yarn": ("Qwen2", {"rope_parameters": YARN_ROPE}),
+    "qwen 3": ("Qwen3", {"head_dim": 32}),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma 2": ("Gemma2", {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+    "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case: str, tmp_path: Path) -> None:
+    family, extra = CASES[case]
+    with quiet_transformers():
+        import transformers
+
+        name = "Gemma3Text" if family == "Gemma3" else family
+        config = getattr(transformers, f"{name}Config")(**{**SMALL, **extra})
+        torch.manual_seed(0)
+        theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        with torch.no_grad():  # norms begin as ones and biases as zeros, which would hide a swapped one
+            for parameter in theirs.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        theirs.save_pretrained(tmp_path)
+        token_ids = torch.randint(1, 200, (150,))
+        with torch.inference_mode():
+            expected = theirs(token_ids[None]).logits[0]
+    decoder = Decoder.from_folder(tmp_path, torch.float32, "cpu")
+    actual = logits_in_chunks(decoder, token_ids.tolist(), chunk=40)
+    error = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
+    assert error.max() < 1e-3
