@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONFIG ?= cpu
 PORT ?=
 
-.PHONY: install serve chat test check bench clean
+.PHONY: install serve chat test check bench bench-peers clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
+
+# The engines that benchmarks.engine compares with, each in an environment of its own; PEERS names some of them.
+bench-peers: install
+	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
