@@ -7,6 +7,7 @@ ends actors whose owner is gone) and Serve starts another.
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ MAX_CONCURRENT_CALLS = 10_000
 CHECK_TIMEOUT_S = 60
 """A child that answers nothing for so long hangs. An engine answers between two steps, and a step may take seconds."""
 MANAGER_CPUS = 0.1
+OPENMP_SPINS = "10000"
 
 
 class ActorHost:
@@ -118,8 +120,7 @@ async def _answer(ref: Any) -> Any:
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """How a worker's OpenMP threads wait: asleep, because workers on one machine share its cores."""
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-    if num_threads:
-        environment["OMP_NUM_THREADS"] = str(num_threads)
-    return environment
+    """How a worker's OpenMP threads wait for each other: a moment awake, which a decode step of some 300 short parallel
+    regions needs, then asleep, because workers on one machine share its cores."""
+    threads = num_threads or len(os.sched_getaffinity(0))
+    return {"GOMP_SPINCOUNT": OPENMP_SPINS, "OMP_NUM_THREADS": str(threads)}  # Ray would set one thread

@@ -31,11 +31,12 @@ SERVE_SWITCHES = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
     "RAY_preallocate_plasma_memory": "1",
+    "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """For every Ray process: Serve's fast path (both switches or neither), though with handles that work outside an event
-loop; and an object store without page faults."""
+loop; an object store without page faults; and workers that do not stand behind every other process of the machine."""
 
 HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 """Ports of HAProxy that Serve opens besides its front end; free ones, so that two servers fit on one machine."""
