@@ -103,7 +103,7 @@ def _transformers(site: Site) -> dict[str, Any]:
 
 
 def _llama_cpp(site: Site) -> dict[str, Any]:
-    return {"gguf": str(site.gguf), "token_budget": 512, "max_requests": 64, "context": 16_384}
+    return {"gguf": str(site.gguf), "token_budget": 512}
 
 
 def _no_gguf(site: Site) -> str | None:

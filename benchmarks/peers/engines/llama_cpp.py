@@ -13,7 +13,11 @@ def load(options: dict[str, Any]) -> "LlamaCpp":
 
 
 class LlamaCpp:
-    """Options: `gguf` file, `token_budget`, `max_requests`, `context` (tokens of all sequences together)."""
+    """Options: `gguf` file, `token_budget`.
+
+    A context is made for each number of sequences, so that each sequence has its own part of the KV memory: in one
+    that they share, every token attends to the cells of all of them, and 64 streams take five times as long.
+    """
 
     caches_prefixes = False
 
@@ -22,23 +26,18 @@ class LlamaCpp:
         self.model = llama_cpp.llama_model_load_from_file(
             options["gguf"].encode(), llama_cpp.llama_model_default_params()
         )
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = options["context"]
-        params.n_batch = params.n_ubatch = self.budget = options["token_budget"]
-        params.n_seq_max = options["max_requests"]
-        params.n_threads = params.n_threads_batch = os.cpu_count()
-        params.kv_unified = True
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
-        if not self.context:
-            raise RuntimeError("llama.cpp could not make a context")
-        self.memory = llama_cpp.llama_get_memory(self.context)
+        if not self.model:
+            raise RuntimeError("llama.cpp could not load the model")
+        self.budget = options["token_budget"]
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(self.budget, 0, 1)
+        self.context: Any = None
         self.version = llama_cpp.__version__
-        self.settings = {name: options[name] for name in ("token_budget", "max_requests", "context")}
+        self.settings = {"token_budget": self.budget}
+        self._contexts: dict[int, tuple[int, Any]] = {}
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        llama_cpp.llama_memory_clear(self.memory, False)
+        self._use_context(len(prompts), max(map(len, prompts)) + max_tokens)
         tokens: list[list[int]] = [[] for _ in prompts]
         work = [
             (token, position, sequence, position == len(prompt) - 1)
@@ -54,6 +53,29 @@ class LlamaCpp:
                 for sequence, prompt in enumerate(prompts)
             ]
         return tokens
+
+    def _use_context(self, count: int, length: int) -> None:
+        """Go on with an empty context for `count` sequences of up to `length` tokens."""
+        capacity, self.context = self._contexts.get(count, (0, None))
+        if capacity < length:
+            if self.context is not None:
+                llama_cpp.llama_free(self.context)
+            capacity = -(-length // 256) * 256
+            self.context = self._new_context(count, capacity)
+            self._contexts[count] = capacity, self.context
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
+
+    def _new_context(self, count: int, capacity: int) -> Any:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = count * capacity
+        params.n_seq_max = count
+        params.kv_unified = False
+        params.n_batch = params.n_ubatch = self.budget
+        params.n_threads = params.n_threads_batch = os.cpu_count()
+        context = llama_cpp.llama_init_from_model(self.model, params)
+        if not context:
+            raise RuntimeError("llama.cpp could not make a context")
+        return context
 
     def _decode(self, work: list[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
         """Run (token, position, sequence, whether to sample) together; (sequence, next token) of those that sample."""
