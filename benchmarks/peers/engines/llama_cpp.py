@@ -16,7 +16,7 @@ class LlamaCpp:
     """Options: `gguf` file, `token_budget`.
 
     A context is made for each number of sequences, so that each sequence has its own part of the KV memory: in one
-    that they share, every token attends to the cells of all of them, and 64 streams take five times as long.
+    that they share, every token attends to the cells of all of them, and 64 streams take three times as long.
     """
 
     caches_prefixes = False
