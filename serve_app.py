@@ -59,12 +59,7 @@ def _worker_host(role: str, section: WorkerSection) -> Any:
     host = _host(role, [{"CPU": HOST_CPUS}, worker])
     if section.label_selector:
         host = host.options(placement_group_bundle_label_selector=[section.label_selector] * 2)
-    if section.max_replicas is None:
-        return host.options(num_replicas=section.replicas)
-    return host.options(
-        num_replicas=None,
-        autoscaling_config={"min_replicas": section.replicas, "max_replicas": section.max_replicas},
-    )
+    return host.options(num_replicas=section.replicas)
 
 
 def _host(name: str, bundles: list[dict[str, float]]) -> Any:

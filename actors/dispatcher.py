@@ -11,6 +11,7 @@ When the manager is out of reach, requests go whole to the worker their session 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -41,6 +42,8 @@ PING_S = 2.0
 MANAGER_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 MAX_ATTEMPTS = 10
+DISPATCH_TIMEOUT_S = 30.0
+"""How long a request waits for a worker that could take it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +65,13 @@ class Generation:
     inbox: list[TokenEvent] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     failure: ServiceError | None = None
-    finished: bool = False
+    early: dict[int, TokenEvent] = field(default_factory=dict)
+    """Events whose predecessors have not come yet: the first token and the others come from different workers."""
+    finished_by: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finished_by is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,7 @@ class Dispatcher:
         self._active[generation.request_id] = generation
         try:
             await self._dispatch(generation)
-            while not generation.finished:
+            while True:
                 await generation.arrived.wait()
                 generation.arrived.clear()
                 if generation.failure is not None:
@@ -130,6 +139,8 @@ class Dispatcher:
                 events, generation.inbox = generation.inbox, []
                 if events:
                     yield events
+                    if events[-1].finish is not None:
+                        return
         finally:
             self._end(generation)
 
@@ -148,7 +159,8 @@ class Dispatcher:
 
     async def _dispatch(self, generation: Generation) -> None:
         """Place a generation and send it to its workers, trying again while workers come and go."""
-        for _ in range(round(self._model.await_timeout_s / RETRY_S)):
+        deadline = time.monotonic() + DISPATCH_TIMEOUT_S
+        while time.monotonic() < deadline:
             admission = await self._admit(generation)
             if generation.request_id not in self._active:
                 self._release(generation)
@@ -178,6 +190,8 @@ class Dispatcher:
     async def _admit_all(self, requests: list[AdmitRequest]) -> list[Admission | None]:
         manager = await self._get_manager()
         admissions: list[Admission | None] = await manager.admit.remote(requests)
+        # Whoever left meanwhile may have been settled before it was admitted.
+        self._released += [request.request_id for request in requests if request.request_id not in self._active]
         return admissions
 
     def _place_alone(self, request: AdmitRequest) -> Admission | None:
@@ -235,7 +249,13 @@ class Dispatcher:
         if (self._first_tokens or self._released) and self._manager is not None:
             first_tokens, self._first_tokens = self._first_tokens, []
             released, self._released = self._released, []
-            self._spawn(_quietly(self._manager.settle.remote(self._ingress_id, first_tokens, released)))
+            self._spawn(self._settle(self._manager, first_tokens, released))
+
+    async def _settle(self, manager: ActorHandle[Any], first_tokens: list[str], released: list[str]) -> None:
+        try:
+            await manager.settle.remote(self._ingress_id, first_tokens, released)
+        except RayError:
+            self._released += released  # for the next one; what it does not know does no harm
 
     def _call(self, worker_id: str, method: str, *args: Any) -> None:
         """Call a worker without waiting; if it is dead, its token stream will tell."""
@@ -267,7 +287,7 @@ class Dispatcher:
         try:
             async for ref in handle.token_stream.remote(self._ingress_id):
                 self._receive(worker_id, await ref)
-        except RayError as error:
+        except Exception as error:  # whatever it was, this worker's streams must not stand still
             logger.warning("token stream of %s ended: %s", worker_id, type(error).__name__)
         self._worker_lost(worker_id)
 
@@ -279,13 +299,12 @@ class Dispatcher:
             if event.token_id is None:
                 generation.failure = ServiceError(f"the model could not be run: {event.detail}")
                 generation.failure.status = 500
-            elif event.position == len(generation.tokens):
-                self._take(generation, event)
-            elif event.position > len(generation.tokens):
-                logger.error("%s: position %d came early", event.request_id, event.position)
-                continue
-            else:
-                continue
+            elif event.position >= len(generation.tokens):
+                generation.early[event.position] = event
+                while (due := generation.early.pop(len(generation.tokens), None)) is not None:
+                    self._take(generation, due)
+                    if due.finish is not None:
+                        generation.finished_by = worker_id
             generation.arrived.set()
 
     def _take(self, generation: Generation, event: TokenEvent) -> None:
@@ -297,17 +316,12 @@ class Dispatcher:
             generation.cached_tokens = event.cached_tokens
         generation.tokens.append(event.token_id)
         generation.inbox.append(event)
-        generation.finished = event.finish is not None
 
     def _end(self, generation: Generation) -> None:
-        """The request is over: free what it holds. Whoever finished it has done so; a first token that is also the
-        last came from the prefill worker, and the decode worker still waits."""
+        """The request is over: free what it holds. Whoever finished it has done so."""
         self._active.pop(generation.request_id, None)
         generation.inbox.clear()
-        if not generation.finished or len(generation.tokens) == 1:
-            for worker_id in {generation.prefill, generation.decode}:
-                if worker_id is not None:
-                    self._call(worker_id, "abort", [generation.request_id])
+        self._abort(generation)
         self._release(generation)
 
     def _release(self, generation: Generation) -> None:
@@ -322,18 +336,28 @@ class Dispatcher:
         for generation in list(self._active.values()):
             if generation.finished:
                 continue
-            if generation.decode == worker_id:
-                self._spawn(self._fail_over(generation, worker_id))
+            if generation.decode == worker_id or (generation.prefill == worker_id and not generation.tokens):
+                self._fail_over(generation)
             elif generation.prefill == worker_id and generation.decode is not None:
+                generation.prefill = None
                 self._call(generation.decode, "stop_awaiting", [generation.request_id])
 
-    async def _fail_over(self, generation: Generation, lost: str) -> None:
+    def _abort(self, generation: Generation) -> None:
+        """Tell the workers of a generation, but for the one that finished it, to forget it."""
+        for worker_id in {generation.prefill, generation.decode} - {generation.finished_by}:
+            if worker_id is not None:
+                self._call(worker_id, "abort", [generation.request_id])
+
+    def _fail_over(self, generation: Generation) -> None:
         """Go on elsewhere from the last token delivered."""
-        if generation.prefill is not None and generation.prefill != lost:
-            self._call(generation.prefill, "abort", [generation.request_id])
+        self._abort(generation)
         generation.prefill = generation.decode = None
+        generation.early.clear()
         generation.attempt += 1
         self._on_failover()
+        self._spawn(self._dispatch_again(generation))
+
+    async def _dispatch_again(self, generation: Generation) -> None:
         try:
             if generation.attempt >= MAX_ATTEMPTS:
                 raise ServiceError(f"given up after {MAX_ATTEMPTS} workers died under this request")

@@ -1,4 +1,4 @@
-"""Serve deployments that host one actor each, so that Serve restarts, scales, updates and drains our actors.
+"""Serve deployments that host one actor each, so that Serve restarts, scales and updates our actors.
 
 A host's replica starts its child in the replica's placement group and waits until it is ready; the data plane calls
 the child directly. A child that dies is replaced at once by its host; a host that dies takes its child with it (Ray

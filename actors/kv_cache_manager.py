@@ -58,6 +58,9 @@ class KVCacheManager:
     async def register(self, registration: Registration, handle: list[ActorHandle[Any]]) -> None:
         """Take up a worker and begin to read its export stream."""
         worker_id, epoch = registration.worker_id, registration.epoch
+        current = self._directory.workers.get(worker_id)
+        if current is not None and current.epoch > epoch:
+            return
         known = self._followers.pop(worker_id, None)
         if known is not None:
             known.cancel()
@@ -143,7 +146,7 @@ class KVCacheManager:
                     self._carry_out(self._directory.segment_exported(worker_id, epoch, item.header, payload))
                 self._carry_out(self._directory.blocks_changed(worker_id, epoch, item.sealed, item.evicted))
                 self._carry_out(self._directory.export_failed(worker_id, epoch, item.missing))
-        except RayError as error:
+        except Exception as error:  # whatever it was, nobody reads this worker's stream any more
             logger.warning("%s is gone: %s", worker_id, type(error).__name__)
         self._carry_out(self._directory.remove_worker(worker_id, epoch))
 

@@ -65,7 +65,8 @@ class Worker:
         self._loop_thread = EngineLoop(self._engine, self._publish)
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._outboxes: dict[str, _Outbox] = {}
-        self._reply_to: dict[str, str] = {}
+        self._reply_to: dict[str, tuple[int, str]] = {}
+        """Attempt and ingress of each request that is here."""
         self._exports: asyncio.Queue[ExportItem | ExportedSegment] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._prefill_tokens_per_s = 0.0
@@ -95,15 +96,12 @@ class Worker:
     async def submit(self, assignments: Sequence[Assignment]) -> None:
         """Take requests on. Their events appear on the token stream of the ingress they name."""
         for assignment in assignments:
-            self._reply_to[assignment.request_id] = assignment.reply_to
+            self._reply_to[assignment.request_id] = (assignment.attempt, assignment.reply_to)
             self._outbox(assignment.reply_to).seen_at = time.monotonic()
         now = time.monotonic()
 
-        def command(engine: "Engine") -> None:
-            for assignment in assignments:
-                engine.submit(assignment, now)
-
-        self._loop_thread.post(command)
+        for assignment in assignments:
+            self._loop_thread.post(lambda engine, each=assignment: engine.submit(each, now))  # type: ignore[misc]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ones have ended already."""
@@ -230,23 +228,26 @@ class Worker:
     def _dispatch(self, output: "LoopOutput") -> None:
         step = output.step
         events: Iterable[TokenEvent] = output.failures
+        ended = [(event.request_id, event.attempt) for event in output.failures]
         if step is not None:
             events = (*step.events, *output.failures)
             for segment in step.segments:
                 self._exports_put(segment)
             for request in step.finished:
                 self._metrics.finished(request)
+                ended.append((request.request_id, request.assignment.attempt))
             self._measure(step, output.step_s)
         if output.sealed or output.evicted:
             self._exports_put(ExportItem(sealed=output.sealed, evicted=output.evicted))
         touched = set()
         for event in events:
-            ingress_id = self._reply_to.get(event.request_id)
-            if ingress_id is not None:
-                self._outboxes[ingress_id].events.append(event)
+            attempt, ingress_id = self._reply_to.get(event.request_id, (None, ""))
+            if attempt == event.attempt:
+                self._outbox(ingress_id).events.append(event)
                 touched.add(ingress_id)
-                if event.finish is not None:
-                    del self._reply_to[event.request_id]
+        for request_id, attempt in ended:
+            if self._reply_to.get(request_id, (None, ""))[0] == attempt:
+                del self._reply_to[request_id]
         for ingress_id in touched:
             self._outboxes[ingress_id].filled.set()
 
@@ -312,7 +313,7 @@ class Worker:
             await asyncio.sleep(INGRESS_SILENCE_S / 4)
             deadline = time.monotonic() - INGRESS_SILENCE_S
             for ingress_id in [ingress for ingress, outbox in self._outboxes.items() if outbox.seen_at < deadline]:
-                orphans = [request for request, ingress in self._reply_to.items() if ingress == ingress_id]
+                orphans = [request for request, (_, ingress) in self._reply_to.items() if ingress == ingress_id]
                 await self.abort(orphans)
                 outbox = self._outboxes.pop(ingress_id)
                 outbox.reader += 1

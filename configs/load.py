@@ -36,10 +36,14 @@ def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def _find(name: str | Path) -> Path:
-    for path in (Path(name), CONFIG_FOLDER / Path(name).name, CONFIG_FOLDER / f"{Path(name).name}.yaml"):
-        if path.is_file():
-            return path
-    available = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem != "serve"))
+    path = Path(name)
+    candidates = [path]
+    if str(path.parent) in (".", CONFIG_FOLDER.name):
+        candidates += [CONFIG_FOLDER / path.name, CONFIG_FOLDER / f"{path.name}.yaml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    available = ", ".join(sorted(shipped.stem for shipped in CONFIG_FOLDER.glob("*.yaml") if shipped.stem != "serve"))
     raise StartupError(f"config {name}: no such file; raydix comes with {available}")
 
 

@@ -44,8 +44,7 @@ class CacheSection(_Section):
 class WorkerSection(_Section):
     """One pool of workers."""
 
-    replicas: int = Field(default=1, ge=1, le=4096, description="Workers of this role; the minimum if autoscaled.")
-    max_replicas: int | None = Field(default=None, ge=1, le=4096, description="Upper bound of autoscaling; none.")
+    replicas: int = Field(default=1, ge=1, le=4096, description="Workers of this role.")
     token_budget: int = Field(default=512, ge=16, le=65536, description="Tokens computed in one step.")
     max_requests: int = Field(default=64, ge=1, le=4096, description="Requests that run at the same time.")
     num_threads: int = Field(default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores.")
@@ -66,8 +65,6 @@ class WorkerSection(_Section):
                 f"token_budget ({self.token_budget}) must be at least max_requests ({self.max_requests}): "
                 "every decoding request takes one token of each step"
             )
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least replicas ({self.replicas})")
         return self
 
 

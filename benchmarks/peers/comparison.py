@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from benchmarks.peers.bystanders import QUIET, wait_until_quiet, watching
 from benchmarks.peers.cases import DECODE_PROMPT, Case, prompts
 from benchmarks.peers.roster import Peer, Site
 from benchmarks.peers.worker import Worker, WorkerError
@@ -36,10 +37,10 @@ class Contender:
         cached = self.worker.introduction.caches_prefixes
         return case.streams <= self.peer.most_streams and (cached or not case.needs_prefix_cache)
 
-    def measure(self, case: Case, seed: str) -> None:
+    def measure(self, case: Case, seed: str) -> float:
+        """Seconds, the median of the case's repetitions."""
         self.worker.generate([WARM_PROMPT], 4)  # what other engines pushed out of caches and memory comes back
-        seconds = case.run(lambda prompts, max_tokens: self.worker.generate(prompts, max_tokens)[0], seed)
-        self.seconds.setdefault(case.name, []).append(seconds)
+        return case.run(lambda prompts, max_tokens: self.worker.generate(prompts, max_tokens)[0], seed)
 
     def median(self, case: Case) -> float | None:
         """Seconds over all rounds; None where there are none."""
@@ -49,13 +50,18 @@ class Contender:
 class Comparison:
     """All engines, loaded, in the order in which they are reported. The first is the one they are compared with."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, patience_s: float) -> None:
         self.site = site
         self.contenders: list[Contender] = []
         self.left_out: dict[str, str] = {}
         """Why a peer is missing from the figures, or from some of them."""
         self.idle_cores = 0.0
         """Cores that the waiting engines used together, the most in any turn."""
+        self.foreign_cores = 0.0
+        """Cores that everybody else used, the most in any turn that counts."""
+        self.num_disturbed = 0
+        """Turns that count although others used more than `QUIET` cores: patience was over."""
+        self._patience_s = patience_s
 
     def load(self, peers: Sequence[Peer]) -> None:
         """Start the engines, one after the other; those that cannot be started are left out."""
@@ -85,18 +91,35 @@ class Comparison:
             contender.worker.close()
 
     def _turn(self, contender: Contender, case: Case, seed: str) -> None:
-        if not contender.worker.is_open:
+        """One engine's turn at a case; again if others disturbed it, while there is patience."""
+        while contender.worker.is_open:
+            idle = [other.worker for other in self.contenders if other is not contender]
+            started, before = time.perf_counter(), sum(worker.cpu_seconds() for worker in idle)
+            try:
+                with watching(self._own_cpu_s) as watch:
+                    seconds = contender.measure(case, seed)
+            except WorkerError as error:
+                self._leave_out(contender.peer, f"{case.name}: {error}")
+                contender.worker.close()
+                return
+            used = sum(worker.cpu_seconds() for worker in idle) - before
+            if watch.cores > QUIET and self._patience_s > 0:
+                seed += " again"  # what caches hold of these prompts must not count
+                self._wait_until_quiet()
+                continue
+            self.idle_cores = max(self.idle_cores, used / (time.perf_counter() - started))
+            self.foreign_cores = max(self.foreign_cores, watch.cores)
+            self.num_disturbed += watch.cores > QUIET
+            contender.seconds.setdefault(case.name, []).append(seconds)
             return
-        idle = [other.worker for other in self.contenders if other is not contender]
-        started, before = time.perf_counter(), sum(worker.cpu_seconds() for worker in idle)
-        try:
-            contender.measure(case, seed)
-        except WorkerError as error:
-            self._leave_out(contender.peer, f"{case.name}: {error}")
-            contender.worker.close()
-            return
-        used = sum(worker.cpu_seconds() for worker in idle) - before
-        self.idle_cores = max(self.idle_cores, used / (time.perf_counter() - started))
+
+    def _wait_until_quiet(self) -> None:
+        started = time.monotonic()
+        wait_until_quiet(self._own_cpu_s, self._patience_s)
+        self._patience_s = max(0.0, self._patience_s - (time.monotonic() - started))
+
+    def _own_cpu_s(self) -> float:
+        return time.process_time() + sum(contender.worker.cpu_seconds() for contender in self.contenders)
 
     def _leave_out(self, peer: Peer, reason: str) -> None:
         self.left_out[peer.name] = reason

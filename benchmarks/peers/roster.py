@@ -4,11 +4,12 @@ Each peer has what measured best for it on a small machine; all have the same we
 same size, in bfloat16 (llama.cpp's, in float16, with weights in the GGUF file's own quantisation).
 """
 
+import ctypes.util
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Peer:
     """What its `load` gets."""
     missing: Callable[[Site], str | None] = lambda site: None
     """Why it cannot run, if it cannot."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Callable[[Site], Mapping[str, str]] = lambda site: {}
+    """Added to its process's."""
     most_streams: int = MAX_REQUESTS
 
     def python(self, site: Site) -> Path:
@@ -110,30 +112,39 @@ def _no_gguf(site: Site) -> str | None:
     return None if site.gguf is not None else "the model is not a GGUF file"
 
 
-RAYDIX = Peer(
-    "raydix",
-    "raydix",
-    False,
-    _raydix,
-    environment={"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
-)
-"""With the waiting policy that its workers are deployed with."""
+def _vllm_environment(site: Site) -> dict[str, str]:
+    """Its documented best on CPU: Intel's OpenMP and tcmalloc preloaded, threads that sleep soon.
+
+    One process, whose OpenMP threads are all cores: with a process for the scheduler, it leaves a core of every two to
+    that one, and its worker polls for a second after each request, beside the engine whose turn it is.
+    """
+    libraries = (ctypes.util.find_library("tcmalloc_minimal"), site.home / "vllm" / "lib" / "libiomp5.so")
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "LD_PRELOAD": ":".join(str(library) for library in libraries if library),
+        "OMP_NUM_THREADS": str(os.cpu_count()),
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }
+
+
+RAYDIX = Peer("raydix", "raydix", False, _raydix, environment=lambda site: {"PYTHONPATH": str(ROOT)})
 
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("openvino", "OpenVINO", True, _openvino, _no_ir),
-        Peer("vllm", "vLLM CPU", True, _vllm),
+        Peer("vllm", "vLLM CPU", True, _vllm, environment=_vllm_environment),
         Peer("transformers", "transformers", False, _transformers),
         Peer("llama_cpp", "llama.cpp Q4_1", True, _llama_cpp, _no_gguf, most_streams=64),
     )
 }
 
 
-def process_environment(peer: Peer) -> dict[str, str]:
+def process_environment(peer: Peer, site: Site) -> dict[str, str]:
     """This process's environment without what would tie the peer to raydix's own, and with what is the peer's own.
 
     No engine may reach for the hub while it is measured.
     """
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **peer.environment}
+    return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **peer.environment(site)}

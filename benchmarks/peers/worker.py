@@ -49,7 +49,7 @@ class Worker:
                 stderr=stderr,
                 bufsize=0,
                 cwd=log.parent,
-                env=process_environment(peer),
+                env=process_environment(peer, site),
                 start_new_session=True,
             )
         try:

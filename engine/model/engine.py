@@ -69,14 +69,10 @@ class Engine:
         self.pool = pool
         self.scheduler = Scheduler(pool, limits, max_model_len)
         self.fingerprint = fingerprint
-        self._roots: dict[bytes, BlockHash] = {}
 
     def submit(self, assignment: Assignment, now: float) -> None:
         """Queue a request; its events come out of later steps."""
-        root = self._roots.get(assignment.salt)
-        if root is None:
-            root = self._roots[assignment.salt] = root_hash(self.fingerprint, assignment.salt)
-        self.scheduler.submit(assignment, root, now)
+        self.scheduler.submit(assignment, root_hash(self.fingerprint, assignment.salt), now)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests and free their blocks. Unknown ids are requests that ended already."""

@@ -74,7 +74,7 @@ def test_requests_are_measured(server: Server) -> None:
     assert during.value("waiting_requests", worker=decode) == 0
 
     running.close()
-    after = seen(lambda: at_rest(decode), "the stream has gone")
+    after = seen(lambda: at_rest(before, decode), "the stream has gone")
     assert after.value("available_blocks", worker=decode) == NUM_BLOCKS
     assert 0 < (after.value("cached_blocks", worker=decode) or 0) <= NUM_BLOCKS
     assert after.grown(before, "requests_total", outcome="length") >= 2
@@ -103,9 +103,9 @@ def measured(before: Scrape, decode: str) -> Scrape | None:
     return scrape if complete else None
 
 
-def at_rest(decode: str) -> Scrape | None:
+def at_rest(before: Scrape, decode: str) -> Scrape | None:
     scrape = Scrape.now()
-    gone = (scrape.value("requests_total", outcome="aborted") or 0) > 0
+    gone = scrape.grown(before, "requests_total", outcome="aborted") >= 1
     return scrape if gone and scrape.value("running_requests", worker=decode) == 0 else None
 
 

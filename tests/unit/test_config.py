@@ -170,10 +170,6 @@ def test_the_budget_covers_every_decode(tmp_path: Path) -> None:
     load(tmp_path, {"workers": {"mixed": {"token_budget": 32, "max_requests": 32}}})
 
 
-def test_autoscaling_goes_up(tmp_path: Path) -> None:
-    assert "max_replicas (1)" in complaint(tmp_path, {"workers": {"mixed": {"replicas": 2, "max_replicas": 1}}})
-
-
 @pytest.mark.parametrize(
     ("roles", "is_valid"),
     [

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import itertools
+import os
 import time
 from typing import Any
 
@@ -26,7 +27,9 @@ class Raydix:
             EngineSettings(options["model"], "bfloat16", "cpu", None, 16, None, options["pool_gib"], limits)
         )
         self.version = importlib.metadata.version("raydix")
-        self.settings = {name: options[name] for name in ("pool_gib", "token_budget", "max_requests")}
+        names = ("pool_gib", "token_budget", "max_requests")
+        waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
+        self.settings = {name: options[name] for name in names} | waiting
         self._numbers = itertools.count()
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

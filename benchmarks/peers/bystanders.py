@@ -1,0 +1,45 @@
+"""How many cores everybody but the engines uses: a figure taken while somebody else computes is none."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+QUIET = 0.2
+"""Cores that others may use in a turn that counts."""
+SAMPLE_S = 2.0
+
+
+@dataclass
+class Watch:
+    """What others used while it watched."""
+
+    cores: float = 0.0
+
+
+@contextmanager
+def watching(own_cpu_s: Callable[[], float]) -> Iterator[Watch]:
+    """Watches for as long as the block runs; `own_cpu_s` is the CPU time that this benchmark's processes used."""
+    watch = Watch()
+    started, before = time.perf_counter(), _busy_s() - own_cpu_s()
+    yield watch
+    watch.cores = max(0.0, _busy_s() - own_cpu_s() - before) / (time.perf_counter() - started)
+
+
+def wait_until_quiet(own_cpu_s: Callable[[], float], patience_s: float) -> None:
+    """Return when others leave the cores alone, or when `patience_s` is over."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        with watching(own_cpu_s) as watch:
+            time.sleep(SAMPLE_S)
+        if watch.cores <= QUIET:
+            return
+
+
+def _busy_s() -> float:
+    """CPU time that all processes used, and that was taken from this machine by its host."""
+    times = psutil.cpu_times()
+    busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+    return float(busy)
