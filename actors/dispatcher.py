@@ -1,12 +1,12 @@
 """Sends an ingress replica's requests to their workers and follows their tokens, across failures.
 
-Each generation holds the tokens delivered so far. A token event is taken if its position is the next one, dropped if
-that position was delivered already. So whatever is retried, by whom and how often, every token appears exactly once,
-and because the token at a position does not depend on who computes it, the text is the one it would have been.
+What a token event means for its request is decided by `engine.core.generation.Generation`. Here are the ways to the
+manager and the workers, and what happens when one of them is gone:
 
-When a decode worker dies, its generations are admitted again with what they have generated as part of the prompt.
-When only the prefill worker of a split request dies, its decode worker is told to compute what did not arrive.
-When the manager is out of reach, requests go whole to the worker their session hashes to.
+* a decode worker dies, or a prefill worker before the first token: the request is admitted again, with what it has
+  generated as part of its prompt;
+* a prefill worker dies after the first token: the decode worker is told to compute what did not arrive;
+* the manager is out of reach: requests go whole to the worker their session hashes to.
 """
 
 import asyncio
@@ -14,29 +14,21 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.batching import Batch
+from actors.calls import Background, answer, quietly
 from actors.names import MANAGER, find_actor
 from engine.core.errors import NoWorkerError, OverloadedError, ServiceError
+from engine.core.generation import Generation
 from engine.core.hashing import hash_blocks, root_hash
 from engine.core.placement import rank_by_session
-from engine.core.types import (
-    Admission,
-    AdmitRequest,
-    Assignment,
-    Role,
-    SamplingParams,
-    Stage,
-    TokenEvent,
-)
+from engine.core.types import Admission, AdmitRequest, Assignment, Role, Stage, TokenEvent
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 PING_S = 2.0
 MANAGER_TIMEOUT_S = 5.0
@@ -47,31 +39,12 @@ DISPATCH_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class Generation:
-    """One running request of this ingress: what it asked for, what it got, who works on it."""
+class _Delivery:
+    """A generation and the tokens that its reader has not taken yet."""
 
-    request_id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    salt: bytes = b""
-    session: str | None = None
-    tokens: list[int] = field(default_factory=list)
-    attempt: int = 0
-    prefill: str | None = None
-    decode: str | None = None
-    cached_tokens: int | None = None
-    imported_tokens: int = 0
-    """Prompt tokens whose KV the first attempt's prefill worker was promised from elsewhere."""
+    generation: Generation
     inbox: list[TokenEvent] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: ServiceError | None = None
-    early: dict[int, TokenEvent] = field(default_factory=dict)
-    """Events whose predecessors have not come yet: the first token and the others come from different workers."""
-    finished_by: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.finished_by is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +67,22 @@ class Dispatcher:
         self._model = model
         self._max_active = max_active
         self._on_failover = on_failover
-        self._active: dict[str, Generation] = {}
+        self._active: dict[str, _Delivery] = {}
         self._workers: dict[str, ActorHandle[Any]] = {}
         self._known_workers: dict[str, Role] = {}
         self._manager: ActorHandle[Any] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background()
         self._admits = Batch(self._admit_all)
-        self._first_tokens: list[str] = []
+        self._first_tokens: list[tuple[str, int]] = []
         self._released: list[str] = []
         self._assignments: dict[str, list[Assignment]] = {}
         self._flush_scheduled = False
 
     def start(self) -> None:
         """Begin to tell workers that this ingress is alive. Needs a running event loop."""
-        self._spawn(self._keep_alive())
+        self._background.start(self._keep_alive())
 
-    @property
-    def num_active(self) -> int:
-        return len(self._active)
-
-    def reserve(self, count: int) -> None:
+    def require_room(self, count: int) -> None:
         """Raises OverloadedError if `count` more requests would be too many."""
         if len(self._active) + count > self._max_active:
             raise OverloadedError(
@@ -128,15 +97,15 @@ class Dispatcher:
         Raises:
             ServiceError: no worker could take it, or every attempt failed.
         """
-        self._active[generation.request_id] = generation
+        delivery = self._active[generation.request_id] = _Delivery(generation)
         try:
             await self._dispatch(generation)
             while True:
-                await generation.arrived.wait()
-                generation.arrived.clear()
+                await delivery.arrived.wait()
+                delivery.arrived.clear()
                 if generation.failure is not None:
                     raise generation.failure
-                events, generation.inbox = generation.inbox, []
+                events, delivery.inbox = delivery.inbox, []
                 if events:
                     yield events
                     if events[-1].finish is not None:
@@ -148,7 +117,8 @@ class Dispatcher:
         """The workers that the manager knows now; empty when it is out of reach."""
         try:
             manager = await self._get_manager()
-            infos = await asyncio.wait_for(_answer(manager.workers.remote(self._ingress_id)), MANAGER_TIMEOUT_S)
+            call: Any = manager.workers.remote(self._ingress_id, list(self._active))
+            infos = await answer(call, MANAGER_TIMEOUT_S)
         except (RayError, TimeoutError, ServiceError):
             self._manager = None  # look for its successor the next time
             return {}
@@ -165,13 +135,13 @@ class Dispatcher:
             if generation.request_id not in self._active:
                 self._release(generation)
                 return
-            if admission is not None and self._send(generation, admission):
+            if admission is not None and await self._send(generation, admission):
                 return
             await asyncio.sleep(RETRY_S)
         raise NoWorkerError("no worker is ready to take the request", retry_after_s=5)
 
     async def _admit(self, generation: Generation) -> Admission | None:
-        token_ids = (*generation.prompt, *generation.tokens)
+        token_ids = generation.token_ids
         root = root_hash(self._model.fingerprint, generation.salt)
         request = AdmitRequest(
             generation.request_id,
@@ -202,14 +172,14 @@ class Dispatcher:
         worker_id = rank_by_session(request.session or request.request_id, able)[0]
         return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), (), 0.0)
 
-    def _send(self, generation: Generation, admission: Admission) -> bool:
+    async def _send(self, generation: Generation, admission: Admission) -> bool:
         """Submit to the admitted workers; False if one of them is not there."""
-        if not (self._follow(admission.prefill) and self._follow(admission.decode)):
+        for worker_id in (admission.prefill, admission.decode):
+            await self._follow(worker_id)
+        if not self._workers.keys() >= {admission.prefill, admission.decode}:
             self._release(generation)
             return False
-        generation.prefill, generation.decode = admission.prefill, admission.decode
-        if generation.attempt == 0:
-            generation.imported_tokens = len(admission.prefill_awaited) * self._model.block_size
+        generation.place(admission, self._model.block_size)
         self._known_workers.setdefault(admission.decode, Role.DECODE)
         if admission.prefill == admission.decode:
             self._assign(generation, admission.decode, Stage.WHOLE, admission.prefill_awaited)
@@ -223,7 +193,7 @@ class Dispatcher:
             generation.request_id,
             generation.attempt,
             stage,
-            (*generation.prompt, *generation.tokens),
+            generation.token_ids,
             len(generation.prompt),
             generation.sampling,
             self._ingress_id,
@@ -245,13 +215,27 @@ class Dispatcher:
         assignments, self._assignments = self._assignments, {}
         for worker_id, batch in assignments.items():
             # Who left meanwhile has been aborted already, and that call must not be overtaken by this one.
-            self._call(worker_id, "submit", [each for each in batch if each.request_id in self._active])
+            batch = [each for each in batch if each.request_id in self._active]
+            if batch and worker_id in self._workers:
+                self._background.start(self._submit(worker_id, self._workers[worker_id], batch))
         if (self._first_tokens or self._released) and self._manager is not None:
             first_tokens, self._first_tokens = self._first_tokens, []
             released, self._released = self._released, []
-            self._spawn(self._settle(self._manager, first_tokens, released))
+            self._background.start(self._settle(self._manager, first_tokens, released))
 
-    async def _settle(self, manager: ActorHandle[Any], first_tokens: list[str], released: list[str]) -> None:
+    async def _submit(self, worker_id: str, worker: ActorHandle[Any], assignments: list[Assignment]) -> None:
+        try:
+            await worker.submit.remote(assignments)
+        except RayError as error:
+            logger.warning("%s took no requests: %s", worker_id, type(error).__name__)
+            for assignment in assignments:
+                delivery = self._active.get(assignment.request_id)
+                if delivery is not None and delivery.generation.attempt == assignment.attempt:
+                    self._fail_over(delivery.generation)
+
+    async def _settle(
+        self, manager: ActorHandle[Any], first_tokens: list[tuple[str, int]], released: list[str]
+    ) -> None:
         try:
             await manager.settle.remote(self._ingress_id, first_tokens, released)
         except RayError:
@@ -261,27 +245,23 @@ class Dispatcher:
         """Call a worker without waiting; if it is dead, its token stream will tell."""
         handle = self._workers.get(worker_id)
         if handle is not None:
-            self._spawn(_quietly(getattr(handle, method).remote(*args)))
+            self._background.start(quietly(getattr(handle, method).remote(*args)))
 
     async def _get_manager(self) -> ActorHandle[Any]:
         if self._manager is None:
-            self._manager = find_actor(MANAGER, self._app_name)
+            self._manager = await find_actor(MANAGER, self._app_name)
         if self._manager is None:
             raise NoWorkerError("the KV cache manager is not there")
         return self._manager
 
     # Receiving
 
-    def _follow(self, worker_id: str) -> bool:
-        """Make sure that a worker's token stream is being read; False if there is no such worker."""
-        if worker_id in self._workers:
-            return True
-        handle = find_actor(worker_id, self._app_name)
-        if handle is None:
-            return False
-        self._workers[worker_id] = handle
-        self._spawn(self._read(worker_id, handle))
-        return True
+    async def _follow(self, worker_id: str) -> None:
+        """Make sure that a worker's token stream is being read, if there is such a worker."""
+        handle = None if worker_id in self._workers else await find_actor(worker_id, self._app_name)
+        if handle is not None and worker_id not in self._workers:  # another request may have been first
+            self._workers[worker_id] = handle
+            self._background.start(self._read(worker_id, handle))
 
     async def _read(self, worker_id: str, handle: ActorHandle[Any]) -> None:
         try:
@@ -293,35 +273,23 @@ class Dispatcher:
 
     def _receive(self, worker_id: str, events: list[TokenEvent]) -> None:
         for event in events:
-            generation = self._active.get(event.request_id)
-            if generation is None or event.attempt != generation.attempt or generation.finished:
+            delivery = self._active.get(event.request_id)
+            if delivery is None:
                 continue
-            if event.token_id is None:
-                generation.failure = ServiceError(f"the model could not be run: {event.detail}")
-                generation.failure.status = 500
-            elif event.position >= len(generation.tokens):
-                generation.early[event.position] = event
-                while (due := generation.early.pop(len(generation.tokens), None)) is not None:
-                    self._take(generation, due)
-                    if due.finish is not None:
-                        generation.finished_by = worker_id
-            generation.arrived.set()
-
-    def _take(self, generation: Generation, event: TokenEvent) -> None:
-        assert event.token_id is not None
-        if not generation.tokens:
-            self._first_tokens.append(generation.request_id)
-            self._flush_soon()
-        if generation.cached_tokens is None:
-            generation.cached_tokens = event.cached_tokens
-        generation.tokens.append(event.token_id)
-        generation.inbox.append(event)
+            generation = delivery.generation
+            had_none = not generation.tokens
+            due = generation.take(event, worker_id)
+            if due and had_none:
+                self._first_tokens.append((generation.request_id, generation.attempt))
+                self._flush_soon()
+            if due or generation.failure is not None:
+                delivery.inbox += due
+                delivery.arrived.set()
 
     def _end(self, generation: Generation) -> None:
-        """The request is over: free what it holds. Whoever finished it has done so."""
-        self._active.pop(generation.request_id, None)
-        generation.inbox.clear()
-        self._abort(generation)
+        """The request is over: free what it holds."""
+        del self._active[generation.request_id]
+        self._abort(generation, generation.workers_to_abort())
         self._release(generation)
 
     def _release(self, generation: Generation) -> None:
@@ -333,29 +301,23 @@ class Dispatcher:
     def _worker_lost(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._known_workers.pop(worker_id, None)
-        for generation in list(self._active.values()):
-            if generation.finished:
-                continue
-            if generation.decode == worker_id or (generation.prefill == worker_id and not generation.tokens):
+        for generation in [delivery.generation for delivery in self._active.values()]:
+            if generation.dies_with(worker_id):
                 self._fail_over(generation)
-            elif generation.prefill == worker_id and generation.decode is not None:
-                generation.prefill = None
+            elif generation.loses_kv_with(worker_id):
+                assert generation.decode is not None
                 self._call(generation.decode, "stop_awaiting", [generation.request_id])
 
-    def _abort(self, generation: Generation) -> None:
-        """Tell the workers of a generation, but for the one that finished it, to forget it."""
-        for worker_id in {generation.prefill, generation.decode} - {generation.finished_by}:
-            if worker_id is not None:
-                self._call(worker_id, "abort", [generation.request_id])
+    def _abort(self, generation: Generation, workers: set[str]) -> None:
+        for worker_id in workers:
+            self._call(worker_id, "abort", [generation.request_id])
 
     def _fail_over(self, generation: Generation) -> None:
         """Go on elsewhere from the last token delivered."""
-        self._abort(generation)
-        generation.prefill = generation.decode = None
-        generation.early.clear()
-        generation.attempt += 1
-        self._on_failover()
-        self._spawn(self._dispatch_again(generation))
+        if not generation.is_over:
+            self._abort(generation, generation.start_over())
+            self._on_failover()
+            self._background.start(self._dispatch_again(generation))
 
     async def _dispatch_again(self, generation: Generation) -> None:
         try:
@@ -364,7 +326,9 @@ class Dispatcher:
             await self._dispatch(generation)
         except ServiceError as error:
             generation.failure = error
-            generation.arrived.set()
+            delivery = self._active.get(generation.request_id)
+            if delivery is not None:
+                delivery.arrived.set()
 
     async def _keep_alive(self) -> None:
         while True:
@@ -377,25 +341,6 @@ class Dispatcher:
         """Requests that wait at this decode worker for a prefill worker that lives and has not come to them yet."""
         return [
             generation.request_id
-            for generation in self._active.values()
-            if generation.decode == worker_id != generation.prefill
-            and generation.prefill in self._workers
-            and not generation.tokens
+            for generation in (delivery.generation for delivery in self._active.values())
+            if generation.decode == worker_id and generation.awaits_prefill and generation.prefill in self._workers
         ]
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-async def _answer(ref: Any) -> Any:
-    return await ref
-
-
-async def _quietly(ref: Any) -> None:
-    """Wait for a call whose failure is somebody else's to notice."""
-    try:
-        await ref
-    except RayError as error:
-        logger.debug("call failed: %s", type(error).__name__)

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from actors.dispatcher import Dispatcher, Generation, ModelFacts
+from actors.dispatcher import Dispatcher, ModelFacts
 from actors.metrics import IngressMetrics
 from configs.schema import Config
 from engine.api.assembler import ChoiceAssembler, Piece
@@ -26,6 +26,7 @@ from engine.api.spec import GenerationSpec, Prompt, require_token_ids, sampling_
 from engine.api.stream import DONE, ChunkWriter, usage_event
 from engine.core.detokenizer import ByteDetokenizer, Detokenizer, PrefixDetokenizer
 from engine.core.errors import ModelNotFoundError, RequestError, ServiceError
+from engine.core.generation import Generation
 from engine.core.types import FinishReason, TokenLogprobs
 from engine.model.build import DTYPES, kv_fingerprint, model_len
 from engine.model.config import ModelConfig
@@ -122,7 +123,7 @@ class Frontend:
         """
         if spec.model is not None:
             self.check_model(spec.model)
-        self._dispatcher.reserve(spec.num_choices)
+        self._dispatcher.require_room(spec.num_choices)
         arrived_at = time.monotonic()
         prompts = [await self._token_ids(prompt, spec.prompt_param) for prompt in spec.prompts]
         if spec.kind == "chat":
@@ -321,7 +322,8 @@ class Frontend:
         """One line and one set of observations per request."""
         now = time.monotonic()
         finished = all(answer.finish is not None for answer in job.answers)
-        outcome = str(job.answers[0].finish) if finished else "aborted"
+        failed = any(answer.generation.failure is not None for answer in job.answers)
+        outcome = str(job.answers[0].finish) if finished else "failed" if failed else "aborted"
         usage = job.usage()
         first = min((a.first_token_at for a in job.answers if a.first_token_at is not None), default=None)
         ttft_s = None if first is None else first - job.arrived_at

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.calls import answer
 from actors.kv_cache_manager import KVCacheManager
 from actors.names import MANAGER, namespace
 from actors.worker import WORKER_CLASSES
@@ -31,6 +32,8 @@ GIB = 1 << 30
 MAX_CONCURRENT_CALLS = 10_000
 CHECK_TIMEOUT_S = 60
 """A child that answers nothing for so long hangs. An engine answers between two steps, and a step may take seconds."""
+RESTART_TIMEOUT_S = 1800
+"""A child that is not ready after so long, its model loaded and its pool laid out, does not come back by itself."""
 MANAGER_CPUS = 0.1
 OPENMP_SPINS = "10000"
 
@@ -53,7 +56,7 @@ class ActorHost:
         if self._failure is not None:
             raise RuntimeError(self._failure)
         try:
-            await asyncio.wait_for(_answer(self._child.check.remote()), CHECK_TIMEOUT_S)
+            await answer(self._child.check.remote(), CHECK_TIMEOUT_S)
         except TimeoutError:
             logger.error("%s does not answer for %d s and is replaced", self._name, CHECK_TIMEOUT_S)
             ray.kill(self._child)
@@ -73,9 +76,9 @@ class ActorHost:
             except RayError as error:
                 logger.warning("%s died (%s), starting another", self._name, type(error).__name__)
             try:
-                self._child = await self._start_child()
-            except (RayError, ValueError) as error:
-                self._failure = f"{self._name} does not start again: {error}"
+                self._child = await asyncio.wait_for(self._start_child(), RESTART_TIMEOUT_S)
+            except Exception as error:  # whatever it was, Serve should try with another host
+                self._failure = f"{self._name} does not start again: {type(error).__name__}: {error}"
                 return
 
     def _options(self, **options: Any) -> dict[str, Any]:
@@ -113,10 +116,6 @@ class ActorHost:
         settings = engine_settings(self._config, section)
         child: ActorHandle[Any] = actor.remote(settings, role, self._name, self._app_name)
         return child
-
-
-async def _answer(ref: Any) -> Any:
-    return await ref
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

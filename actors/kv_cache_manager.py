@@ -13,6 +13,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from actors.calls import Background, quietly
 from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration, WorkerInfo
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
 from engine.core.errors import NoWorkerError
@@ -28,6 +29,8 @@ class _Ingress:
 
     seen_at: float = field(default_factory=time.monotonic)
     requests: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+    """Requests that it did not name the last time; not to do so twice means that they are over."""
 
 
 class KVCacheManager:
@@ -38,7 +41,7 @@ class KVCacheManager:
         self._handles: dict[str, ActorHandle[Any]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._ingresses: dict[str, _Ingress] = {}
-        self._calls: set[asyncio.Future[Any]] = set()
+        self._background = Background()
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -76,10 +79,15 @@ class KVCacheManager:
         self._directory.worker_measured(worker_id, epoch, prefill_tokens_per_s)
         return self._directory.is_current(worker_id, epoch)
 
-    async def workers(self, ingress_id: str | None = None) -> list[WorkerInfo]:
-        """All registered workers; an ingress replica that asks now and then shows that it is alive."""
+    async def workers(self, ingress_id: str | None = None, active: Sequence[str] = ()) -> list[WorkerInfo]:
+        """All registered workers. An ingress replica that asks now and then shows that it is alive, and which of its
+        requests are; of the others it forgot to say, or could not, that they ended."""
         if ingress_id is not None:
-            self._ingress(ingress_id).seen_at = time.monotonic()
+            ingress = self._ingress(ingress_id)
+            ingress.seen_at = time.monotonic()
+            missing = ingress.requests.difference(active)
+            self._release(ingress, missing & ingress.missing)
+            ingress.missing = missing & ingress.requests
         return [WorkerInfo(w.worker_id, w.role, w.epoch) for w in self._directory.workers.values()]
 
     # Requests
@@ -99,13 +107,11 @@ class KVCacheManager:
             admissions.append(admission)
         return admissions
 
-    async def settle(self, ingress_id: str, first_tokens: Sequence[str], released: Sequence[str]) -> None:
-        """Requests of an ingress replica got their first token; others of its requests ended."""
-        self._ingress(ingress_id).requests.difference_update(released)
-        for request_id in first_tokens:
-            self._directory.first_token(request_id)
-        for request_id in released:
-            self._carry_out(self._directory.release(request_id))
+    async def settle(self, ingress_id: str, first_tokens: Sequence[tuple[str, int]], released: Sequence[str]) -> None:
+        """Requests of an ingress replica got the first token of an attempt; others of its requests ended."""
+        for request_id, attempt in first_tokens:
+            self._directory.first_token(request_id, attempt)
+        self._release(self._ingress(ingress_id), released)
 
     async def statistics(self) -> dict[str, int]:
         """Sizes of the index, after checking its integrity."""
@@ -123,17 +129,21 @@ class KVCacheManager:
     def _ingress(self, ingress_id: str) -> "_Ingress":
         return self._ingresses.setdefault(ingress_id, _Ingress())
 
+    def _release(self, ingress: _Ingress, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            ingress.requests.discard(request_id)
+            self._carry_out(self._directory.release(request_id))
+
     async def _watch_ingresses(self) -> None:
         """Release what belongs to ingress replicas that are gone."""
         while True:
             await asyncio.sleep(INGRESS_SILENCE_S / 4)
             deadline = time.monotonic() - INGRESS_SILENCE_S
             for ingress_id in [name for name, ingress in self._ingresses.items() if ingress.seen_at < deadline]:
-                orphans = self._ingresses.pop(ingress_id).requests
-                for request_id in orphans:
-                    self._carry_out(self._directory.release(request_id))
-                if orphans:
-                    logger.warning("ingress %s is gone: %d requests released", ingress_id, len(orphans))
+                ingress = self._ingresses.pop(ingress_id)
+                if ingress.requests:
+                    logger.warning("ingress %s is gone: %d requests released", ingress_id, len(ingress.requests))
+                self._release(ingress, list(ingress.requests))
 
     async def _follow(self, worker_id: str, epoch: int, handle: ActorHandle[Any]) -> None:
         """Read one worker's export stream until the worker is gone."""
@@ -149,27 +159,26 @@ class KVCacheManager:
         except Exception as error:  # whatever it was, nobody reads this worker's stream any more
             logger.warning("%s is gone: %s", worker_id, type(error).__name__)
         self._carry_out(self._directory.remove_worker(worker_id, epoch))
+        if self._followers.get(worker_id) is asyncio.current_task():
+            del self._followers[worker_id], self._handles[worker_id]
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             handle = self._handles[instruction.worker_id]
-            call: Any
             match instruction:
-                case Deliver(segment=Segment(header=header, ref=ref)):
-                    call = handle.import_segment.remote(header, [] if ref is None else [ref])
+                case Deliver(segment=segment):
+                    self._background.start(self._deliver(handle, segment))
                 case Export(hashes=hashes):
-                    call = handle.export_blocks.remote(hashes)
+                    self._background.start(quietly(handle.export_blocks.remote(hashes)))
                 case Lost(hashes=hashes):
-                    call = handle.blocks_lost.remote(hashes)
-            self._keep(call)
+                    self._background.start(quietly(handle.blocks_lost.remote(hashes)))
 
-    def _keep(self, call: Any) -> None:
-        """Hold a call's answer until it is there, and let a worker that died meanwhile be noticed by its stream."""
-        answer = asyncio.ensure_future(call)
-        self._calls.add(answer)
-        answer.add_done_callback(self._answered)
-
-    def _answered(self, answer: asyncio.Future[Any]) -> None:
-        self._calls.discard(answer)
-        if not answer.cancelled() and (error := answer.exception()) is not None and not isinstance(error, RayError):
-            logger.error("a worker refused an instruction: %s", error)
+    async def _deliver(self, handle: ActorHandle[Any], segment: Segment) -> None:
+        """Hand a segment to a worker; one that cannot be read is not promised to anybody any more."""
+        try:
+            usable = await handle.import_segment.remote(segment.header, [] if segment.ref is None else [segment.ref])
+        except RayError as error:  # the worker is gone; its stream tells
+            logger.debug("segment not delivered: %s", type(error).__name__)
+            return
+        if not usable:
+            self._directory.segment_lost(segment.segment_id)

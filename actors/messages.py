@@ -26,7 +26,6 @@ class Registration:
     worker_id: str
     epoch: int
     role: Role
-    app_name: str
     block_bytes: int
     hashes: tuple[BlockHash, ...]
 

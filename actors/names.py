@@ -1,5 +1,6 @@
 """Names under which the parts of one application find each other in the cluster."""
 
+import asyncio
 from typing import Any
 
 import ray
@@ -13,9 +14,9 @@ def namespace(app_name: str) -> str:
     return f"raydix:{app_name}"
 
 
-def find_actor(name: str, app_name: str) -> ActorHandle[Any] | None:
-    """The living actor of that name; None while there is none."""
+async def find_actor(name: str, app_name: str) -> ActorHandle[Any] | None:
+    """The living actor of that name; None while there is none. Asks Ray's control store beside the event loop."""
     try:
-        return ray.get_actor(name, namespace=namespace(app_name))
+        return await asyncio.to_thread(ray.get_actor, name, namespace=namespace(app_name))
     except ValueError:
         return None

@@ -9,15 +9,17 @@ The engine runs in a thread; this class only moves messages between that thread 
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
+from actors.calls import Background, answer
 from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration
 from actors.metrics import WorkerMetrics
 from actors.names import MANAGER, find_actor
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 REPORT_S = 0.5
 FETCH_TIMEOUT_S = 20.0
-MAX_QUEUED_EXPORTS = 256
+MAX_QUEUED_EXPORT_BYTES = 512 << 20
 MIN_RATED_TOKENS = 64
 """Steps with fewer prefill tokens say little about the prefill rate."""
 
@@ -68,7 +70,8 @@ class Worker:
         self._reply_to: dict[str, tuple[int, str]] = {}
         """Attempt and ingress of each request that is here."""
         self._exports: asyncio.Queue[ExportItem | ExportedSegment] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._queued_export_bytes = 0
+        self._background = Background()
         self._prefill_tokens_per_s = 0.0
 
     async def start(self) -> str:
@@ -76,11 +79,8 @@ class Worker:
         if self._event_loop is None:
             self._event_loop = asyncio.get_running_loop()
             self._loop_thread.start()
-            self._tasks = [
-                asyncio.create_task(self._stay_registered()),
-                asyncio.create_task(self._watch_ingresses()),
-                asyncio.create_task(self._report()),
-            ]
+            for duty in (self._stay_registered(), self._watch_ingresses(), self._report()):
+                self._background.start(duty)
         return self._worker_id
 
     async def check(self) -> None:
@@ -99,9 +99,7 @@ class Worker:
             self._reply_to[assignment.request_id] = (assignment.attempt, assignment.reply_to)
             self._outbox(assignment.reply_to).seen_at = time.monotonic()
         now = time.monotonic()
-
-        for assignment in assignments:
-            self._loop_thread.post(lambda engine, each=assignment: engine.submit(each, now))  # type: ignore[misc]
+        self._loop_thread.post(lambda engine: self._take_on(engine, assignments, now))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ones have ended already."""
@@ -142,32 +140,36 @@ class Worker:
             if isinstance(item, ExportItem):
                 yield item
                 continue
+            self._queued_export_bytes -= item.header.num_bytes
             yield ExportItem(header=item.header)
             if item.header.num_bytes:
                 self._metrics.exported_bytes(item.header.num_bytes)
                 yield item.payload
 
-    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef[Any]]) -> None:
-        """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
+    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef[Any]]) -> bool:
+        """Fetch a segment and take its blocks into the pool; False if it cannot be had or is not what it says.
+
+        `payload` holds one reference, or none for no bytes.
+        """
         content = None
         try:
             if payload:
-                content = await asyncio.wait_for(_fetch(payload[0]), FETCH_TIMEOUT_S)
+                content = await answer(payload[0], FETCH_TIMEOUT_S)
                 self._metrics.imported_bytes(header.num_bytes)
         except (RayError, TimeoutError) as error:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
         now = time.monotonic()
-
-        def command(engine: "Engine") -> None:
-            engine.import_segment(header, content, now)
-
-        self._loop_thread.post(command)
+        return bool(await self._ask(lambda engine: engine.import_segment(header, content, now)))
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Export blocks of the pool; what is not here any more is reported as missing."""
 
         def export(engine: "Engine") -> None:
-            segment, missing = engine.export(hashes)
+            segment, missing = None, tuple(hashes)
+            try:
+                segment, missing = engine.export(hashes)
+            except Exception:  # who waits for these blocks must hear that they do not come
+                logger.exception("%d blocks not exported", len(hashes))
             if segment is not None:
                 self._in_event_loop(self._exports_put, segment)
             if missing:
@@ -177,7 +179,8 @@ class Worker:
 
     async def blocks_lost(self, hashes: Sequence[BlockHash]) -> None:
         """Promised blocks will not come."""
-        self._loop_thread.post(lambda engine: engine.scheduler.blocks_lost(hashes))
+        now = time.monotonic()
+        self._loop_thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
 
     async def reset_cache(self) -> int:
         """Forget every block that no request holds; returns how many."""
@@ -206,16 +209,30 @@ class Worker:
 
     async def _ask(self, question: Any) -> Any:
         """Run `question(engine)` in the engine's thread and return its answer."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        reply: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def command(engine: "Engine") -> None:
             try:
-                self._in_event_loop(answer.set_result, question(engine))
+                reply.set_result(question(engine))
             except Exception as error:  # the engine's thread must survive; the caller gets the error
-                self._in_event_loop(answer.set_exception, error)
+                reply.set_exception(error)
 
         self._loop_thread.post(command)
-        return await answer
+        return await asyncio.shield(asyncio.wrap_future(reply))
+
+    def _take_on(self, engine: "Engine", assignments: Sequence[Assignment], now: float) -> None:
+        """Called in the engine's thread."""
+        from engine.model.engine import error_event
+        from engine.model.loop import LoopOutput
+
+        for assignment in assignments:
+            try:
+                engine.submit(assignment, now)
+            except Exception as error:  # its ingress must hear that nothing will come
+                logger.exception("%s not taken on", assignment.request_id)
+                position = len(assignment.token_ids) - assignment.num_prompt_tokens
+                event = error_event(assignment, position, f"{type(error).__name__}: {error}")
+                self._publish(LoopOutput(None, (), (), (event,)))
 
     def _in_event_loop(self, function: Any, *args: Any) -> None:
         assert self._event_loop is not None
@@ -223,9 +240,9 @@ class Worker:
 
     def _publish(self, output: "LoopOutput") -> None:
         """Called in the engine's thread after each step."""
-        self._in_event_loop(self._dispatch, output)
+        self._in_event_loop(self._hand_out, output)
 
-    def _dispatch(self, output: "LoopOutput") -> None:
+    def _hand_out(self, output: "LoopOutput") -> None:
         step = output.step
         events: Iterable[TokenEvent] = output.failures
         ended = [(event.request_id, event.attempt) for event in output.failures]
@@ -260,9 +277,13 @@ class Worker:
             self._prefill_tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
 
     def _exports_put(self, item: "ExportItem | ExportedSegment") -> None:
-        """Queue an item for the manager. While nobody reads, payloads are dropped: their receivers compute them."""
-        if not isinstance(item, ExportItem) and self._exports.qsize() >= MAX_QUEUED_EXPORTS:
-            item = ExportItem(missing=item.header.full_hashes)
+        """Queue an item for the manager. While nobody reads, only so many payloads are kept: the pool has the rest."""
+        if not isinstance(item, ExportItem):
+            if self._queued_export_bytes + item.header.num_bytes > MAX_QUEUED_EXPORT_BYTES:
+                header = replace(item.header, hashes=(), num_bytes=0) if item.header.handover is not None else None
+                item = ExportItem(header=header, missing=item.header.full_hashes)
+            else:
+                self._queued_export_bytes += item.header.num_bytes
         self._exports.put_nowait(item)
 
     def _outbox(self, ingress_id: str) -> _Outbox:
@@ -272,13 +293,15 @@ class Worker:
         """Register with the manager, and again with every new one: it knows us only while it lives."""
         while True:
             try:
-                manager = find_actor(MANAGER, self._app_name)
+                manager = await find_actor(MANAGER, self._app_name)
                 if manager is not None:
                     await manager.register.remote(await self._introduce(), [ray.get_runtime_context().current_actor])
                     while await manager.heartbeat.remote(self._worker_id, self._epoch, self._prefill_tokens_per_s):
                         await asyncio.sleep(HEARTBEAT_S)
             except RayError as error:
                 logger.info("manager out of reach: %s", type(error).__name__)
+            except Exception:  # whatever it was: a worker that is not registered gets no work
+                logger.exception("registration failed")
             # Nobody remembers what this worker was promised.
             self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
             await asyncio.sleep(HEARTBEAT_S / 2)
@@ -292,14 +315,13 @@ class Worker:
 
         def restart(hashes: tuple[BlockHash, ...]) -> None:
             old, self._exports = self._exports, asyncio.Queue()
+            self._queued_export_bytes = 0
             old.put_nowait(ExportItem())  # wakes the reader of the old stream, which then ends
             taken.set_result(hashes)
 
         taken: asyncio.Future[tuple[BlockHash, ...]] = asyncio.get_running_loop().create_future()
         self._loop_thread.post(snapshot)
-        return Registration(
-            self._worker_id, self._epoch, self._role, self._app_name, self._engine.store.block_bytes, await taken
-        )
+        return Registration(self._worker_id, self._epoch, self._role, self._engine.store.block_bytes, await taken)
 
     async def _report(self) -> None:
         """Keep the metrics up to date, when nothing happens too."""
@@ -339,7 +361,3 @@ WORKER_CLASSES: dict[Role, type[Worker]] = {
     Role.DECODE: DecodeWorker,
     Role.MIXED: MixedWorker,
 }
-
-
-async def _fetch(ref: ray.ObjectRef[Any]) -> Any:
-    return await ref

@@ -7,8 +7,8 @@ Every block is in exactly one of three states:
 * free: nobody holds it and it contains nothing.
 
 A block gets its hash (is *sealed*) only after the forward pass or the import that filled it. Blocks of one request are
-released last block first, and a parent is used whenever its child is, so evicting the least recently released block
-always evicts a leaf of the prefix tree.
+released last block first, and a parent is used whenever its child is, so the least recently released block is nearly
+always a leaf of the prefix tree.
 """
 
 from collections import OrderedDict

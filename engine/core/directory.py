@@ -219,6 +219,12 @@ class Directory:
         self._forget_unknown(failed)
         return instructions + self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed)
 
+    def segment_lost(self, segment_id: int) -> None:
+        """A segment could not be read, or was not what it says: nobody is promised it any more."""
+        segment = self._segments.get(segment_id)
+        if segment is not None:
+            self._drop_segment(segment)
+
     # Requests
 
     def admit(self, request: AdmitRequest) -> tuple[Admission, list[Instruction]]:
@@ -277,10 +283,10 @@ class Directory:
         instructions += self._promise(reservation, decode, decode_awaited)
         return admission, instructions
 
-    def first_token(self, request_id: str) -> None:
-        """The request's prefill is done: its worker's queue is shorter by it."""
+    def first_token(self, request_id: str, attempt: int) -> None:
+        """The attempt's prefill is done: its worker's queue is shorter by it."""
         reservation = self._reservations.get(request_id)
-        if reservation is not None:
+        if reservation is not None and reservation.admission.attempt == attempt:
             self._unqueue(reservation)
 
     def release(self, request_id: str) -> list[Instruction]:
@@ -436,10 +442,13 @@ class Directory:
         for segment in [segment for segment in self._segments.values() if segment.leases == 0]:
             if self.segment_bytes <= self.segment_budget_bytes:
                 break
-            del self._segments[segment.segment_id]
-            self.segment_bytes -= segment.header.num_bytes
-            for block_hash in segment.header.full_hashes:
-                record = self._blocks.get(block_hash)
-                if record is not None and record.segment is segment:
-                    record.segment = None
-            self._forget_unknown(segment.header.full_hashes)
+            self._drop_segment(segment)
+
+    def _drop_segment(self, segment: Segment) -> None:
+        del self._segments[segment.segment_id]
+        self.segment_bytes -= segment.header.num_bytes
+        for block_hash in segment.header.full_hashes:
+            record = self._blocks.get(block_hash)
+            if record is not None and record.segment is segment:
+                record.segment = None
+        self._forget_unknown(segment.header.full_hashes)

@@ -76,6 +76,13 @@ class ServiceError(RaydixError):
         self.retry_after_s = retry_after_s
 
 
+class ModelFailedError(ServiceError):
+    """A worker could not run the model for this request."""
+
+    status = 500
+    code = "model_failed"
+
+
 class OverloadedError(ServiceError):
     """Too many requests are queued."""
 

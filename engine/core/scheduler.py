@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.core.block_pool import BlockPool
+from engine.core.early import EarlyMessages
 from engine.core.request import Request
 from engine.core.types import (
     Assignment,
@@ -105,6 +106,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._computing: dict[BlockHash, Request] = {}
         """Blocks that a running prefill is about to fill; whoever else needs one waits for it."""
+        self._early = EarlyMessages()
         self._num_submitted = 0
 
     # Requests come and go
@@ -120,9 +122,14 @@ class Scheduler:
         self._num_submitted += 1
         for block_hash in assignment.awaited:
             self._hold_if_here(request, block_hash)
+            if self._early.is_settled(block_hash, now):
+                request.awaited.discard(block_hash)
         request.await_deadline = now + assignment.await_timeout_s
         self._requests[request.request_id] = request
         self.waiting.append(request)
+        handover = self._early.take_handover(assignment.request_id, assignment.attempt)
+        if handover is not None:
+            self.handed_over(handover, now)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and release what it holds; False if it is not here."""
@@ -132,21 +139,14 @@ class Scheduler:
         self._remove(request)
         return True
 
-    def blocks_arrived(self, hashes: Iterable[BlockHash], now: float) -> None:
-        """Imported blocks are in the pool: hold them for those who wait, and let those wait on."""
-        arrived = set(hashes)
-        if not arrived:
-            return
+    def blocks_settled(self, hashes: Iterable[BlockHash], now: float) -> None:
+        """Promised blocks have come, or will not come. Those in the pool are held for who waits for them; what is not
+        there, its requests compute."""
+        settled = set(hashes)
+        self._early.settle(settled, now)
+        self._blocks_here(settled, now)
         for request in self._awaiting():
-            for block_hash in request.awaited & arrived:
-                self._hold_if_here(request, block_hash)
-                request.await_deadline = now + request.assignment.await_timeout_s
-
-    def blocks_lost(self, hashes: Iterable[BlockHash]) -> None:
-        """Blocks that were promised will not come: whoever waited computes them."""
-        lost = set(hashes)
-        for request in self._awaiting():
-            request.awaited -= lost
+            request.awaited -= settled
 
     def keep_awaiting(self, request_ids: Iterable[str], now: float) -> None:
         """Whoever is to send these requests their KV is alive, only busy: wait as long again."""
@@ -167,10 +167,13 @@ class Scheduler:
         """Nobody will send anything any more: the manager is gone."""
         self.stop_awaiting([request.request_id for request in self._awaiting()])
 
-    def handed_over(self, handover: Handover) -> None:
+    def handed_over(self, handover: Handover, now: float) -> None:
         """The prefill worker is done: the decode assignment goes on from the token it sampled."""
         request = self._requests.get(handover.request_id)
-        if request is None or request.assignment.attempt != handover.attempt or not request.awaits_handover:
+        if request is None or request.assignment.attempt < handover.attempt:
+            self._early.hand_over(handover, now)
+            return
+        if request.assignment.attempt > handover.attempt or not request.awaits_handover:
             return
         request.awaits_handover = False
         request.token_ids.append(handover.token_id)
@@ -208,7 +211,7 @@ class Scheduler:
                 continue  # aborted while the step ran
             request.num_computed = chunk.start + chunk.num_tokens
             first_new = self._seal_full_blocks(request)
-            self.blocks_arrived(request.hashes[first_new : request.num_sealed], now)
+            self._blocks_here(request.hashes[first_new : request.num_sealed], now)
             event = self._append(request, sampled[request.request_id]) if chunk.samples else None
             if event is not None:
                 events.append(event)
@@ -229,11 +232,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that hold no blocks to compute with: waiting and preempted ones."""
         return len(self.waiting) + len(self.preempted)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens still to be computed before every request here decodes; cached prefixes not subtracted."""
-        return sum(request.num_remaining for request in self._requests.values() if request.num_remaining > 1)
 
     def requests(self) -> Iterable[Request]:
         return self._requests.values()
@@ -369,6 +367,16 @@ class Scheduler:
 
     def _awaiting(self) -> list[Request]:
         return [request for request in self.waiting if request.awaited or request.awaits_handover]
+
+    def _blocks_here(self, hashes: Iterable[BlockHash], now: float) -> None:
+        """Hold blocks that came into the pool for those who wait, and let those wait on for the others."""
+        here = set(hashes)
+        if not here:
+            return
+        for request in self._awaiting():
+            for block_hash in request.awaited & here:
+                self._hold_if_here(request, block_hash)
+                request.await_deadline = now + request.assignment.await_timeout_s
 
     def _hold_if_here(self, request: Request, block_hash: BlockHash) -> None:
         block = self.pool.lookup(block_hash)

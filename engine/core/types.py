@@ -21,7 +21,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
     ERROR = "error"
 
 

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.block_pool import BlockPool, OutOfBlocksError
+from engine.core.block_pool import BlockPool
 from engine.core.hashing import root_hash
 from engine.core.request import Request
 from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits
-from engine.core.types import Assignment, BlockHash, FinishReason, SegmentHeader, TokenEvent
+from engine.core.types import Assignment, BlockHash, FinishReason, Handover, SegmentHeader, TokenEvent
 from engine.model.runner import Runner
 from engine.model.segments import Bytes, checksum
 
@@ -90,11 +90,10 @@ class Engine:
             goes_on_here = header.handover is not None and self.scheduler.get(header.handover.request_id) is not None
             hashes = header.hashes if goes_on_here else header.full_hashes
             if hashes:
-                self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
-        self.scheduler.blocks_arrived(header.hashes, now)
-        self.scheduler.blocks_lost(header.hashes)
+                intact = self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
+        self.scheduler.blocks_settled(header.hashes, now)
         if header.handover is not None:
-            self.scheduler.handed_over(header.handover)
+            self.scheduler.handed_over(header.handover, now)
         return intact
 
     def export(self, hashes: Iterable[BlockHash]) -> tuple[ExportedSegment | None, tuple[BlockHash, ...]]:
@@ -129,19 +128,7 @@ class Engine:
     def fail_all(self, detail: str) -> list[TokenEvent]:
         """End every request with an error event: a step could not be computed."""
         requests = list(self.scheduler.requests())
-        events = [
-            TokenEvent(
-                request.request_id,
-                request.assignment.attempt,
-                request.num_output,
-                None,
-                FinishReason.ERROR,
-                None,
-                0,
-                detail,
-            )
-            for request in requests
-        ]
+        events = [error_event(request.assignment, request.num_output, detail) for request in requests]
         self.abort(request.request_id for request in requests)
         return events
 
@@ -156,27 +143,31 @@ class Engine:
             logger.warning("segment of %d blocks refused: model, size or checksum differ", len(header.hashes))
         return intact
 
-    def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> None:
+    def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> bool:
         missing = [index for index, block_hash in enumerate(hashes) if self.pool.lookup(block_hash) is None]
         missing = missing[: self.pool.num_available]
+        blocks = self.pool.allocate(len(missing))
         try:
-            blocks = self.pool.allocate(len(missing))
-        except OutOfBlocksError:
-            return
-        rows = payload.reshape(len(hashes), -1)
-        self.store.import_blocks(rows[missing].reshape(-1) if len(missing) < len(hashes) else payload, blocks)
-        for index, block in zip(missing, blocks, strict=True):
-            self.pool.seal(block, hashes[index])
-        self.pool.release(blocks)
+            rows = payload.reshape(len(hashes), -1)
+            self.store.import_blocks(rows[missing].reshape(-1) if len(missing) < len(hashes) else payload, blocks)
+            for index, block in zip(missing, blocks, strict=True):
+                self.pool.seal(block, hashes[index])
+        except Exception:  # whoever waits for these blocks must go on without them
+            logger.exception("%d blocks not imported", len(blocks))
+            return False
+        finally:
+            self.pool.release(blocks)
+        return True
 
     def _pack_all(self, exports: Iterable[ExportedBlocks]) -> tuple[ExportedSegment, ...]:
-        """The segments of a step. One that cannot be made is not sent: whoever waits for it computes it."""
+        """The segments of a step. One that cannot be made is sent without its blocks; the pool still has them."""
         segments = []
         for export in exports:
             try:
                 segments.append(self._pack(export))
             except Exception:  # the step itself went well, and its tokens must go out
                 logger.exception("%d blocks of %s not exported", len(export.blocks), export.request_id)
+                segments += bare_handover(self.fingerprint, export.handover)
         return tuple(segments)
 
     def _pack(self, export: ExportedBlocks) -> ExportedSegment:
@@ -187,3 +178,16 @@ class Engine:
             self.pool.release(export.blocks)
         header = SegmentHeader(self.fingerprint, export.hashes, payload.nbytes, checksum(payload), export.handover)
         return ExportedSegment(header, payload)
+
+
+def bare_handover(fingerprint: str, handover: Handover | None) -> list[ExportedSegment]:
+    """What lets a decode worker go on without blocks that could not be sent; nothing if there is no handover."""
+    if handover is None:
+        return []
+    nothing = np.empty(0, np.uint8)
+    return [ExportedSegment(SegmentHeader(fingerprint, (), 0, checksum(nothing), handover), nothing)]
+
+
+def error_event(assignment: Assignment, position: int, detail: str) -> TokenEvent:
+    """The end of a request that this worker cannot compute."""
+    return TokenEvent(assignment.request_id, assignment.attempt, position, None, FinishReason.ERROR, None, 0, detail)

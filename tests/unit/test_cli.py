@@ -330,7 +330,7 @@ class TestTerminalChat:
             screen.wait_for(r"\x1b\[2mstopped; \d+ ms to first token\x1b\[0m\r\n.*> ")
             assert server.was_left.wait(WAIT_S)
             screen.type("next\n")
-            screen.wait_for("> ")
+            screen.wait_for(r"ms to first token.*\r\n.*> ")
             assert server.roles(1) == [("user", "hang"), ("assistant", "Héllo "), ("user", "next")]
             screen.type("\x03")
             shown = screen.wait_for("\r\n")

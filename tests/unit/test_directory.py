@@ -226,7 +226,7 @@ def test_an_incarnation_that_registers_twice_has_no_load_either(split: Directory
     admit(split, "r", A, B)
     join(split, "p", Role.PREFILL)
     split.check_integrity()
-    split.first_token("r")
+    split.first_token("r", 0)
     split.release("r")
     assert split.workers["p"].queued_tokens == 0
 
@@ -258,10 +258,10 @@ def test_load_is_reserved_until_the_first_token(split: Directory) -> None:
     admit(split, "r", A, B)
     worker = split.workers["p"]
     assert worker.queued_tokens == 10 and worker.requests == {"r"} == split.workers["d"].requests
-    split.first_token("r")
+    split.first_token("r", 0)
     assert worker.queued_tokens == 0 and worker.requests == {"r"}
-    split.first_token("r")
-    split.first_token("unknown")
+    split.first_token("r", 0)
+    split.first_token("unknown", 0)
     split.release("r")
     assert worker.queued_tokens == 0 and not worker.requests and not split.workers["d"].requests
 
@@ -320,3 +320,16 @@ def test_without_a_budget_segments_pass_through(make_directory: MakeDirectory) -
     admit(directory, "r", A)
     assert delivered(export(directory, "p", A)) == [("d", (A,))]
     assert directory.num_segments == directory.segment_bytes == 0
+
+
+def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "p", Role.PREFILL)
+    export(directory, "p", A)
+    (instruction,) = admit(directory, "r", A)[1]
+    assert isinstance(instruction, Deliver)
+    directory.segment_lost(instruction.segment.segment_id)
+    directory.segment_lost(instruction.segment.segment_id)
+    assert directory.num_segments == directory.segment_bytes == directory.num_blocks == 0
+    assert admit(directory, "r2", A)[1] == []
+    assert directory.release("r") == directory.release("r2") == []

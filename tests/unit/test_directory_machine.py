@@ -174,7 +174,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self._export(admission.prefill, new, handover)
         self._report(admission.prefill)
         if is_done:
-            self.directory.first_token(known.request.request_id)
+            self.directory.first_token(known.request.request_id, known.request.attempt)
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data())
@@ -183,6 +183,18 @@ class DirectoryMachine(RuleBasedStateMachine):
         del self.admitted[request_id]
         self._carry_out(self.directory.release(request_id))
         assert self.directory.release(request_id) == []
+
+    @precondition(lambda self: self.directory.num_segments)
+    @rule(data=st.data())
+    def lose_segment(self, data) -> None:
+        """Somebody could not read it."""
+        segments = self.directory._segments
+        segment = segments[data.draw(st.sampled_from(sorted(segments)))]
+        self.directory.segment_lost(segment.segment_id)
+        assert segment.segment_id not in segments
+        self.directory.segment_lost(segment.segment_id)
+        for known in self.admitted.values():
+            known.leased = [leased for leased in known.leased if leased is not segment]
 
     # What must always hold
 

@@ -186,13 +186,30 @@ def test_a_full_pool_takes_nothing() -> None:
     engine.scheduler.check_integrity(held)
 
 
+def test_blocks_that_cannot_be_copied_in_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, segments = prefill()
+    engine = make_engine()
+
+    def fail(payload: object, block_ids: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.store, "import_blocks", fail)
+    awaited = [block_hash for segment in segments for block_hash in segment.header.full_hashes]
+    engine.submit(make_assignment(prompt=PROMPT, awaited=awaited), 0.0)
+    for segment in segments:
+        assert not engine.import_segment(segment.header, segment.payload, 0.0)
+    engine.scheduler.check_integrity()
+    events, _ = run(engine)
+    assert tokens_of(events) == answer_to(make_assignment(prompt=PROMPT))
+
+
 def test_export_of_what_is_not_here() -> None:
     engine = make_engine()
     assert engine.export([b"absent"]) == (None, (b"absent",))
     assert engine.export([]) == (None, ())
 
 
-def test_blocks_that_cannot_be_copied_out_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_cannot_be_copied_out_are_not_sent_but_the_handover_is(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(token_budget=64)
 
     def fail(block_ids: object) -> None:
@@ -202,7 +219,9 @@ def test_blocks_that_cannot_be_copied_out_are_not_sent(monkeypatch: pytest.Monke
     engine.submit(make_assignment(prompt=PROMPT, stage=Stage.PREFILL), 0.0)
     events, segments = run(engine)
     assert tokens_of(events) == answer_to(make_assignment(prompt=PROMPT))[:1]
-    assert segments == []
+    assert [(s.header.hashes, s.header.num_bytes, s.payload.nbytes) for s in segments] == [((), 0, 0)]
+    handover = segments[0].header.handover
+    assert handover is not None and handover.token_id == events[0].token_id
     with pytest.raises(MemoryError):
         engine.export(hashes_of(PROMPT))
     engine.scheduler.check_integrity()

@@ -40,7 +40,7 @@ def fetch(scheduler: Scheduler, model: FakeModel, prompt: tuple[int, ...], hashe
     """Blocks of `prompt`, from its first on, arrive from elsewhere; the last one may be partial."""
     keys = keys_of(root_of(), prompt)
     import_blocks(scheduler, model, hashes, [keys[4 * index : 4 * index + 4] for index in range(len(hashes))])
-    scheduler.blocks_arrived(hashes, now)
+    scheduler.blocks_settled(hashes, now)
 
 
 def test_a_request_is_prefilled_and_decoded(make_scheduler: MakeScheduler) -> None:
@@ -298,7 +298,7 @@ def test_abort_releases_everything(make_scheduler: MakeScheduler) -> None:
     assert scheduler.abort("a")
     assert not scheduler.abort("a")
     assert scheduler.pool.num_available == scheduler.pool.num_blocks
-    assert scheduler.num_requests == scheduler.num_prefill_tokens == 0
+    assert scheduler.num_requests == 0
 
 
 def test_a_newer_attempt_replaces_an_older_one(make_scheduler: MakeScheduler) -> None:
@@ -379,7 +379,7 @@ def test_a_decode_assignment_goes_on_from_imported_blocks(make_scheduler: MakeSc
     assert step(scheduler, model)[0].chunks == ()
     fetch(scheduler, model, sent, [*hashes, tail], now=0.0)
     assert step(scheduler, model)[0].chunks == ()
-    scheduler.handed_over(Handover("a", 0, answer[num_generated], tail))
+    scheduler.handed_over(Handover("a", 0, answer[num_generated], tail), 0.0)
     output, outcome = step(scheduler, model)
     assert scheduled(output) == {"a": (len(sent), 1)}, "nothing of the prompt is computed again"
     assert outcome.events[0].position == num_generated + 1
@@ -399,7 +399,7 @@ def test_a_tail_that_others_hold_is_computed_again(make_scheduler: MakeScheduler
     assert block is not None
     scheduler.pool.acquire([block])
     answer = answer_to(assignment)
-    scheduler.handed_over(Handover("a", 0, answer[0], tail))
+    scheduler.handed_over(Handover("a", 0, answer[0], tail), 0.0)
     assert scheduled(step(scheduler, model)[0]) == {"a": (8, 3)}
     assert tokens_of(run_all(scheduler, model)["a"]) == answer[2:]
     scheduler.pool.release([block])
@@ -431,7 +431,7 @@ def test_a_handover_that_comes_too_late_is_ignored(make_scheduler: MakeScheduler
     submit(scheduler, assignment)
     _, outcome = step(scheduler, model, now=5.0)
     assert len(outcome.events) == has_sampled
-    scheduler.handed_over(Handover("a", 0, answer[0], None))
+    scheduler.handed_over(Handover("a", 0, answer[0], None), 0.0)
     assert tokens_of([*outcome.events, *run_all(scheduler, model, now=5.0)["a"]]) == answer
 
 
@@ -451,7 +451,7 @@ def test_when_the_sender_is_gone_nobody_waits(
     submit(scheduler, assignment)
     give_up(scheduler)
     assert scheduler.next_deadline() is None
-    scheduler.handed_over(Handover("a", 0, 0, None))
+    scheduler.handed_over(Handover("a", 0, 0, None), 0.0)
     assert tokens_of(run_all(scheduler, model)["a"]) == answer_to(assignment)
 
 
@@ -461,15 +461,15 @@ def test_lost_blocks_are_computed_and_the_others_kept(make_scheduler: MakeSchedu
     hashes = hashes_of(PROMPT)
     submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes, max_tokens=1))
     fetch(scheduler, model, PROMPT, hashes[:2], now=0.0)
-    scheduler.blocks_lost(hashes)
+    scheduler.blocks_settled(hashes, 0.0)
     assert scheduled(step(scheduler, model)[0]) == {"a": (8, 4)}
 
 
 def test_an_older_attempts_handover_is_ignored(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     submit(scheduler, make_assignment(prompt=PROMPT, stage=Stage.DECODE, attempt=1))
-    scheduler.handed_over(Handover("a", 0, 0, None))
-    scheduler.handed_over(Handover("unknown", 0, 0, None))
+    scheduler.handed_over(Handover("a", 0, 0, None), 0.0)
+    scheduler.handed_over(Handover("unknown", 0, 0, None), 0.0)
     assert step(scheduler, FakeModel(scheduler.pool))[0].chunks == ()
     scheduler.abort("a")
 
@@ -481,3 +481,35 @@ def test_a_ready_request_overtakes_one_that_awaits(make_scheduler: MakeScheduler
     submit(scheduler, make_assignment("second", (2, 2)))
     assert scheduled(step(scheduler, model)[0]) == {"second": (0, 2)}
     run_all(scheduler, model, now=100.0)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_handover_may_overtake_its_request(make_scheduler: MakeScheduler, attempt: int) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    for old in range(attempt):
+        submit(scheduler, make_assignment(prompt=PROMPT, stage=Stage.DECODE, attempt=old))
+    assignment = make_assignment(prompt=PROMPT, stage=Stage.DECODE, attempt=attempt)
+    answer = answer_to(assignment)
+    scheduler.handed_over(Handover("a", attempt, answer[0], None), 0.0)
+    submit(scheduler, assignment, now=0.1)
+    assert scheduled(step(scheduler, model, now=0.1)[0]) == {"a": (0, len(PROMPT) + 1)}
+    assert tokens_of(run_all(scheduler, model)["a"]) == answer[2:]
+
+
+def test_a_loss_may_overtake_its_request(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    hashes = hashes_of(PROMPT)
+    scheduler.blocks_settled(hashes, 0.0)
+    submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes), now=0.1)
+    assert scheduled(step(scheduler, FakeModel(scheduler.pool), now=0.1)[0]) == {"a": (0, len(PROMPT))}
+    scheduler.abort("a")
+
+
+def test_an_old_loss_says_nothing_of_a_new_promise(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    hashes = hashes_of(PROMPT)
+    scheduler.blocks_settled(hashes, 0.0)
+    submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes), now=100.0)
+    assert step(scheduler, FakeModel(scheduler.pool), now=100.0)[0].chunks == ()
+    scheduler.abort("a")

@@ -105,14 +105,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data(), stage=st.sampled_from(Stage), awaits=st.booleans())
-    def submit_again(self, data, stage, awaits) -> None:
-        """A higher attempt, with some of what was generated already."""
+    @rule(data=st.data(), stage=st.sampled_from(Stage), awaits=st.booleans(), is_overtaken=st.booleans())
+    def submit_again(self, data, stage, awaits, is_overtaken) -> None:
+        """A higher attempt, with some of what was generated already; its handover may come before it."""
         known = self._draw(data, self.expected)
         num_generated = data.draw(st.integers(0, min(known.position, len(known.answer) - 1)))
         generated = known.answer[:num_generated]
         old = known.assignment
         hashes = hash_blocks(known.root, [*known.prompt, *generated], self.pool.block_size)
+        is_overtaken &= stage is Stage.DECODE and num_generated + 1 < len(known.answer)
+        if is_overtaken:
+            handover = Handover(old.request_id, old.attempt + 1, known.answer[num_generated], None)
+            self.scheduler.handed_over(handover, self.now)
         self._submit(
             make_assignment(
                 old.request_id,
@@ -128,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 await_timeout_s=AWAIT_TIMEOUT_S,
             )
         )
+        self.expected[old.request_id].position += is_overtaken
 
     @precondition(lambda self: self._live())
     @rule(data=st.data())
@@ -173,9 +178,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         accepts = request.awaits_handover
         assert not accepts or request in self.scheduler.waiting, "a request that started may have sampled the token"
         token_id = known.answer[known.num_sent]
-        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt - 1, token_id, None))
+        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt - 1, token_id, None), self.now)
         assert request.awaits_handover == accepts, "an older attempt's handover was taken"
-        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt, token_id, None))
+        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt, token_id, None), self.now)
         known.position += accepts
 
     @precondition(lambda self: self.expected)
@@ -276,8 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """What the engine does with a segment."""
         if is_intact:
             import_blocks(self.scheduler, self.model, hashes, [self.contents[block_hash] for block_hash in hashes])
-        self.scheduler.blocks_arrived(hashes, self.now)
-        self.scheduler.blocks_lost(hashes)
+        self.scheduler.blocks_settled(hashes, self.now)
 
     def _submit(self, assignment: Assignment) -> None:
         root = root_of(assignment.salt)

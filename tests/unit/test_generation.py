@@ -1,0 +1,110 @@
+"""Every token once and in order, whatever is repeated, reordered, or sent by earlier attempts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.errors import ModelFailedError
+from engine.core.generation import Generation
+from engine.core.types import Admission, FinishReason, SamplingParams, TokenEvent
+
+ANSWER = [7, 7, 8, 9, 7]
+
+
+def make_generation(prefill: str = "p", decode: str = "d") -> Generation:
+    generation = Generation("r", (1, 2, 3), SamplingParams(max_tokens=len(ANSWER)))
+    generation.place(admission(prefill, decode), block_size=4)
+    return generation
+
+
+def admission(prefill: str, decode: str, attempt: int = 0) -> Admission:
+    return Admission("r", attempt, prefill, decode, 1, 1, (b"a", b"b"), (), 0.1)
+
+
+def event(position: int, attempt: int = 0) -> TokenEvent:
+    finish = FinishReason.LENGTH if position == len(ANSWER) - 1 else None
+    return TokenEvent("r", attempt, position, ANSWER[position], finish, None, 10 * attempt + 2)
+
+
+def error(attempt: int = 0) -> TokenEvent:
+    return TokenEvent("r", attempt, 0, None, FinishReason.ERROR, None, 0, "why")
+
+
+POSITIONS = st.integers(0, len(ANSWER) - 1)
+
+
+@given(st.lists(st.tuples(POSITIONS, st.integers(0, 1), st.booleans()), max_size=30))
+def test_every_token_comes_once_and_in_order(sent: list[tuple[int, int, bool]]) -> None:
+    generation = make_generation()
+    delivered = []
+    in_order = [(position, 0, False) for position in range(len(ANSWER))]
+    for position, attempts_ago, fails in sent + in_order:
+        if fails and not generation.is_over:
+            assert generation.start_over() == {"p", "d"}
+            generation.place(admission("p", "d"), block_size=4)
+            assert generation.token_ids == (1, 2, 3, *delivered)
+        due = generation.take(event(position, generation.attempt - attempts_ago), "d")
+        delivered += [token.token_id for token in due]
+        assert delivered == generation.tokens == ANSWER[: len(delivered)]
+    assert delivered == ANSWER
+    assert generation.finished_by == "d" and generation.workers_to_abort() == {"p"}
+    assert generation.take(event(0, generation.attempt), "d") == []
+
+
+def test_an_early_event_waits_for_its_predecessors() -> None:
+    generation = make_generation()
+    assert generation.take(event(1), "d") == []
+    assert [token.position for token in generation.take(event(0), "p")] == [0, 1]
+
+
+def test_early_events_do_not_outlive_their_attempt() -> None:
+    """The attempt that sent them may not have finished by them."""
+    generation = make_generation()
+    generation.take(event(len(ANSWER) - 1), "d")
+    generation.start_over()
+    for position in range(len(ANSWER) - 1):
+        generation.take(event(position, 1), "d")
+    assert not generation.is_over
+
+
+def test_an_error_ends_the_attempt_it_belongs_to() -> None:
+    generation = make_generation()
+    generation.start_over()
+    assert generation.take(error(0), "d") == [] and generation.failure is None
+    assert generation.take(error(1), "d") == []
+    assert isinstance(generation.failure, ModelFailedError) and "why" in generation.failure.message
+    assert generation.failure.status == 500
+    assert not generation.dies_with("d")
+
+
+def test_what_the_first_attempt_found_is_what_counts() -> None:
+    generation = make_generation()
+    generation.take(event(0), "p")
+    generation.start_over()
+    generation.place(admission("p", "d", 1), block_size=16)
+    generation.take(event(1, 1), "p")
+    assert (generation.cached_tokens, generation.imported_tokens) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("lost", "num_tokens", "dies", "loses_kv"),
+    [
+        ("d", 0, True, False),
+        ("d", 1, True, False),
+        ("p", 0, True, True),
+        ("p", 1, False, True),
+        ("x", 0, False, False),
+    ],
+)
+def test_who_is_needed(lost: str, num_tokens: int, dies: bool, loses_kv: bool) -> None:
+    generation = make_generation()
+    for position in range(num_tokens):
+        generation.take(event(position), "p")
+    assert generation.dies_with(lost) == dies
+    assert generation.loses_kv_with(lost) == loses_kv
+    assert generation.awaits_prefill == (num_tokens == 0)
+
+
+def test_a_request_that_is_not_split_awaits_nobody() -> None:
+    assert not make_generation("m", "m").awaits_prefill
+    assert not Generation("r", (1,), SamplingParams(max_tokens=1)).awaits_prefill
