@@ -22,13 +22,15 @@ from ray.exceptions import RayError
 from actors.batching import Batch
 from actors.names import MANAGER, find_actor
 from engine.core.errors import NoWorkerError, OverloadedError, ServiceError
-from engine.core.hashing import hash_blocks, root_hash
+from engine.core.hashing import BlockChain, root_hash
 from engine.core.placement import rank_by_session
+from engine.core.tenants import Tenant
 from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
     Role,
+    Salt,
     SamplingParams,
     Stage,
     TokenEvent,
@@ -53,7 +55,8 @@ class Generation:
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    salt: bytes = b""
+    salt: Salt
+    tenant: str
     session: str | None = None
     tokens: list[int] = field(default_factory=list)
     attempt: int = 0
@@ -113,14 +116,22 @@ class Dispatcher:
     def num_active(self) -> int:
         return len(self._active)
 
-    def reserve(self, count: int) -> None:
-        """Raises OverloadedError if `count` more requests would be too many."""
+    def reserve(self, count: int, tenant: Tenant) -> None:
+        """Raises OverloadedError if `count` more requests would be too many, in all or of this tenant."""
         if len(self._active) + count > self._max_active:
             raise OverloadedError(
                 f"{len(self._active)} requests are under way and at most {self._max_active} are accepted; "
                 "try again later",
                 retry_after_s=1,
             )
+        if tenant.max_requests is not None:
+            num_own = sum(generation.tenant == tenant.name for generation in self._active.values())
+            if num_own + count > tenant.max_requests:
+                raise OverloadedError(
+                    f"{num_own} requests of '{tenant.name}' are under way and at most {tenant.max_requests} are "
+                    "accepted; try again later",
+                    retry_after_s=1,
+                )
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
         """Run a request; yields the tokens in order, each once, as many at a time as have arrived.
@@ -172,11 +183,11 @@ class Dispatcher:
 
     async def _admit(self, generation: Generation) -> Admission | None:
         token_ids = (*generation.prompt, *generation.tokens)
-        root = root_hash(self._model.fingerprint, generation.salt)
+        chain = BlockChain(root_hash(self._model.fingerprint), generation.salt, self._model.block_size)
         request = AdmitRequest(
             generation.request_id,
             generation.attempt,
-            tuple(hash_blocks(root, token_ids, self._model.block_size)),
+            tuple(chain.hashes(token_ids)),
             len(token_ids),
             generation.session,
             self._ingress_id,
