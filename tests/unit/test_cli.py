@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import os
@@ -42,6 +43,8 @@ class Server:
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    """The `Authorization` header of every request."""
     is_hanging: threading.Event = field(default_factory=threading.Event)
     was_left: threading.Event = field(default_factory=threading.Event)
     """A client closed the connection of an answer that did not end."""
@@ -53,9 +56,11 @@ class Server:
         return application
 
     async def models(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers.get("authorization"))
         return web.json_response({"object": "list", "data": [{"id": "tiny"}, {"id": "other"}]})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
+        self.keys.append(request.headers.get("authorization"))
         body = await request.json()
         self.bodies.append(body)
         question = body["messages"][-1]["content"]
@@ -208,6 +213,19 @@ class TestPipedChat:
     def test_forms_of_the_url(self, server: Server, ask: Ask, form: str) -> None:
         assert ask("one\n", "--url", form.format(server.url))[0] == 0
         assert ask("one\n", "--url", form.format(server.url.removeprefix("http://")))[0] == 0
+
+    def test_the_api_key_comes_from_the_environment(
+        self, server: Server, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        ask("one\n", "--url", server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "rdx-1")
+        ask("one\n", "--url", server.url)
+        monkeypatch.setenv("OTHER_KEY", "rdx-2")
+        ask("one\n", "--url", server.url, "--api-key-env", "OTHER_KEY")
+        assert server.keys == [None, None, "Bearer rdx-1", "Bearer rdx-1", "Bearer rdx-2", "Bearer rdx-2"]
+        code, _, err = ask("one\n", "--url", server.url, "--api-key-env", "NOT_SET_ANYWHERE")
+        assert (code, err) == (2, ["raydix: --api-key-env NOT_SET_ANYWHERE: no such variable in the environment"])
 
     def test_a_reader_that_leaves_is_no_traceback(self, server: Server) -> None:
         read, write = os.pipe()
@@ -442,6 +460,18 @@ class TestServeRefuses:
             port = str(taken.getsockname()[1])
             line = serve("--model", str(tmp_path), "--port", port)
         assert line == f"raydix: 127.0.0.1:{port} is in use; choose another with --port or --host"
+
+
+def test_each_key_is_a_new_one_and_printed_with_its_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = set()
+    for _ in range(2):
+        assert main(["key"]) == 0
+        (name, key), (label, key_hash) = (line.split() for line in capsys.readouterr().out.splitlines())
+        assert (name, label) == ("key", "hash")
+        assert re.fullmatch(r"rdx-[\w-]{43}", key)
+        assert key_hash == hashlib.sha256(key.encode()).hexdigest()
+        keys.add(key)
+    assert len(keys) == 2
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
