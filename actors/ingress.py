@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 """The status that proxies log for a client that left; nobody reads it."""
 
-
 OPEN_ROUTES = {"/health", "/version"}
 """What needs no API key."""
 

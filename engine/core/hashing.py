@@ -7,7 +7,7 @@ who looks for them, which a faster non-cryptographic hash would not give.
 
 The salt enters between two blocks: before the first one, or after the last one that lies wholly in a public prefix. So
 the blocks of a public prefix have the same names for everyone, and no block after them has a name that a holder of
-another salt could come to. Each kind of link has its own key, so that none can be passed off as another.
+another salt could come to. Roots and salts are hashed under keys, blocks under none, so that none passes for another.
 """
 
 import sys

@@ -74,7 +74,7 @@ class Tenants:
 
 def key_hash(key: str) -> str:
     """What the configuration holds of an API key: its SHA-256 in hexadecimal. A random key needs no slower hash."""
-    return sha256(key.encode(errors="surrogateescape")).hexdigest()
+    return sha256(key.encode()).hexdigest()
 
 
 def salt_of(tenant: str, cache_salt: str | None, num_public_tokens: int = 0) -> Salt:

@@ -26,6 +26,7 @@ from aiohttp import web
 
 from cli import chat
 from cli.main import main
+from configs import load_config
 from engine.api.responses import ResponseHead, Usage
 from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
 from engine.core.errors import ServiceError, StartupError
@@ -460,6 +461,14 @@ class TestServeRefuses:
             port = str(taken.getsockname()[1])
             line = serve("--model", str(tmp_path), "--port", port)
         assert line == f"raydix: 127.0.0.1:{port} is in use; choose another with --port or --host"
+
+
+def test_the_example_request_sends_a_key_where_one_is_needed() -> None:
+    from cli.serve import example
+
+    assert "Authorization" not in example(load_config("cpu"))
+    with_tenants = example(load_config("cpu", {"tenants": [{"name": "a"}]}))
+    assert ' -H "Authorization: Bearer $OPENAI_API_KEY" ' in with_tenants
 
 
 def test_each_key_is_a_new_one_and_printed_with_its_hash(capsys: pytest.CaptureFixture[str]) -> None:
