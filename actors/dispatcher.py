@@ -24,8 +24,9 @@ from actors.calls import Background, answer, quietly
 from actors.names import MANAGER, find_actor
 from engine.core.errors import NoWorkerError, OverloadedError, ServiceError
 from engine.core.generation import Generation
-from engine.core.hashing import hash_blocks, root_hash
+from engine.core.hashing import BlockChain, root_hash
 from engine.core.placement import rank_by_session
+from engine.core.tenants import Tenant
 from engine.core.types import Admission, AdmitRequest, Assignment, Role, Stage, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -82,14 +83,22 @@ class Dispatcher:
         """Begin to tell workers that this ingress is alive. Needs a running event loop."""
         self._background.start(self._keep_alive())
 
-    def require_room(self, count: int) -> None:
-        """Raises OverloadedError if `count` more requests would be too many."""
+    def require_room(self, count: int, tenant: Tenant) -> None:
+        """Raises OverloadedError if `count` more requests would be too many, in all or of this tenant."""
         if len(self._active) + count > self._max_active:
             raise OverloadedError(
                 f"{len(self._active)} requests are under way and at most {self._max_active} are accepted; "
                 "try again later",
                 retry_after_s=1,
             )
+        if tenant.max_requests is not None:
+            num_own = sum(delivery.generation.tenant == tenant.name for delivery in self._active.values())
+            if num_own + count > tenant.max_requests:
+                raise OverloadedError(
+                    f"{num_own} requests of '{tenant.name}' are under way and at most {tenant.max_requests} are "
+                    "accepted; try again later",
+                    retry_after_s=1,
+                )
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
         """Run a request; yields the tokens in order, each once, as many at a time as have arrived.
@@ -142,11 +151,11 @@ class Dispatcher:
 
     async def _admit(self, generation: Generation) -> Admission | None:
         token_ids = generation.token_ids
-        root = root_hash(self._model.fingerprint, generation.salt)
+        chain = BlockChain(root_hash(self._model.fingerprint), generation.salt, self._model.block_size)
         request = AdmitRequest(
             generation.request_id,
             generation.attempt,
-            tuple(hash_blocks(root, token_ids, self._model.block_size)),
+            tuple(chain.hashes(token_ids)),
             len(token_ids),
             generation.session,
             self._ingress_id,

@@ -5,7 +5,6 @@ generation for the dispatcher. What comes back is assembled into text and render
 """
 
 import asyncio
-import hashlib
 import logging
 import re
 import secrets
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from actors.dispatcher import Dispatcher, ModelFacts
 from actors.metrics import IngressMetrics
 from configs.schema import Config
+from configs.settings import tenants
 from engine.api.assembler import ChoiceAssembler, Piece
 from engine.api.generate import REQUEST_ID_PATTERN
 from engine.api.logprobs import CompletionLogprobs, chat_logprobs
@@ -25,8 +25,9 @@ from engine.api.responses import Choice, Json, ResponseHead, Usage, model_object
 from engine.api.spec import GenerationSpec, Prompt, require_token_ids, sampling_params
 from engine.api.stream import DONE, ChunkWriter, usage_event
 from engine.core.detokenizer import ByteDetokenizer, Detokenizer, PrefixDetokenizer
-from engine.core.errors import ModelNotFoundError, RequestError, ServiceError
+from engine.core.errors import ModelNotFoundError, RequestError, ServiceError, StartupError
 from engine.core.generation import Generation
+from engine.core.tenants import Tenant, num_public_tokens, salt_of
 from engine.core.types import FinishReason, TokenLogprobs
 from engine.model.build import DTYPES, kv_fingerprint, model_len
 from engine.model.config import ModelConfig
@@ -61,6 +62,7 @@ class Job:
 
     request_id: str
     spec: GenerationSpec
+    tenant: Tenant
     head: ResponseHead
     answers: list[Answer]
     arrived_at: float
@@ -94,6 +96,8 @@ class Frontend:
         self._tokenizer = Tokenizer(folder)
         self._token_bytes = self._tokenizer.token_bytes()
         self._named_bytes = self._tokenizer.token_bytes(skip_special_tokens=False)
+        self._public_prefixes = _public_prefixes(self._tokenizer, cache.public_prefixes)
+        self.tenants = tenants(config)
         self._metrics = IngressMetrics()
         self._dispatcher = Dispatcher(
             f"{replica_id}-{secrets.token_hex(4)}",
@@ -116,14 +120,15 @@ class Frontend:
 
     # Requests to generations
 
-    async def job(self, spec: GenerationSpec, request_id: str | None = None) -> Job:
+    async def job(self, spec: GenerationSpec, tenant: Tenant, request_id: str | None = None) -> Job:
         """Check the model, tokenize, and set up one generation per choice.
 
-        `request_id` is the name that others gave the request; the job goes by it if it can. It need not be unique.
+        `tenant` is whose request it is. `request_id` is the name that others gave it; the job goes by it if it can. It
+        need not be unique.
         """
         if spec.model is not None:
             self.check_model(spec.model)
-        self._dispatcher.require_room(spec.num_choices)
+        self._dispatcher.require_room(spec.num_choices, tenant)
         arrived_at = time.monotonic()
         prompts = [await self._token_ids(prompt, spec.prompt_param) for prompt in spec.prompts]
         if spec.kind == "chat":
@@ -136,13 +141,19 @@ class Frontend:
         head = ResponseHead(spec.kind, response_id(spec.kind, request_id), int(time.time()), self._model_name)
         default_seed = secrets.randbits(62)
         answers = [
-            self._answer(spec, unique_id, prompts[index // spec.n], index, default_seed)
+            self._answer(spec, tenant, unique_id, prompts[index // spec.n], index, default_seed)
             for index in range(spec.n * len(prompts))
         ]
-        return Job(request_id, spec, head, answers, arrived_at)
+        return Job(request_id, spec, tenant, head, answers, arrived_at)
 
     def _answer(
-        self, spec: GenerationSpec, unique_id: str, prompt: tuple[int, ...], index: int, default_seed: int
+        self,
+        spec: GenerationSpec,
+        tenant: Tenant,
+        unique_id: str,
+        prompt: tuple[int, ...],
+        index: int,
+        default_seed: int,
     ) -> Answer:
         sampling = sampling_params(
             spec,
@@ -153,9 +164,9 @@ class Frontend:
             default_seed=default_seed,
             choice=index,
         )
-        salt = b"" if spec.cache_salt is None else hashlib.blake2b(spec.cache_salt.encode(), digest_size=16).digest()
+        salt = salt_of(tenant.name, spec.cache_salt, num_public_tokens(prompt, self._public_prefixes))
         generation = Generation(
-            f"{unique_id}-{index}", prompt, sampling, salt=salt, session=spec.session_id or spec.user
+            f"{unique_id}-{index}", prompt, sampling, salt, tenant.name, session=spec.session_id or spec.user
         )
         return Answer(
             generation, ChoiceAssembler(self._detokenizer(), spec.stop, spec.include_stop, spec.min_tokens), index
@@ -332,7 +343,9 @@ class Frontend:
             tpot_s = (now - first) / (usage.completion_tokens - 1)
         imported = min(usage.cached_tokens, sum(a.generation.imported_tokens for a in job.answers[:: job.spec.n]))
         hits = {"worker": usage.cached_tokens - imported, "imported": imported}
-        self._metrics.finished(outcome, usage.prompt_tokens, usage.completion_tokens, hits, ttft_s, tpot_s)
+        self._metrics.finished(
+            job.tenant.name, outcome, usage.prompt_tokens, usage.completion_tokens, hits, ttft_s, tpot_s
+        )
         logger.info(
             "%s %s: %d prompt tokens (%d cached), %d generated, first after %s, %.3f s in all",
             job.request_id,
@@ -343,3 +356,10 @@ class Frontend:
             "-" if ttft_s is None else f"{ttft_s:.3f} s",
             now - job.arrived_at,
         )
+
+
+def _public_prefixes(tokenizer: Tokenizer, system_messages: Sequence[str]) -> list[tuple[int, ...]]:
+    try:
+        return [tokenizer.chat_beginning(text) for text in system_messages]
+    except RequestError as error:
+        raise StartupError(f"cache.public_prefixes: {error}") from None

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.api.responses import error_body
 from engine.api.stream import error_event
-from engine.core.errors import BodyTooLargeError, RaydixError, ServiceError
+from engine.core.errors import AuthenticationError, BodyTooLargeError, RaydixError, ServiceError
 
 T = TypeVar("T")
 
@@ -68,7 +68,11 @@ def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None
 
 def error_response(error: RaydixError) -> Response:
     """OpenAI's error object with the error's status."""
-    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, ServiceError) else None
+    headers = {}
+    if isinstance(error, ServiceError):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
     return json_response(error_body(error), error.status, headers)
 
 

@@ -12,13 +12,13 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from ray import serve
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from actors.frontend import Frontend
+from actors.frontend import Frontend, Job
 from actors.http import (
     ClientGoneError,
     EventStreamResponse,
@@ -38,13 +38,25 @@ from engine.api.responses import (
 )
 from engine.api.spec import GenerationSpec
 from engine.core.errors import RaydixError, RequestError, ServiceError
+from engine.core.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """The status that proxies log for a client that left; nobody reads it."""
 
-app = FastAPI(title="raydix", version=version("raydix"), openapi_url=None)
+OPEN_ROUTES = {"/health", "/version"}
+"""What needs no API key."""
+
+
+async def _authenticate(request: Request) -> None:
+    """Leave whose request it is in `request.state.tenant`."""
+    if request.scope["route"].path not in OPEN_ROUTES:
+        ingress: Any = serve.get_replica_context().servable_object
+        request.state.tenant = ingress.tenant_of(request.headers.get("authorization"))
+
+
+app = FastAPI(title="raydix", version=version("raydix"), openapi_url=None, dependencies=[Depends(_authenticate)])
 
 
 @app.exception_handler(RaydixError)
@@ -87,6 +99,10 @@ class Ingress:
         self._frontend = await asyncio.to_thread(Frontend, self._config, context.app_name, context.replica_id.unique_id)
         self._frontend.start()
 
+    def tenant_of(self, authorization: str | None) -> Tenant:
+        """Who sent a request with this header; raises AuthenticationError."""
+        return self._frontend.tenants.authenticate(authorization)
+
     # HTTP
 
     @app.post("/v1/completions")
@@ -127,7 +143,7 @@ class Ingress:
             RequestError: the request is not valid; names the field.
             ServiceError: it could not be served now.
         """
-        job = await self._frontend.job(as_generate_request(request).spec())
+        job = await self._job(as_generate_request(request))
         try:
             await self._frontend.collect(job)
         finally:
@@ -146,7 +162,7 @@ class Ingress:
 
     async def stream(self, request: GenerateRequest | Mapping[str, object]) -> AsyncIterator[GenerateChunk]:
         """Answer one request piece by piece; errors as `generate`."""
-        job = await self._frontend.job(as_generate_request(request).spec(stream=True))
+        job = await self._job(as_generate_request(request), stream=True)
         prompt_token_ids = job.answers[0].generation.prompt if job.spec.return_token_ids else None
         try:
             async with aclosing(self._frontend.pieces(job.answers[0])) as pieces:
@@ -164,8 +180,11 @@ class Ingress:
         finally:
             self._frontend.log(job)
 
+    async def _job(self, request: GenerateRequest, *, stream: bool = False) -> Job:
+        return await self._frontend.job(request.spec(stream=stream), self._frontend.tenants.named(request.tenant))
+
     async def _respond(self, request: Request, spec: GenerationSpec) -> Response:
-        job = await self._frontend.job(spec, request.headers.get("x-request-id"))
+        job = await self._frontend.job(spec, request.state.tenant, request.headers.get("x-request-id"))
         if spec.stream:
             return EventStreamResponse(self._frontend.events(job))
         try:

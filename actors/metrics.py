@@ -1,6 +1,6 @@
 """Every metric that raydix reports, in one place. Prometheus names are `ray_` plus these (Ray adds the prefix)."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray.serve import metrics as serve_metrics
 from ray.util.metrics import Counter, Gauge, Histogram
@@ -86,14 +86,18 @@ class IngressMetrics:
 
     def __init__(self) -> None:
         self._requests = serve_metrics.Counter(
-            "raydix_requests", description="Requests by how they ended.", tag_keys=("outcome",)
+            "raydix_requests", description="Requests by how they ended.", tag_keys=_keys("tenant", "outcome")
         )
-        self._prompt = serve_metrics.Counter("raydix_prompt_tokens", description="Prompt tokens received.")
-        self._generated = serve_metrics.Counter("raydix_generation_tokens", description="Tokens generated.")
+        self._prompt = serve_metrics.Counter(
+            "raydix_prompt_tokens", description="Prompt tokens received.", tag_keys=_keys("tenant")
+        )
+        self._generated = serve_metrics.Counter(
+            "raydix_generation_tokens", description="Tokens generated.", tag_keys=_keys("tenant")
+        )
         self._hits = serve_metrics.Counter(
             "raydix_cache_hit_tokens",
             description="Prompt tokens found in a cache, by where the request's worker found them.",
-            tag_keys=("source",),
+            tag_keys=_keys("tenant", "source"),
         )
         self._ttft_s = serve_metrics.Histogram(
             "raydix_ttft_seconds", description="Arrival to first token.", boundaries=_LATENCY_S
@@ -107,6 +111,7 @@ class IngressMetrics:
 
     def finished(
         self,
+        tenant: str,
         outcome: str,
         num_prompt: int,
         num_generated: int,
@@ -114,14 +119,14 @@ class IngressMetrics:
         ttft_s: float | None,
         tpot_s: float | None,
     ) -> None:
-        """Count one request at its end."""
-        self._requests.inc(tags={"outcome": outcome})
-        self._prompt.inc(num_prompt)
+        """Count one request at its end. `tenant` is a configured name, so there are few."""
+        self._requests.inc(tags={"tenant": tenant, "outcome": outcome})
+        self._prompt.inc(num_prompt, tags={"tenant": tenant})
         if num_generated:
-            self._generated.inc(num_generated)
+            self._generated.inc(num_generated, tags={"tenant": tenant})
         for source, count in hits.items():
             if count:
-                self._hits.inc(count, tags={"source": source})
+                self._hits.inc(count, tags={"tenant": tenant, "source": source})
         if ttft_s is not None:
             self._ttft_s.observe(ttft_s)
         if tpot_s is not None:
@@ -129,3 +134,8 @@ class IngressMetrics:
 
     def failed_over(self) -> None:
         self._failovers.inc()
+
+
+def _keys(*names: str) -> Any:
+    """Tag keys; Serve's annotation allows no more than one."""
+    return names

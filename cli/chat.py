@@ -41,12 +41,12 @@ def run(options: argparse.Namespace) -> int:
     Returns the exit code: 0, or 1 if stdin is not a terminal and a question failed, or if nobody reads stdout.
 
     Raises:
-        StartupError: the server cannot be reached or has no model.
+        StartupError: the server cannot be reached or has no model, or the variable with the API key is not there.
     """
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    server = Server(options.url)
+    server = Server(options.url, _api_key(options.api_key_env))
     model = asyncio.run(server.model(options.model))
     chat = Chat(server, model, options.system, options.max_tokens)
     try:
@@ -184,7 +184,8 @@ class Server:
     `url` may lack `http://` and may end with `/v1`, as OpenAI's clients want it.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         url = url if "://" in url else f"http://{url}"
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
 
@@ -196,7 +197,10 @@ class Server:
         """
         timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{self.url}/v1/models") as reply:
+            async with (
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session,
+                session.get(f"{self.url}/v1/models") as reply,
+            ):
                 body = await reply.read()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise StartupError(f"cannot reach {self.url}: {_reason(error)}") from None
@@ -219,7 +223,7 @@ class Server:
         is_finished = False
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, read_bufsize=MAX_LINE_BYTES) as session,
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=MAX_LINE_BYTES) as session,
                 session.post(f"{self.url}/v1/chat/completions", json=body) as reply,
             ):
                 if reply.status != 200:
@@ -237,6 +241,13 @@ class Server:
             raise AnswerError(f"no answer from {self.url}: {_reason(error)}") from None
         if not is_finished:
             raise AnswerError(f"{self.url} ended the stream before the answer was complete")
+
+
+def _api_key(variable: str | None) -> str | None:
+    """The key in an environment variable: not an argument, which everyone on the machine could read."""
+    if variable is not None and not os.environ.get(variable):
+        raise StartupError(f"--api-key-env {variable}: no such variable in the environment")
+    return os.environ.get(variable or "OPENAI_API_KEY")
 
 
 def read_event(data: bytes) -> Event:

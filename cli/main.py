@@ -38,7 +38,11 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", help="the model's name (default: the server's first)")
     chat.add_argument("--system", help="a system message to begin with")
     chat.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: %(default)s)")
+    chat.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (OPENAI_API_KEY)")
     chat.set_defaults(run=_chat)
+
+    key = commands.add_parser("key", help="make an API key for a tenant, and the hash of it for the configuration")
+    key.set_defaults(run=_key)
     return parser
 
 
@@ -52,6 +56,12 @@ def _chat(options: argparse.Namespace) -> int:
     from cli import chat
 
     return chat.run(options)
+
+
+def _key(_: argparse.Namespace) -> int:
+    from cli import key
+
+    return key.run()
 
 
 if __name__ == "__main__":

@@ -85,8 +85,9 @@ def example(config: Config) -> str:
     from engine.model.sources import model_name
 
     name = config.model.name or model_name(config.model.source)
+    key = '-H "Authorization: Bearer $OPENAI_API_KEY" ' if config.tenants else ""
     return (
-        f"curl {_url(config)}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f"curl {_url(config)}/v1/chat/completions {key}-H 'Content-Type: application/json' -d "
         f'\'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\''
     )
 

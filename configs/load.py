@@ -74,7 +74,9 @@ def _explain(error: ValidationError) -> list[str]:
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     section: type[BaseModel] = Config
     for part in path:
-        annotation = section.model_fields[str(part)].annotation
+        if isinstance(part, int):  # of a list, whose items all have the same keys
+            continue
+        annotation = section.model_fields[part].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         section = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
     return list(section.model_fields)

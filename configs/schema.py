@@ -1,8 +1,10 @@
 """What can be configured: one frozen pydantic model, each field with its type, default, bound and a sentence."""
 
-from typing import Literal, Self
+import re
+from collections import Counter
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 
 class _Section(BaseModel):
@@ -38,6 +40,9 @@ class CacheSection(_Section):
     )
     await_timeout_s: float = Field(
         default=30.0, gt=0, le=600, description="How long a worker waits for promised KV before it computes it."
+    )
+    public_prefixes: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+        default=(), description="System messages that are no secret: all tenants share the KV of their tokens."
     )
 
 
@@ -113,6 +118,35 @@ class IngressSection(_Section):
     )
 
 
+def _is_key_hash(value: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError("expected the SHA-256 of an API key in 64 lower-case hexadecimal digits; see raydix key")
+    return value
+
+
+class TenantSection(_Section):
+    """One tenant: requests that share KV with each other and with nobody else."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="Its name, in metrics and the handle.")
+    key_hashes: tuple[Annotated[str, AfterValidator(_is_key_hash)], ...] = Field(
+        default=(), description="SHA-256 of each of its API keys, as printed by raydix key."
+    )
+    admin: bool = Field(default=False, description="Whether it may see what is not its own.")
+    cache_min: float = Field(
+        default=0.0, ge=0, le=1, description="Fraction of a cache that others cannot take from it."
+    )
+    cache_max: float = Field(default=1.0, gt=0, le=1, description="Fraction of a cache that it can fill.")
+    max_requests: int | None = Field(
+        default=None, ge=1, description="Requests it has under way at a replica before that answers it 429."
+    )
+
+    @model_validator(mode="after")
+    def _floor_below_ceiling(self) -> Self:
+        if self.cache_min > self.cache_max:
+            raise ValueError(f"cache_min ({self.cache_min:g}) must be at most cache_max ({self.cache_max:g})")
+        return self
+
+
 class HttpSection(_Section):
     """Where the server listens, when raydix starts Serve itself."""
 
@@ -129,3 +163,21 @@ class Config(_Section):
     placement: PlacementSection = Field(default_factory=PlacementSection, description="Cost model.")
     ingress: IngressSection = Field(default_factory=IngressSection, description="HTTP front.")
     http: HttpSection = Field(default_factory=HttpSection, description="Listening address.")
+    tenants: tuple[TenantSection, ...] = Field(
+        default=(), description="Who may send requests; without any, everyone may, without a key."
+    )
+
+    @field_validator("tenants")
+    @classmethod
+    def _tenants_apart(cls, tenants: tuple[TenantSection, ...]) -> tuple[TenantSection, ...]:
+        if twice := _twice([tenant.name for tenant in tenants]):
+            raise ValueError(f"name {twice!r} is given twice")
+        if twice := _twice([key_hash for tenant in tenants for key_hash in tenant.key_hashes]):
+            raise ValueError(f"{twice} is given twice in key_hashes: whose key is it?")
+        if (total := sum(tenant.cache_min for tenant in tenants)) > 1 + 1e-9:
+            raise ValueError(f"cache_min adds up to {total:g}, and there is 1 to share")
+        return tenants
+
+
+def _twice(values: list[str]) -> str | None:
+    return next((value for value, count in Counter(values).items() if count > 1), None)

@@ -3,6 +3,7 @@
 from configs.schema import Config, WorkerSection
 from engine.core.scheduler import SchedulerLimits
 from engine.core.settings import EngineSettings
+from engine.core.tenants import Tenant, Tenants
 
 
 def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
@@ -16,4 +17,15 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
         num_blocks=config.cache.num_blocks,
         pool_gib=config.cache.pool_gib,
         limits=SchedulerLimits(worker.token_budget, worker.max_requests),
+    )
+
+
+def tenants(config: Config) -> Tenants:
+    """Who may send requests, and by which keys they are known."""
+    return Tenants(
+        [
+            Tenant(tenant.name, tenant.admin, tenant.cache_min, tenant.cache_max, tenant.max_requests)
+            for tenant in config.tenants
+        ],
+        {key_hash: tenant.name for tenant in config.tenants for key_hash in tenant.key_hashes},
     )

@@ -140,7 +140,7 @@ def _parser() -> Parser:
     server.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     server.add_argument("--allow-remote", action="store_true", help="load a server that is not on this machine")
     server.add_argument("--model", help="default: the first the server lists")
-    server.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key to send")
+    server.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (OPENAI_API_KEY)")
 
     work = parser.add_argument_group("workload")
     work.add_argument("--workload", choices=("unique", "shared", "chat"), default="unique", help="default: %(default)s")

@@ -39,7 +39,7 @@ class Outcome:
 
 async def run(options: Options) -> Outcome:
     """Find the server, warm it up, send the workload; raises BenchmarkError when the server cannot take it."""
-    key = os.environ.get(options.api_key_env) if options.api_key_env else None
+    key = os.environ.get(options.api_key_env or "OPENAI_API_KEY")
     if options.api_key_env and not key:
         raise BenchmarkError(f"--api-key-env {options.api_key_env}: no such variable in the environment")
     async with Client(options, key) as client:

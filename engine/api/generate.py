@@ -29,6 +29,9 @@ class GenerateRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Report log-probabilities of the tokens and of this many likeliest ones."
     )
+    tenant: Label | None = Field(
+        default=None, description="On whose behalf: a configured tenant. Taken on trust, so not a field over HTTP."
+    )
     request_id: RequestId | None = Field(
         default=None, description="The caller's name for the request, in answers and logs."
     )

@@ -37,6 +37,13 @@ class RequestError(RaydixError):
     kind = "invalid_request_error"
 
 
+class AuthenticationError(RequestError):
+    """The server has tenants, and the request has no API key of theirs."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
 class ModelNotFoundError(RequestError):
     """The request names a model that is not served."""
 

@@ -9,7 +9,7 @@ text is the one it would have been.
 from dataclasses import dataclass, field
 
 from engine.core.errors import ModelFailedError, ServiceError
-from engine.core.types import Admission, SamplingParams, TokenEvent
+from engine.core.types import Admission, Salt, SamplingParams, TokenEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +19,8 @@ class Generation:
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    salt: bytes = b""
+    salt: Salt
+    tenant: str
     session: str | None = None
     tokens: list[int] = field(default_factory=list)
     """Generated and delivered."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.core.hashing import hash_block, hash_blocks
+from engine.core.hashing import BlockChain, hash_block
 from engine.core.types import Assignment, BlockHash, Stage
 
 
@@ -19,6 +19,7 @@ class Request:
     block_size: int
     arrival: int
     """Order of submission in this worker; the latest is preempted first."""
+    chain: BlockChain = field(init=False)
     token_ids: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Request:
     started_at: float | None = None
 
     def __post_init__(self) -> None:
+        self.chain = BlockChain(self.root, self.assignment.salt, self.block_size)
         self.token_ids = list(self.assignment.token_ids)
         self.awaited = set(self.assignment.awaited)
         self.awaits_handover = self.assignment.stage is Stage.DECODE
@@ -61,10 +63,7 @@ class Request:
 
     def full_hashes(self) -> list[BlockHash]:
         """Hashes of all full blocks of the tokens so far, extending what was known."""
-        known = len(self.hashes)
-        if len(self.token_ids) // self.block_size > known:
-            parent = self.hashes[-1] if self.hashes else self.root
-            self.hashes += hash_blocks(parent, self.token_ids[known * self.block_size :], self.block_size)
+        self.chain.extend(self.hashes, self.token_ids)
         return self.hashes
 
     def tail_hash(self, num_tokens: int) -> BlockHash | None:
@@ -72,6 +71,5 @@ class Request:
         full = num_tokens // self.block_size
         if num_tokens == full * self.block_size:
             return None
-        hashes = self.full_hashes()
-        parent = hashes[full - 1] if full else self.root
+        parent = self.chain.parent(self.full_hashes()[:full])
         return hash_block(parent, self.token_ids[full * self.block_size : num_tokens])

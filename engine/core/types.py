@@ -65,6 +65,16 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Salt:
+    """Who may share the KV of a sequence; the ingress knows by who asks (`engine.core.tenants`)."""
+
+    private: bytes = b""
+    """Blocks are shared among sequences of the same value."""
+    num_public_tokens: int = 0
+    """Tokens from the first that are no secret; blocks wholly among them are shared with everyone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """One request as a worker gets it. A failed-over request comes again with a higher `attempt` and more tokens."""
 
@@ -77,7 +87,7 @@ class Assignment:
     sampling: SamplingParams
     reply_to: str
     """Id of the ingress replica whose token stream gets the events."""
-    salt: bytes = b""
+    salt: Salt = Salt()
     awaited: tuple[BlockHash, ...] = ()
     """Blocks that others were told to send here; waited for, never depended on."""
     await_timeout_s: float = 30.0

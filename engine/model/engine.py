@@ -69,10 +69,11 @@ class Engine:
         self.pool = pool
         self.scheduler = Scheduler(pool, limits, max_model_len)
         self.fingerprint = fingerprint
+        self._root = root_hash(fingerprint)
 
     def submit(self, assignment: Assignment, now: float) -> None:
         """Queue a request; its events come out of later steps."""
-        self.scheduler.submit(assignment, root_hash(self.fingerprint, assignment.salt), now)
+        self.scheduler.submit(assignment, self._root, now)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests and free their blocks. Unknown ids are requests that ended already."""

@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,18 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """The token ids of `render_chat`. The template writes special tokens itself, so none are added."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def chat_beginning(self, system: str) -> tuple[int, ...]:
+        """The token ids with which every chat with this system message begins, whatever the user says.
+
+        Raises `RequestError` if the template takes no such message.
+        """
+        chats = [
+            self.apply_chat_template([{"role": "system", "content": system}, {"role": "user", "content": user}])
+            for user in ("1", "a", "\n")
+        ]
+        same = takewhile(lambda ids: len(set(ids)) == 1, zip(*chats, strict=False))
+        return tuple(ids[0] for ids in same)
 
     def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes] | None:
         """The exact bytes of each token id, so that text can be put together from tokens one by one.

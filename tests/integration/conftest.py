@@ -25,6 +25,11 @@ class Server:
 
     host: str
     port: int
+    api_key: str = "none"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"content-type": "application/json", "authorization": f"Bearer {self.api_key}"}
 
     @property
     def url(self) -> str:
@@ -37,7 +42,7 @@ class Server:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            connection.request(method, path, data, {"content-type": "application/json"})
+            connection.request(method, path, data, self.headers)
             response = connection.getresponse()
             return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
         finally:
@@ -57,7 +62,7 @@ class Server:
         body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            connection.request("POST", "/v1/completions", json.dumps(body), self.headers)
             response = connection.getresponse()
             assert response.status == 200, response.read()
             for line in response:

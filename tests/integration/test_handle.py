@@ -53,6 +53,12 @@ def test_generate_answers_as_http_does(server: Server, handle: Any) -> None:
     assert answer.logprobs is None
 
 
+def test_a_tenant_that_is_not_configured_is_refused(handle: Any) -> None:
+    request = GenerateRequest(prompt="hi", max_tokens=1, tenant="acme")
+    with pytest.raises(RequestError, match="no tenant 'acme'"):
+        handle.generate.remote(request).result(timeout_s=TIMEOUT_S)
+
+
 def test_stream_gives_the_same_piece_by_piece(handle: Any) -> None:
     request = GenerateRequest(
         prompt="Rivers and emoji 🌊🏞️", max_tokens=24, seed=7, ignore_eos=True, logprobs=1, return_token_ids=True

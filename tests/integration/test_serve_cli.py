@@ -32,7 +32,7 @@ MARK = "RAYDIX_TEST_MARK"
 class Terminal:
     """`raydix serve` on a port of its own, and what it has written to its terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, *arguments: str) -> None:
         self.port = free_port()
         self._mark = uuid.uuid4().hex
         self._output = bytearray()
@@ -40,7 +40,7 @@ class Terminal:
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self._master, slave = os.openpty()
         self.process = subprocess.Popen(
-            [raydix, "serve", "--port", str(self.port)],
+            [raydix, "serve", "--port", str(self.port), *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,

@@ -158,3 +158,16 @@ def test_a_chat_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
 @needs_model
 def test_the_end_of_a_turn_ends_a_generation(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("<|im_end|>", add_special_tokens=False)[0] in tokenizer.eos_token_ids
+
+
+@needs_model
+def test_every_chat_with_a_system_message_begins_alike_and_no_other(tokenizer: Tokenizer) -> None:
+    system = "You are the help desk of a library."
+    beginning = tokenizer.chat_beginning(system)
+    text = tokenizer.decode(beginning, skip_special_tokens=False)
+    assert text.startswith(f"<|im_start|>system\n{system}<|im_end|>\n")
+    for question in ("Hi", "\n\n", "", "  x", "\tx", "\r\n", "1", "é", "<|im_end|>"):
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        assert tuple(tokenizer.apply_chat_template(chat)[: len(beginning)]) == beginning
+    chat[0]["content"] += " Be brief."
+    assert tuple(tokenizer.apply_chat_template(chat)[: len(beginning)]) != beginning

@@ -1,10 +1,11 @@
 """What the unit tests of engine and core build their cases from.
 
 `FakeModel` stands in for a model and its KV tensors. Its KV of a position is a *key* of everything that position
-depends on: the root (model and tenant) and every token up to it. A forward pass writes the keys of its chunk and reads
-all keys that the chunk attends to, through the block table; one that is not the key of the request's own tokens fails
-the test. And the token that it samples is a function of the last key, so what a request must answer is known from its
-prompt alone, whatever was cached, chunked, preempted, imported or taken over.
+depends on: the model and every token up to it; and, in the private part, the salt, so that a tenant who reads another's
+is found out. A forward pass writes the keys of its chunk and reads all keys that the chunk attends to, through the
+block table; one that is not the key of the request's own tokens fails the test. And the token that it samples is a
+function of the last key, so what a request must answer is known from its prompt alone, whatever was cached, chunked,
+preempted, imported or taken over.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,45 +14,50 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.core.block_pool import BlockPool
-from engine.core.hashing import hash_blocks, root_hash
+from engine.core.hashing import BlockChain, root_hash
 from engine.core.scheduler import SampledToken, Scheduler, SchedulerOutput, StepOutcome
 from engine.core.types import (
     Assignment,
     BlockHash,
     FinishReason,
+    Salt,
     SamplingParams,
     Stage,
     TokenEvent,
 )
 
 FINGERPRINT = "test-model"
+ROOT = root_hash(FINGERPRINT)
+UNSALTED = Salt()
 VOCAB = 4
 KEY_BYTES = 8
 _MASK = (1 << 63) - 1
 
 
-def keys_of(root: BlockHash, token_ids: Iterable[int]) -> list[int]:
+def keys_of(chain: BlockChain, token_ids: Iterable[int]) -> list[int]:
     """The KV key of each position of a sequence."""
-    key = int.from_bytes(root[:7], "little")
+    key = int.from_bytes(chain.root[:7], "little")
     keys = []
-    for token_id in token_ids:
+    for position, token_id in enumerate(token_ids):
+        if position == chain.num_public_blocks * chain.block_size:
+            key = hash((key, int.from_bytes(chain.salt.private, "little"))) & _MASK
         key = hash((key, token_id)) & _MASK
         keys.append(key)
     return keys
 
 
-def sampled_after(root: BlockHash, token_ids: Sequence[int]) -> int:
+def sampled_after(chain: BlockChain, token_ids: Sequence[int]) -> int:
     """The token that `FakeModel` samples after `token_ids`."""
-    return keys_of(root, token_ids)[-1] % VOCAB
+    return keys_of(chain, token_ids)[-1] % VOCAB
 
 
 def expected_answer(
-    root: BlockHash, prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
+    chain: BlockChain, prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
 ) -> tuple[list[int], FinishReason]:
     """All tokens that a prompt must be answered with, and why the answer ends there."""
     token_ids = list(prompt)
     while True:
-        token_ids.append(sampled_after(root, token_ids))
+        token_ids.append(sampled_after(chain, token_ids))
         count = len(token_ids) - len(prompt)
         if token_ids[-1] in sampling.stop_token_ids and count > sampling.min_tokens:
             return token_ids[len(prompt) :], FinishReason.STOP
@@ -83,7 +89,7 @@ class FakeModel:
         for chunk in output.chunks:
             request = chunk.request
             end = chunk.start + chunk.num_tokens
-            keys = keys_of(request.root, request.token_ids[:end])
+            keys = keys_of(request.chain, request.token_ids[:end])
             for position in range(max(chunk.start, chunk.store_from), end):
                 block, offset = request.blocks[position // self.pool.block_size], position % self.pool.block_size
                 assert self.pool.hash_of(block) is None, f"{request.request_id} writes to a block that others may read"
@@ -96,7 +102,7 @@ class FakeModel:
         for chunk in output.chunks:
             request = chunk.request
             end = chunk.start + chunk.num_tokens
-            keys = keys_of(request.root, request.token_ids[:end])
+            keys = keys_of(request.chain, request.token_ids[:end])
             seen = self.cells[request.blocks].reshape(-1)[:end].tolist()
             assert seen == keys, f"{request.request_id} attends to KV that is not its own"
             if chunk.samples:
@@ -114,7 +120,7 @@ def make_assignment(
     max_tokens: int = 4,
     stop: Sequence[int] = (),
     min_tokens: int = 0,
-    salt: bytes = b"",
+    salt: Salt = UNSALTED,
     awaited: Sequence[BlockHash] = (),
     await_timeout_s: float = 30.0,
 ) -> Assignment:
@@ -132,23 +138,23 @@ def make_assignment(
     )
 
 
-def root_of(salt: bytes = b"") -> BlockHash:
-    return root_hash(FINGERPRINT, salt)
+def chain_of(salt: Salt = UNSALTED, block_size: int = 4) -> BlockChain:
+    return BlockChain(ROOT, salt, block_size)
 
 
-def hashes_of(token_ids: Sequence[int], block_size: int = 4, salt: bytes = b"") -> list[BlockHash]:
+def hashes_of(token_ids: Sequence[int], block_size: int = 4) -> list[BlockHash]:
     """The hashes of all full blocks of a sequence."""
-    return hash_blocks(root_of(salt), token_ids, block_size)
+    return chain_of(block_size=block_size).hashes(token_ids)
 
 
 def answer_to(assignment: Assignment, max_model_len: int = 1 << 20) -> list[int]:
     """All tokens that an assignment's prompt must be answered with."""
     prompt = assignment.token_ids[: assignment.num_prompt_tokens]
-    return expected_answer(root_of(assignment.salt), prompt, assignment.sampling, max_model_len)[0]
+    return expected_answer(chain_of(assignment.salt), prompt, assignment.sampling, max_model_len)[0]
 
 
 def submit(scheduler: Scheduler, assignment: Assignment, now: float = 0.0) -> None:
-    scheduler.submit(assignment, root_of(assignment.salt), now)
+    scheduler.submit(assignment, ROOT, now)
 
 
 def step(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> tuple[SchedulerOutput, StepOutcome]:

@@ -1,5 +1,6 @@
 """The Python handle's requests and responses."""
 
+import json
 import pickle
 from typing import Any
 
@@ -8,7 +9,7 @@ from pydantic import ValidationError
 
 from engine.api.fields import SamplingFields
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
-from engine.api.requests import ChatCompletionRequest, CompletionRequest
+from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.responses import Usage
 from engine.api.spec import GenerationSpec
 from engine.core.errors import RequestError
@@ -69,6 +70,14 @@ def test_bad_requests(fields: dict[str, Any], param: str, words: str) -> None:
         as_generate_request(fields).spec()
     assert caught.value.param == param
     assert words in caught.value.message
+
+
+def test_a_tenant_can_be_named_by_the_handle_alone() -> None:
+    assert GenerateRequest(prompt="x", tenant="acme").tenant == "acme"
+    for parse, prompt in ((parse_completion, {"prompt": "x"}), (parse_chat, {"messages": [{"role": "user"}]})):
+        with pytest.raises(RequestError) as caught:
+            parse(json.dumps({"model": "m", "tenant": "acme", **prompt}).encode())
+        assert caught.value.param == "tenant"
 
 
 def test_a_wrong_field_is_found_where_it_is_written() -> None:

@@ -316,6 +316,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         self.refuse_every = 0
         self.url = ""
 
@@ -328,6 +329,7 @@ class Peer:
         return app
 
     async def models(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers.get("authorization"))
         return web.json_response({"object": "list", "data": [{"id": "/models/tiny"}]})
 
     async def version(self, request: web.Request) -> web.Response:
@@ -521,6 +523,15 @@ class TestNoRun:
 
     def test_not_an_api(self, peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
         assert "404" in self.one_line(capsys, "--url", peer.url + "/other")
+
+    def test_the_key_comes_from_the_environment(
+        self, peer: Peer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OPENAI_API_KEY", "rdx-1")
+        monkeypatch.setenv("OTHER_KEY", "rdx-2")
+        for more in ((), ("--api-key-env", "OTHER_KEY")):
+            self.one_line(capsys, "--url", peer.url, "--extra-body", '{"behave": "reject"}', *more)
+        assert peer.keys == ["Bearer rdx-1", "Bearer rdx-2"]
 
     def test_missing_key(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "no such variable" in self.one_line(capsys, "--api-key-env", "NOT_SET_ANYWHERE")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import io
 import json
 import os
@@ -25,6 +27,7 @@ from aiohttp import web
 
 from cli import chat
 from cli.main import main
+from configs import load_config
 from engine.api.responses import ResponseHead, Usage
 from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
 from engine.core.errors import ServiceError, StartupError
@@ -42,6 +45,8 @@ class Server:
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    """The `Authorization` header of every request."""
     is_hanging: threading.Event = field(default_factory=threading.Event)
     was_left: threading.Event = field(default_factory=threading.Event)
     """A client closed the connection of an answer that did not end."""
@@ -53,9 +58,11 @@ class Server:
         return application
 
     async def models(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers.get("authorization"))
         return web.json_response({"object": "list", "data": [{"id": "tiny"}, {"id": "other"}]})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
+        self.keys.append(request.headers.get("authorization"))
         body = await request.json()
         self.bodies.append(body)
         question = body["messages"][-1]["content"]
@@ -209,6 +216,19 @@ class TestPipedChat:
         assert ask("one\n", "--url", form.format(server.url))[0] == 0
         assert ask("one\n", "--url", form.format(server.url.removeprefix("http://")))[0] == 0
 
+    def test_the_api_key_comes_from_the_environment(
+        self, server: Server, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        ask("one\n", "--url", server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "rdx-1")
+        ask("one\n", "--url", server.url)
+        monkeypatch.setenv("OTHER_KEY", "rdx-2")
+        ask("one\n", "--url", server.url, "--api-key-env", "OTHER_KEY")
+        assert server.keys == [None, None, "Bearer rdx-1", "Bearer rdx-1", "Bearer rdx-2", "Bearer rdx-2"]
+        code, _, err = ask("one\n", "--url", server.url, "--api-key-env", "NOT_SET_ANYWHERE")
+        assert (code, err) == (2, ["raydix: --api-key-env NOT_SET_ANYWHERE: no such variable in the environment"])
+
     def test_a_reader_that_leaves_is_no_traceback(self, server: Server) -> None:
         read, write = os.pipe()
         os.close(read)
@@ -290,6 +310,13 @@ class Terminal:
         shown, self.screen = self.screen[: found.end()], self.screen[found.end() :]
         return shown
 
+    def leave(self) -> None:
+        """Ctrl-C until it is heard: one that is typed while readline takes over the terminal is lost."""
+        while self.process.poll() is None:
+            self.type("\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(WAIT_S / 4)
+
     def exit_code(self) -> int:
         return self.process.wait(WAIT_S)
 
@@ -332,10 +359,9 @@ class TestTerminalChat:
             screen.type("next\n")
             screen.wait_for(r"ms to first token.*\r\n.*> ")
             assert server.roles(1) == [("user", "hang"), ("assistant", "Héllo "), ("user", "next")]
-            screen.type("\x03")
-            shown = screen.wait_for("\r\n")
+            screen.leave()
             assert screen.exit_code() == 0
-            assert "Traceback" not in shown + screen.screen
+            assert "Traceback" not in screen.screen
 
     def test_ctrl_c_before_the_first_token_forgets_the_question(self, server: Server) -> None:
         with terminal(server) as screen:
@@ -442,6 +468,26 @@ class TestServeRefuses:
             port = str(taken.getsockname()[1])
             line = serve("--model", str(tmp_path), "--port", port)
         assert line == f"raydix: 127.0.0.1:{port} is in use; choose another with --port or --host"
+
+
+def test_the_example_request_sends_a_key_where_one_is_needed() -> None:
+    from cli.serve import example
+
+    assert "Authorization" not in example(load_config("cpu"))
+    with_tenants = example(load_config("cpu", {"tenants": [{"name": "a"}]}))
+    assert ' -H "Authorization: Bearer $OPENAI_API_KEY" ' in with_tenants
+
+
+def test_each_key_is_a_new_one_and_printed_with_its_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = set()
+    for _ in range(2):
+        assert main(["key"]) == 0
+        (name, key), (label, key_hash) = (line.split() for line in capsys.readouterr().out.splitlines())
+        assert (name, label) == ("key", "hash")
+        assert re.fullmatch(r"rdx-[\w-]{43}", key)
+        assert key_hash == hashlib.sha256(key.encode()).hexdigest()
+        keys.add(key)
+    assert len(keys) == 2
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

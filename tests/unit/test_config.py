@@ -10,7 +10,9 @@ from pydantic import BaseModel
 
 from configs import Config, load_config
 from configs.load import CONFIG_FOLDER
+from configs.settings import tenants
 from engine.core.errors import StartupError
+from engine.core.tenants import Tenant, key_hash
 
 with warnings.catch_warnings():
     # Ray's own modules use a deprecated spelling of pydantic's when they are imported.
@@ -189,6 +191,75 @@ def test_which_roles_go_together(tmp_path: Path, roles: tuple[str, ...], is_vali
         load(tmp_path, content)
     else:
         assert "workers: " in complaint(tmp_path, content)
+
+
+# Tenants
+
+
+def complaint_about(tmp_path: Path, *tenants: dict[str, Any]) -> str:
+    return complaint(tmp_path, {**MIXED, "tenants": list(tenants)})
+
+
+def test_tenants_become_values_and_keys(tmp_path: Path) -> None:
+    alice = {"name": "alice", "key_hashes": [key_hash("1"), key_hash("2")], "admin": True, "cache_min": 0.25}
+    bob = {"name": "bob", "key_hashes": [key_hash("3")], "cache_min": 0.75, "cache_max": 0.9, "max_requests": 4}
+    config = load(tmp_path, {**MIXED, "tenants": [alice, bob, {"name": "by-handle"}]})
+    known = tenants(Config.model_validate(config.model_dump()))
+    assert known.authenticate("Bearer 2") == Tenant("alice", is_admin=True, cache_min=0.25)
+    assert known.authenticate("Bearer 3") == Tenant("bob", cache_min=0.75, cache_max=0.9, max_requests=4)
+    assert known.named("by-handle") == Tenant("by-handle")
+    assert tenants(load(tmp_path, MIXED)).authenticate(None).name == "anonymous"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", ""),
+        ("name", "a b"),
+        ("name", "a" * 64),
+        ("cache_min", -0.1),
+        ("cache_min", 1.1),
+        ("cache_max", 0),
+        ("cache_max", 1.1),
+        ("max_requests", 0),
+        ("admin", "perhaps"),
+        ("key_hashes", "0" * 64),
+    ],
+)
+def test_a_tenant_s_value_out_of_bounds_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    assert f"tenants.1.{key}: " in complaint_about(tmp_path, {"name": "a"}, {"name": "b", key: value})
+
+
+@pytest.mark.parametrize("wrong", ["", "rdx-secret", "0" * 63, "A" * 64, "0" * 65, "0" * 64 + "\n"])
+def test_a_malformed_key_hash_is_named_and_not_repeated(tmp_path: Path, wrong: str) -> None:
+    message = complaint_about(tmp_path, {"name": "a", "key_hashes": ["0" * 64, wrong]})
+    assert "tenants.0.key_hashes.1: expected the SHA-256 of an API key" in message
+    assert "secret" not in message
+
+
+def test_an_unknown_key_of_a_tenant_is_named(tmp_path: Path) -> None:
+    message = complaint_about(tmp_path, {"name": "a", "key_hash": []})
+    assert "unknown key 'tenants.0.key_hash', did you mean 'key_hashes'?" in message
+
+
+def test_what_two_tenants_cannot_both_have_is_named(tmp_path: Path) -> None:
+    digest = "0" * 64
+    assert "tenants: name 'a' is given twice" in complaint_about(tmp_path, {"name": "a"}, {"name": "a"})
+    for others in ([{"name": "b", "key_hashes": [digest]}], []):
+        message = complaint_about(tmp_path, {"name": "a", "key_hashes": [digest] * (2 - len(others))}, *others)
+        assert f"tenants: {digest} is given twice in key_hashes" in message
+    floors = [{"name": name, "cache_min": 0.4} for name in "abc"]
+    assert "tenants: cache_min adds up to 1.2" in complaint_about(tmp_path, *floors)
+    load(tmp_path, {**MIXED, "tenants": [{"name": name, "cache_min": 0.1} for name in "abcdefghij"]})
+
+
+def test_a_floor_is_below_its_ceiling(tmp_path: Path) -> None:
+    message = complaint_about(tmp_path, {"name": "a", "cache_min": 0.5, "cache_max": 0.4})
+    assert "tenants.0: cache_min (0.5) must be at most cache_max (0.4)" in message
+
+
+def test_an_empty_public_prefix_is_named(tmp_path: Path) -> None:
+    assert "cache.public_prefixes.0: " in complaint(tmp_path, {**MIXED, "cache": {"public_prefixes": [""]}})
 
 
 # Loading

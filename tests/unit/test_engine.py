@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import SchedulerLimits
-from engine.core.types import FinishReason, Handover, SegmentHeader, Stage, TokenEvent
+from engine.core.types import FinishReason, Handover, Salt, SegmentHeader, Stage, TokenEvent
 from engine.model.engine import Engine, ExportedSegment
 from engine.model.segments import checksum
 
@@ -68,11 +68,11 @@ def test_a_step_reports_what_it_did() -> None:
 
 def test_tenants_are_kept_apart() -> None:
     engine = make_engine()
-    for salt in (b"", b"one", b"two"):
+    for salt in (Salt(), Salt(b"one"), Salt(b"two")):
         engine.submit(make_assignment("a", PROMPT, max_tokens=1, salt=salt), 0.0)
         events, _ = run(engine)
         assert events[-1].cached_tokens == 0
-    engine.submit(make_assignment("a", PROMPT, max_tokens=1, salt=b"one"), 0.0)
+    engine.submit(make_assignment("a", PROMPT, max_tokens=1, salt=Salt(b"one")), 0.0)
     assert run(engine)[0][-1].cached_tokens == 8
 
 

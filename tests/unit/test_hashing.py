@@ -3,7 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.hashing import DIGEST_BYTES, hash_block, hash_blocks, root_hash
+from engine.core.hashing import DIGEST_BYTES, BlockChain, hash_block, hash_blocks, root_hash
+from engine.core.tenants import salt_of
+from engine.core.types import Salt
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -11,12 +13,19 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 def test_known_vectors() -> None:
     """These values are on the wire between processes of different versions: they must not change unnoticed."""
     root = root_hash("model/bfloat16/16")
-    assert root.hex() == "020c31d6f07ec39cedc4efb3d55d45ad"
-    assert root_hash("model/bfloat16/16", b"tenant").hex() == "491a3563be4452f0572a2429efb36f2d"
+    assert root.hex() == "a6898138464e1511651d37c1e27a69a2"
     assert [h.hex() for h in hash_blocks(root, [1, 2, 3, 4, 5, 2**32 - 1], 2)] == [
-        "62248df411f9f9795b1e357cef2f073d",
-        "66c90db4ce897172263a273db492e0a8",
-        "d082edad1b73f39e5aa101ca21fea91d",
+        "75c87fa8df8b4cf611ffcb40f659dc1b",
+        "0876d86fbf77a5ab7b944ee7c550bcf5",
+        "0c5ab65d74d4c7baeca9ef459f76659f",
+    ]
+    assert [h.hex() for h in BlockChain(root, salt_of("tenant", "salt"), 2).hashes([1, 2, 3, 4])] == [
+        "2504954e5832164fc1698785dc8b044b",
+        "d639e914d278c4a71b37eb75d775157b",
+    ]
+    assert [h.hex() for h in BlockChain(root, salt_of("tenant", None, 3), 2).hashes([1, 2, 3, 4])] == [
+        "75c87fa8df8b4cf611ffcb40f659dc1b",
+        "b6a380a87b223cb96dd10207a689838b",
     ]
 
 
@@ -47,11 +56,37 @@ def test_a_changed_token_changes_its_block_and_all_after_it(token_ids: list[int]
     assert [a == b for a, b in zip(before, after, strict=True)] == [block < at // 2 for block in range(4)]
 
 
-def test_model_and_tenant_are_told_apart() -> None:
-    roots = [root_hash("m"), root_hash("n"), root_hash("m", b"a"), root_hash("m", b"b"), root_hash("ma"), root_hash("")]
-    roots += [root_hash("", b"m"), root_hash("m", b"a\0"), root_hash("m", b"\0")]
-    assert len(set(roots)) == len(roots)
+def test_models_are_told_apart() -> None:
+    roots = [root_hash("m"), root_hash("n"), root_hash("ma"), root_hash("")]
     assert len({hash_block(root, [1, 2]) for root in roots}) == len(roots)
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 1), max_size=12),
+    block_size=st.integers(1, 4),
+    num_public=st.integers(0, 12),
+    cut=st.integers(0, 12),
+)
+def test_the_salt_enters_after_the_blocks_wholly_in_the_public_prefix(
+    token_ids: list[int], block_size: int, num_public: int, cut: int
+) -> None:
+    root = root_hash("m")
+    one, two = (BlockChain(root, Salt(private, num_public), block_size) for private in (b"one", b"two"))
+    hashes = one.hashes(token_ids)
+    num_shared = min(num_public // block_size, len(token_ids) // block_size)
+    assert len(hashes) == len(token_ids) // block_size
+    assert hashes[:num_shared] == hash_blocks(root, token_ids[: num_shared * block_size], block_size)
+    assert not {*hashes[num_shared:]} & {*two.hashes(token_ids)}
+    for other in (Salt(b"one"), Salt(b"two"), Salt(), Salt(b"two", num_public + block_size)):
+        private = {*hashes[num_public // block_size :]}
+        same = other.private == b"one" and num_public < block_size
+        assert same or not private & {*BlockChain(root, other, block_size).hashes(token_ids)}
+    continued = hashes[:cut]
+    one.extend(continued, token_ids)
+    assert continued == hashes
+    for index, block_hash in enumerate(hashes):
+        tokens = token_ids[index * block_size : (index + 1) * block_size]
+        assert block_hash == hash_block(one.parent(hashes[:index]), tokens)
 
 
 def test_a_partial_block_is_told_from_a_full_one() -> None:

@@ -7,11 +7,11 @@ import pytest
 from builders import (
     FakeModel,
     answer_to,
+    chain_of,
     hashes_of,
     import_blocks,
     keys_of,
     make_assignment,
-    root_of,
     run_all,
     step,
     submit,
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from engine.core.hashing import hash_block
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerOutput, share_budget
-from engine.core.types import BlockHash, FinishReason, Handover, Stage
+from engine.core.types import BlockHash, FinishReason, Handover, Salt, Stage
 
 MakeScheduler = Callable[..., Scheduler]
 
@@ -38,7 +38,7 @@ def scheduled(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
 
 def fetch(scheduler: Scheduler, model: FakeModel, prompt: tuple[int, ...], hashes: list[BlockHash], now: float) -> None:
     """Blocks of `prompt`, from its first on, arrive from elsewhere; the last one may be partial."""
-    keys = keys_of(root_of(), prompt)
+    keys = keys_of(chain_of(), prompt)
     import_blocks(scheduler, model, hashes, [keys[4 * index : 4 * index + 4] for index in range(len(hashes))])
     scheduler.blocks_settled(hashes, now)
 
@@ -105,8 +105,20 @@ def test_tenants_do_not_share(make_scheduler: MakeScheduler) -> None:
     model = FakeModel(scheduler.pool)
     submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=1))
     run_all(scheduler, model)
-    submit(scheduler, make_assignment("b", PROMPT, max_tokens=1, salt=b"other"))
+    submit(scheduler, make_assignment("b", PROMPT, max_tokens=1, salt=Salt(b"other")))
     assert scheduled(step(scheduler, model)[0]) == {"b": (0, 12)}
+
+
+def test_tenants_share_the_blocks_of_a_public_prefix_alone(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    first = make_assignment(prompt=PROMPT, max_tokens=1, salt=Salt(b"one", 9))
+    submit(scheduler, first)
+    run_all(scheduler, model)
+    submit(scheduler, make_assignment("b", PROMPT, max_tokens=1, salt=Salt(b"two", 9)))
+    assert scheduled(step(scheduler, model)[0]) == {"b": (8, 4)}, "the third block has a private token"
+    submit(scheduler, make_assignment("c", PROMPT, max_tokens=1, salt=Salt(b"two")))
+    assert scheduled(step(scheduler, model)[0]) == {"c": (0, 12)}, "it did not say that its prefix is public"
 
 
 def test_what_somebody_computes_is_waited_for(make_scheduler: MakeScheduler) -> None:

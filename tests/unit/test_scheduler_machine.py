@@ -6,15 +6,16 @@ wrong or stale KV is found.
 
 from dataclasses import dataclass
 
-from builders import VOCAB, FakeModel, expected_answer, import_blocks, keys_of, make_assignment, root_of
+from builders import ROOT, VOCAB, FakeModel, chain_of, expected_answer, import_blocks, keys_of, make_assignment
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.block_pool import BlockPool
-from engine.core.hashing import hash_block, hash_blocks
+from engine.core.hashing import BlockChain, hash_block
 from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput, StepOutcome
-from engine.core.types import Assignment, BlockHash, FinishReason, Handover, Stage, TokenEvent
+from engine.core.tenants import num_public_tokens
+from engine.core.types import Assignment, BlockHash, FinishReason, Handover, Salt, Stage, TokenEvent
 
 AWAIT_TIMEOUT_S = 10.0
 TOKENS = st.integers(0, VOCAB - 1)
@@ -25,7 +26,7 @@ class Expected:
     """What one request must say. `position` is that of its next token."""
 
     assignment: Assignment
-    root: BlockHash
+    chain: BlockChain
     answer: list[int]
     finish: FinishReason
     position: int
@@ -62,8 +63,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(0, 3),
         token_budget=st.integers(1, 12),
         max_requests=st.integers(1, 5),
+        public_prefix=st.lists(TOKENS, max_size=9).map(tuple),
     )
-    def build(self, block_size: int, num_blocks: int, spare: int, token_budget: int, max_requests: int) -> None:
+    def build(self, block_size, num_blocks, spare, token_budget, max_requests, public_prefix) -> None:
+        self.public_prefix: tuple[int, ...] = public_prefix
         self.pool = BlockPool(num_blocks, block_size)
         self.model = FakeModel(self.pool)
         self.limits = SchedulerLimits(token_budget, max_requests)
@@ -79,16 +82,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         stop=st.lists(TOKENS, max_size=1),
         min_tokens=st.integers(0, 3),
-        salt=st.sampled_from([b"", b"", b"tenant"]),
+        private=st.sampled_from([b"", b"", b"tenant"]),
+        is_public=st.booleans(),
     )
-    def submit(self, data, stage, more, max_tokens, stop, min_tokens, salt) -> None:
-        prefix: list[int] = []
-        if self.expected:
+    def submit(self, data, stage, more, max_tokens, stop, min_tokens, private, is_public) -> None:
+        prefix = [*self.public_prefix] if is_public else []
+        if self.expected and not is_public:
             prefix = self._draw(data, self.expected).sequence
             prefix = prefix[: data.draw(st.integers(0, len(prefix)))]
         prompt = [*prefix, *more][: self.max_model_len - 1] or [0]
         request_id = f"r{len(self.expected)}"
-        hashes = hash_blocks(root_of(salt), prompt, self.pool.block_size)
+        salt = Salt(private, num_public_tokens(tuple(prompt), [self.public_prefix]))
+        hashes = chain_of(salt, self.pool.block_size).hashes(prompt)
         awaited = data.draw(st.sets(st.sampled_from(hashes))) if hashes else set()
         self._submit(
             make_assignment(
@@ -112,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_generated = data.draw(st.integers(0, min(known.position, len(known.answer) - 1)))
         generated = known.answer[:num_generated]
         old = known.assignment
-        hashes = hash_blocks(known.root, [*known.prompt, *generated], self.pool.block_size)
+        hashes = known.chain.hashes([*known.prompt, *generated])
         is_overtaken &= stage is Stage.DECODE and num_generated + 1 < len(known.answer)
         if is_overtaken:
             handover = Handover(old.request_id, old.attempt + 1, known.answer[num_generated], None)
@@ -140,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The same attempt once more changes nothing."""
         known = self._draw(data, self._live())
         before = self.scheduler.get(known.assignment.request_id)
-        self.scheduler.submit(known.assignment, known.root, self.now)
+        self.scheduler.submit(known.assignment, ROOT, self.now)
         assert self.scheduler.get(known.assignment.request_id) is before
 
     @precondition(lambda self: self.expected)
@@ -157,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_arrive(self, data, is_intact) -> None:
         """Or do not: a segment of any blocks of any request, live or not, in whatever order with others."""
         known = self._draw(data, self.expected)
-        hashes = hash_blocks(known.root, known.sequence, self.pool.block_size)
+        hashes = known.chain.hashes(known.sequence)
         first = data.draw(st.integers(0, len(hashes)))
         self._import(hashes[first : data.draw(st.integers(first, len(hashes)))], is_intact)
 
@@ -169,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if known.num_sent == len(known.answer) - 1:
             return  # the answer ends with the prefill worker's token
         assignment = known.assignment
-        hashes = hash_blocks(known.root, assignment.token_ids, self.pool.block_size)
+        hashes = known.chain.hashes(assignment.token_ids)
         if len(assignment.token_ids) % self.pool.block_size:
             hashes.append(self._tail_hash(known))
         self._import(hashes[max(0, len(hashes) - num_late - 1) :], is_intact)
@@ -284,17 +289,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.blocks_settled(hashes, self.now)
 
     def _submit(self, assignment: Assignment) -> None:
-        root = root_of(assignment.salt)
+        chain = chain_of(assignment.salt, self.pool.block_size)
         prompt = assignment.token_ids[: assignment.num_prompt_tokens]
-        answer, finish = expected_answer(root, prompt, assignment.sampling, self.max_model_len)
-        known = Expected(assignment, root, answer, finish, len(assignment.token_ids) - len(prompt))
+        answer, finish = expected_answer(chain, prompt, assignment.sampling, self.max_model_len)
+        known = Expected(assignment, chain, answer, finish, len(assignment.token_ids) - len(prompt))
         self.expected[assignment.request_id] = known
         self._learn_contents(known)
-        self.scheduler.submit(assignment, root, self.now)
+        self.scheduler.submit(assignment, ROOT, self.now)
 
     def _learn_contents(self, known: Expected) -> None:
-        block_size, keys = self.pool.block_size, keys_of(known.root, known.sequence)
-        for index, block_hash in enumerate(hash_blocks(known.root, known.sequence, block_size)):
+        block_size, keys = self.pool.block_size, keys_of(known.chain, known.sequence)
+        for index, block_hash in enumerate(known.chain.hashes(known.sequence)):
             self.contents[block_hash] = keys[index * block_size : (index + 1) * block_size]
         num_sent = len(known.assignment.token_ids)
         if num_sent % block_size:
@@ -302,8 +307,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _tail_hash(self, known: Expected) -> BlockHash:
         sent, block_size = known.assignment.token_ids, self.pool.block_size
-        full = hash_blocks(known.root, sent, block_size)
-        return hash_block(full[-1] if full else known.root, sent[len(full) * block_size :])
+        full = known.chain.hashes(sent)
+        return hash_block(known.chain.parent(full), sent[len(full) * block_size :])
 
     def _begin(self) -> SchedulerOutput:
         decoding = {request.request_id for request in self.scheduler.running.values() if request.num_remaining == 1}

