@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from actors.batching import Batch
 from actors.calls import Background, answer, quietly
+from actors.messages import Ended, FirstToken
 from actors.names import MANAGER, find_actor
 from engine.core.errors import NoWorkerError, OverloadedError, ServiceError
 from engine.core.generation import Generation
@@ -74,8 +75,8 @@ class Dispatcher:
         self._manager: ActorHandle[Any] | None = None
         self._background = Background()
         self._admits = Batch(self._admit_all)
-        self._first_tokens: list[tuple[str, int]] = []
-        self._released: list[str] = []
+        self._first_tokens: list[FirstToken] = []
+        self._ended: list[Ended] = []
         self._assignments: dict[str, list[Assignment]] = {}
         self._flush_scheduled = False
 
@@ -170,7 +171,7 @@ class Dispatcher:
         manager = await self._get_manager()
         admissions: list[Admission | None] = await manager.admit.remote(requests)
         # Whoever left meanwhile may have been settled before it was admitted.
-        self._released += [request.request_id for request in requests if request.request_id not in self._active]
+        self._ended += [Ended(request.request_id) for request in requests if request.request_id not in self._active]
         return admissions
 
     def _place_alone(self, request: AdmitRequest) -> Admission | None:
@@ -179,7 +180,7 @@ class Dispatcher:
         if not able:
             return None
         worker_id = rank_by_session(request.session or request.request_id, able)[0]
-        return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), (), 0.0)
+        return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), ())
 
     async def _send(self, generation: Generation, admission: Admission) -> bool:
         """Submit to the admitted workers; False if one of them is not there."""
@@ -188,7 +189,7 @@ class Dispatcher:
         if not self._workers.keys() >= {admission.prefill, admission.decode}:
             self._release(generation)
             return False
-        generation.place(admission, self._model.block_size)
+        generation.place(admission, self._model.block_size, time.monotonic())
         self._known_workers.setdefault(admission.decode, Role.DECODE)
         if admission.prefill == admission.decode:
             self._assign(generation, admission.decode, Stage.WHOLE, admission.prefill_awaited)
@@ -227,10 +228,10 @@ class Dispatcher:
             batch = [each for each in batch if each.request_id in self._active]
             if batch and worker_id in self._workers:
                 self._background.start(self._submit(worker_id, self._workers[worker_id], batch))
-        if (self._first_tokens or self._released) and self._manager is not None:
+        if (self._first_tokens or self._ended) and self._manager is not None:
             first_tokens, self._first_tokens = self._first_tokens, []
-            released, self._released = self._released, []
-            self._background.start(self._settle(self._manager, first_tokens, released))
+            ended, self._ended = self._ended, []
+            self._background.start(self._settle(self._manager, first_tokens, ended))
 
     async def _submit(self, worker_id: str, worker: ActorHandle[Any], assignments: list[Assignment]) -> None:
         try:
@@ -242,13 +243,11 @@ class Dispatcher:
                 if delivery is not None and delivery.generation.attempt == assignment.attempt:
                     self._fail_over(delivery.generation)
 
-    async def _settle(
-        self, manager: ActorHandle[Any], first_tokens: list[tuple[str, int]], released: list[str]
-    ) -> None:
+    async def _settle(self, manager: ActorHandle[Any], first_tokens: list[FirstToken], ended: list[Ended]) -> None:
         try:
-            await manager.settle.remote(self._ingress_id, first_tokens, released)
+            await manager.settle.remote(self._ingress_id, first_tokens, ended)
         except RayError:
-            self._released += released  # for the next one; what it does not know does no harm
+            self._ended += ended  # for the next one; what it does not know does no harm
 
     def _call(self, worker_id: str, method: str, *args: Any) -> None:
         """Call a worker without waiting; if it is dead, its token stream will tell."""
@@ -286,10 +285,11 @@ class Dispatcher:
             if delivery is None:
                 continue
             generation = delivery.generation
-            had_none = not generation.tokens
+            was_answered = generation.is_answered
             due = generation.take(event, worker_id)
-            if due and had_none:
-                self._first_tokens.append((generation.request_id, generation.attempt))
+            if due and not was_answered:
+                ttft_s = time.monotonic() - generation.placed_at
+                self._first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
                 self._flush_soon()
             if due or generation.failure is not None:
                 delivery.inbox += due
@@ -302,7 +302,8 @@ class Dispatcher:
         self._release(generation)
 
     def _release(self, generation: Generation) -> None:
-        self._released.append(generation.request_id)
+        how = "finished" if generation.finished_by else "failed" if generation.failure else "aborted"
+        self._ended.append(Ended(generation.request_id, generation.attempt, how, generation.num_preemptions))
         self._flush_soon()
 
     # Failures

@@ -23,6 +23,7 @@ from actors.names import MANAGER, namespace
 from actors.worker import WORKER_CLASSES
 from configs.schema import Config, WorkerSection
 from configs.settings import engine_settings
+from engine.core.costs import WorkerCosts
 from engine.core.placement import CostModel
 from engine.core.types import Role
 
@@ -96,8 +97,8 @@ class ActorHost:
         placement = self._config.placement
         costs = CostModel(
             block_size=self._config.cache.block_size,
-            import_bytes_per_s=placement.import_gib_per_s * GIB,
             piggyback_tokens=placement.piggyback_tokens,
+            prior=WorkerCosts(import_byte_s=1 / (placement.import_gib_per_s * GIB)),
         )
         actor: Any = ray.remote(KVCacheManager).options(**self._options(num_cpus=MANAGER_CPUS))
         child: ActorHandle[Any] = actor.remote(costs, int(self._config.cache.segment_gib * GIB))

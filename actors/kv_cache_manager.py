@@ -14,7 +14,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.calls import Background, quietly
-from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration, WorkerInfo
+from actors.messages import (
+    INGRESS_SILENCE_S,
+    Ended,
+    ExportItem,
+    FirstToken,
+    Registration,
+    WorkerInfo,
+    WorkerState,
+)
+from actors.metrics import ManagerMetrics
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
@@ -42,6 +51,7 @@ class KVCacheManager:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._ingresses: dict[str, _Ingress] = {}
         self._background = Background()
+        self._metrics = ManagerMetrics()
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -69,14 +79,21 @@ class KVCacheManager:
             known.cancel()
         self._handles[worker_id] = handle[0]
         self._carry_out(
-            self._directory.register(worker_id, registration.role, epoch, registration.block_bytes, registration.hashes)
+            self._directory.register(
+                worker_id,
+                registration.role,
+                epoch,
+                registration.block_bytes,
+                registration.hashes,
+                registration.token_budget,
+            )
         )
         self._followers[worker_id] = asyncio.create_task(self._follow(worker_id, epoch, handle[0]))
         logger.info("%s registered with %d blocks", worker_id, len(registration.hashes))
 
-    async def heartbeat(self, worker_id: str, epoch: int, prefill_tokens_per_s: float) -> bool:
-        """Whether this worker is registered; it reports its prefill rate (0: not measured yet)."""
-        self._directory.worker_measured(worker_id, epoch, prefill_tokens_per_s)
+    async def heartbeat(self, worker_id: str, epoch: int, state: WorkerState) -> bool:
+        """Whether this worker is registered; it reports what it costs and how much room it has."""
+        self._directory.worker_measured(worker_id, epoch, state.costs, state.num_free_blocks)
         return self._directory.is_current(worker_id, epoch)
 
     async def workers(self, ingress_id: str | None = None, active: Sequence[str] = ()) -> list[WorkerInfo]:
@@ -107,11 +124,15 @@ class KVCacheManager:
             admissions.append(admission)
         return admissions
 
-    async def settle(self, ingress_id: str, first_tokens: Sequence[tuple[str, int]], released: Sequence[str]) -> None:
+    async def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> None:
         """Requests of an ingress replica got the first token of an attempt; others of its requests ended."""
-        for request_id, attempt in first_tokens:
-            self._directory.first_token(request_id, attempt)
-        self._release(self._ingress(ingress_id), released)
+        for first in first_tokens:
+            decision = self._directory.first_token(first.request_id, first.attempt, first.ttft_s)
+            if decision is not None:
+                self._metrics.first_token(decision)
+        for end in ended:
+            self._directory.decisions.ended(end.request_id, end.attempt, end.how, end.num_preemptions)
+        self._release(self._ingress(ingress_id), [end.request_id for end in ended])
 
     async def statistics(self) -> dict[str, int]:
         """Sizes of the index, after checking its integrity."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.core.costs import WorkerCosts
 from engine.core.types import BlockHash, Role, SegmentHeader
 
 INGRESS_SILENCE_S = 10.0
@@ -27,6 +28,7 @@ class Registration:
     epoch: int
     role: Role
     block_bytes: int
+    token_budget: int
     hashes: tuple[BlockHash, ...]
 
 
@@ -37,3 +39,31 @@ class WorkerInfo:
     worker_id: str
     role: Role
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a worker's heartbeat says."""
+
+    costs: WorkerCosts | None
+    """None before it has measured anything."""
+    num_free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """An attempt got its first token, so long after it was admitted."""
+
+    request_id: str
+    attempt: int
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request is over."""
+
+    request_id: str
+    attempt: int = 0
+    how: str = "aborted"
+    num_preemptions: int = 0

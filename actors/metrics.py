@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 from ray.serve import metrics as serve_metrics
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from engine.core.costs import StepShape
 from engine.core.types import Role
 
 if TYPE_CHECKING:
+    from engine.core.explain import Decision
     from engine.core.request import Request
     from engine.model.engine import Engine
 
@@ -31,8 +33,8 @@ class WorkerMetrics:
             metric.set_default_tags(tags)
             return metric
 
-        self._computed = counter("raydix_computed_tokens", "Tokens computed, prompt and generated.")
-        self._generated = counter("raydix_decode_tokens", "Tokens computed one per step.")
+        self._prefilled = counter("raydix_prefill_tokens", "Prompt tokens computed, again after a loss too.")
+        self._decoded = counter("raydix_decode_tokens", "Generated tokens computed.")
         self._exported = counter("raydix_exported_bytes", "KV bytes sent to the object store.")
         self._imported = counter("raydix_imported_bytes", "KV bytes taken from the object store.")
         self._preempted = counter("raydix_preemptions", "Requests that lost their blocks to make room.")
@@ -44,26 +46,26 @@ class WorkerMetrics:
             "raydix_queue_seconds", description="Submission to start.", boundaries=_LATENCY_S, tag_keys=keys
         )
         self._queue_s.set_default_tags(tags)
-        self._num_tokens = 0
-        self._num_decodes = 0
+        self._num_prefilled = 0
+        self._num_decoded = 0
         self._num_preempted = 0
 
-    def step(self, num_tokens: int, num_decodes: int, num_preempted: int) -> None:
+    def step(self, shape: StepShape, num_preempted: int) -> None:
         """Count one engine step."""
-        self._num_tokens += num_tokens
-        self._num_decodes += num_decodes
+        self._num_prefilled += shape.num_prefill_tokens
+        self._num_decoded += shape.num_decodes
         self._num_preempted += num_preempted
 
     def flush(self, engine: "Engine") -> None:
         """Report the steps counted since the last time, and how the engine is now."""
         for metric, count in (
-            (self._computed, self._num_tokens),
-            (self._generated, self._num_decodes),
+            (self._prefilled, self._num_prefilled),
+            (self._decoded, self._num_decoded),
             (self._preempted, self._num_preempted),
         ):
             if count:
                 metric.inc(count)
-        self._num_tokens = self._num_decodes = self._num_preempted = 0
+        self._num_prefilled = self._num_decoded = self._num_preempted = 0
         self._running.set(len(engine.scheduler.running))
         self._waiting.set(engine.scheduler.num_waiting)
         self._available.set(engine.pool.num_available)
@@ -79,6 +81,28 @@ class WorkerMetrics:
 
     def imported_bytes(self, count: int) -> None:
         self._imported.inc(count)
+
+
+class ManagerMetrics:
+    """What the manager reports of its decisions."""
+
+    def __init__(self) -> None:
+        self._error_s = Histogram(
+            "raydix_ttft_prediction_error_seconds",
+            description="Difference of predicted and actual time from admission to first token.",
+            boundaries=_LATENCY_S,
+        )
+        self._regret_s = Histogram(
+            "raydix_placement_regret_seconds",
+            description="How much later the chosen worker answered than the best other one was predicted to.",
+            boundaries=_LATENCY_S,
+        )
+
+    def first_token(self, decision: "Decision") -> None:
+        """Compare what was predicted with what happened."""
+        if decision.ttft_s is not None and decision.regret_s is not None:
+            self._error_s.observe(abs(decision.ttft_s - decision.chosen.ttft_s))
+            self._regret_s.observe(decision.regret_s)
 
 
 class IngressMetrics:

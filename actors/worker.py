@@ -20,9 +20,10 @@ import ray
 from ray.exceptions import RayError
 
 from actors.calls import Background, answer
-from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration, WorkerState
 from actors.metrics import WorkerMetrics
 from actors.names import MANAGER, find_actor
+from engine.core.costs import CostFit, WorkerCosts
 from engine.core.settings import EngineSettings
 from engine.core.types import Assignment, BlockHash, Role, SegmentHeader, TokenEvent
 
@@ -36,8 +37,6 @@ HEARTBEAT_S = 0.5
 REPORT_S = 0.5
 FETCH_TIMEOUT_S = 20.0
 MAX_QUEUED_EXPORT_BYTES = 512 << 20
-MIN_RATED_TOKENS = 64
-"""Steps with fewer prefill tokens say little about the prefill rate."""
 
 
 @dataclass(slots=True)
@@ -72,7 +71,8 @@ class Worker:
         self._exports: asyncio.Queue[ExportItem | ExportedSegment] = asyncio.Queue()
         self._queued_export_bytes = 0
         self._background = Background()
-        self._prefill_tokens_per_s = 0.0
+        self._costs = CostFit(WorkerCosts())
+        self._has_measured = False
 
     async def start(self) -> str:
         """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
@@ -152,6 +152,7 @@ class Worker:
         `payload` holds one reference, or none for no bytes.
         """
         content = None
+        started = time.monotonic()
         try:
             if payload:
                 content = await answer(payload[0], FETCH_TIMEOUT_S)
@@ -159,7 +160,10 @@ class Worker:
         except (RayError, TimeoutError) as error:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
         now = time.monotonic()
-        return bool(await self._ask(lambda engine: engine.import_segment(header, content, now)))
+        usable = bool(await self._ask(lambda engine: engine.import_segment(header, content, now)))
+        if usable and content is not None:
+            self._costs.imported(header.num_bytes, time.monotonic() - started)
+        return usable
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Export blocks of the pool; what is not here any more is reported as missing."""
@@ -269,12 +273,13 @@ class Worker:
             self._outboxes[ingress_id].filled.set()
 
     def _measure(self, step: "StepResult", step_s: float) -> None:
-        """Count the step, and follow the prefill rate from steps that mostly prefilled."""
-        self._metrics.step(step.num_tokens, step.num_decodes, step.num_preempted)
-        if step.num_tokens - step.num_decodes >= MIN_RATED_TOKENS:
-            rate = step.num_tokens / step_s
-            old = self._prefill_tokens_per_s
-            self._prefill_tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
+        """Count the step, and learn what steps cost."""
+        self._metrics.step(step.shape, step.num_preempted)
+        self._costs.step(step.shape, step_s)
+        self._has_measured = True
+
+    def _state(self) -> WorkerState:
+        return WorkerState(self._costs.costs() if self._has_measured else None, self._engine.pool.num_available)
 
     def _exports_put(self, item: "ExportItem | ExportedSegment") -> None:
         """Queue an item for the manager. While nobody reads, only so many payloads are kept: the pool has the rest."""
@@ -296,7 +301,7 @@ class Worker:
                 manager = await find_actor(MANAGER, self._app_name)
                 if manager is not None:
                     await manager.register.remote(await self._introduce(), [ray.get_runtime_context().current_actor])
-                    while await manager.heartbeat.remote(self._worker_id, self._epoch, self._prefill_tokens_per_s):
+                    while await manager.heartbeat.remote(self._worker_id, self._epoch, self._state()):
                         await asyncio.sleep(HEARTBEAT_S)
             except RayError as error:
                 logger.info("manager out of reach: %s", type(error).__name__)
@@ -321,7 +326,14 @@ class Worker:
 
         taken: asyncio.Future[tuple[BlockHash, ...]] = asyncio.get_running_loop().create_future()
         self._loop_thread.post(snapshot)
-        return Registration(self._worker_id, self._epoch, self._role, self._engine.store.block_bytes, await taken)
+        return Registration(
+            self._worker_id,
+            self._epoch,
+            self._role,
+            self._engine.store.block_bytes,
+            self._engine.scheduler.limits.token_budget,
+            await taken,
+        )
 
     async def _report(self) -> None:
         """Keep the metrics up to date, when nothing happens too."""

@@ -98,7 +98,9 @@ class WorkersSection(_Section):
 class PlacementSection(_Section):
     """What the manager's cost model starts from."""
 
-    import_gib_per_s: float = Field(default=1.0, gt=0, description="Rate of importing KV, in GiB per second.")
+    import_gib_per_s: float = Field(
+        default=1.0, gt=0, description="Rate of importing KV, in GiB per second, until workers have measured theirs."
+    )
     piggyback_tokens: int = Field(
         default=64, ge=0, description="Longest uncached suffix that a decode worker computes by itself."
     )

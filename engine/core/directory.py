@@ -13,12 +13,16 @@ directory may forget anything at any time, and a stale entry costs time, never a
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+from engine.core.cache_events import CacheEvents, CacheUpdate
+from engine.core.cache_statistics import CacheStatistics
+from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
-from engine.core.placement import Candidate, CostModel, place
+from engine.core.explain import BlockSource, Decision, Decisions, best_considered
+from engine.core.placement import Candidate, CostModel, Demand, Placement, place
 from engine.core.types import (
     Admission,
     AdmitRequest,
@@ -27,7 +31,12 @@ from engine.core.types import (
     SegmentHeader,
 )
 
-DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+MAX_REMEMBERED = 1 << 17
+"""Blocks that are gone, and continuations of blocks, remembered to explain misses by."""
+US_PER_S = 1_000_000
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +88,12 @@ class BlockRecord:
     wanted_by: set[str] = field(default_factory=set)
 
     @property
+    def is_stored(self) -> bool:
+        return bool(self.workers) or self.segment is not None
+
+    @property
     def is_known(self) -> bool:
-        return bool(self.workers) or self.segment is not None or self.producer is not None
+        return self.is_stored or self.producer is not None
 
 
 @dataclass(slots=True)
@@ -90,10 +103,15 @@ class WorkerRecord:
     worker_id: str
     role: Role
     epoch: int
-    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    costs: WorkerCosts
+    token_budget: int
+    num_free_blocks: int | None = None
     blocks: set[BlockHash] = field(default_factory=set)
     requests: set[str] = field(default_factory=set)
-    queued_tokens: int = 0
+    decoding: set[str] = field(default_factory=set)
+    """Those of `requests` that decode here, now or once their prefill is done."""
+    queued_us: int = 0
+    """Predicted time of the prefills promised to it and not done yet."""
 
 
 @dataclass(slots=True)
@@ -101,7 +119,7 @@ class Reservation:
     """An admitted request: what it was promised and what load it puts on whom."""
 
     admission: Admission
-    tokens_to_compute: int
+    queued_us: int
     producing: set[BlockHash]
     leased: list[Segment]
 
@@ -118,11 +136,24 @@ class Directory:
         self._segments: OrderedDict[int, Segment] = OrderedDict()
         self._reservations: dict[str, Reservation] = {}
         self._num_segments = 0
+        self._gone: OrderedDict[BlockHash, None] = OrderedDict()
+        """Blocks that were somewhere once."""
+        self._continuations: OrderedDict[BlockHash, BlockHash] = OrderedDict()
+        """For a block, the one that followed it in the last prompt with new blocks."""
+        self._events = CacheEvents()
+        self.statistics = CacheStatistics(costs.block_size)
+        self.decisions = Decisions()
 
     # Workers
 
     def register(
-        self, worker_id: str, role: Role, epoch: int, block_bytes: int, hashes: Iterable[BlockHash]
+        self,
+        worker_id: str,
+        role: Role,
+        epoch: int,
+        block_bytes: int,
+        hashes: Iterable[BlockHash],
+        token_budget: int = 512,
     ) -> list[Instruction]:
         """A worker incarnation reports for duty with what its pool holds. What an older one said is forgotten."""
         known = self.workers.get(worker_id)
@@ -130,7 +161,7 @@ class Directory:
             return []
         self.costs = replace(self.costs, block_bytes=block_bytes)
         instructions = self.remove_worker(worker_id) if known is not None else []
-        self.workers[worker_id] = WorkerRecord(worker_id, role, epoch)
+        self.workers[worker_id] = WorkerRecord(worker_id, role, epoch, self.costs.prior, token_budget)
         return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
 
     def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
@@ -140,12 +171,12 @@ class Directory:
             return []
         del self.workers[worker_id]
         for block_hash in worker.blocks:
-            self._blocks[block_hash].workers.discard(worker_id)
+            self._leave_worker(block_hash, worker_id, "worker lost")
         instructions = self._fail(block_hash for block_hash in worker.blocks)
         for request_id in worker.requests:
             reservation = self._reservations[request_id]
             if reservation.admission.prefill == worker_id:
-                reservation.tokens_to_compute = 0
+                reservation.queued_us = 0
                 instructions += self._stop_producing(reservation)
         exported = [h for h, record in self._blocks.items() if record.producer == worker_id]
         for block_hash in exported:
@@ -157,11 +188,12 @@ class Directory:
     def is_current(self, worker_id: str, epoch: int) -> bool:
         return self._worker(worker_id, epoch) is not None
 
-    def worker_measured(self, worker_id: str, epoch: int, prefill_tokens_per_s: float) -> None:
-        """A worker reports how fast it prefills."""
+    def worker_measured(self, worker_id: str, epoch: int, costs: WorkerCosts | None, num_free_blocks: int) -> None:
+        """A worker reports what it costs (None: it has not measured anything yet) and how much room it has."""
         worker = self._worker(worker_id, epoch)
-        if worker is not None and prefill_tokens_per_s > 0:
-            worker.prefill_tokens_per_s = prefill_tokens_per_s
+        if worker is not None:
+            worker.costs = costs or worker.costs
+            worker.num_free_blocks = num_free_blocks
 
     def blocks_changed(
         self, worker_id: str, epoch: int, sealed: Iterable[BlockHash], evicted: Iterable[BlockHash]
@@ -174,7 +206,7 @@ class Directory:
         lost = [block_hash for block_hash in evicted if block_hash in worker.blocks]
         for block_hash in lost:
             worker.blocks.discard(block_hash)
-            self._blocks[block_hash].workers.discard(worker_id)
+            self._leave_worker(block_hash, worker_id, "pool full")
         instructions = self._fail(lost)
         self._forget_unknown(lost)
         if wanted:
@@ -196,6 +228,7 @@ class Directory:
             record.wanted_by = set()
             self._produced(block_hash, record)
             if record.segment is None:
+                self._came(block_hash, record)
                 record.segment = segment
         if header.handover is not None:
             reservation = self._reservations.get(header.handover.request_id)
@@ -223,7 +256,7 @@ class Directory:
         """A segment could not be read, or was not what it says: nobody is promised it any more."""
         segment = self._segments.get(segment_id)
         if segment is not None:
-            self._drop_segment(segment)
+            self._drop_segment(segment, "segment lost")
 
     # Requests
 
@@ -236,24 +269,11 @@ class Directory:
         if not self.workers:
             raise NoWorkerError("no worker is ready")
         instructions = self.release(request.request_id)
-        num_reachable = self._num_leading(request.hashes, None)
-        candidates = [
-            Candidate(
-                worker.worker_id,
-                worker.role,
-                worker.prefill_tokens_per_s,
-                worker.queued_tokens,
-                len(worker.requests),
-                self._num_leading(request.hashes, worker.worker_id),
-            )
-            for worker in self.workers.values()
-        ]
-        placement = place(
-            request.num_tokens, num_reachable, candidates, self.costs, request.session or request.request_id
-        )
+        placement = place(*self._options(request), self.costs)
         prefill, decode = placement.prefill, placement.decode
-        num_local = next(c.num_local_blocks for c in candidates if c.worker_id == prefill)
-        num_cached = num_local + placement.num_imported_blocks
+        num_local = placement.chosen.num_local_blocks
+        num_cached = num_local + placement.chosen.num_imported_blocks
+        self._record(request, placement)
         prefill_awaited = self._lacking(prefill, request.hashes[num_local:num_cached])
         to_compute = request.hashes[num_cached:]
         decode_awaited = self._lacking(decode, request.hashes) if decode != prefill else ()
@@ -266,12 +286,11 @@ class Directory:
             self.workers[decode].epoch,
             prefill_awaited,
             decode_awaited,
-            placement.predicted_ttft_s,
         )
-        tokens = request.num_tokens - num_cached * self.costs.block_size
-        reservation = Reservation(admission, max(1, tokens), set(), [])
+        reservation = Reservation(admission, int(placement.chosen.compute_s * US_PER_S), set(), [])
         self._reservations[request.request_id] = reservation
-        self.workers[prefill].queued_tokens += reservation.tokens_to_compute
+        self.workers[prefill].queued_us += reservation.queued_us
+        self.workers[decode].decoding.add(request.request_id)
         for worker_id in {prefill, decode}:
             self.workers[worker_id].requests.add(request.request_id)
         for block_hash in to_compute:
@@ -283,11 +302,13 @@ class Directory:
         instructions += self._promise(reservation, decode, decode_awaited)
         return admission, instructions
 
-    def first_token(self, request_id: str, attempt: int) -> None:
-        """The attempt's prefill is done: its worker's queue is shorter by it."""
+    def first_token(self, request_id: str, attempt: int, ttft_s: float) -> Decision | None:
+        """The attempt's prefill is done, `ttft_s` after its admission: its worker's queue is shorter by it. Returns the
+        decision that was behind it, if it is remembered."""
         reservation = self._reservations.get(request_id)
         if reservation is not None and reservation.admission.attempt == attempt:
             self._unqueue(reservation)
+        return self.decisions.first_token(request_id, attempt, ttft_s)
 
     def release(self, request_id: str) -> list[Instruction]:
         """The request ended, however it did: its leases, its load and its promises to compute are gone."""
@@ -298,12 +319,18 @@ class Directory:
         for worker_id in {reservation.admission.prefill, reservation.admission.decode}:
             if worker_id in self.workers:
                 self.workers[worker_id].requests.discard(request_id)
+                self.workers[worker_id].decoding.discard(request_id)
         for segment in reservation.leased:
             segment.leases -= 1
         self._drop_segments()
         return self._stop_producing(reservation)
 
     # What others may ask
+
+    def events_since(self, sequence: int | None) -> CacheUpdate:
+        """What was stored and removed since then, or all that is stored now (`CacheEvents.since`)."""
+        stored = (block_hash for block_hash, record in self._blocks.items() if record.is_stored)
+        return self._events.since(sequence, stored)
 
     @property
     def num_blocks(self) -> int:
@@ -328,13 +355,14 @@ class Directory:
         for worker in self.workers.values():
             assert all(worker.worker_id in self._blocks[block_hash].workers for block_hash in worker.blocks)
             assert worker.requests <= self._reservations.keys()
-            queued = sum(
-                reservation.tokens_to_compute
+            assert worker.decoding <= worker.requests
+            queued_us = sum(
+                reservation.queued_us
                 for reservation in self._reservations.values()
                 if reservation.admission.prefill == worker.worker_id
                 and reservation.admission.prefill_epoch == worker.epoch
             )
-            assert worker.queued_tokens == queued
+            assert worker.queued_us == queued_us
         for reservation in self._reservations.values():
             for block_hash in reservation.producing:
                 assert self._blocks[block_hash].producer == reservation.admission.request_id
@@ -353,6 +381,7 @@ class Directory:
         """Note that a worker holds a block; whether others want it and the worker should export it."""
         worker.blocks.add(block_hash)
         record = self._blocks[block_hash]
+        self._came(block_hash, record)
         record.workers.add(worker.worker_id)
         record.wanted_by.discard(worker.worker_id)
         reservation = self._reservations.get(record.producer) if record.producer else None
@@ -374,13 +403,102 @@ class Directory:
         """Those of `hashes` that a worker does not hold."""
         return tuple(block_hash for block_hash in hashes if block_hash not in self.workers[worker_id].blocks)
 
-    def _num_leading(self, hashes: Sequence[BlockHash], worker_id: str | None) -> int:
-        """How many leading blocks `worker_id` holds; with None, how many are held or being computed anywhere."""
-        for count, block_hash in enumerate(hashes):
+    def _options(self, request: AdmitRequest) -> tuple[Demand, list[Candidate]]:
+        """What a request needs, and what each worker has to offer, in one walk along its blocks."""
+        num_local = dict.fromkeys(self.workers, 0)
+        holders: set[str] = set()
+        num_reachable = 0
+        pending_us = 0
+        for index, record in enumerate(self._leading(request.hashes)):
+            still = record.workers if index == 0 else holders & record.workers
+            for worker_id in holders - still:
+                num_local[worker_id] = index
+            holders = set(still)
+            num_reachable = index + 1
+            producer = None if record.is_stored else self._reservations.get(record.producer or "")
+            if producer is not None:
+                pending_us = max(pending_us, self.workers[producer.admission.prefill].queued_us)
+        num_local |= dict.fromkeys(holders, num_reachable)
+        demand = Demand(request.num_tokens, num_reachable, pending_us / US_PER_S, request.session or request.request_id)
+        return demand, [
+            Candidate(
+                worker.worker_id,
+                worker.role,
+                worker.costs,
+                worker.token_budget,
+                worker.queued_us / US_PER_S,
+                len(worker.decoding),
+                worker.num_free_blocks,
+                num_local[worker.worker_id],
+            )
+            for worker in self.workers.values()
+        ]
+
+    def _leading(self, hashes: Sequence[BlockHash]) -> Iterator[BlockRecord]:
+        """The records of the leading blocks that are held or being computed anywhere."""
+        for block_hash in hashes:
             record = self._blocks.get(block_hash)
-            if record is None or (worker_id is not None and worker_id not in record.workers):
-                return count
-        return len(hashes)
+            if record is None:
+                return
+            yield record
+
+    def _record(self, request: AdmitRequest, placement: Placement) -> None:
+        """Keep what explains this placement."""
+        sources = tuple(self._sources(request.hashes, placement))
+        decision = Decision(
+            request.attempt,
+            request.tenant,
+            request.num_tokens,
+            self.costs.block_size,
+            sources,
+            placement.chosen,
+            best_considered(placement),
+        )
+        self.decisions.admitted(request.request_id, decision)
+        self.statistics.admitted(request.tenant, request.num_tokens, request.hashes, sources, request.preview)
+
+    def _sources(self, hashes: Sequence[BlockHash], placement: Placement) -> Iterator[BlockSource]:
+        num_local = placement.chosen.num_local_blocks
+        num_cached = num_local + placement.chosen.num_imported_blocks
+        parent = b""
+        for index, block_hash in enumerate(hashes):
+            record = self._blocks.get(block_hash)
+            if index < num_local:
+                yield BlockSource.LOCAL
+            elif record is None:
+                others = self._continuations.get(parent)
+                if block_hash in self._gone:
+                    yield BlockSource.EVICTED
+                elif others is not None and others != block_hash:
+                    yield BlockSource.DIVERGED
+                else:
+                    yield BlockSource.NEVER_SEEN
+                remember(self._continuations, parent, block_hash)
+            elif index >= num_cached:
+                yield BlockSource.RECOMPUTED
+            elif record.segment is not None:
+                yield BlockSource.STORE
+            else:
+                yield BlockSource.WORKER if record.workers else BlockSource.PENDING
+            parent = block_hash
+
+    def _came(self, block_hash: BlockHash, record: BlockRecord) -> None:
+        """The block is about to be in a place; note it if it was in none."""
+        if not record.is_stored:
+            self._gone.pop(block_hash, None)
+            self._events.add(True, block_hash)
+
+    def _leave_worker(self, block_hash: BlockHash, worker_id: str, reason: str) -> None:
+        record = self._blocks[block_hash]
+        record.workers.discard(worker_id)
+        self._left(block_hash, record, reason)
+
+    def _left(self, block_hash: BlockHash, record: BlockRecord, reason: str) -> None:
+        """The block left a place; note it if it was the last one."""
+        self.statistics.evicted_blocks[reason] += 1
+        if not record.is_stored:
+            remember(self._gone, block_hash, None)
+            self._events.add(False, block_hash)
 
     def _promise(self, reservation: Reservation, worker_id: str, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """Arrange that `worker_id` gets `hashes`: from segments now, from other workers or producers when ready."""
@@ -407,8 +525,8 @@ class Directory:
     def _unqueue(self, reservation: Reservation) -> None:
         worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
         if worker is not None:
-            worker.queued_tokens -= reservation.tokens_to_compute
-        reservation.tokens_to_compute = 0
+            worker.queued_us -= reservation.queued_us
+        reservation.queued_us = 0
 
     def _stop_producing(self, reservation: Reservation) -> list[Instruction]:
         abandoned, reservation.producing = reservation.producing, set()
@@ -442,13 +560,21 @@ class Directory:
         for segment in [segment for segment in self._segments.values() if segment.leases == 0]:
             if self.segment_bytes <= self.segment_budget_bytes:
                 break
-            self._drop_segment(segment)
+            self._drop_segment(segment, "object store full")
 
-    def _drop_segment(self, segment: Segment) -> None:
+    def _drop_segment(self, segment: Segment, reason: str) -> None:
         del self._segments[segment.segment_id]
         self.segment_bytes -= segment.header.num_bytes
         for block_hash in segment.header.full_hashes:
             record = self._blocks.get(block_hash)
             if record is not None and record.segment is segment:
                 record.segment = None
+                self._left(block_hash, record, reason)
         self._forget_unknown(segment.header.full_hashes)
+
+
+def remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Put something into a memory of bounded size, which forgets what came first."""
+    memory[key] = value
+    if len(memory) > MAX_REMEMBERED:
+        memory.popitem(last=False)

@@ -31,6 +31,10 @@ class Generation:
     cached_tokens: int | None = None
     imported_tokens: int = 0
     """Prompt tokens whose KV the first attempt's prefill worker was promised from elsewhere."""
+    placed_at: float = 0.0
+    is_answered: bool = False
+    """Whether this attempt has delivered a token."""
+    num_preemptions: int = 0
     failure: ServiceError | None = None
     finished_by: str | None = None
     """The worker that sent the last token; it has forgotten the request already."""
@@ -51,9 +55,10 @@ class Generation:
         """Whether the decode worker of a split request still waits for its first token."""
         return self.prefill != self.decode and self.prefill is not None and not self.tokens
 
-    def place(self, admission: Admission, block_size: int) -> None:
+    def place(self, admission: Admission, block_size: int, now: float) -> None:
         """This attempt's workers are these."""
         self.prefill, self.decode = admission.prefill, admission.decode
+        self.placed_at = now
         if self.attempt == 0:
             self.imported_tokens = len(admission.prefill_awaited) * block_size
 
@@ -72,10 +77,13 @@ class Generation:
             assert following.token_id is not None
             self.tokens.append(following.token_id)
             due.append(following)
-        if due and self.cached_tokens is None:
-            self.cached_tokens = due[0].cached_tokens
-        if due and due[-1].finish is not None:
-            self.finished_by = worker_id
+        if due:
+            self.is_answered = True
+            self.num_preemptions = due[-1].num_preemptions
+            if self.cached_tokens is None:
+                self.cached_tokens = due[0].cached_tokens
+            if due[-1].finish is not None:
+                self.finished_by = worker_id
         return due
 
     def dies_with(self, worker_id: str) -> bool:
@@ -93,6 +101,7 @@ class Generation:
         self.prefill = self.decode = None
         self.early.clear()
         self.attempt += 1
+        self.is_answered = False
         return workers
 
     def workers_to_abort(self) -> set[str]:

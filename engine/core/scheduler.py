@@ -424,6 +424,7 @@ class Scheduler:
             finish,
             sampled.logprobs,
             request.num_cached_tokens or 0,
+            num_preemptions=request.num_preemptions,
         )
 
     def _export(self, request: Request, first_new: int, event: TokenEvent | None) -> list[ExportedBlocks]:

@@ -108,6 +108,8 @@ class TokenEvent(NamedTuple):
     """Prompt tokens whose KV this attempt found in a cache."""
     detail: str | None = None
     """What went wrong, when `finish` is ERROR."""
+    num_preemptions: int = 0
+    """How often this attempt lost its blocks so far."""
 
 
 class Handover(NamedTuple):
@@ -150,6 +152,9 @@ class AdmitRequest:
     session: str | None = None
     ingress_id: str = ""
     """Who asks; if it falls silent, its requests are released."""
+    tenant: str = ""
+    preview: tuple[int, ...] = ()
+    """The first tokens, to show the prefix by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +169,3 @@ class Admission:
     decode_epoch: int
     prefill_awaited: tuple[BlockHash, ...]
     decode_awaited: tuple[BlockHash, ...]
-    predicted_ttft_s: float

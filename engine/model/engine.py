@@ -12,9 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from engine.core.block_pool import BlockPool
+from engine.core.costs import StepShape
 from engine.core.hashing import root_hash
 from engine.core.request import Request
-from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits
+from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput
 from engine.core.types import Assignment, BlockHash, FinishReason, Handover, SegmentHeader, TokenEvent
 from engine.model.runner import Runner
 from engine.model.segments import Bytes, checksum
@@ -47,8 +48,7 @@ class StepResult:
     events: tuple[TokenEvent, ...]
     segments: tuple[ExportedSegment, ...]
     finished: tuple[Request, ...]
-    num_tokens: int
-    num_decodes: int
+    shape: StepShape
     num_preempted: int
 
 
@@ -121,8 +121,7 @@ class Engine:
             outcome.events,
             segments,
             outcome.finished,
-            num_tokens=output.num_tokens,
-            num_decodes=sum(chunk.num_tokens == 1 for chunk in output.chunks),
+            _shape(output),
             num_preempted=len(output.preempted),
         )
 
@@ -192,3 +191,13 @@ def bare_handover(fingerprint: str, handover: Handover | None) -> list[ExportedS
 def error_event(assignment: Assignment, position: int, detail: str) -> TokenEvent:
     """The end of a request that this worker cannot compute."""
     return TokenEvent(assignment.request_id, assignment.attempt, position, None, FinishReason.ERROR, None, 0, detail)
+
+
+def _shape(output: SchedulerOutput) -> StepShape:
+    num_tokens = num_decodes = 0
+    num_pairs = 0.0
+    for chunk in output.chunks:
+        num_decodes += chunk.start >= chunk.request.assignment.num_prompt_tokens
+        num_tokens += chunk.num_tokens
+        num_pairs += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
+    return StepShape(num_tokens - num_decodes, num_decodes, num_pairs)

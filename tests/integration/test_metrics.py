@@ -64,7 +64,7 @@ def test_requests_are_measured(server: Server) -> None:
     assert during.grown(before, "tpot_seconds_count") >= 2
     assert 0 < during.grown(before, "tpot_seconds_sum") < 2 * during.grown(before, "tpot_seconds_count")
     assert during.grown(before, "queue_seconds_count", worker=prefill) >= 1
-    assert during.grown(before, "computed_tokens_total", worker=prefill) >= PROMPT_TOKENS
+    assert during.grown(before, "prefill_tokens_total", worker=prefill) >= PROMPT_TOKENS
     assert during.grown(before, "decode_tokens_total", worker=decode) >= 2 * (ANSWER_TOKENS - 1)
     exported = during.grown(before, "exported_bytes_total", worker=prefill)
     assert exported >= HIT_TOKENS * kv_bytes_per_token()
@@ -97,7 +97,7 @@ def measured(before: Scrape, decode: str) -> Scrape | None:
     scrape = Scrape.now()
     complete = (
         scrape.grown(before, "requests_total", outcome="length") >= 2
-        and scrape.grown(before, "computed_tokens_total", role="prefill") >= PROMPT_TOKENS + 300
+        and scrape.grown(before, "prefill_tokens_total", role="prefill") >= PROMPT_TOKENS + 300
         and scrape.value("running_requests", worker=decode) == 1
     )
     return scrape if complete else None

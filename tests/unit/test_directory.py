@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.core.costs import WorkerCosts
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
+from engine.core.explain import BlockSource
 from engine.core.types import Admission, AdmitRequest, BlockHash, Handover, Role, SegmentHeader
 
 MakeDirectory = Callable[..., Directory]
@@ -206,38 +208,38 @@ def test_an_older_incarnation_is_ignored(split: Directory) -> None:
     export(split, "p", B)
     evict(split, "p", A)
     assert split.remove_worker("p", 1) == []
-    split.worker_measured("p", 1, 5.0)
+    split.worker_measured("p", 1, WorkerCosts(), 1)
     assert split.num_blocks == 1 and split.num_segments == 0
     assert split.workers["p"].role is Role.PREFILL
-    assert split.workers["p"].prefill_tokens_per_s == 1000.0
+    assert split.workers["p"].num_free_blocks is None
 
 
 def test_a_new_incarnation_starts_without_the_old_ones_load(split: Directory) -> None:
     admit(split, "r", A, B)
-    assert split.workers["p"].queued_tokens == 10
+    assert split.workers["p"].queued_us == 12_000
     [lost] = join(split, "p", Role.PREFILL, epoch=2)
     assert lost.worker_id == "d" and isinstance(lost, Lost) and set(lost.hashes) == {A, B}
-    assert split.workers["p"].queued_tokens == 0
+    assert split.workers["p"].queued_us == 0
     split.release("r")
-    assert split.workers["p"].queued_tokens == 0
+    assert split.workers["p"].queued_us == 0
 
 
 def test_an_incarnation_that_registers_twice_has_no_load_either(split: Directory) -> None:
     admit(split, "r", A, B)
     join(split, "p", Role.PREFILL)
     split.check_integrity()
-    split.first_token("r", 0)
+    split.first_token("r", 0, 0.1)
     split.release("r")
-    assert split.workers["p"].queued_tokens == 0
+    assert split.workers["p"].queued_us == 0
 
 
 def test_measured_rates_decide(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     for worker_id in ("slow", "fast"):
         join(directory, worker_id, Role.MIXED)
-    directory.worker_measured("fast", 1, 9000.0)
-    directory.worker_measured("slow", 1, 0.0)
-    assert directory.workers["slow"].prefill_tokens_per_s == 1000.0, "0 means not measured"
+    directory.worker_measured("fast", 1, WorkerCosts(1e-4, 1e-4, 1e-4), 100)
+    directory.worker_measured("slow", 1, None, 100)
+    assert directory.workers["slow"].costs == WorkerCosts(), "not measured"
     assert {admit(directory, str(index))[0].prefill for index in range(5)} == {"fast"}
 
 
@@ -257,13 +259,14 @@ def test_without_a_worker_nothing_changes(split: Directory) -> None:
 def test_load_is_reserved_until_the_first_token(split: Directory) -> None:
     admit(split, "r", A, B)
     worker = split.workers["p"]
-    assert worker.queued_tokens == 10 and worker.requests == {"r"} == split.workers["d"].requests
-    split.first_token("r", 0)
-    assert worker.queued_tokens == 0 and worker.requests == {"r"}
-    split.first_token("r", 0)
-    split.first_token("unknown", 0)
+    assert worker.queued_us == 12_000 and worker.requests == {"r"} == split.workers["d"].requests
+    assert worker.decoding == set() and split.workers["d"].decoding == {"r"}
+    split.first_token("r", 0, 0.1)
+    assert worker.queued_us == 0 and worker.requests == {"r"}
+    split.first_token("r", 0, 0.1)
+    split.first_token("unknown", 0, 0.1)
     split.release("r")
-    assert worker.queued_tokens == 0 and not worker.requests and not split.workers["d"].requests
+    assert worker.queued_us == 0 and not worker.requests and not split.workers["d"].requests
 
 
 def test_requests_are_spread_by_reserved_load(make_directory: MakeDirectory) -> None:
@@ -278,7 +281,7 @@ def test_an_admission_that_is_repeated_replaces_the_first(split: Directory) -> N
     admit(split, "r", A, B)
     admit(split, "r", A, B, attempt=1)
     assert split.num_reservations == 1
-    assert split.workers["p"].queued_tokens == 10
+    assert split.workers["p"].queued_us == 12_000
     split.release("r")
     assert split.num_blocks == 0
 
@@ -333,3 +336,64 @@ def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: Mak
     assert directory.num_segments == directory.segment_bytes == directory.num_blocks == 0
     assert admit(directory, "r2", A)[1] == []
     assert directory.release("r") == directory.release("r2") == []
+
+
+# What is remembered
+
+
+def sources(directory: Directory, request_id: str) -> list[BlockSource]:
+    ((*_, last),) = directory.decisions.of([request_id])
+    return list(last.sources)
+
+
+def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED)
+    admit(directory, "new", A, B)
+    assert sources(directory, "new") == [BlockSource.NEVER_SEEN] * 2
+    assert sources_of_admission(directory, "same", A, B) == [BlockSource.PENDING] * 2
+    export(directory, "m", A)
+    seal(directory, "m", B)
+    assert sources_of_admission(directory, "fork", A, b"ax") == [BlockSource.STORE, BlockSource.DIVERGED]
+    seal(directory, "m", A)
+    assert sources_of_admission(directory, "again", A, B) == [BlockSource.LOCAL] * 2
+    evict(directory, "m", B)
+    for request_id in ("new", "same", "fork", "again"):
+        directory.release(request_id)
+    assert sources_of_admission(directory, "late", A, B) == [BlockSource.LOCAL, BlockSource.EVICTED]
+    assert directory.statistics.sources[BlockSource.LOCAL] == 3
+    assert directory.statistics.evicted_blocks["pool full"] == 1
+
+
+def sources_of_admission(directory: Directory, request_id: str, *hashes: BlockHash) -> list[BlockSource]:
+    admit(directory, request_id, *hashes)
+    return sources(directory, request_id)
+
+
+def test_a_decision_knows_what_came_of_it(split: Directory) -> None:
+    admit(split, "r", A)
+    decision = split.first_token("r", 0, 0.5)
+    assert decision is not None and decision.ttft_s == 0.5
+    assert decision.regret_s == 0.5 - min(prediction.ttft_s for prediction in decision.considered)
+    assert split.first_token("unknown", 0, 0.5) is None
+    assert split.first_token("r", 1, 0.5) is None, "another attempt"
+    split.decisions.ended("r", 0, "finished", 2)
+    shown = decision.as_json()
+    assert (shown["prefill_worker"], shown["decode_worker"], shown["preemptions"]) == ("p", "d", 2)
+    assert shown["ended"] == "finished" and shown["actual_ttft_s"] == 0.5
+
+
+def test_what_is_stored_and_removed_can_be_followed(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "p", Role.PREFILL)
+    join(directory, "d", Role.DECODE)
+    start = directory.events_since(None)
+    assert start.snapshot == () and start.next_sequence == 0
+    seal(directory, "p", A, B)
+    seal(directory, "d", A)
+    evict(directory, "p", A, B)
+    update = directory.events_since(start.next_sequence)
+    assert [(event.is_stored, event.block_hash) for event in update.events] == [(True, A), (True, B), (False, B)]
+    assert [event.sequence for event in update.events] == [0, 1, 2] and update.next_sequence == 3
+    assert directory.events_since(3).events == () and directory.events_since(3).snapshot is None
+    assert directory.events_since(99).snapshot == (A,), "another manager's number"

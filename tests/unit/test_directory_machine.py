@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.core.costs import WorkerCosts
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
@@ -70,7 +71,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         workers=st.lists(st.sampled_from(Role), min_size=1, max_size=4),
     )
     def build(self, budget_blocks: int, import_bytes_per_s: float, workers: list[Role]) -> None:
-        costs = CostModel(BLOCK_SIZE, import_bytes_per_s=import_bytes_per_s, piggyback_tokens=0)
+        costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
         self.directory = Directory(costs, budget_blocks * BLOCK_BYTES)
         for worker_id, role in zip(WORKERS, workers, strict=False):
             self._register(worker_id, role, 1, set())
@@ -174,7 +175,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self._export(admission.prefill, new, handover)
         self._report(admission.prefill)
         if is_done:
-            self.directory.first_token(known.request.request_id, known.request.attempt)
+            self.directory.first_token(known.request.request_id, known.request.attempt, 0.1)
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data())
@@ -204,7 +205,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         directory.check_integrity()
         assert directory.workers.keys() == self.workers.keys()
         assert all(directory.workers[worker_id].epoch == worker.epoch for worker_id, worker in self.workers.items())
-        assert all(worker.queued_tokens >= 0 for worker in directory.workers.values())
+        assert all(worker.queued_us >= 0 for worker in directory.workers.values())
         assert directory.num_reservations == len(self.admitted)
         kept = list(directory._segments.values())
         for known in self.admitted.values():
@@ -236,7 +237,7 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self._serve_order(worker_id)
         self.check()
         assert not any(worker.owed for worker in self.workers.values())
-        assert not any(worker.queued_tokens or worker.requests for worker in self.directory.workers.values())
+        assert not any(worker.queued_us or worker.requests for worker in self.directory.workers.values())
         for worker_id, worker in list(self.workers.items()):
             del self.workers[worker_id]
             self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))

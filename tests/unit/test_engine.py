@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.block_pool import BlockPool
+from engine.core.costs import StepShape
 from engine.core.scheduler import SchedulerLimits
 from engine.core.types import FinishReason, Handover, Salt, SegmentHeader, Stage, TokenEvent
 from engine.model.engine import Engine, ExportedSegment
@@ -58,11 +59,11 @@ def test_a_step_reports_what_it_did() -> None:
     engine.submit(make_assignment("b", (3, 2, 1, 0), max_tokens=1), 0.0)
     result = engine.step(0.0)
     assert result is not None
-    assert (result.num_tokens, result.num_preempted) == (7, 0)
+    assert (result.shape.num_prefill_tokens, result.num_preempted) == (7, 0)
     assert [event.request_id for event in result.events] == ["a", "b"]
     assert [request.request_id for request in result.finished] == ["b"]
     result = engine.step(0.0)
-    assert result is not None and (result.num_tokens, result.num_decodes) == (1, 1)
+    assert result is not None and (result.shape.num_prefill_tokens, result.shape.num_decodes) == (0, 1)
     assert engine.step(0.0) is None
 
 
@@ -85,7 +86,8 @@ def test_prefill_here_decode_there(length: int) -> None:
         assert segment.payload.nbytes == segment.header.num_bytes == len(segment.header.hashes) * 32
         assert engine.import_segment(segment.header, segment.payload, 0.0)
     result = engine.step(0.0)
-    assert result is not None and result.num_tokens == 1, "nothing of the prompt is computed again"
+    assert result is not None
+    assert result.shape == StepShape(0, 1, len(prompt) + 1), "nothing of the prompt is computed again"
     rest, _ = run(engine)
     assert tokens_of([first, *result.events, *rest]) == answer_to(make_assignment(prompt=prompt, max_tokens=6))
     assert [event.position for event in [first, *result.events, *rest]] == list(range(6))

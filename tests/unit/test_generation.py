@@ -13,12 +13,12 @@ ANSWER = [7, 7, 8, 9, 7]
 
 def make_generation(prefill: str = "p", decode: str = "d") -> Generation:
     generation = Generation("r", (1, 2, 3), SamplingParams(max_tokens=len(ANSWER)), Salt(), "anonymous")
-    generation.place(admission(prefill, decode), block_size=4)
+    generation.place(admission(prefill, decode), block_size=4, now=0.0)
     return generation
 
 
 def admission(prefill: str, decode: str, attempt: int = 0) -> Admission:
-    return Admission("r", attempt, prefill, decode, 1, 1, (b"a", b"b"), (), 0.1)
+    return Admission("r", attempt, prefill, decode, 1, 1, (b"a", b"b"), ())
 
 
 def event(position: int, attempt: int = 0) -> TokenEvent:
@@ -41,7 +41,7 @@ def test_every_token_comes_once_and_in_order(sent: list[tuple[int, int, bool]]) 
     for position, attempts_ago, fails in sent + in_order:
         if fails and not generation.is_over:
             assert generation.start_over() == {"p", "d"}
-            generation.place(admission("p", "d"), block_size=4)
+            generation.place(admission("p", "d"), block_size=4, now=0.0)
             assert generation.token_ids == (1, 2, 3, *delivered)
         due = generation.take(event(position, generation.attempt - attempts_ago), "d")
         delivered += [token.token_id for token in due]
@@ -81,7 +81,7 @@ def test_what_the_first_attempt_found_is_what_counts() -> None:
     generation = make_generation()
     generation.take(event(0), "p")
     generation.start_over()
-    generation.place(admission("p", "d", 1), block_size=16)
+    generation.place(admission("p", "d", 1), block_size=16, now=0.0)
     generation.take(event(1, 1), "p")
     assert (generation.cached_tokens, generation.imported_tokens) == (2, 8)
 

@@ -66,7 +66,7 @@ def watched() -> Iterator[Watched]:
 def test_it_steps_while_there_is_work_and_tells_of_the_pool(watched: Watched) -> None:
     watched.submit(prompt=PROMPT, max_tokens=2)
     output = watched.outputs.get(timeout=LIMIT_S)
-    assert output.step is not None and output.step.num_tokens == 5
+    assert output.step is not None and output.step.shape.num_prefill_tokens == 5
     assert output.sealed == tuple(hashes_of(PROMPT)) and output.evicted == ()
     assert output.step_s > 0
     output = watched.outputs.get(timeout=LIMIT_S)

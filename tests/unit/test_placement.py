@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
-from engine.core.placement import Candidate, CostModel, Placement, place, predict_ttft, rank_by_session
+from engine.core.placement import Candidate, CostModel, Demand, Placement, place, predict, rank_by_session
 from engine.core.types import Role
 
-COSTS = CostModel(block_size=16, block_bytes=1_000_000, import_bytes_per_s=1e9, piggyback_tokens=64)
+MODEL = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)
 """Importing a block takes a millisecond."""
 
 
@@ -20,12 +21,17 @@ def worker(
     queued: int = 0,
     requests: int = 0,
     local: int = 0,
+    free: int | None = None,
 ) -> Candidate:
-    return Candidate(worker_id, role, rate, queued, requests, local)
+    """One that computes `rate` tokens a second, steps and imports costing nothing beyond tokens and bytes."""
+    costs = WorkerCosts(0.0, 1 / rate, 1 / rate, 0.0, 0.0, 1e-9)
+    return Candidate(worker_id, role, costs, 1 << 20, queued / rate, requests, free, local)
 
 
-def choose(candidates: list[Candidate], num_tokens: int = 1000, reachable: int = 0, session: str = "s") -> Placement:
-    return place(num_tokens, reachable, candidates, COSTS, session)
+def choose(
+    candidates: list[Candidate], num_tokens: int = 1000, reachable: int = 0, session: str = "s", pending_s: float = 0.0
+) -> Placement:
+    return place(Demand(num_tokens, reachable, pending_s, session), candidates, MODEL)
 
 
 def test_nobody_there() -> None:
@@ -63,15 +69,24 @@ def test_a_common_first_block_does_not_gather_everybody_on_one_worker() -> None:
 
 @pytest.mark.parametrize(("rate", "num_imported"), [(1000.0, 20), (100_000.0, 0)])
 def test_blocks_are_imported_only_where_computing_them_takes_longer(rate: float, num_imported: int) -> None:
-    placement = choose([worker("w", rate=rate)], reachable=20)
-    assert placement.num_imported_blocks == num_imported
+    chosen = choose([worker("w", rate=rate)], reachable=20).chosen
+    assert chosen.num_imported_blocks == num_imported
     recomputed = 1000 - num_imported * 16
-    assert placement.predicted_ttft_s == pytest.approx(recomputed / rate + num_imported * 0.001)
+    assert chosen.ttft_s == pytest.approx(recomputed / rate + num_imported * 0.001)
 
 
 def test_what_is_local_is_not_imported() -> None:
-    assert choose([worker("w", local=15)], reachable=20).num_imported_blocks == 5
-    assert choose([worker("w", local=20)], reachable=20).num_imported_blocks == 0
+    assert choose([worker("w", local=15)], reachable=20).chosen.num_imported_blocks == 5
+    assert choose([worker("w", local=20)], reachable=20).chosen.num_imported_blocks == 0
+
+
+def test_who_imports_what_is_being_computed_waits_for_it() -> None:
+    """The worker that computes it has the same wait as its own queue, and nothing to import."""
+    workers = [worker("producer", queued=800), worker("other")]
+    placement = choose(workers, reachable=50, pending_s=0.8)
+    assert placement.prefill == "producer" or placement.chosen.wait_s == 0.8
+    assert {p.wait_s for p in placement.considered} == {0.8}
+    assert choose([worker("other")], reachable=50, pending_s=0.8).chosen.num_imported_blocks == 50
 
 
 @given(
@@ -86,13 +101,13 @@ def test_predictions_are_never_worse_than_computing_everything(
 ) -> None:
     num_tokens = (local + more) * 16 + num_new
     candidate = worker("w", rate=rate, queued=queued, local=local)
-    ttft, num_imported = predict_ttft(candidate, num_tokens, local + more, COSTS)
-    assert 0 < ttft <= (queued + num_tokens) / rate * (1 + 1e-9)
-    assert num_imported in (0, more)
+    prediction = predict(candidate, "w", Demand(num_tokens, local + more), MODEL)
+    assert 0 < prediction.ttft_s <= (queued + num_tokens) / rate * (1 + 1e-9)
+    assert prediction.num_imported_blocks in (0, more)
 
 
 def test_even_a_fully_cached_prompt_computes_a_token() -> None:
-    assert choose([worker("w", local=10)], num_tokens=160, reachable=10).predicted_ttft_s == pytest.approx(0.001)
+    assert choose([worker("w", local=10)], num_tokens=160, reachable=10).chosen.ttft_s == pytest.approx(0.001)
 
 
 # Prefill and decode apart
@@ -113,18 +128,34 @@ def test_a_short_suffix_is_computed_by_the_decode_worker_that_has_the_rest() -> 
 
 
 def test_a_decode_worker_prefills_when_there_is_nobody_else() -> None:
-    placement = choose([worker("d1", Role.DECODE, queued=10), worker("d2", Role.DECODE)])
+    placement = choose([worker("d1", Role.DECODE, queued=100), worker("d2", Role.DECODE)])
     assert (placement.prefill, placement.decode) == ("d2", "d2")
 
 
 def test_a_prefill_worker_decodes_when_there_is_nobody_else() -> None:
-    placement = choose([worker("p1", Role.PREFILL, queued=10), worker("p2", Role.PREFILL)])
+    placement = choose([worker("p1", Role.PREFILL, queued=100), worker("p2", Role.PREFILL)])
     assert (placement.prefill, placement.decode) == ("p2", "p2")
 
 
 def test_a_mixed_worker_keeps_what_it_prefills() -> None:
     placement = choose([worker("m", local=30), worker("d", Role.DECODE), worker("p", Role.PREFILL)], reachable=30)
     assert (placement.prefill, placement.decode) == ("m", "m")
+
+
+def test_a_decode_worker_without_room_is_avoided() -> None:
+    full = worker("full", Role.DECODE, free=3)
+    assert choose([worker("p", Role.PREFILL), full, worker("busy", Role.DECODE, requests=0, free=500)]).decode == "busy"
+
+
+def test_a_hot_session_does_not_pin_an_overloaded_worker() -> None:
+    """All of a session's blocks are on one worker, whose queue grows with each of its requests."""
+    names = ["a", "b", "c"]
+    queued = dict.fromkeys(names, 0)
+    for _ in range(30):
+        workers = [worker(w, queued=queued[w], local=40 if w == "a" else 0) for w in names]
+        placement = choose(workers, num_tokens=1000, reachable=40, session="hot")
+        queued[placement.prefill] += round(placement.chosen.compute_s * 1000)
+    assert max(queued.values()) < 1.5 * min(queued.values())
 
 
 # Sessions

@@ -1,0 +1,136 @@
+"""What the manager remembers of its decisions: why a request went where it went, what it hit, and what came of it.
+
+Bounded: the oldest requests are forgotten first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby
+
+from engine.core.placement import Placement, Prediction
+
+MAX_CONSIDERED = 16
+"""Candidates kept per decision, the best ones."""
+
+
+class BlockSource(StrEnum):
+    """Where a full block of a prompt came from, or why it had to be computed."""
+
+    LOCAL = "local"
+    """In the prefill worker's own pool."""
+    WORKER = "worker"
+    """In another worker's pool."""
+    STORE = "store"
+    """In the object store."""
+    DISK = "disk"
+    PENDING = "pending"
+    """Being computed for another request; waited for."""
+    NEVER_SEEN = "never_seen"
+    EVICTED = "evicted"
+    """It was here, and made room for others."""
+    DIVERGED = "diverged"
+    """The blocks before it are known, with another continuation."""
+    RECOMPUTED = "recomputed"
+    """It is somewhere, but computing it again was predicted to be faster."""
+
+
+HITS = frozenset({BlockSource.LOCAL, BlockSource.WORKER, BlockSource.STORE, BlockSource.DISK, BlockSource.PENDING})
+
+
+@dataclass(slots=True)
+class Decision:
+    """One admission: what was known when it was decided, and afterwards what happened."""
+
+    attempt: int
+    tenant: str
+    num_tokens: int
+    block_size: int
+    sources: tuple[BlockSource, ...]
+    """One per full block of the prompt."""
+    chosen: Prediction
+    considered: tuple[Prediction, ...]
+    ttft_s: float | None = None
+    """From admission to the first token."""
+    ended: str | None = None
+    num_preemptions: int = 0
+
+    @property
+    def regret_s(self) -> float | None:
+        """How much sooner the best of the others was predicted to answer than the chosen one did."""
+        if self.ttft_s is None:
+            return None
+        return max(0.0, self.ttft_s - min(prediction.ttft_s for prediction in self.considered))
+
+    def as_json(self) -> dict[str, object]:
+        """For the explain endpoint. Times in seconds, blocks as runs of equal sources."""
+        runs = [(source, len(list(run))) for source, run in groupby(self.sources)]
+        return {
+            "attempt": self.attempt,
+            "prompt_tokens": self.num_tokens,
+            "block_size": self.block_size,
+            "blocks": [{"source": str(source), "hit": source in HITS, "count": count} for source, count in runs],
+            "unhashed_tokens": self.num_tokens - len(self.sources) * self.block_size,
+            "note": "shorter than a block: nothing to share" if not self.sources else None,
+            "prefill_worker": self.chosen.worker_id,
+            "decode_worker": self.chosen.decode,
+            "candidates": [_candidate(prediction) for prediction in self.considered],
+            "predicted_ttft_s": round(self.chosen.ttft_s, 6),
+            "actual_ttft_s": None if self.ttft_s is None else round(self.ttft_s, 6),
+            "regret_s": None if self.regret_s is None else round(self.regret_s, 6),
+            "preemptions": self.num_preemptions,
+            "ended": self.ended,
+        }
+
+
+@dataclass(slots=True)
+class Decisions:
+    """The decisions of the last `capacity` requests, by request."""
+
+    capacity: int = 10_000
+    _by_request: OrderedDict[str, list[Decision]] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def admitted(self, request_id: str, decision: Decision) -> None:
+        """Remember a decision; a request that is admitted again has several."""
+        self._by_request.setdefault(request_id, []).append(decision)
+        if len(self._by_request) > self.capacity:
+            self._by_request.popitem(last=False)
+
+    def first_token(self, request_id: str, attempt: int, ttft_s: float) -> Decision | None:
+        """What the prediction was of; None if it is forgotten."""
+        for decision in self._of(request_id, attempt):
+            decision.ttft_s = ttft_s
+            return decision
+        return None
+
+    def ended(self, request_id: str, attempt: int, how: str, num_preemptions: int) -> None:
+        for decision in self._of(request_id, attempt):
+            decision.ended, decision.num_preemptions = how, num_preemptions
+
+    def of(self, request_ids: list[str]) -> list[list[Decision]]:
+        """The decisions of each of the requests that are still known."""
+        return [self._by_request[request_id] for request_id in request_ids if request_id in self._by_request]
+
+    def _of(self, request_id: str, attempt: int) -> Iterator[Decision]:
+        return (decision for decision in self._by_request.get(request_id, ()) if decision.attempt == attempt)
+
+
+def best_considered(placement: Placement) -> tuple[Prediction, ...]:
+    """The candidates worth remembering, best first."""
+    return tuple(sorted(placement.considered, key=lambda prediction: prediction.ttft_s)[:MAX_CONSIDERED])
+
+
+def _candidate(prediction: Prediction) -> dict[str, object]:
+    return {
+        "worker": prediction.worker_id,
+        "local_blocks": prediction.num_local_blocks,
+        "imported_blocks": prediction.num_imported_blocks,
+        "wait_s": round(prediction.wait_s, 6),
+        "import_s": round(prediction.import_s, 6),
+        "compute_s": round(prediction.compute_s, 6),
+        "ttft_s": round(prediction.ttft_s, 6),
+    }

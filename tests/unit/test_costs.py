@@ -1,0 +1,75 @@
+"""Costs are found again in what was measured."""
+
+import random
+
+import pytest
+
+from engine.core.costs import CostFit, LinearFit, StepShape, WorkerCosts
+
+TRUE = WorkerCosts(3e-3, 2.5e-4, 6e-4, 2e-9, 1.5e-3, 4e-10)
+
+
+def step_s(shape: StepShape) -> float:
+    return (
+        TRUE.step_s
+        + shape.num_prefill_tokens * TRUE.prefill_token_s
+        + shape.num_decodes * TRUE.decode_token_s
+        + shape.num_pairs * TRUE.pair_s
+    )
+
+
+def shapes(seed: int, count: int) -> list[StepShape]:
+    source = random.Random(seed)
+    made = []
+    for _ in range(count):
+        prefill, decodes, context = source.choice([0, 64, 300, 512]), source.randint(0, 60), source.randint(0, 8000)
+        made.append(StepShape(prefill, decodes, (prefill + decodes) * context))
+    return made
+
+
+def test_costs_are_found() -> None:
+    fit = CostFit(WorkerCosts())
+    noise = random.Random(1)
+    for shape in shapes(0, 500):
+        fit.step(shape, step_s(shape) * noise.uniform(0.9, 1.1))
+        num_bytes = noise.randint(0, 1 << 25)
+        fit.imported(num_bytes, TRUE.import_s + num_bytes * TRUE.import_byte_s)
+        fit.costs()
+    for shape in shapes(2, 50):
+        found = fit.costs()
+        predicted = (
+            found.decode_step_s(shape.num_decodes)
+            + shape.num_prefill_tokens * found.prefill_token_s
+            + shape.num_pairs * found.pair_s
+        )
+        assert predicted == pytest.approx(step_s(shape), rel=0.1, abs=1e-3)
+    assert fit.costs().import_all_s(1 << 24) == pytest.approx(TRUE.import_all_s(1 << 24), rel=0.02)
+    assert TRUE.import_all_s(0) == 0
+
+
+def test_what_is_not_seen_stays_as_it_was() -> None:
+    fit = CostFit(WorkerCosts())
+    for shape in shapes(0, 500):
+        fit.step(shape, step_s(shape))
+        fit.costs()
+    before = fit.costs()
+    for _ in range(3000):
+        fit.step(StepShape(0, 8, 8000.0), step_s(StepShape(0, 8, 8000.0)))
+        fit.costs()
+    assert fit.costs().prefill_token_s == pytest.approx(before.prefill_token_s, rel=0.05)
+
+
+def test_no_cost_is_negative() -> None:
+    fit = LinearFit((1.0, 1.0), (0.0, 0.0))
+    for x, y in ((1.0, 5.0), (2.0, 4.0), (3.0, 3.0)) * 20:
+        fit.add((1.0, x), y)
+    constant, slope = fit.solve()
+    assert slope == 0 and constant == pytest.approx(4.0, rel=0.2)
+
+
+def test_a_prefill_costs_its_steps_its_tokens_and_what_they_attend_to() -> None:
+    costs = WorkerCosts(0.01, 0.001, 0.002, 1e-6)
+    assert costs.prefill_s(100, 50, token_budget=64, num_decodes=0) == pytest.approx(2 * 0.01 + 0.1 + 100 * 100 * 1e-6)
+    assert costs.prefill_s(100, 50, token_budget=64, num_decodes=14) == pytest.approx(
+        2 * (0.01 + 14 * 0.002) + 0.1 + 100 * 100 * 1e-6
+    )
