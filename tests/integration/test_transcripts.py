@@ -161,8 +161,8 @@ def test_a_new_manager_knows_none_and_learns_again(server: Server) -> None:
         (3 * BLOCK_SIZE, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE - 1),
         (3 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE),
         (3 * BLOCK_SIZE + 9, 3 * BLOCK_SIZE + 9, 3 * BLOCK_SIZE),
-        (3 * BLOCK_SIZE + 9, 2 * BLOCK_SIZE + 9, 2 * BLOCK_SIZE),
-        (3 * BLOCK_SIZE, BLOCK_SIZE - 1, 0),
+        (3 * BLOCK_SIZE + 9, 2 * BLOCK_SIZE + 9, 2 * BLOCK_SIZE + 9),
+        (3 * BLOCK_SIZE, BLOCK_SIZE - 1, BLOCK_SIZE - 1),
     ],
 )
 def test_what_a_prompt_hits_of_one_with_the_same_beginning(

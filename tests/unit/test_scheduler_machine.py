@@ -304,6 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _begin(self) -> SchedulerOutput:
         decoding = {request.request_id for request in self.scheduler.running.values() if request.num_remaining == 1}
         output = self.scheduler.schedule(self.now)
+        self.model.copy_blocks(output)
         scheduled = [chunk.request.request_id for chunk in output.chunks]
         assert output.num_tokens <= self.limits.token_budget
         assert all(chunk.num_tokens > 0 for chunk in output.chunks)
