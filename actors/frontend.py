@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from actors.dispatcher import Dispatcher, ModelFacts
 from actors.metrics import IngressMetrics
+from actors.transcripts import Conversation, Transcripts
 from configs.schema import Config
 from configs.settings import tenants
 from engine.api.assembler import ChoiceAssembler, Piece
@@ -27,7 +28,9 @@ from engine.api.stream import DONE, ChunkWriter, usage_event
 from engine.core.detokenizer import ByteDetokenizer, Detokenizer, PrefixDetokenizer
 from engine.core.errors import ModelNotFoundError, RequestError, ServiceError, StartupError
 from engine.core.generation import Generation
+from engine.core.hashing import root_hash
 from engine.core.tenants import Tenant, num_public_tokens, salt_of
+from engine.core.transcripts import EncodedText
 from engine.core.types import FinishReason, TokenLogprobs
 from engine.model.build import DTYPES, kv_fingerprint, model_len
 from engine.model.config import ModelConfig
@@ -54,6 +57,8 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
+    conversation: Conversation | None = None
+    """What the answer continues, where it is to be remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,12 +104,12 @@ class Frontend:
         self._public_prefixes = _public_prefixes(self._tokenizer, cache.public_prefixes)
         self.tenants = tenants(config)
         self._metrics = IngressMetrics()
+        self._fingerprint = kv_fingerprint(folder, DTYPES[model.dtype], cache.block_size)
+        self._transcripts = Transcripts(app_name, self._metrics.looked_up) if cache.transcript_mib else None
         self._dispatcher = Dispatcher(
             f"{replica_id}-{secrets.token_hex(4)}",
             app_name,
-            ModelFacts(
-                kv_fingerprint(folder, DTYPES[model.dtype], cache.block_size), cache.block_size, cache.await_timeout_s
-            ),
+            ModelFacts(self._fingerprint, cache.block_size, cache.await_timeout_s),
             config.ingress.max_queued_requests,
             self._metrics.failed_over,
         )
@@ -131,8 +136,11 @@ class Frontend:
         self._dispatcher.require_room(spec.num_choices, tenant)
         arrived_at = time.monotonic()
         prompts = [await self._token_ids(prompt, spec.prompt_param) for prompt in spec.prompts]
+        conversation = None
         if spec.kind == "chat":
-            prompts = [await self._chat_token_ids(spec)]
+            chat = await self._encode_chat(spec)
+            conversation = await self._conversation(spec, tenant, chat)
+            prompts = [tuple(chat.token_ids) if conversation is None else conversation.token_ids]
         if spec.request_id is not None:
             request_id = spec.request_id
         elif request_id is None or not re.fullmatch(REQUEST_ID_PATTERN, request_id):
@@ -144,6 +152,8 @@ class Frontend:
             self._answer(spec, tenant, unique_id, prompts[index // spec.n], index, default_seed)
             for index in range(spec.n * len(prompts))
         ]
+        for answer in answers:
+            answer.conversation = conversation
         return Job(request_id, spec, tenant, head, answers, arrived_at)
 
     def _answer(
@@ -182,12 +192,19 @@ class Frontend:
             raise RequestError(f"'{param}' has no tokens.", param=param)
         return tuple(token_ids)
 
-    async def _chat_token_ids(self, spec: GenerationSpec) -> tuple[int, ...]:
+    async def _encode_chat(self, spec: GenerationSpec) -> EncodedText:
         length = sum(len(str(message.get("content", ""))) for message in spec.messages)
-        render = self._tokenizer.apply_chat_template
-        if length > LONG_TEXT:
-            return tuple(await asyncio.to_thread(render, spec.messages))
-        return tuple(render(spec.messages))
+        encode = self._tokenizer.encode_chat
+        return await asyncio.to_thread(encode, spec.messages) if length > LONG_TEXT else encode(spec.messages)
+
+    async def _conversation(self, spec: GenerationSpec, tenant: Tenant, chat: EncodedText) -> Conversation | None:
+        """What a chat continues; asks for what it was if it has answers already."""
+        if self._transcripts is None:
+            return None
+        root = root_hash(self._fingerprint) + salt_of(tenant.name, spec.cache_salt).private
+        answered = any(message["role"] == "assistant" for message in spec.messages)
+        longest = self._max_model_len - (spec.max_tokens or 1)
+        return await self._transcripts.resume(chat, root, ask=answered, max_tokens=longest)
 
     def _detokenizer(self) -> Detokenizer:
         if self._token_bytes is not None:
@@ -213,16 +230,25 @@ class Frontend:
                     answer.first_token_at = time.monotonic()
                 piece = answer.assembler.push(events)
                 answer.token_ids += piece.token_ids
+                answer.text.append(piece.text)
                 answer.finish = piece.finish
                 yield piece
                 if piece.finish is not None:
+                    self._remember(answer)
                     return
+
+    def _remember(self, answer: Answer) -> None:
+        """Record a chat's answer under its text, if the text tells which ids it stands for."""
+        if self._transcripts is not None and answer.conversation is not None:
+            text = "".join(answer.text)
+            shown = self._tokenizer.shown(answer.token_ids, text)
+            if shown is not None:
+                self._transcripts.record(answer.conversation, text, shown)
 
     async def collect(self, job: Job) -> None:
         async def collect(answer: Answer) -> None:
             async with aclosing(self.pieces(answer)) as pieces:
                 async for piece in pieces:
-                    answer.text.append(piece.text)
                     answer.logprobs += piece.logprobs
 
         try:

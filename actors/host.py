@@ -29,6 +29,7 @@ from engine.core.types import Role
 
 logger = logging.getLogger(__name__)
 
+MIB = 1 << 20
 GIB = 1 << 30
 MAX_CONCURRENT_CALLS = 10_000
 CHECK_TIMEOUT_S = 60
@@ -94,14 +95,14 @@ class ActorHost:
         }
 
     def _create_manager(self) -> ActorHandle[Any]:
-        placement = self._config.placement
+        placement, cache = self._config.placement, self._config.cache
         costs = CostModel(
-            block_size=self._config.cache.block_size,
+            block_size=cache.block_size,
             piggyback_tokens=placement.piggyback_tokens,
             prior=WorkerCosts(import_byte_s=1 / (placement.import_gib_per_s * GIB)),
         )
         actor: Any = ray.remote(KVCacheManager).options(**self._options(num_cpus=MANAGER_CPUS))
-        child: ActorHandle[Any] = actor.remote(costs, int(self._config.cache.segment_gib * GIB))
+        child: ActorHandle[Any] = actor.remote(costs, int(cache.segment_gib * GIB), int(cache.transcript_mib * MIB))
         return child
 
     def _create_worker(self, role: Role) -> ActorHandle[Any]:

@@ -6,6 +6,7 @@ A thin shell around `engine.core.directory.Directory`: messages become events, i
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from actors.metrics import ManagerMetrics
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
+from engine.core.transcripts import Found, TranscriptStore
 from engine.core.types import Admission, AdmitRequest
 
 logger = logging.getLogger(__name__)
@@ -45,8 +47,9 @@ class _Ingress:
 class KVCacheManager:
     """The prefix index of the cluster and the owner of its exported KV."""
 
-    def __init__(self, costs: CostModel, segment_budget_bytes: int) -> None:
+    def __init__(self, costs: CostModel, segment_budget_bytes: int, transcript_budget_bytes: int) -> None:
         self._directory = Directory(costs, segment_budget_bytes)
+        self._transcripts = TranscriptStore(transcript_budget_bytes)
         self._handles: dict[str, ActorHandle[Any]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._ingresses: dict[str, _Ingress] = {}
@@ -137,13 +140,27 @@ class KVCacheManager:
     async def statistics(self) -> dict[str, int]:
         """Sizes of the index, after checking its integrity."""
         self._directory.check_integrity()
+        self._transcripts.check_integrity()
         return {
             "num_workers": len(self._directory.workers),
             "num_blocks": self._directory.num_blocks,
             "num_segments": self._directory.num_segments,
             "segment_bytes": self._directory.segment_bytes,
             "num_reservations": self._directory.num_reservations,
+            "num_transcripts": len(self._transcripts),
+            "transcript_bytes": self._transcripts.num_bytes,
         }
+
+    # Transcripts
+
+    async def recall(self, chats: Sequence[Sequence[bytes]]) -> list[Found]:
+        """For each chat the first of these names of its beginnings that is known."""
+        return [self._transcripts.first(names) for names in chats]
+
+    async def remember(self, transcripts: Sequence[tuple[bytes, "array[int]"]]) -> None:
+        """Keep token ids under the names of their texts."""
+        for name, token_ids in transcripts:
+            self._transcripts.record(name, token_ids)
 
     # Inside
 

@@ -129,6 +129,11 @@ class IngressMetrics:
         self._tpot_s = serve_metrics.Histogram(
             "raydix_tpot_seconds", description="Mean time per token after the first.", boundaries=_LATENCY_S
         )
+        self._lookups = serve_metrics.Counter(
+            "raydix_transcript_lookups",
+            description="Chats with earlier answers, by whether their token ids were known.",
+            tag_keys=("result",),
+        )
         self._failovers = serve_metrics.Counter(
             "raydix_failovers", description="Requests that went on at another worker."
         )
@@ -155,6 +160,9 @@ class IngressMetrics:
             self._ttft_s.observe(ttft_s)
         if tpot_s is not None:
             self._tpot_s.observe(tpot_s)
+
+    def looked_up(self, hit: bool) -> None:
+        self._lookups.inc(tags={"result": "hit" if hit else "miss"})
 
     def failed_over(self) -> None:
         self._failovers.inc()

@@ -38,6 +38,11 @@ class CacheSection(_Section):
     segment_gib: float = Field(
         default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; below what it holds."
     )
+    transcript_mib: float = Field(
+        default=64.0,
+        ge=0,
+        description="Token ids of answered chats that the manager remembers, in MiB; 0 turns it off.",
+    )
     await_timeout_s: float = Field(
         default=30.0, gt=0, le=600, description="How long a worker waits for promised KV before it computes it."
     )

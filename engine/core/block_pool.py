@@ -13,12 +13,21 @@ always a leaf of the prefix tree.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
 from engine.core.types import BlockHash
 
 
 class OutOfBlocksError(Exception):
     """More blocks were asked for than are free or cached."""
+
+
+class BlockContent(NamedTuple):
+    """The tokens of a full block, and the hash of what precedes it."""
+
+    parent: BlockHash
+    token_ids: tuple[int, ...]
 
 
 class BlockPool:
@@ -31,6 +40,10 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
+        self._contents: list[BlockContent | None] = [None] * num_blocks
+        """What is in the blocks that were computed here; imported ones are known by their hashes only."""
+        self._by_beginning: dict[tuple[BlockHash, int], int] = {}
+        """By the hash before it and its first token: the block sealed last of those that begin so."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._sealed_journal: list[BlockHash] = []
@@ -58,6 +71,16 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def similar(self, parent: BlockHash, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """A block after `parent` that begins with some of `token_ids`, and with how many. Takes no reference."""
+        block = self._by_beginning.get((parent, token_ids[0])) if token_ids else None
+        if block is None:
+            return None
+        content = self._contents[block]
+        assert content is not None
+        pairs = zip(content.token_ids, token_ids, strict=False)
+        return block, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def hash_of(self, block: int) -> BlockHash | None:
         return self._hashes[block]
@@ -103,13 +126,19 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def seal(self, block: int, block_hash: BlockHash) -> None:
-        """Say what a held block contains, now that it does. A second block of equal content stays unnamed."""
+    def seal(self, block: int, block_hash: BlockHash, content: BlockContent | None = None) -> None:
+        """Say what a held block contains, now that it does. A second block of equal content stays unnamed.
+
+        With its `content`, blocks that begin alike can be copied from it.
+        """
         assert self._ref_counts[block] > 0 and self._hashes[block] is None
         if block_hash not in self._by_hash:
             self._hashes[block] = block_hash
             self._by_hash[block_hash] = block
             self._sealed_journal.append(block_hash)
+            self._contents[block] = content
+            if content is not None:
+                self._by_beginning[content.parent, content.token_ids[0]] = block
 
     def take_over(self, block: int) -> bool:
         """Turn a cached block into a held, unnamed one that its taker may write to; False if others hold it."""
@@ -147,6 +176,12 @@ class BlockPool:
             assert block not in cached or self._hashes[block] is not None, f"cached block {block} has no hash"
         assert all(self._hashes[block] == block_hash for block_hash, block in self._by_hash.items())
         assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes)
+        for (parent, token_id), block in self._by_beginning.items():
+            content = self._contents[block]
+            assert content is not None and (content.parent, content.token_ids[0]) == (parent, token_id)
+        assert all(
+            self._hashes[block] is not None for block, content in enumerate(self._contents) if content is not None
+        ), "an empty block has a content"
         if held is not None:
             counts = [0] * self.num_blocks
             for block in held:
@@ -164,3 +199,6 @@ class BlockPool:
         del self._by_hash[block_hash]
         self._hashes[block] = None
         self._evicted_journal.append(block_hash)
+        content, self._contents[block] = self._contents[block], None
+        if content is not None and self._by_beginning.get(key := (content.parent, content.token_ids[0])) == block:
+            del self._by_beginning[key]

@@ -34,10 +34,10 @@ class BlockChain:
         """Blocks from the first that are named without the salt."""
         return self.salt.num_public_tokens // self.block_size
 
-    def parent(self, hashes: Sequence[BlockHash]) -> BlockHash:
-        """What the block after the blocks `hashes` is hashed with."""
-        last = hashes[-1] if hashes else self.root
-        return salted(last, self.salt.private) if len(hashes) == self.num_public_blocks else last
+    def parent(self, hashes: Sequence[BlockHash], index: int) -> BlockHash:
+        """What block `index` is hashed with, given the `hashes` of those before it."""
+        last = hashes[index - 1] if index else self.root
+        return salted(last, self.salt.private) if index == self.num_public_blocks else last
 
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int]) -> None:
         """Append to `hashes`, those of the first blocks of `token_ids`, what it lacks of the full blocks."""
@@ -45,7 +45,7 @@ class BlockChain:
         for end in (min(self.num_public_blocks, num_full), num_full):
             if len(hashes) < end:
                 tokens = token_ids[len(hashes) * self.block_size : end * self.block_size]
-                hashes += hash_blocks(self.parent(hashes), tokens, self.block_size)
+                hashes += hash_blocks(self.parent(hashes, len(hashes)), tokens, self.block_size)
 
     def hashes(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """The hashes of all full blocks of a sequence."""

@@ -71,5 +71,5 @@ class Request:
         full = num_tokens // self.block_size
         if num_tokens == full * self.block_size:
             return None
-        parent = self.chain.parent(self.full_hashes()[:full])
+        parent = self.chain.parent(self.full_hashes(), full)
         return hash_block(parent, self.token_ids[full * self.block_size : num_tokens])

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from engine.core.block_pool import BlockPool
+from engine.core.block_pool import BlockContent, BlockPool
 from engine.core.early import EarlyMessages
 from engine.core.request import Request
 from engine.core.types import (
@@ -59,6 +59,8 @@ class SchedulerOutput:
 
     chunks: tuple[ScheduledChunk, ...]
     preempted: tuple[str, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    """Blocks to be copied before anything is computed, in this order: from which onto which."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +109,8 @@ class Scheduler:
         self._computing: dict[BlockHash, Request] = {}
         """Blocks that a running prefill is about to fill; whoever else needs one waits for it."""
         self._early = EarlyMessages()
+        self._copies: list[tuple[int, int]] = []
+        """Decided since the step began."""
         self._num_submitted = 0
 
     # Requests come and go
@@ -196,8 +200,11 @@ class Scheduler:
         for request, share in share_budget(prefills, budget):
             if self._make_room(request, share, preempted):
                 chunks.append(_chunk(request, share))
+        copies, self._copies = self._copies, []
         return SchedulerOutput(
-            tuple(chunk for chunk in chunks if chunk.request.request_id in self.running), tuple(preempted)
+            tuple(chunk for chunk in chunks if chunk.request.request_id in self.running),
+            tuple(preempted),
+            tuple(copies),
         )
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, SampledToken], now: float) -> StepOutcome:
@@ -298,6 +305,7 @@ class Scheduler:
         request.num_shared = len(matched) * block_size
         request.num_computed = min(request.num_shared, last)
         self._take_tail(request)
+        self._copy_beginning(request)
         for block_hash in request.full_hashes()[len(matched) :]:
             self._computing.setdefault(block_hash, request)
         if request.num_cached_tokens is None:
@@ -315,6 +323,25 @@ class Scheduler:
         if block is not None and len(request.token_ids) > num_sent and self.pool.take_over(block):
             request.blocks.append(block)
             request.num_computed = request.num_shared = num_sent
+
+    def _copy_beginning(self, request: Request) -> None:
+        """Begin the first block that is missing with what it shares with a block of another continuation.
+
+        The copy happens before the step computes, so it does no harm if the other block is evicted meanwhile.
+        """
+        num_matched = len(request.blocks)
+        start = num_matched * self.pool.block_size
+        if request.num_computed != start or not self.pool.num_available:
+            return
+        parent = request.chain.parent(request.full_hashes(), num_matched)
+        end = min(start + self.pool.block_size, len(request.token_ids) - 1)
+        similar = self.pool.similar(parent, request.token_ids[start:end])
+        if similar is not None:
+            source, num_same = similar
+            [target] = self.pool.allocate(1)
+            self._copies.append((source, target))
+            request.blocks.append(target)
+            request.num_computed += num_same
 
     # Blocks
 
@@ -403,7 +430,9 @@ class Scheduler:
         hashes = request.full_hashes()
         for index in range(first, request.num_computed // self.pool.block_size):
             self._computing.pop(hashes[index], None)
-            self.pool.seal(request.blocks[index], hashes[index])
+            tokens = request.token_ids[index * self.pool.block_size : (index + 1) * self.pool.block_size]
+            content = BlockContent(request.chain.parent(hashes, index), tuple(tokens))
+            self.pool.seal(request.blocks[index], hashes[index], content)
             request.num_sealed = index + 1
         return first
 

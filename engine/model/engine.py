@@ -32,6 +32,8 @@ class BlockStore(Protocol):
 
     def import_blocks(self, buffer: Bytes, block_ids: Sequence[int]) -> None: ...
 
+    def copy_block(self, source: int, target: int) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ExportedSegment:
@@ -112,6 +114,8 @@ class Engine:
     def step(self, now: float) -> StepResult | None:
         """Schedule, run, record. None if there was nothing to compute."""
         output = self.scheduler.schedule(now)
+        for source, target in output.copies:
+            self.store.copy_block(source, target)
         if not output.chunks:
             return None
         sampled = self.runner.run(output)

@@ -13,7 +13,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from engine.core.detokenizer import REPLACEMENT
 from engine.core.errors import RequestError, StartupError
+from engine.core.transcripts import EncodedText
 from engine.model.config import read_json
 
 
@@ -34,6 +36,8 @@ class Tokenizer:
             raise StartupError(f"the tokenizer in {folder} is not a fast one: add its tokenizer.json")
         self._backend.no_truncation()
         self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.eos_token_ids: list[int] = _eos_token_ids(folder, self._tokenizer.eos_token_id)
         """The ids that end a generation, ascending: the end of the text and, for chat models, the end of a turn."""
 
@@ -44,7 +48,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` works without a template of the caller's."""
+        """Whether `render_chat` works without a template of the caller's."""
         return self._tokenizer.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -52,11 +56,35 @@ class Tokenizer:
 
         Raises `RequestError` if the text is not valid Unicode.
         """
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        return ids
+
+    def encode_with_borders(self, text: str) -> EncodedText:
+        """The token ids of a text to which no special tokens are added, and where those begin that it has.
+
+        Raises `RequestError` as `encode` does.
+        """
+        encoding = self._encoding(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        special = [index for index, token_id in enumerate(ids) if token_id in self._special_ids]
+        return EncodedText(text, ids, [(encoding.token_to_chars(index)[0], index) for index in special])
+
+    def shown(self, token_ids: Sequence[int], text: str) -> Sequence[int] | None:
+        """Those of the generated ids that `text` stands for: all, or all but the one that ended the answer.
+
+        None if the text hides others, shows bytes that make no character, or ends inside a token.
+        """
+        if REPLACEMENT not in text:
+            for shown in (token_ids[:-1], token_ids):
+                if self.decode(shown, skip_special_tokens=False) == text:
+                    return shown
+        return None
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeError, TypeError) as error:
             raise RequestError("the text has unpaired surrogates, which no UTF-8 text can hold") from error
-        return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some token ids; bytes that make no character become U+FFFD."""
@@ -94,9 +122,9 @@ class Tokenizer:
             raise RequestError(f"the chat template cannot take these messages: {reason}", param="messages") from error
         return rendered
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """The token ids of `render_chat`. The template writes special tokens itself, so none are added."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> EncodedText:
+        """The text of `render_chat` and its token ids. The template writes special tokens itself: none are added."""
+        return self.encode_with_borders(self.render_chat(messages, **options))
 
     def chat_beginning(self, system: str) -> tuple[int, ...]:
         """The token ids with which every chat with this system message begins, whatever the user says.
@@ -104,7 +132,7 @@ class Tokenizer:
         Raises `RequestError` if the template takes no such message.
         """
         chats = [
-            self.apply_chat_template([{"role": "system", "content": system}, {"role": "user", "content": user}])
+            self.encode_chat([{"role": "system", "content": system}, {"role": "user", "content": user}]).token_ids
             for user in ("1", "a", "\n")
         ]
         same = takewhile(lambda ids: len(set(ids)) == 1, zip(*chats, strict=False))

@@ -1,5 +1,6 @@
 """The metrics of `actors/metrics.py` reach the node's Prometheus port, with the values that requests gave them."""
 
+import json
 import time
 import urllib.request
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import ray
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.conftest import NUM_BLOCKS, Server, eventually, random_prompt
+from tests.integration.conftest import MODEL, NUM_BLOCKS, Server, eventually, random_prompt
 
 PROMPT_TOKENS = 500
 HIT_TOKENS = PROMPT_TOKENS // 16 * 16
@@ -52,6 +53,12 @@ def test_requests_are_measured(server: Server) -> None:
     before = seen(Scrape.now, "the port is open")
     running = server.stream(random_prompt(80, 300), max_tokens=3000)
     next(running)
+    body = {"model": MODEL, "max_tokens": 2, "temperature": 0, "messages": [{"role": "user", "content": "Hi."}]}
+    for _ in range(2):
+        content = json.loads(server.request("POST", "/v1/chat/completions", body)[2])["choices"][0]["message"][
+            "content"
+        ]
+        body["messages"] += [{"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
     for _ in range(2):
         server.complete(random_prompt(81, PROMPT_TOKENS), max_tokens=ANSWER_TOKENS)
 
@@ -59,6 +66,7 @@ def test_requests_are_measured(server: Server) -> None:
     assert during.grown(before, "prompt_tokens_total", tenant="anonymous") >= 2 * PROMPT_TOKENS
     assert during.grown(before, "generation_tokens_total") >= 2 * ANSWER_TOKENS
     assert during.grown(before, "cache_hit_tokens_total", tenant="anonymous", source="worker") >= HIT_TOKENS
+    assert during.grown(before, "transcript_lookups_total", result="hit") >= 1
     assert during.grown(before, "ttft_seconds_count") >= 2
     assert during.grown(before, "ttft_seconds_sum") > 0
     assert during.grown(before, "tpot_seconds_count") >= 2
@@ -96,7 +104,7 @@ def measured(before: Scrape, decode: str) -> Scrape | None:
     """What is seen once it covers two finished requests and one that runs: each process reports at its own time."""
     scrape = Scrape.now()
     complete = (
-        scrape.grown(before, "requests_total", outcome="length") >= 2
+        scrape.grown(before, "prompt_tokens_total") >= 2 * PROMPT_TOKENS
         and scrape.grown(before, "prefill_tokens_total", role="prefill") >= PROMPT_TOKENS + 300
         and scrape.value("running_requests", worker=decode) == 1
     )

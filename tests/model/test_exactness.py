@@ -105,6 +105,19 @@ def test_warm_from_the_own_pool(decoder: Decoder, cold: dict[int, dict[str, Outp
         assert run(engine, both(length)) == cold[length]
 
 
+@pytest.mark.parametrize("num_same", [1, 15, 41, 297])
+def test_after_a_block_that_is_the_same_for_some_tokens(
+    decoder: Decoder, cold: dict[int, dict[str, Output]], num_same: int
+) -> None:
+    engine = make_engine(decoder)
+    run(engine, [assignment("other", [*prompt(300, 300)[:num_same], *prompt(3000, 300 - num_same)])])
+    engine.submit(both(300)[0], 0.0)
+    step = engine.step(0.0)
+    assert step is not None and step.num_tokens == 300 - num_same
+    engine.abort(["greedy"])
+    assert run(engine, both(300)) == cold[300]
+
+
 def test_in_a_batch_of_sixty_four(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
     engine = make_engine(decoder, num_blocks=900)
     others = [assignment(f"other {index}", prompt(1000 + index, 5 + 4 * index)) for index in range(52)]

@@ -151,7 +151,7 @@ def test_text_survives(tokenizer: Tokenizer, text: str) -> None:
 
 @needs_model
 def test_a_chat_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
-    token_ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    token_ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}]).token_ids
     assert tokenizer.decode(token_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
 
 

@@ -84,6 +84,14 @@ class FakeModel:
     def import_blocks(self, buffer: npt.NDArray[np.uint8], block_ids: Sequence[int]) -> None:
         self.cells[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), self.pool.block_size)
 
+    def copy_block(self, source: int, target: int) -> None:
+        self.cells[target] = self.cells[source]
+
+    def copy_blocks(self, output: SchedulerOutput) -> None:
+        """What an engine does before it runs a step."""
+        for source, target in output.copies:
+            self.copy_block(source, target)
+
     def _write(self, output: SchedulerOutput) -> None:
         written: set[tuple[int, int]] = set()
         for chunk in output.chunks:
@@ -160,6 +168,7 @@ def submit(scheduler: Scheduler, assignment: Assignment, now: float = 0.0) -> No
 def step(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> tuple[SchedulerOutput, StepOutcome]:
     """One whole step, its exports released at once."""
     output = scheduler.schedule(now)
+    model.copy_blocks(output)
     outcome = scheduler.update(output, model.run(output), now)
     for export in outcome.exports:
         scheduler.pool.release(export.blocks)

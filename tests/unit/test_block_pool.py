@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core.block_pool import BlockPool, OutOfBlocksError
+from engine.core.block_pool import BlockContent, BlockPool, OutOfBlocksError
 
 
 @pytest.fixture
@@ -135,3 +135,21 @@ def test_integrity_notices_a_wrong_holder(pool: BlockPool) -> None:
         pool.check_integrity([])
     with pytest.raises(AssertionError, match="released more often"):
         pool.release([*held, *held])
+
+
+def test_blocks_that_begin_alike_are_found_until_they_are_evicted(pool: BlockPool) -> None:
+    one, other, stranger = pool.allocate(3)
+    pool.seal(one, b"one", BlockContent(b"parent", (7, 8)))
+    assert pool.similar(b"parent", (7, 9)) == (one, 1)
+    pool.seal(other, b"other", BlockContent(b"parent", (7, 9)))
+    pool.seal(stranger, b"imported")
+    assert pool.similar(b"parent", (7, 9)) == (other, 2), "the latest counts"
+    assert pool.similar(b"parent", (7,)) == (other, 1)
+    for parent, token_ids in ((b"another", (7, 9)), (b"parent", (9,)), (b"parent", ())):
+        assert pool.similar(parent, token_ids) is None
+    pool.release([stranger, other, one])
+    pool.check_integrity([])
+    pool.allocate(2)
+    assert pool.similar(b"parent", (7, 9)) == (other, 2)
+    pool.allocate(1)
+    assert pool.similar(b"parent", (7, 9)) is None

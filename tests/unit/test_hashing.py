@@ -86,7 +86,7 @@ def test_the_salt_enters_after_the_blocks_wholly_in_the_public_prefix(
     assert continued == hashes
     for index, block_hash in enumerate(hashes):
         tokens = token_ids[index * block_size : (index + 1) * block_size]
-        assert block_hash == hash_block(one.parent(hashes[:index]), tokens)
+        assert block_hash == hash_block(one.parent(hashes, index), tokens)
 
 
 def test_a_partial_block_is_told_from_a_full_one() -> None:

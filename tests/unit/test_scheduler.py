@@ -79,15 +79,39 @@ def test_a_fully_cached_prompt_computes_one_token_and_stores_none(make_scheduler
     assert tokens_of(run_all(scheduler, model)["b"]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=2))[1:]
 
 
-def test_a_prefix_is_taken_up_block_by_block(make_scheduler: MakeScheduler) -> None:
+def test_a_prefix_is_taken_up_and_the_beginning_of_the_next_block_copied(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)
     submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=1))
     run_all(scheduler, model)
     submit(scheduler, make_assignment("b", (*PROMPT[:9], 3, 3), max_tokens=1))
     output, outcome = step(scheduler, model)
-    assert scheduled(output) == {"b": (8, 3)}
-    assert outcome.events[0].cached_tokens == 8
+    assert scheduled(output) == {"b": (9, 2)}
+    assert len(output.copies) == 1
+    assert outcome.events[0].cached_tokens == 9
+
+
+def test_only_the_last_token_is_computed_where_the_rest_can_be_copied(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=1))
+    run_all(scheduler, model)
+    for length in (2, 4, 7, 11):
+        prompt = PROMPT[:length]
+        submit(scheduler, make_assignment(f"b{length}", prompt, max_tokens=1))
+        assert scheduled(step(scheduler, model)[0]) == {f"b{length}": (length - 1, 1)}
+
+
+def test_a_block_is_copied_even_where_its_copy_takes_its_place(make_scheduler: MakeScheduler) -> None:
+    """Two requests start in one step, and what the first copies from is evicted for the second."""
+    scheduler = make_scheduler(num_blocks=4, token_budget=16)
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment(prompt=(*PROMPT[:4], 3, 2, 3, 0), max_tokens=1))
+    run_all(scheduler, model)
+    for name, last in (("b", 1), ("c", 2)):
+        submit(scheduler, make_assignment(name, (*PROMPT[:4], 3, 2, last), max_tokens=1))
+    output, _ = step(scheduler, model)
+    assert scheduled(output) == {"b": (6, 1), "c": (6, 1)}
 
 
 def test_generated_tokens_are_cached_too(make_scheduler: MakeScheduler) -> None:

@@ -308,11 +308,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _tail_hash(self, known: Expected) -> BlockHash:
         sent, block_size = known.assignment.token_ids, self.pool.block_size
         full = known.chain.hashes(sent)
-        return hash_block(known.chain.parent(full), sent[len(full) * block_size :])
+        return hash_block(known.chain.parent(full, len(full)), sent[len(full) * block_size :])
 
     def _begin(self) -> SchedulerOutput:
         decoding = {request.request_id for request in self.scheduler.running.values() if request.num_remaining == 1}
         output = self.scheduler.schedule(self.now)
+        self.model.copy_blocks(output)
         scheduled = [chunk.request.request_id for chunk in output.chunks]
         assert output.num_tokens <= self.limits.token_budget
         assert all(chunk.num_tokens > 0 for chunk in output.chunks)
