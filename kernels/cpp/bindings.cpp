@@ -303,7 +303,8 @@ const int64_t* entries_of(const Tensor& offsets, const Tensor& ids, const raydix
   return bounds;
 }
 
-// logits, temperature, top_k, top_p, min_p, uniform, six of Penalties, three of LogitBias, num_logprobs or None.
+// logits, temperature, top_k, top_p, min_p, uniform, six of Penalties, three of LogitBias, num_logprobs or None, given or
+// None.
 PyObject* sample(PyObject* const* args) {
   const Tensor& logits = tensor(args[0]);
   check(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0, "logits must be [batch, vocabulary]");
@@ -338,6 +339,11 @@ PyObject* sample(PyObject* const* args) {
     logprobs = at::zeros({a.batch}, reals), a.logprobs = logprobs.data_ptr<float>();
     top_ids = at::zeros({a.batch, a.widest}, ints), a.top_ids = top_ids.data_ptr<int64_t>();
     top_logprobs = at::zeros({a.batch, a.widest}, reals), a.top_logprobs = top_logprobs.data_ptr<float>();
+  }
+  if (args[16] != Py_None) {
+    a.given = data<int64_t>(tensor(args[16]), at::kLong, a.batch, "given must be int64 [batch]");
+    for (int64_t b = 0; b < a.batch; ++b)
+      check(a.given[b] >= 0 && a.given[b] < a.vocabulary, "a given token id lies outside the vocabulary");
   }
   a.token_ids = tokens.data_ptr<int64_t>();
   const int threads = at::get_num_threads();
@@ -384,7 +390,7 @@ PyMethodDef methods[] = {
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),
     method<kv_copy, 4>("kv_copy"),
-    method<sample, 16>("sample"),
+    method<sample, 17>("sample"),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -219,7 +219,7 @@ void one_row(const Sample& a, int64_t row, Scratch& scratch) {
                         (a.bias_offsets && a.bias_offsets[row] < a.bias_offsets[row + 1]);
   const float temperature = a.temperature[row];
   const int64_t wanted = a.num_logprobs ? a.num_logprobs[row] : -1, vocabulary = a.vocabulary;
-  if (temperature == 0 && wanted < 0 && !adjusted) {
+  if (temperature == 0 && wanted < 0 && !adjusted && !a.given) {
     a.token_ids[row] = position_of(logits, vocabulary, largest(logits, vocabulary));
     return;
   }
@@ -239,7 +239,9 @@ void one_row(const Sample& a, int64_t row, Scratch& scratch) {
     return total;
   };
   const double log_sum = wanted < 0 ? 0 : double(origin) + std::log(weigh(1.0f));
-  if (temperature == 0 || !std::isfinite(origin)) {
+  if (a.given) {
+    a.token_ids[row] = a.given[row];
+  } else if (temperature == 0 || !std::isfinite(origin)) {
     a.token_ids[row] = position_of(z, vocabulary, origin);
   } else {
     if (wanted < 0 || temperature != 1.0f) weigh(temperature);

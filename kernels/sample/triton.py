@@ -256,14 +256,16 @@ def sample_triton(
     penalties: Penalties | None = None,
     bias: LogitBias | None = None,
     wanted: Sequence[int] = (),
+    given: Tensor | None = None,
 ) -> SampleOutput:
     """As `sample`, on one device and without waiting for it; `wanted[b]` is `num_logprobs[b]`, or -1 for neither."""
     batch, vocabulary = logits.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device) if given is None else given
     widest = max(wanted, default=-1)
     logprobs = None
     if batch:
         z = _adjusted(logits, penalties, bias)
+    if batch and given is None:
         p = torch.softmax(z / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
         controls = (temperature, top_k.int(), top_p, min_p, uniform)
         _draw_kernel[(batch,)](
