@@ -245,7 +245,8 @@ class Directory:
         placement = place(
             request.num_tokens, num_reachable, candidates, self.costs, request.session or request.request_id
         )
-        prefill, decode = placement.prefill, placement.decode
+        prefill = placement.prefill
+        decode = placement.decode if request.generates else prefill
         num_local = next(c.num_local_blocks for c in candidates if c.worker_id == prefill)
         num_cached = num_local + placement.num_imported_blocks
         prefill_awaited = self._lacking(prefill, request.hashes[num_local:num_cached])

@@ -30,6 +30,7 @@ class SamplingParams:
     """How tokens are chosen and when generation ends. Validated where requests enter (`engine.api`)."""
 
     max_tokens: int
+    """0: the request ends when its prompt is computed."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -44,6 +45,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     """Number of most likely alternatives reported with each token; 0 reports the chosen token only."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, behind its first."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -52,6 +55,8 @@ class TokenLogprobs(NamedTuple):
     chosen: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    rank: int | None = None
+    """The chosen token's place among all tokens, from 1, ties by id; known for prompt tokens only."""
 
 
 class Stage(StrEnum):
@@ -83,6 +88,8 @@ class Assignment:
     """Blocks that others were told to send here; waited for, never depended on."""
     await_timeout_s: float = 30.0
     """How long to wait without any of them arriving."""
+    num_scored: int = 0
+    """Prompt tokens behind the first whose log-probabilities were delivered by earlier attempts."""
 
 
 class TokenEvent(NamedTuple):
@@ -99,6 +106,16 @@ class TokenEvent(NamedTuple):
     """Prompt tokens whose KV this attempt found in a cache."""
     detail: str | None = None
     """What went wrong, when `finish` is ERROR."""
+
+
+class PromptEvent(NamedTuple):
+    """Log-probabilities of consecutive prompt tokens. A worker reports them in order, all before the first token."""
+
+    request_id: str
+    attempt: int
+    position: int
+    """Index in the prompt of the first token reported; at least 1, since nothing precedes token 0."""
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 class Handover(NamedTuple):
@@ -141,6 +158,8 @@ class AdmitRequest:
     session: str | None = None
     ingress_id: str = ""
     """Who asks; if it falls silent, its requests are released."""
+    generates: bool = True
+    """Whether tokens follow the prompt; if none do, nobody needs to decode."""
 
 
 @dataclass(frozen=True, slots=True)

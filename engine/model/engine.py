@@ -15,7 +15,7 @@ from engine.core.block_pool import BlockPool, OutOfBlocksError
 from engine.core.hashing import root_hash
 from engine.core.request import Request
 from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits
-from engine.core.types import Assignment, BlockHash, FinishReason, SegmentHeader, TokenEvent
+from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, SegmentHeader, TokenEvent
 from engine.model.runner import Runner
 from engine.model.segments import Bytes, checksum
 
@@ -44,6 +44,7 @@ class ExportedSegment:
 class StepResult:
     """Everything that a step changed and that others must hear of."""
 
+    scores: tuple[PromptEvent, ...]
     events: tuple[TokenEvent, ...]
     segments: tuple[ExportedSegment, ...]
     finished: tuple[Request, ...]
@@ -114,10 +115,10 @@ class Engine:
         output = self.scheduler.schedule(now)
         if not output.chunks:
             return None
-        sampled = self.runner.run(output)
-        outcome = self.scheduler.update(output, sampled, now)
+        outcome = self.scheduler.update(output, self.runner.run(output), now)
         segments = self._pack_all(outcome.exports)
         return StepResult(
+            outcome.scores,
             outcome.events,
             segments,
             outcome.finished,
