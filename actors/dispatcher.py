@@ -28,10 +28,13 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
+    FinishReason,
+    PromptEvent,
     Role,
     SamplingParams,
     Stage,
     TokenEvent,
+    TokenLogprobs,
 )
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,8 @@ class Generation:
     salt: bytes = b""
     session: str | None = None
     tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens behind the first; complete when the first token arrives."""
     attempt: int = 0
     prefill: str | None = None
     decode: str | None = None
@@ -180,6 +185,7 @@ class Dispatcher:
             len(token_ids),
             generation.session,
             self._ingress_id,
+            generates=generation.sampling.max_tokens > 0,
         )
         try:
             return await asyncio.wait_for(self._admits.add(request), MANAGER_TIMEOUT_S)
@@ -230,6 +236,7 @@ class Dispatcher:
             generation.salt,
             awaited,
             self._model.await_timeout_s,
+            num_scored=len(generation.prompt_logprobs),
         )
         self._assignments.setdefault(worker_id, []).append(assignment)
         self._flush_soon()
@@ -291,12 +298,15 @@ class Dispatcher:
             logger.warning("token stream of %s ended: %s", worker_id, type(error).__name__)
         self._worker_lost(worker_id)
 
-    def _receive(self, worker_id: str, events: list[TokenEvent]) -> None:
+    def _receive(self, worker_id: str, events: list[PromptEvent | TokenEvent]) -> None:
         for event in events:
             generation = self._active.get(event.request_id)
             if generation is None or event.attempt != generation.attempt or generation.finished:
                 continue
-            if event.token_id is None:
+            if isinstance(event, PromptEvent):
+                _take_scores(generation, event)
+                continue
+            if event.finish is FinishReason.ERROR:
                 generation.failure = ServiceError(f"the model could not be run: {event.detail}")
                 generation.failure.status = 500
             elif event.position >= len(generation.tokens):
@@ -308,13 +318,13 @@ class Dispatcher:
             generation.arrived.set()
 
     def _take(self, generation: Generation, event: TokenEvent) -> None:
-        assert event.token_id is not None
         if not generation.tokens:
             self._first_tokens.append(generation.request_id)
             self._flush_soon()
         if generation.cached_tokens is None:
             generation.cached_tokens = event.cached_tokens
-        generation.tokens.append(event.token_id)
+        if event.token_id is not None:
+            generation.tokens.append(event.token_id)
         generation.inbox.append(event)
 
     def _end(self, generation: Generation) -> None:
@@ -387,6 +397,13 @@ class Dispatcher:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _take_scores(generation: Generation, event: PromptEvent) -> None:
+    """Take what is new: a prefill worker and a decode worker that gave up waiting for it report the same positions."""
+    known = len(generation.prompt_logprobs) + 1 - event.position
+    assert known >= 0, "log-probabilities of prompt tokens come in order"
+    generation.prompt_logprobs += event.logprobs[known:]
 
 
 async def _answer(ref: Any) -> Any:
