@@ -67,15 +67,13 @@ def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequen
         given=given,
     )
     assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
-    at = logits.gather(1, given[:, None])
-    ties = (logits == at) & (torch.arange(logits.shape[1], device=device) < given[:, None])
-    ranks = 1 + ((logits > at) | ties).sum(1)
+    assert output.ranks is not None
     rows = zip(
         num_top,
         output.logprobs.tolist(),
         output.top_ids.tolist(),
         output.top_logprobs.tolist(),
-        ranks.tolist(),
+        output.ranks.tolist(),
         strict=True,
     )
     return [

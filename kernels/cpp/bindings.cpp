@@ -331,7 +331,7 @@ PyObject* sample(PyObject* const* args) {
   }
   const auto ints = logits.options().dtype(at::kLong), reals = logits.options().dtype(at::kFloat);
   const Tensor tokens = at::empty({a.batch}, ints);
-  Tensor logprobs, top_ids, top_logprobs;
+  Tensor logprobs, top_ids, top_logprobs, ranks;
   if (args[15] != Py_None) {
     a.num_logprobs = data<int64_t>(tensor(args[15]), at::kLong, a.batch, "num_logprobs must be int64 [batch]");
     for (int64_t b = 0; b < a.batch; ++b) a.widest = std::max(a.widest, a.num_logprobs[b]);
@@ -344,13 +344,14 @@ PyObject* sample(PyObject* const* args) {
     a.given = data<int64_t>(tensor(args[16]), at::kLong, a.batch, "given must be int64 [batch]");
     for (int64_t b = 0; b < a.batch; ++b)
       check(a.given[b] >= 0 && a.given[b] < a.vocabulary, "a given token id lies outside the vocabulary");
+    ranks = at::empty({a.batch}, ints), a.ranks = ranks.data_ptr<int64_t>();
   }
   a.token_ids = tokens.data_ptr<int64_t>();
   const int threads = at::get_num_threads();
   run(logits.numel() > 65536, [&] { raydix::sample(a, dtype_of(logits), threads); });
-  PyObject* result = PyTuple_New(4);
+  PyObject* result = PyTuple_New(5);
   int i = 0;
-  for (const Tensor& t : {tokens, logprobs, top_ids, top_logprobs})
+  for (const Tensor& t : {tokens, logprobs, top_ids, top_logprobs, ranks})
     PyTuple_SET_ITEM(result, i++, t.defined() ? THPVariable_Wrap(t) : Py_NewRef(Py_None));
   return result;
 }

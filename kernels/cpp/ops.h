@@ -43,7 +43,7 @@ struct Sample {
   const int64_t* num_logprobs;  // null if no row asks; negative: this row does not
   int64_t widest;
   const int64_t* given;  // null: sample; else the tokens to take
-  int64_t *token_ids, *top_ids;
+  int64_t *token_ids, *top_ids, *ranks;  // ranks: null unless tokens are given
   float *logprobs, *top_logprobs;
 };
 

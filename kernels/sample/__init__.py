@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpp import cpu_ops
-from kernels.sample.reference import adjusted_row, sample_row
+from kernels.sample.reference import adjusted_row, ranks_of, sample_row
 from kernels.sample.types import LogitBias, Penalties, SampleOutput
 
 __all__ = ["LogitBias", "Penalties", "SampleOutput", "sample"]
@@ -86,14 +86,17 @@ def _sample_by_rows(
     top_ids = torch.zeros((batch, max(widest, 0)), dtype=torch.int64, device=logits.device)
     top_logprobs = torch.zeros((batch, max(widest, 0)), device=logits.device)
     controls = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), uniform.tolist(), strict=True)
+    ranks = None if given is None else torch.zeros_like(tokens)
     for row, control in enumerate(controls):
         z = adjusted_row(logits, row, penalties, bias)
         tokens[row] = sample_row(z, *control) if given is None else given[row]
+        if ranks is not None:
+            ranks[row] = ranks_of(z[None], tokens[row, None])[0]
         if (n := wanted[row]) >= 0:
             normalised = torch.log_softmax(z, -1)
             logprobs[row] = normalised[tokens[row]]
             ranked, order = torch.sort(normalised, descending=True, stable=True)
             top_ids[row, :n], top_logprobs[row, :n] = order[:n], ranked[:n]
     if widest < 0:
-        return SampleOutput(tokens, None, None, None)
-    return SampleOutput(tokens, logprobs, top_ids, top_logprobs)
+        return SampleOutput(tokens, None, None, None, ranks)
+    return SampleOutput(tokens, logprobs, top_ids, top_logprobs, ranks)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.sample import LogitBias, Penalties, SampleOutput, sample
-from kernels.sample.reference import adjusted_row, kept_probabilities
+from kernels.sample.reference import adjusted_row, kept_probabilities, ranks_of
 
 Controls = dict[str, Tensor]
 
@@ -211,7 +211,10 @@ def test_a_given_token_has_the_bits_of_a_drawn_one(dtype: torch.dtype) -> None:
     logits = (torch.randn(batch, vocabulary) * 3).to(dtype)
     given = mixed_controls(batch, vocabulary)
     drawn = sample(logits, **given, num_logprobs=[3] * batch)
-    assert same(sample(logits, **controls(batch), num_logprobs=[3] * batch, given=drawn.token_ids), drawn)
+    scored = sample(logits, **controls(batch), num_logprobs=[3] * batch, given=drawn.token_ids)
+    assert same(scored, drawn)
+    assert scored.ranks is not None
+    assert torch.equal(scored.ranks, ranks_of(logits, drawn.token_ids))
     last = torch.full((batch,), vocabulary - 1)
     scored = sample(logits, **given, num_logprobs=[0] * batch, given=last)
     assert torch.equal(scored.token_ids, last)
@@ -221,5 +224,12 @@ def test_a_given_token_has_the_bits_of_a_drawn_one(dtype: torch.dtype) -> None:
 
 
 def test_a_given_token_lies_inside_the_vocabulary() -> None:
-    with pytest.raises((IndexError, ValueError)):
+    with pytest.raises((ValueError, RuntimeError)):
         sample(torch.zeros(1, 8), **controls(1), num_logprobs=[0], given=torch.tensor([8]))
+
+
+def test_ranks_of_given_tokens() -> None:
+    logits = torch.tensor([[1.0, 3.0, torch.nan, 1.0, 2.0]]).repeat(5, 1)
+    scored = sample(logits, **controls(5), num_logprobs=[0] * 5, given=torch.arange(5))
+    assert scored.ranks is not None
+    assert scored.ranks.tolist() == [3, 1, 5, 4, 2]

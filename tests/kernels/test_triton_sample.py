@@ -10,7 +10,7 @@ from triton_cases import DEVICE, needs_gpu, on_device
 
 from kernels.sample import LogitBias, Penalties, SampleOutput
 from kernels.sample import triton as kernels
-from kernels.sample.reference import adjusted_row
+from kernels.sample.reference import adjusted_row, ranks_of
 from kernels.sample.triton import sample_triton
 
 
@@ -31,7 +31,7 @@ def draw(
         wanted=wanted,
         given=None if chosen is None else chosen.to(DEVICE),
     )
-    fields = (result.token_ids, result.logprobs, result.top_ids, result.top_logprobs)
+    fields = (result.token_ids, result.logprobs, result.top_ids, result.top_logprobs, result.ranks)
     return SampleOutput(*(None if field is None else field.cpu() for field in fields))  # type: ignore[arg-type]
 
 
@@ -134,7 +134,10 @@ def test_extreme_temperatures() -> None:
 def test_a_given_token_has_the_bits_of_a_drawn_one() -> None:
     logits = torch.randn(6, 300) * 3
     drawn = draw(logits, mixed_controls(6, 300), wanted=(3,) * 6)
-    assert same(draw(logits, controls(6), wanted=(3,) * 6, chosen=drawn.token_ids), drawn)
+    scored = draw(logits, controls(6), wanted=(3,) * 6, chosen=drawn.token_ids)
+    assert same(scored, drawn)
+    assert scored.ranks is not None
+    assert torch.equal(scored.ranks, ranks_of(logits, drawn.token_ids))
 
 
 def test_empty_batch() -> None:
