@@ -181,4 +181,8 @@ class Ingress:
             await while_connected(request, self._frontend.collect(job))
         finally:
             self._frontend.log(job)
-        return json_response(response_body(job.head, self._frontend.choices(job), job.usage()))
+        if spec.num_prompt_logprobs is None:
+            choices = self._frontend.choices(job)
+        else:  # rendering a long prompt's log-probabilities takes long enough to be felt by others' streams
+            choices = await asyncio.to_thread(self._frontend.choices, job)
+        return json_response(response_body(job.head, choices, job.usage()))
