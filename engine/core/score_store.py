@@ -7,6 +7,7 @@ and whether or not its KV is still in the pool.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from engine.core.types import BlockHash, TokenLogprobs
 
@@ -27,14 +28,10 @@ class ScoreStore:
 
         The first block's begin with its second token: nothing precedes the first.
         """
-        found: list[TokenLogprobs] = []
-        for block_hash in hashes:
-            scores = self._scores.get((block_hash, num_top))
-            if scores is None:
-                break
-            self._scores.move_to_end((block_hash, num_top))
-            found += scores
-        return found
+        keys = list(takewhile(self._scores.__contains__, ((block_hash, num_top) for block_hash in hashes)))
+        for key in reversed(keys):  # a block is of no use without those before it, so they go after it
+            self._scores.move_to_end(key)
+        return [score for key in keys for score in self._scores[key]]
 
     def put(self, block_hash: BlockHash, num_top: int, scores: Sequence[TokenLogprobs]) -> None:
         """Keep one block's scores."""

@@ -45,6 +45,15 @@ def test_the_least_recently_used_goes_first() -> None:
     store.check_integrity()
 
 
+def test_of_a_used_prefix_the_last_block_goes_first() -> None:
+    store = ScoreStore(capacity=12)
+    for name in (b"a", b"b", b"c"):
+        store.put(name, 0, scores(0, 4))
+    store.match([b"a", b"b", b"c"], 0)
+    store.put(b"d", 0, scores(0, 4))
+    assert store.match([b"a", b"b", b"c"], 0) == scores(0, 4) * 2
+
+
 def test_one_block_larger_than_all_is_not_kept() -> None:
     store = ScoreStore(capacity=3)
     store.put(b"a", 0, scores(0, 4))
