@@ -28,7 +28,7 @@ from engine.core.generation import Generation
 from engine.core.hashing import BlockChain, root_hash
 from engine.core.placement import rank_by_session
 from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, Assignment, Role, Stage, TokenEvent
+from engine.core.types import Admission, AdmitRequest, Assignment, PromptEvent, Role, Stage, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +160,7 @@ class Dispatcher:
             len(token_ids),
             generation.session,
             self._ingress_id,
+            generates=generation.sampling.max_tokens > 0,
         )
         try:
             return await asyncio.wait_for(self._admits.add(request), MANAGER_TIMEOUT_S)
@@ -210,6 +211,7 @@ class Dispatcher:
             generation.salt,
             awaited,
             self._model.await_timeout_s,
+            num_scored=len(generation.prompt_logprobs),
         )
         self._assignments.setdefault(worker_id, []).append(assignment)
         self._flush_soon()
@@ -279,12 +281,15 @@ class Dispatcher:
             logger.warning("token stream of %s ended: %s", worker_id, type(error).__name__)
         self._worker_lost(worker_id)
 
-    def _receive(self, worker_id: str, events: list[TokenEvent]) -> None:
+    def _receive(self, worker_id: str, events: list[PromptEvent | TokenEvent]) -> None:
         for event in events:
             delivery = self._active.get(event.request_id)
             if delivery is None:
                 continue
             generation = delivery.generation
+            if isinstance(event, PromptEvent):
+                generation.take_scores(event)
+                continue
             was_answered = generation.is_answered
             due = generation.take(event, worker_id)
             if due and not was_answered:

@@ -21,7 +21,7 @@ from configs.schema import Config
 from configs.settings import tenants
 from engine.api.assembler import ChoiceAssembler, Piece
 from engine.api.generate import REQUEST_ID_PATTERN
-from engine.api.logprobs import CompletionLogprobs, chat_logprobs
+from engine.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from engine.api.responses import Choice, Json, ResponseHead, Usage, model_object, response_id, total_usage
 from engine.api.spec import GenerationSpec, Prompt, require_token_ids, sampling_params
 from engine.api.stream import DONE, ChunkWriter, usage_event
@@ -39,7 +39,7 @@ from engine.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-LogprobsRenderer = Callable[[Sequence[int], Sequence[TokenLogprobs]], Json]
+LogprobsRenderer = Callable[[Sequence[int], Sequence[TokenLogprobs | None]], Json]
 
 LONG_TEXT = 20_000
 """Characters from which on a prompt is tokenized beside the event loop."""
@@ -52,6 +52,8 @@ class Answer:
     generation: Generation
     assembler: ChoiceAssembler
     index: int
+    echo: str = ""
+    """The prompt's text, where the answer is to begin with it."""
     first_token_at: float | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -59,6 +61,10 @@ class Answer:
     finish: FinishReason | None = None
     conversation: Conversation | None = None
     """What the answer continues, where it is to be remembered."""
+
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """One for each token of the prompt; complete when the first piece has come."""
+        return [None, *self.generation.prompt_logprobs]
 
 
 @dataclass(slots=True, eq=False)
@@ -178,9 +184,11 @@ class Frontend:
         generation = Generation(
             f"{unique_id}-{index}", prompt, sampling, salt, tenant.name, session=spec.session_id or spec.user
         )
-        return Answer(
-            generation, ChoiceAssembler(self._detokenizer(), spec.stop, spec.include_stop, spec.min_tokens), index
-        )
+        assembler = ChoiceAssembler(self._detokenizer(), spec.stop, spec.include_stop, spec.min_tokens)
+        return Answer(generation, assembler, index, self._echo(spec.prompts[index // spec.n]) if spec.echo else "")
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     async def _token_ids(self, prompt: Prompt, param: str) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -263,15 +271,25 @@ class Frontend:
         choices = []
         for answer in job.answers:
             assert answer.finish is not None
+            prompt = answer.generation.prompt
             render = self._logprobs_renderer(spec)
+            logprobs = None
+            if render is not None and spec.echo:
+                logprobs = render((*prompt, *answer.token_ids), [*answer.prompt_logprobs(), *answer.logprobs])
+            elif render is not None:
+                logprobs = render(answer.token_ids, answer.logprobs)
+            of_prompt = None
+            if spec.prompt_logprobs is not None:
+                of_prompt = prompt_logprobs(prompt, answer.prompt_logprobs(), spec.prompt_logprobs, self._bytes_of)
             choices.append(
                 Choice(
                     answer.index,
-                    "".join(answer.text),
+                    answer.echo + "".join(answer.text),
                     answer.finish,
-                    render(answer.token_ids, answer.logprobs) if render is not None else None,
+                    logprobs,
                     answer.token_ids if spec.return_token_ids else None,
-                    answer.generation.prompt if spec.return_token_ids else None,
+                    prompt if spec.return_token_ids else None,
+                    of_prompt,
                 )
             )
         return choices
@@ -282,7 +300,7 @@ class Frontend:
             return None
         if spec.kind == "chat":
             return lambda token_ids, logprobs: chat_logprobs(token_ids, logprobs, self._bytes_of)
-        return CompletionLogprobs(self._bytes_of).add
+        return CompletionLogprobs(self._bytes_of, spec.logprobs).add
 
     def _bytes_of(self, token_id: int) -> bytes:
         if self._named_bytes is not None:
@@ -311,8 +329,13 @@ class Frontend:
         render = self._logprobs_renderer(spec)
         is_plain = render is None and not spec.return_token_ids
         opening = writer.first(answer.generation.prompt if spec.return_token_ids else None)
+        is_first = True
         async with aclosing(self.pieces(answer)) as pieces:
             async for piece in pieces:
+                if spec.echo and is_first:
+                    logprobs = None if render is None else render(answer.generation.prompt, answer.prompt_logprobs())
+                    opening += writer.event(answer.echo, logprobs=logprobs)
+                is_first = False
                 if is_plain and piece.finish is None:
                     data = writer.text(piece.text) if piece.text else b""
                 else:

@@ -39,6 +39,7 @@ from engine.api.responses import (
 from engine.api.spec import GenerationSpec
 from engine.core.errors import RaydixError, RequestError, ServiceError
 from engine.core.tenants import Tenant
+from engine.core.types import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,11 @@ async def _unexpected_error(_: Request, error: Exception) -> Response:
     wrapped = ServiceError("An internal error occurred; it has been logged.")
     wrapped.status = 500
     return error_response(wrapped)
+
+
+def _prompt_logprobs(job: Job) -> tuple[TokenLogprobs | None, ...] | None:
+    """What the Python handle returns of the prompt."""
+    return None if job.spec.prompt_logprobs is None else tuple(job.answers[0].prompt_logprobs())
 
 
 @serve.ingress(app)
@@ -155,6 +161,7 @@ class Ingress:
             text="".join(answer.text),
             token_ids=tuple(answer.token_ids),
             logprobs=tuple(answer.logprobs) if job.spec.logprobs is not None else None,
+            prompt_logprobs=_prompt_logprobs(job),
             prompt_token_ids=answer.generation.prompt if job.spec.return_token_ids else None,
             finish_reason=answer.finish,
             usage=job.usage(),
@@ -164,6 +171,7 @@ class Ingress:
         """Answer one request piece by piece; errors as `generate`."""
         job = await self._job(as_generate_request(request), stream=True)
         prompt_token_ids = job.answers[0].generation.prompt if job.spec.return_token_ids else None
+        is_first = True
         try:
             async with aclosing(self._frontend.pieces(job.answers[0])) as pieces:
                 async for piece in pieces:
@@ -172,11 +180,12 @@ class Ingress:
                         text=piece.text,
                         token_ids=piece.token_ids,
                         logprobs=piece.logprobs if job.spec.logprobs is not None else None,
-                        prompt_token_ids=prompt_token_ids,
+                        prompt_logprobs=_prompt_logprobs(job) if is_first else None,
+                        prompt_token_ids=prompt_token_ids if is_first else None,
                         finish_reason=piece.finish,
                         usage=job.usage() if piece.finish is not None else None,
                     )
-                    prompt_token_ids = None
+                    is_first = False
         finally:
             self._frontend.log(job)
 
@@ -191,4 +200,8 @@ class Ingress:
             await while_connected(request, self._frontend.collect(job))
         finally:
             self._frontend.log(job)
-        return json_response(response_body(job.head, self._frontend.choices(job), job.usage()))
+        if spec.num_prompt_logprobs is None:
+            choices = self._frontend.choices(job)
+        else:  # rendering a long prompt's log-probabilities takes long enough to be felt by others' streams
+            choices = await asyncio.to_thread(self._frontend.choices, job)
+        return json_response(response_body(job.head, choices, job.usage()))

@@ -25,7 +25,7 @@ from actors.metrics import WorkerMetrics
 from actors.names import MANAGER, find_actor
 from engine.core.costs import CostFit, WorkerCosts
 from engine.core.settings import EngineSettings
-from engine.core.types import Assignment, BlockHash, Role, SegmentHeader, TokenEvent
+from engine.core.types import Assignment, BlockHash, PromptEvent, Role, SegmentHeader, TokenEvent
 
 if TYPE_CHECKING:
     from engine.model.engine import Engine, ExportedSegment, StepResult
@@ -43,7 +43,7 @@ MAX_QUEUED_EXPORT_BYTES = 512 << 20
 class _Outbox:
     """What waits to be read by one ingress replica."""
 
-    events: list[TokenEvent] = field(default_factory=list)
+    events: list[PromptEvent | TokenEvent] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     seen_at: float = field(default_factory=time.monotonic)
     reader: int = 0
@@ -118,7 +118,7 @@ class Worker:
         if awaiting:
             self._loop_thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
 
-    async def token_stream(self, ingress_id: str) -> AsyncIterator[list[TokenEvent]]:
+    async def token_stream(self, ingress_id: str) -> AsyncIterator[list[PromptEvent | TokenEvent]]:
         """Events for one ingress replica, a list per engine step; a later call takes over from an earlier one."""
         outbox = self._outbox(ingress_id)
         outbox.reader += 1
@@ -248,10 +248,10 @@ class Worker:
 
     def _hand_out(self, output: "LoopOutput") -> None:
         step = output.step
-        events: Iterable[TokenEvent] = output.failures
+        events: Iterable[PromptEvent | TokenEvent] = output.failures
         ended = [(event.request_id, event.attempt) for event in output.failures]
         if step is not None:
-            events = (*step.events, *output.failures)
+            events = (*step.scores, *step.events, *output.failures)
             for segment in step.segments:
                 self._exports_put(segment)
             for request in step.finished:

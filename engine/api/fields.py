@@ -215,8 +215,10 @@ class Message(StrictModel):
 class SamplingFields(StrictModel):
     """Fields of every request, whatever way it came."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Most tokens to generate. A chat may fill the context, a completion has 16."
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Most tokens to generate; 0 only scores or echoes the prompt. A chat may fill the context, a "
+        "completion has 16.",
     )
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         default=None, description="0 takes the likeliest token."
@@ -259,6 +261,9 @@ class SamplingFields(StrictModel):
         default=None, description="Tokens that end the answer, besides the model's own."
     )
     ignore_eos: bool | None = Field(default=None, description="Go on after the model's end-of-sequence token.")
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Report log-probabilities of the prompt's tokens and of this many likeliest ones."
+    )
     return_token_ids: bool | None = Field(default=None, description="Return token ids of prompt and answer.")
     user: Annotated[str, StringConstraints(max_length=512)] | None = Field(default=None, description="Who asks.")
     session_id: Label | None = Field(default=None, description="Requests of one session prefer one worker.")
@@ -276,6 +281,7 @@ def build_spec(
     messages: list[Message] | None = None,
     max_tokens: int | None,
     logprobs: int | None,
+    echo: bool = False,
     n: int = 1,
     stream: bool = False,
     include_usage: bool = False,
@@ -297,6 +303,11 @@ def build_spec(
         if message.content is None and not message.tool_calls:
             param = f"messages[{index}].content"
             raise RequestError(f"'{param}' must be a string.", param=param)
+    if max_tokens == 0 and not echo and fields.prompt_logprobs is None:
+        raise RequestError(
+            "'max_tokens' must be at least 1, got 0; with 'prompt_logprobs', or a completion's 'echo', it may be 0.",
+            param="max_tokens",
+        )
     default_max_tokens = defaults.get("max_tokens")
     top_k = defaults.get("top_k") if fields.top_k is None else fields.top_k
     return GenerationSpec(
@@ -322,6 +333,8 @@ def build_spec(
         stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids or ())),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
+        echo=echo,
         stream=stream,
         include_usage=include_usage,
         return_token_ids=bool(fields.return_token_ids),
@@ -337,6 +350,8 @@ def check_defaults(defaults: Mapping[str, Any]) -> Defaults:
     for name in defaults:
         if name not in DEFAULTABLE:
             raise ValueError(f"no default can be given for {name!r}; possible are {', '.join(DEFAULTABLE)}")
+    if defaults.get("max_tokens") == 0:
+        raise ValueError("'max_tokens' must be at least 1, got 0.")
     try:
         SamplingFields.model_validate(dict(defaults))
     except ValidationError as error:

@@ -75,6 +75,11 @@ class _Result(BaseModel):
     logprobs: tuple[TokenLogprobs, ...] | None = Field(
         default=None, description="One for each of token_ids, if asked for."
     )
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = Field(
+        default=None,
+        description="One for each token of the prompt, None for the first, if asked for; in a stream with the first "
+        "chunk.",
+    )
     prompt_token_ids: tuple[int, ...] | None = Field(
         default=None, description="Where return_token_ids asked for them; in a stream with the first chunk."
     )

@@ -62,7 +62,6 @@ class HttpFields(SamplingFields):
     guided_regex: Unsupported = None
     guided_choice: Unsupported = None
     guided_grammar: Unsupported = None
-    prompt_logprobs: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     bad_words: UnlessEmpty = None
     use_beam_search: UnlessFalse = None
@@ -81,6 +80,12 @@ class HttpFields(SamplingFields):
             )
         return old if new is None else new
 
+    def streams(self) -> bool:
+        """Whether the answer is a stream, which as at vLLM has no place for `prompt_logprobs`."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("'prompt_logprobs' is only allowed when 'stream' is false.", param="prompt_logprobs")
+        return bool(self.stream)
+
     def usage_in_stream(self) -> bool:
         """Whether the stream ends with the usage."""
         if self.stream_options is None:
@@ -97,7 +102,7 @@ class CompletionRequest(HttpFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Report log-probabilities of the tokens and of this many likeliest ones."
     )
-    echo: UnlessFalse = None
+    echo: bool | None = Field(default=None, description="The text begins with the prompt, and so do the logprobs.")
     suffix: UnlessEmpty = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: UnlessTrue = None
@@ -114,8 +119,9 @@ class CompletionRequest(HttpFields):
             prompts=self.prompt,
             max_tokens=self.token_limit(),
             logprobs=self.logprobs,
+            echo=bool(self.echo),
             n=n,
-            stream=bool(self.stream),
+            stream=self.streams(),
             include_usage=self.usage_in_stream(),
             session_id=self.session_id or self.prompt_cache_key,
             defaults=defaults,
@@ -161,7 +167,7 @@ class ChatCompletionRequest(HttpFields):
             max_tokens=self.token_limit(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             n=self.n or 1,
-            stream=bool(self.stream),
+            stream=self.streams(),
             include_usage=self.usage_in_stream(),
             session_id=self.session_id or self.prompt_cache_key,
             defaults=defaults,

@@ -2,7 +2,7 @@
 
 `ResponseHead` is what all objects of one response share; `engine.api.stream` renders the same response in pieces.
 vLLM's `return_token_ids` adds `token_ids` to each choice, and `prompt_token_ids` to each choice of a completion and to
-the top level of a chat.
+the top level of a chat; `prompt_logprobs` goes to the same places.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,6 +85,7 @@ class Choice:
     logprobs: Json | None = None
     token_ids: Sequence[int] | None = None
     prompt_token_ids: Sequence[int] | None = None
+    prompt_logprobs: Sequence[Json | None] | None = None
 
 
 def wire_finish_reason(reason: FinishReason) -> str:
@@ -103,6 +104,8 @@ def response_body(head: ResponseHead, choices: Sequence[Choice], usage: Usage) -
     body["usage"] = usage.object()
     if head.kind == "chat" and choices[0].prompt_token_ids is not None:
         body["prompt_token_ids"] = list(choices[0].prompt_token_ids)
+    if head.kind == "chat" and choices[0].prompt_logprobs is not None:
+        body["prompt_logprobs"] = list(choices[0].prompt_logprobs)
     return orjson.dumps(body)
 
 
@@ -129,6 +132,8 @@ def _completion_choice(choice: Choice) -> Json:
         result["token_ids"] = list(choice.token_ids)
     if choice.prompt_token_ids is not None:
         result["prompt_token_ids"] = list(choice.prompt_token_ids)
+    if choice.prompt_logprobs is not None:
+        result["prompt_logprobs"] = list(choice.prompt_logprobs)
     return result
 
 

@@ -54,10 +54,12 @@ class GenerationSpec:
     ignore_eos: bool = False
 
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
     echo: bool = False
+    """The answer's text begins with the prompt's, and so do its log-probabilities (completions only)."""
 
     user: str | None = None
     session_id: str | None = None
@@ -68,6 +70,12 @@ class GenerationSpec:
     def num_choices(self) -> int:
         """Choices of the response, all prompts together."""
         return self.n * max(1, len(self.prompts))
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many alternatives to report for each prompt token, wherever they are shown; None: report nothing."""
+        echoed = self.logprobs if self.echo else None
+        return max((count for count in (self.prompt_logprobs, echoed) if count is not None), default=None)
 
     @property
     def prompt_param(self) -> str:
@@ -117,6 +125,7 @@ def sampling_params(
         stop_token_ids=tuple(dict.fromkeys((*own_stops, *spec.stop_token_ids))),
         min_tokens=spec.min_tokens,
         logprobs=spec.logprobs,
+        prompt_logprobs=spec.num_prompt_logprobs,
     )
 
 
@@ -132,7 +141,7 @@ def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> 
 def _max_tokens(spec: GenerationSpec, prompt_len: int, max_model_len: int) -> int:
     """`max_tokens`, explicit or default, checked against the context."""
     room = max_model_len - prompt_len
-    if room < 1:
+    if room < (spec.max_tokens != 0):
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens, "
             f"but your prompt has {prompt_len} tokens and leaves no room for an answer. "

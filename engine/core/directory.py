@@ -270,7 +270,8 @@ class Directory:
             raise NoWorkerError("no worker is ready")
         instructions = self.release(request.request_id)
         placement = place(*self._options(request), self.costs)
-        prefill, decode = placement.prefill, placement.decode
+        prefill = placement.prefill
+        decode = placement.decode if request.generates else prefill
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
         self._record(request, placement)

@@ -9,7 +9,15 @@ text is the one it would have been.
 from dataclasses import dataclass, field
 
 from engine.core.errors import ModelFailedError, ServiceError
-from engine.core.types import Admission, Salt, SamplingParams, TokenEvent
+from engine.core.types import (
+    Admission,
+    FinishReason,
+    PromptEvent,
+    Salt,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +32,8 @@ class Generation:
     session: str | None = None
     tokens: list[int] = field(default_factory=list)
     """Generated and delivered."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens behind the first; complete when the first token arrives."""
     attempt: int = 0
     prefill: str | None = None
     decode: str | None = None
@@ -66,7 +76,7 @@ class Generation:
         """The events that are due now that `worker_id` has sent this one, in order."""
         if event.attempt != self.attempt or self.is_over:
             return []
-        if event.token_id is None:
+        if event.finish is FinishReason.ERROR:
             self.failure = ModelFailedError(f"the model could not be run: {event.detail}")
             return []
         if event.position < len(self.tokens):
@@ -74,9 +84,10 @@ class Generation:
         self.early[event.position] = event
         due = []
         while (following := self.early.pop(len(self.tokens), None)) is not None:
-            assert following.token_id is not None
-            self.tokens.append(following.token_id)
             due.append(following)
+            if following.token_id is None:
+                break  # the end of a request that generates nothing
+            self.tokens.append(following.token_id)
         if due:
             self.is_answered = True
             self.num_preemptions = due[-1].num_preemptions
@@ -85,6 +96,14 @@ class Generation:
             if due[-1].finish is not None:
                 self.finished_by = worker_id
         return due
+
+    def take_scores(self, event: PromptEvent) -> None:
+        """Take the log-probabilities that are new: a prefill worker and a decode worker that gave up waiting for it
+        report the same positions."""
+        if event.attempt == self.attempt and not self.is_over:
+            known = len(self.prompt_logprobs) + 1 - event.position
+            assert known >= 0, "log-probabilities of prompt tokens come in order"
+            self.prompt_logprobs += event.logprobs[known:]
 
     def dies_with(self, worker_id: str) -> bool:
         """Whether this attempt cannot go on without that worker. A prefill worker is needed up to the first token,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.core.hashing import BlockChain, hash_block
-from engine.core.types import Assignment, BlockHash, Stage
+from engine.core.types import Assignment, BlockHash, Stage, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +37,12 @@ class Request:
     """Imported blocks kept for this request until it starts."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the cache when the request first started; None before that."""
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities of prompt tokens, from the one that position `assignment.num_scored` predicts on."""
+    num_reported: int = 0
+    """How many of `scores`, from the first, have been reported."""
+    num_to_score: int = field(init=False)
+    """Positions from 0 on whose next token is to be scored; 0 if none are, or if a prefill worker has scored them."""
     num_preemptions: int = 0
     submitted_at: float = 0.0
     started_at: float | None = None
@@ -46,6 +52,8 @@ class Request:
         self.token_ids = list(self.assignment.token_ids)
         self.awaited = set(self.assignment.awaited)
         self.awaits_handover = self.assignment.stage is Stage.DECODE
+        scores = self.assignment.sampling.prompt_logprobs is not None
+        self.num_to_score = self.assignment.num_prompt_tokens - 1 if scores else 0
 
     @property
     def request_id(self) -> str:
@@ -55,6 +63,11 @@ class Request:
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_scored(self) -> int:
+        """Positions from 0 on whose next token has been scored: the next one to score."""
+        return self.assignment.num_scored + len(self.scores)
 
     @property
     def num_output(self) -> int:

@@ -9,21 +9,26 @@ preempted ones first.
 When blocks run out, the latest request is preempted: its blocks are released (the full ones stay cached until they are
 needed) and it will be computed again from where the cache ends.
 
+A request that wants log-probabilities of its prompt (it *scores* it) shares cached blocks like any other, but starts at
+the first position whose next token is not scored yet: what lies in shared blocks is computed and not stored.
+
 Pure logic: no tensors, no clock. `schedule(now)` says what to compute; `update` takes the sampled tokens.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from engine.core.block_pool import BlockContent, BlockPool
 from engine.core.early import EarlyMessages
 from engine.core.request import Request
+from engine.core.score_store import ScoreStore
 from engine.core.types import (
     Assignment,
     BlockHash,
     FinishReason,
     Handover,
+    PromptEvent,
     Stage,
     TokenEvent,
     TokenLogprobs,
@@ -51,6 +56,8 @@ class ScheduledChunk:
     """Positions below it are in shared blocks already: computed for their output, not stored."""
     samples: bool
     """Whether the chunk reaches the last token, so that the next one is sampled from it."""
+    scored: range = range(0)
+    """Positions of the chunk that are computed for the log-probability of the prompt token behind each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,16 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerOutput:
+    """The runner's answer to a step, by request id."""
+
+    sampled: Mapping[str, SampledToken] = field(default_factory=dict)
+    """One for each chunk that samples."""
+    scores: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """One for each position of a chunk's `scored`, where there are any."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExportedBlocks:
     """Blocks to be sent out, held for the exporter until it has copied them and released them."""
 
@@ -89,6 +106,7 @@ class ExportedBlocks:
 class StepOutcome:
     """What became of a step: events for the ingress, blocks for other workers."""
 
+    scores: tuple[PromptEvent, ...]
     events: tuple[TokenEvent, ...]
     exports: tuple[ExportedBlocks, ...]
     finished: tuple[Request, ...]
@@ -102,6 +120,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.max_model_len = max_model_len
+        self.scores = ScoreStore()
         self.waiting: deque[Request] = deque()
         self.preempted: deque[Request] = deque()
         self.running: dict[str, Request] = {}
@@ -180,6 +199,7 @@ class Scheduler:
         if request.assignment.attempt > handover.attempt or not request.awaits_handover:
             return
         request.awaits_handover = False
+        request.num_to_score = 0
         request.token_ids.append(handover.token_id)
 
     # One step
@@ -207,8 +227,9 @@ class Scheduler:
             tuple(copies),
         )
 
-    def update(self, output: SchedulerOutput, sampled: Mapping[str, SampledToken], now: float) -> StepOutcome:
-        """Record a step's results: seal what is full, append sampled tokens, finish who is done."""
+    def update(self, output: SchedulerOutput, computed: RunnerOutput, now: float) -> StepOutcome:
+        """Record a step's results: seal what is full, report scores, append sampled tokens, finish who is done."""
+        scores: list[PromptEvent] = []
         events: list[TokenEvent] = []
         exports: list[ExportedBlocks] = []
         finished: list[Request] = []
@@ -219,7 +240,12 @@ class Scheduler:
             request.num_computed = chunk.start + chunk.num_tokens
             first_new = self._seal_full_blocks(request)
             self._blocks_here(request.hashes[first_new : request.num_sealed], now)
-            event = self._append(request, sampled[request.request_id]) if chunk.samples else None
+            scores += self._report_scores(request, computed.scores.get(request.request_id, ()))
+            event = None
+            if chunk.samples:
+                event = self._append(request, computed.sampled[request.request_id])
+            elif request.num_remaining == 0:
+                event = _event(request, None, FinishReason.LENGTH)
             if event is not None:
                 events.append(event)
             if request.assignment.stage is Stage.PREFILL:
@@ -227,7 +253,7 @@ class Scheduler:
             if event is not None and (event.finish is not None or request.assignment.stage is Stage.PREFILL):
                 self._remove(request)
                 finished.append(request)
-        return StepOutcome(tuple(events), tuple(exports), tuple(finished))
+        return StepOutcome(tuple(scores), tuple(events), tuple(exports), tuple(finished))
 
     # What others may ask
 
@@ -263,6 +289,10 @@ class Scheduler:
             assert running or not request.blocks
             assert not running or not request.held
             held += request.blocks + request.held
+            assert 0 <= request.num_reported <= len(request.scores)
+            assert not request.num_to_score or request.num_scored <= request.num_to_score
+            assert request.num_scored >= request.num_to_score or request.num_computed <= request.num_scored
+        self.scores.check_integrity()
         self.pool.check_integrity(held)
 
     # Admission
@@ -311,6 +341,7 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed, request.assignment.num_prompt_tokens)
             request.started_at = now
+        self._take_scores(request)
         self.running[request.request_id] = request
 
     def _take_tail(self, request: Request) -> None:
@@ -342,6 +373,15 @@ class Scheduler:
             self._copies.append((source, target))
             request.blocks.append(target)
             request.num_computed += num_same
+
+    def _take_scores(self, request: Request) -> None:
+        """Take the scores that are kept, and go back to the first position that must be computed for its own."""
+        num_top = request.assignment.sampling.prompt_logprobs
+        if num_top is not None and request.num_scored < request.num_to_score:
+            kept = self.scores.match(request.full_hashes(), num_top)
+            request.scores += kept[request.num_scored : request.num_to_score]
+        if request.num_scored < request.num_to_score:
+            request.num_computed = min(request.num_computed, request.num_scored)
 
     # Blocks
 
@@ -436,25 +476,39 @@ class Scheduler:
             request.num_sealed = index + 1
         return first
 
+    def _report_scores(self, request: Request, new: Sequence[TokenLogprobs]) -> list[PromptEvent]:
+        """Record new scores, keep those of whole blocks for others, and report what has not been reported."""
+        first_new = request.num_scored
+        request.scores += new
+        if len(request.scores) == request.num_reported:
+            return []
+        self._keep_scores(request, first_new)
+        sent, request.num_reported = request.num_reported, len(request.scores)
+        position = request.assignment.num_scored + sent + 1
+        return [PromptEvent(request.request_id, request.assignment.attempt, position, tuple(request.scores[sent:]))]
+
+    def _keep_scores(self, request: Request, first_new: int) -> None:
+        """Keep the scores of the blocks that have become complete. A block's first token is scored before it."""
+        num_top, block_size = request.assignment.sampling.prompt_logprobs, self.pool.block_size
+        assert num_top is not None
+        first = (first_new + 1) // block_size if first_new else 0
+        for index in range(first, (request.num_scored + 1) // block_size):
+            begin = max(0, index * block_size - 1) - request.assignment.num_scored
+            end = (index + 1) * block_size - 1 - request.assignment.num_scored
+            if begin >= 0:
+                self.scores.put(request.full_hashes()[index], num_top, request.scores[begin:end])
+
     def _append(self, request: Request, sampled: SampledToken) -> TokenEvent:
         position = request.num_output
-        request.token_ids.append(sampled.token_id)
         sampling = request.assignment.sampling
         finish = None
         if sampled.token_id in sampling.stop_token_ids and position + 1 > sampling.min_tokens:
             finish = FinishReason.STOP
-        elif position + 1 >= sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
+        elif position + 1 >= sampling.max_tokens or len(request.token_ids) + 1 >= self.max_model_len:
             finish = FinishReason.LENGTH
-        return TokenEvent(
-            request.request_id,
-            request.assignment.attempt,
-            position,
-            sampled.token_id,
-            finish,
-            sampled.logprobs,
-            request.num_cached_tokens or 0,
-            num_preemptions=request.num_preemptions,
-        )
+        event = _event(request, sampled, finish)
+        request.token_ids.append(sampled.token_id)
+        return event
 
     def _export(self, request: Request, first_new: int, event: TokenEvent | None) -> list[ExportedBlocks]:
         """What a prefill assignment sends out after a step: its new full blocks, at its end also the partial one."""
@@ -493,12 +547,27 @@ def _is_ready(request: Request, now: float) -> bool:
     return not (request.awaited or request.awaits_handover) or now >= request.await_deadline
 
 
+def _event(request: Request, sampled: SampledToken | None, finish: FinishReason | None) -> TokenEvent:
+    """The next token of a request, or its end without one."""
+    return TokenEvent(
+        request.request_id,
+        request.assignment.attempt,
+        request.num_output,
+        None if sampled is None else sampled.token_id,
+        finish,
+        None if sampled is None else sampled.logprobs,
+        request.num_cached_tokens or 0,
+        num_preemptions=request.num_preemptions,
+    )
+
+
 def _chunk(request: Request, num_tokens: int) -> ScheduledChunk:
-    start = request.num_computed
+    start, end = request.num_computed, request.num_computed + num_tokens
     return ScheduledChunk(
         request,
         start,
         num_tokens,
         store_from=request.num_shared,
-        samples=start + num_tokens == len(request.token_ids),
+        samples=end == len(request.token_ids) and request.assignment.sampling.max_tokens > 0,
+        scored=range(max(start, request.num_scored), min(end, request.num_to_score)),
     )

@@ -29,6 +29,7 @@ class SamplingParams:
     """How tokens are chosen and when generation ends. Validated where requests enter (`engine.api`)."""
 
     max_tokens: int
+    """0: the request ends when its prompt is computed."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -43,6 +44,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     """Number of most likely alternatives reported with each token; 0 reports the chosen token only."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, behind its first."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -51,6 +54,8 @@ class TokenLogprobs(NamedTuple):
     chosen: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    rank: int | None = None
+    """The chosen token's place among all tokens, from 1, ties by id; known for prompt tokens only."""
 
 
 class Stage(StrEnum):
@@ -92,6 +97,8 @@ class Assignment:
     """Blocks that others were told to send here; waited for, never depended on."""
     await_timeout_s: float = 30.0
     """How long to wait without any of them arriving."""
+    num_scored: int = 0
+    """Prompt tokens behind the first whose log-probabilities were delivered by earlier attempts."""
 
 
 class TokenEvent(NamedTuple):
@@ -110,6 +117,16 @@ class TokenEvent(NamedTuple):
     """What went wrong, when `finish` is ERROR."""
     num_preemptions: int = 0
     """How often this attempt lost its blocks so far."""
+
+
+class PromptEvent(NamedTuple):
+    """Log-probabilities of consecutive prompt tokens. A worker reports them in order, all before the first token."""
+
+    request_id: str
+    attempt: int
+    position: int
+    """Index in the prompt of the first token reported; at least 1, since nothing precedes token 0."""
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 class Handover(NamedTuple):
@@ -155,6 +172,8 @@ class AdmitRequest:
     tenant: str = ""
     preview: tuple[int, ...] = ()
     """The first tokens, to show the prefix by."""
+    generates: bool = True
+    """Whether tokens follow the prompt; if none do, nobody needs to decode."""
 
 
 @dataclass(frozen=True, slots=True)

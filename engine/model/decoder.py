@@ -105,9 +105,20 @@ class Decoder:
         config = ModelConfig.from_folder(folder)
         return cls(config, Checkpoint(folder, config), dtype, device, max_position)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Store the KV of the batch's tokens; return the logits of its `logits_rows`, [R, V] in the model's dtype."""
+        return self.logits(self.hidden(batch, pool))
+
+    @torch.inference_mode()
+    def logits(self, x_RE: Tensor) -> Tensor:
+        """The logits of some of the rows that `hidden` returned, [R, V] in the model's dtype."""
+        logits_RV = linear(x_RE, self._lm_head)
+        soft_cap = self.config.logit_soft_cap
+        return logits_RV if soft_cap is None else torch.tanh(logits_RV / soft_cap) * soft_cap
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        """Store the KV of the batch's tokens; return what the logits of its `logits_rows` are made of, [R, E]."""
         config = self.config
         eps, scale, num_heads = config.rms_norm_eps, config.attention_scale, config.num_heads
         activation, soft_cap = config.activation, config.attention_soft_cap
@@ -134,7 +145,7 @@ class Decoder:
                 eps=eps,
             )
             if index == last and batch.logits_rows.numel() == 0:
-                return residual_TE.new_empty((0, config.vocab_size))
+                return residual_TE.new_empty((0, config.hidden_size))
             attended_THD = paged_attention(
                 query_THD,
                 keys,
@@ -158,10 +169,7 @@ class Decoder:
             if layer.mlp_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
             x_TE, residual_TE = rms_norm(y_TE, layer.next_norm, eps, residual_TE)
-        logits_RV = linear(x_TE, self._lm_head)
-        if config.logit_soft_cap is not None:
-            logits_RV = torch.tanh(logits_RV / config.logit_soft_cap) * config.logit_soft_cap
-        return logits_RV
+        return x_TE
 
 
 class _Loader:

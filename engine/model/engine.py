@@ -16,7 +16,7 @@ from engine.core.costs import StepShape
 from engine.core.hashing import root_hash
 from engine.core.request import Request
 from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput
-from engine.core.types import Assignment, BlockHash, FinishReason, Handover, SegmentHeader, TokenEvent
+from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, SegmentHeader, TokenEvent
 from engine.model.runner import Runner
 from engine.model.segments import Bytes, checksum
 
@@ -47,6 +47,7 @@ class ExportedSegment:
 class StepResult:
     """Everything that a step changed and that others must hear of."""
 
+    scores: tuple[PromptEvent, ...]
     events: tuple[TokenEvent, ...]
     segments: tuple[ExportedSegment, ...]
     finished: tuple[Request, ...]
@@ -118,10 +119,10 @@ class Engine:
             self.store.copy_block(source, target)
         if not output.chunks:
             return None
-        sampled = self.runner.run(output)
-        outcome = self.scheduler.update(output, sampled, now)
+        outcome = self.scheduler.update(output, self.runner.run(output), now)
         segments = self._pack_all(outcome.exports)
         return StepResult(
+            outcome.scores,
             outcome.events,
             segments,
             outcome.finished,

@@ -1,4 +1,4 @@
-"""From logits to sampled tokens: gathers the rows' sampling parameters and calls the sampling kernel."""
+"""From logits to sampled or scored tokens: gathers the rows' parameters and calls the sampling kernel."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -45,6 +45,40 @@ def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> list[S
             token_id, TokenLogprobs(chosen, tuple(top_ids[: p.logprobs]), tuple(top_logprobs[: p.logprobs]))
         )
         for p, token_id, chosen, top_ids, top_logprobs in rows
+    ]
+
+
+def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """The log-probability of one given token per row of `logits` [num_tokens, vocab_size], without penalties and bias.
+
+    `num_top[row]` alternatives are named. The bits are those that a sampled token's log-probabilities have.
+    """
+    count, device = len(token_ids), logits.device
+    given = torch.tensor(token_ids, dtype=torch.int64, device=device)
+    neutral = torch.zeros(count, dtype=torch.float32, device=device)
+    output = sample(
+        logits,
+        temperature=neutral,
+        top_k=neutral.int(),
+        top_p=neutral + 1,
+        min_p=neutral,
+        uniform=neutral,
+        num_logprobs=num_top,
+        given=given,
+    )
+    assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
+    assert output.ranks is not None
+    rows = zip(
+        num_top,
+        output.logprobs.tolist(),
+        output.top_ids.tolist(),
+        output.top_logprobs.tolist(),
+        output.ranks.tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprobs(chosen, tuple(top_ids[:k]), tuple(top_logprobs[:k]), rank)
+        for k, chosen, top_ids, top_logprobs, rank in rows
     ]
 
 

@@ -303,7 +303,8 @@ const int64_t* entries_of(const Tensor& offsets, const Tensor& ids, const raydix
   return bounds;
 }
 
-// logits, temperature, top_k, top_p, min_p, uniform, six of Penalties, three of LogitBias, num_logprobs or None.
+// logits, temperature, top_k, top_p, min_p, uniform, six of Penalties, three of LogitBias, num_logprobs or None, given or
+// None.
 PyObject* sample(PyObject* const* args) {
   const Tensor& logits = tensor(args[0]);
   check(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0, "logits must be [batch, vocabulary]");
@@ -330,7 +331,7 @@ PyObject* sample(PyObject* const* args) {
   }
   const auto ints = logits.options().dtype(at::kLong), reals = logits.options().dtype(at::kFloat);
   const Tensor tokens = at::empty({a.batch}, ints);
-  Tensor logprobs, top_ids, top_logprobs;
+  Tensor logprobs, top_ids, top_logprobs, ranks;
   if (args[15] != Py_None) {
     a.num_logprobs = data<int64_t>(tensor(args[15]), at::kLong, a.batch, "num_logprobs must be int64 [batch]");
     for (int64_t b = 0; b < a.batch; ++b) a.widest = std::max(a.widest, a.num_logprobs[b]);
@@ -339,12 +340,18 @@ PyObject* sample(PyObject* const* args) {
     top_ids = at::zeros({a.batch, a.widest}, ints), a.top_ids = top_ids.data_ptr<int64_t>();
     top_logprobs = at::zeros({a.batch, a.widest}, reals), a.top_logprobs = top_logprobs.data_ptr<float>();
   }
+  if (args[16] != Py_None) {
+    a.given = data<int64_t>(tensor(args[16]), at::kLong, a.batch, "given must be int64 [batch]");
+    for (int64_t b = 0; b < a.batch; ++b)
+      check(a.given[b] >= 0 && a.given[b] < a.vocabulary, "a given token id lies outside the vocabulary");
+    ranks = at::empty({a.batch}, ints), a.ranks = ranks.data_ptr<int64_t>();
+  }
   a.token_ids = tokens.data_ptr<int64_t>();
   const int threads = at::get_num_threads();
   run(logits.numel() > 65536, [&] { raydix::sample(a, dtype_of(logits), threads); });
-  PyObject* result = PyTuple_New(4);
+  PyObject* result = PyTuple_New(5);
   int i = 0;
-  for (const Tensor& t : {tokens, logprobs, top_ids, top_logprobs})
+  for (const Tensor& t : {tokens, logprobs, top_ids, top_logprobs, ranks})
     PyTuple_SET_ITEM(result, i++, t.defined() ? THPVariable_Wrap(t) : Py_NewRef(Py_None));
   return result;
 }
@@ -384,7 +391,7 @@ PyMethodDef methods[] = {
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),
     method<kv_copy, 4>("kv_copy"),
-    method<sample, 16>("sample"),
+    method<sample, 17>("sample"),
     {nullptr, nullptr, 0, nullptr},
 };
 

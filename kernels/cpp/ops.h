@@ -42,7 +42,8 @@ struct Sample {
   const float* bias_values;
   const int64_t* num_logprobs;  // null if no row asks; negative: this row does not
   int64_t widest;
-  int64_t *token_ids, *top_ids;
+  const int64_t* given;  // null: sample; else the tokens to take
+  int64_t *token_ids, *top_ids, *ranks;  // ranks: null unless tokens are given
   float *logprobs, *top_logprobs;
 };
 

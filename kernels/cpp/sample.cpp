@@ -56,6 +56,15 @@ int64_t position_of(const T* from, int64_t count, float value) {
   return 0;
 }
 
+// The place of `id` among all, from 1: the largest first, ties by id.
+int64_t place_of(const float* z, int64_t count, int64_t id) {
+  const float value = z[id];
+  int32_t before = 0;
+  for (int64_t i = 0; i < id; ++i) before += z[i] >= value;
+  for (int64_t i = id + 1; i < count; ++i) before += z[i] > value;
+  return int64_t(before) + 1;
+}
+
 template <class T>
 void widen(const T* from, float* to, int64_t count) {
   over(from, count, [&](f32x16 v, int64_t i, int64_t n) { store_part(to + i, v == v ? v : splat(-INFINITE), n); });
@@ -219,7 +228,7 @@ void one_row(const Sample& a, int64_t row, Scratch& scratch) {
                         (a.bias_offsets && a.bias_offsets[row] < a.bias_offsets[row + 1]);
   const float temperature = a.temperature[row];
   const int64_t wanted = a.num_logprobs ? a.num_logprobs[row] : -1, vocabulary = a.vocabulary;
-  if (temperature == 0 && wanted < 0 && !adjusted) {
+  if (temperature == 0 && wanted < 0 && !adjusted && !a.given) {
     a.token_ids[row] = position_of(logits, vocabulary, largest(logits, vocabulary));
     return;
   }
@@ -239,7 +248,10 @@ void one_row(const Sample& a, int64_t row, Scratch& scratch) {
     return total;
   };
   const double log_sum = wanted < 0 ? 0 : double(origin) + std::log(weigh(1.0f));
-  if (temperature == 0 || !std::isfinite(origin)) {
+  if (a.given) {
+    a.token_ids[row] = a.given[row];
+    a.ranks[row] = place_of(z, vocabulary, a.given[row]);
+  } else if (temperature == 0 || !std::isfinite(origin)) {
     a.token_ids[row] = position_of(z, vocabulary, origin);
   } else {
     if (wanted < 0 || temperature != 1.0f) weigh(temperature);

@@ -39,6 +39,13 @@ def kept_probabilities(z: Tensor, temperature: float, top_k: int, top_p: float, 
     return torch.zeros_like(p).scatter_(0, order, p)
 
 
+def ranks_of(z: Tensor, token_ids: Tensor) -> Tensor:
+    """The place of one token in each row of `z` [batch, vocabulary], from 1: most probable first, ties by id."""
+    at = z.gather(1, token_ids[:, None])
+    ids = torch.arange(z.shape[1], device=z.device)
+    return 1 + ((z > at) | ((z == at) & (ids < token_ids[:, None]))).sum(1)
+
+
 def sample_row(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
     """Greedy at temperature 0 (lowest id on ties), else the inverse CDF over the kept tokens in id order."""
     if temperature == 0:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.sample.reference import ranks_of
 from kernels.sample.types import LogitBias, Penalties, SampleOutput
 
 MAX_BLOCK = 4096
@@ -256,21 +257,24 @@ def sample_triton(
     penalties: Penalties | None = None,
     bias: LogitBias | None = None,
     wanted: Sequence[int] = (),
+    given: Tensor | None = None,
 ) -> SampleOutput:
     """As `sample`, on one device and without waiting for it; `wanted[b]` is `num_logprobs[b]`, or -1 for neither."""
     batch, vocabulary = logits.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device) if given is None else given
     widest = max(wanted, default=-1)
-    logprobs = None
+    logprobs = ranks = None
     if batch:
         z = _adjusted(logits, penalties, bias)
+        ranks = None if given is None else ranks_of(z, given)
+    if batch and given is None:
         p = torch.softmax(z / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
         controls = (temperature, top_k.int(), top_p, min_p, uniform)
         _draw_kernel[(batch,)](
             p, z.argmax(-1), *controls, tokens, vocabulary, BLOCK=_block(vocabulary), num_warps=_warps(vocabulary)
         )
     if widest < 0:
-        return SampleOutput(tokens, None, None, None)
+        return SampleOutput(tokens, None, None, None, ranks)
     top_ids = torch.zeros((batch, widest), dtype=torch.int64, device=logits.device)
     top_logprobs = torch.zeros((batch, widest), device=logits.device)
     logprobs = torch.zeros(batch, device=logits.device)
@@ -290,7 +294,7 @@ def sample_triton(
                 BLOCK=_block(vocabulary),
                 num_warps=_warps(vocabulary),
             )
-    return SampleOutput(tokens, logprobs, top_ids, top_logprobs)
+    return SampleOutput(tokens, logprobs, top_ids, top_logprobs, ranks)
 
 
 def _adjusted(logits: Tensor, penalties: Penalties | None, bias: LogitBias | None) -> Tensor:

@@ -41,9 +41,11 @@ class SampleOutput:
 
     `token_ids`: [batch] int64; `logprobs`: [batch] float32, of the token chosen; `top_ids` int64 and `top_logprobs`
     float32: [batch, n] with n the largest number asked for, most probable first. What a row did not ask for is zero.
+    `ranks`: [batch] int64, where tokens were given: each one's place among all by probability, from 1, ties by id.
     """
 
     token_ids: Tensor
     logprobs: Tensor | None
     top_ids: Tensor | None
     top_logprobs: Tensor | None
+    ranks: Tensor | None = None

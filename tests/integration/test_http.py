@@ -113,12 +113,6 @@ def test_n_choices_differ_and_the_first_is_that_of_n_1(client: openai.OpenAI, st
     assert len(set(texts.values())) == 3
 
 
-def test_echo_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="'echo' is not supported yet") as caught:
-        client.completions.create(model=MODEL, prompt=STORY, echo=True)
-    assert caught.value.param == "echo"
-
-
 # Chats
 
 

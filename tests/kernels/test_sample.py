@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.sample import LogitBias, Penalties, SampleOutput, sample
-from kernels.sample.reference import adjusted_row, kept_probabilities
+from kernels.sample.reference import adjusted_row, kept_probabilities, ranks_of
 
 Controls = dict[str, Tensor]
 
@@ -203,3 +203,33 @@ def test_threads_and_empty_batches() -> None:
 def test_wrong_number_of_logprobs() -> None:
     with pytest.raises(ValueError, match="1 entries for 2 rows"):
         sample(torch.zeros(2, 4), **controls(2), num_logprobs=[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_given_token_has_the_bits_of_a_drawn_one(dtype: torch.dtype) -> None:
+    batch, vocabulary = 16, 5003
+    logits = (torch.randn(batch, vocabulary) * 3).to(dtype)
+    given = mixed_controls(batch, vocabulary)
+    drawn = sample(logits, **given, num_logprobs=[3] * batch)
+    scored = sample(logits, **controls(batch), num_logprobs=[3] * batch, given=drawn.token_ids)
+    assert same(scored, drawn)
+    assert scored.ranks is not None
+    assert torch.equal(scored.ranks, ranks_of(logits, drawn.token_ids))
+    last = torch.full((batch,), vocabulary - 1)
+    scored = sample(logits, **given, num_logprobs=[0] * batch, given=last)
+    assert torch.equal(scored.token_ids, last)
+    assert scored.logprobs is not None
+    expected = torch.log_softmax(logits.double(), -1)[:, -1].float()
+    torch.testing.assert_close(scored.logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_given_token_lies_inside_the_vocabulary() -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        sample(torch.zeros(1, 8), **controls(1), num_logprobs=[0], given=torch.tensor([8]))
+
+
+def test_ranks_of_given_tokens() -> None:
+    logits = torch.tensor([[1.0, 3.0, torch.nan, 1.0, 2.0]]).repeat(5, 1)
+    scored = sample(logits, **controls(5), num_logprobs=[0] * 5, given=torch.arange(5))
+    assert scored.ranks is not None
+    assert scored.ranks.tolist() == [3, 1, 5, 4, 2]

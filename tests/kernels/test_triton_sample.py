@@ -10,7 +10,7 @@ from triton_cases import DEVICE, needs_gpu, on_device
 
 from kernels.sample import LogitBias, Penalties, SampleOutput
 from kernels.sample import triton as kernels
-from kernels.sample.reference import adjusted_row
+from kernels.sample.reference import adjusted_row, ranks_of
 from kernels.sample.triton import sample_triton
 
 
@@ -20,6 +20,7 @@ def draw(
     penalties: Penalties | None = None,
     bias: LogitBias | None = None,
     wanted: tuple[int, ...] = (),
+    chosen: Tensor | None = None,
 ) -> SampleOutput:
     """The kernel's answer, on the CPU."""
     result = sample_triton(
@@ -28,8 +29,9 @@ def draw(
         penalties=on_device(penalties) if penalties else None,
         bias=on_device(bias) if bias else None,
         wanted=wanted,
+        given=None if chosen is None else chosen.to(DEVICE),
     )
-    fields = (result.token_ids, result.logprobs, result.top_ids, result.top_logprobs)
+    fields = (result.token_ids, result.logprobs, result.top_ids, result.top_logprobs, result.ranks)
     return SampleOutput(*(None if field is None else field.cpu() for field in fields))  # type: ignore[arg-type]
 
 
@@ -127,6 +129,15 @@ def test_extreme_temperatures() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.1]]).repeat(3, 1)
     given = controls(3, uniform=0.99) | {"temperature": torch.tensor([1e-30, 1e30, 1e-3])}
     assert draw(logits, given).token_ids.tolist() == [2, 2, 2]
+
+
+def test_a_given_token_has_the_bits_of_a_drawn_one() -> None:
+    logits = torch.randn(6, 300) * 3
+    drawn = draw(logits, mixed_controls(6, 300), wanted=(3,) * 6)
+    scored = draw(logits, controls(6), wanted=(3,) * 6, chosen=drawn.token_ids)
+    assert same(scored, drawn)
+    assert scored.ranks is not None
+    assert torch.equal(scored.ranks, ranks_of(logits, drawn.token_ids))
 
 
 def test_empty_batch() -> None:

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of the real model in float32 equal those of transformers."""
+"""Logits, log-probabilities of prompts and greedy tokens of the real model in float32 equal those of transformers."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
 from engine.core.scheduler import SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage
+from engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
@@ -53,6 +53,29 @@ def test_logits(ours: Decoder, theirs: torch.nn.Module, length: int) -> None:
     actual = logits_in_chunks(ours, token_ids, chunk=256)
     error = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
     assert error.max() < 1e-3
+
+
+def test_prompt_logprobs(ours: Decoder, theirs: torch.nn.Module) -> None:
+    token_ids = prompt(9, 700)
+    store = KVPool(ours.config, 64, BLOCK_SIZE, torch.float32)
+    limits = SchedulerLimits(token_budget=150, max_requests=8)
+    engine = Engine(ModelRunner(ours, store), store, BlockPool(64, BLOCK_SIZE), limits, 1024, "model")
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=5)
+    engine.submit(Assignment("r", 0, Stage.WHOLE, tuple(token_ids), len(token_ids), sampling, "ingress"), 0.0)
+    scores: list[TokenLogprobs] = []
+    while (step := engine.step(0.0)) is not None:
+        scores += [at for event in step.scores for at in event.logprobs]
+    with torch.inference_mode():
+        expected = torch.log_softmax(theirs(torch.tensor([token_ids])).logits[0, :-1], -1)
+    chosen = expected.gather(1, torch.tensor(token_ids[1:])[:, None])
+    torch.testing.assert_close(torch.tensor([at.chosen for at in scores]), chosen[:, 0], rtol=0, atol=1e-3)
+    top = torch.tensor([at.top_logprobs for at in scores])
+    torch.testing.assert_close(top, expected.topk(5).values, rtol=0, atol=1e-3)
+    top_ids = torch.tensor([at.top_ids for at in scores])
+    torch.testing.assert_close(top, expected.gather(1, top_ids), rtol=0, atol=1e-3)
+    ranks = torch.tensor([at.rank for at in scores])
+    assert ((expected > chosen + 1e-3).sum(1) < ranks).all()
+    assert (ranks <= (expected >= chosen - 1e-3).sum(1)).all()
 
 
 def test_greedy_tokens(ours: Decoder, theirs: torch.nn.Module) -> None:

@@ -15,7 +15,13 @@ import numpy.typing as npt
 
 from engine.core.block_pool import BlockPool
 from engine.core.hashing import BlockChain, root_hash
-from engine.core.scheduler import SampledToken, Scheduler, SchedulerOutput, StepOutcome
+from engine.core.scheduler import (
+    RunnerOutput,
+    SampledToken,
+    Scheduler,
+    SchedulerOutput,
+    StepOutcome,
+)
 from engine.core.types import (
     Assignment,
     BlockHash,
@@ -24,6 +30,7 @@ from engine.core.types import (
     SamplingParams,
     Stage,
     TokenEvent,
+    TokenLogprobs,
 )
 
 FINGERPRINT = "test-model"
@@ -51,11 +58,18 @@ def sampled_after(chain: BlockChain, token_ids: Sequence[int]) -> int:
     return keys_of(chain, token_ids)[-1] % VOCAB
 
 
+def scores_of(chain: BlockChain, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+    """What `FakeModel` says of each token behind the first."""
+    return [TokenLogprobs(-float(key % 997), (), ()) for key in keys_of(chain, token_ids)[1:]]
+
+
 def expected_answer(
     chain: BlockChain, prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
 ) -> tuple[list[int], FinishReason]:
     """All tokens that a prompt must be answered with, and why the answer ends there."""
     token_ids = list(prompt)
+    if sampling.max_tokens == 0:
+        return [], FinishReason.LENGTH
     while True:
         token_ids.append(sampled_after(chain, token_ids))
         count = len(token_ids) - len(prompt)
@@ -73,7 +87,7 @@ class FakeModel:
         self.cells = np.zeros((pool.num_blocks, pool.block_size), np.int64)
         self.block_bytes = pool.block_size * KEY_BYTES
 
-    def run(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+    def run(self, output: SchedulerOutput) -> RunnerOutput:
         """Write, then attend and sample, as a batch does."""
         self._write(output)
         return self._read(output)
@@ -105,8 +119,8 @@ class FakeModel:
                 written.add((block, offset))
                 self.cells[block, offset] = keys[position]
 
-    def _read(self, output: SchedulerOutput) -> dict[str, SampledToken]:
-        sampled = {}
+    def _read(self, output: SchedulerOutput) -> RunnerOutput:
+        sampled, scores = {}, {}
         for chunk in output.chunks:
             request = chunk.request
             end = chunk.start + chunk.num_tokens
@@ -115,7 +129,12 @@ class FakeModel:
             assert seen == keys, f"{request.request_id} attends to KV that is not its own"
             if chunk.samples:
                 sampled[request.request_id] = SampledToken(keys[-1] % VOCAB)
-        return sampled
+            if chunk.scored:
+                assert chunk.start <= chunk.scored[0] and chunk.scored[-1] < end
+                scores[request.request_id] = scores_of(request.chain, request.token_ids)[
+                    chunk.scored.start : chunk.scored.stop
+                ]
+        return RunnerOutput(sampled, scores)
 
 
 def make_assignment(
@@ -131,6 +150,8 @@ def make_assignment(
     salt: Salt = UNSALTED,
     awaited: Sequence[BlockHash] = (),
     await_timeout_s: float = 30.0,
+    prompt_logprobs: int | None = None,
+    num_scored: int = 0,
 ) -> Assignment:
     return Assignment(
         request_id,
@@ -138,11 +159,12 @@ def make_assignment(
         stage,
         (*prompt, *generated),
         len(prompt),
-        SamplingParams(max_tokens, stop_token_ids=tuple(stop), min_tokens=min_tokens),
+        SamplingParams(max_tokens, stop_token_ids=tuple(stop), min_tokens=min_tokens, prompt_logprobs=prompt_logprobs),
         "ingress",
         salt,
         tuple(awaited),
         await_timeout_s,
+        num_scored,
     )
 
 

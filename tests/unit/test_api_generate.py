@@ -42,6 +42,15 @@ def test_a_request_travels() -> None:
         assert as_generate_request(request.model_dump()) == request
 
 
+def test_the_prompt_can_be_scored() -> None:
+    assert GenerateRequest(prompt="x", prompt_logprobs=3, max_tokens=0).spec().prompt_logprobs == 3
+    assert GenerateRequest(prompt="x", prompt_logprobs=3).spec(stream=True).stream
+    with pytest.raises(RequestError, match="'max_tokens' must be at least 1"):
+        GenerateRequest(prompt="x", max_tokens=0).spec()
+    with pytest.raises(RequestError, match="Unrecognized request argument supplied: echo"):
+        as_generate_request({"prompt": "x", "echo": True})
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [

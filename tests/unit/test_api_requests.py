@@ -160,6 +160,18 @@ def test_harmless_fields_of_completions() -> None:
     assert completion(n=2, best_of=2, echo=False, suffix="") == completion(n=2)
 
 
+def test_prompts_are_echoed_and_scored() -> None:
+    assert completion(echo=True, logprobs=2) == GenerationSpec(
+        kind="completion", model="m", prompts=("hi",), echo=True, logprobs=2
+    )
+    assert completion(prompt_logprobs=0).prompt_logprobs == 0
+    assert chat(prompt_logprobs=20).prompt_logprobs == 20
+    assert completion(echo=True, stream=True).stream, "only prompt_logprobs have no place in a stream"
+    assert completion(max_tokens=0, echo=True).max_tokens == 0
+    assert completion(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    assert chat(max_tokens=0, prompt_logprobs=1).max_tokens == 0
+
+
 def test_messages() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     spec = chat(
@@ -213,7 +225,11 @@ BAD = [
     ({"seed": 2**63}, "seed", "must be less than 9223372036854775808"),
     ({"seed": 1.5}, "seed", "must be an integer"),
     ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
-    ({"max_tokens": -1}, "max_tokens", "must be at least 1"),
+    ({"max_tokens": -1}, "max_tokens", "must be at least 0"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "must be at least 0, got -1"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "must be at most 20, got 21"),
+    ({"prompt_logprobs": True}, "prompt_logprobs", "must be an integer, got true"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "only allowed when 'stream' is false"),
     ({"max_tokens": "many"}, "max_tokens", "must be an integer"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "must be at least 1"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
@@ -292,7 +308,7 @@ BAD_COMPLETION = [
     ({"prompt": ["a"] * 9, "n": 128}, "n", f"must be at most {MAX_CHOICES}, got 128 x 9"),
     ({"logprobs": True}, "logprobs", "must be an integer, got true"),
     ({"logprobs": 21}, "logprobs", "must be at most 20"),
-    ({"echo": True}, "echo", "is not supported yet"),
+    ({"echo": 1}, "echo", "must be true or false, got 1"),
     ({"suffix": "x"}, "suffix", "is not supported yet"),
     ({"best_of": 2}, "best_of", "is not supported yet"),
     ({"messages": []}, "messages", "Unrecognized"),
@@ -312,6 +328,7 @@ def user(content: Any) -> dict[str, Any]:
 
 
 BAD_CHAT = [
+    ({"echo": True}, "echo", "Unrecognized request argument"),
     ({"messages": []}, "messages", "must not be empty"),
     ({"messages": None}, "messages", "must be a list, got null"),
     ({"messages": "hi"}, "messages", "must be a list"),

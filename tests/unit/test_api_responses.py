@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from engine.api.logprobs import CompletionLogprobs, chat_logprobs
+from engine.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from engine.api.responses import (
     Choice,
     ResponseHead,
@@ -245,3 +245,40 @@ def test_errors() -> None:
     assert events(error_event(error)) == [expected]
     busy = json.loads(error_body(OverloadedError("busy")))["error"]
     assert (busy["type"], busy["code"], busy["param"]) == ("rate_limit_error", "overloaded", None)
+
+
+def test_prompt_logprobs() -> None:
+    scores = [None, TokenLogprobs(-2.5, (3, 0), (-0.1, -2.5), 2), TokenLogprobs(-math.inf, (1, 0), (-0.2, -1.0), 5)]
+    objects = prompt_logprobs((1, 0, 4), scores, 1, VOCABULARY.__getitem__)
+    assert objects == [
+        None,
+        {
+            "0": {"logprob": -2.5, "rank": 2, "decoded_token": "the"},
+            "3": {"logprob": -0.1, "rank": 1, "decoded_token": "\ufffd"},
+        },
+        {
+            "4": {"logprob": -9999.0, "rank": 5, "decoded_token": "!"},
+            "1": {"logprob": -0.2, "rank": 1, "decoded_token": " cat"},
+        },
+    ]
+    both = prompt_logprobs((1, 0), scores[:2], 2, VOCABULARY.__getitem__)
+    assert both[1] is not None and list(both[1]) == ["0", "3"], "the token itself is named once"
+    choices = [Choice(0, "", FinishReason.LENGTH, prompt_logprobs=objects), Choice(1, "", FinishReason.LENGTH)]
+    completion = json.loads(response_body(COMPLETION, choices, USAGE))
+    assert completion["choices"][0]["prompt_logprobs"] == objects
+    assert "prompt_logprobs" not in completion["choices"][1] and "prompt_logprobs" not in completion
+    chat = json.loads(response_body(CHAT, choices, USAGE))
+    assert chat["prompt_logprobs"] == objects
+    assert "prompt_logprobs" not in chat["choices"][0]
+
+
+def test_an_echoed_prompt_begins_with_a_token_without_logprob() -> None:
+    echoed = CompletionLogprobs(VOCABULARY.__getitem__, num_top=1)
+    scores = [None, TokenLogprobs(-0.5, (1, 0), (-0.5, -1.5), 1)]
+    assert echoed.add((0, 1), scores) == {
+        "tokens": ["the", " cat"],
+        "token_logprobs": [None, -0.5],
+        "top_logprobs": [None, {" cat": -0.5}],
+        "text_offset": [0, 3],
+    }
+    assert echoed.add((4,), [TokenLogprobs(-0.25, (4,), (-0.25,))])["text_offset"] == [7]

@@ -86,6 +86,29 @@ def test_prompt_longer_than_the_context(spec: GenerationSpec, param: str, prompt
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
+    spec = completion(max_tokens=0, prompt_logprobs=0)
+    assert params(spec, prompt_len=100).max_tokens == 0
+    with pytest.raises(ContextLengthError, match="has 101 tokens"):
+        params(spec, prompt_len=101)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": 5}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 5}, 5),
+        ({"prompt_logprobs": 0}, 0),
+        ({"prompt_logprobs": 2, "echo": True, "logprobs": 5}, 5),
+        ({"prompt_logprobs": 7, "echo": True, "logprobs": 5}, 7),
+    ],
+)
+def test_how_many_log_probabilities_of_the_prompt(fields: dict[str, Any], expected: int | None) -> None:
+    assert params(completion(**fields)).prompt_logprobs == expected
+
+
 def test_max_tokens_that_cannot_fit() -> None:
     with pytest.raises(ContextLengthError, match=r"100 tokens.*101: 10 in 'prompt' and 91 in 'max_tokens'") as caught:
         params(completion(max_tokens=91))

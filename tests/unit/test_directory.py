@@ -67,6 +67,13 @@ def test_a_new_prompt_is_computed_and_sent_on(split: Directory) -> None:
     assert split.release("r") == []
 
 
+def test_a_prompt_without_answer_stays_with_its_prefill_worker(split: Directory) -> None:
+    admission, _ = split.admit(AdmitRequest("r", 0, (A, B), 10, generates=False))
+    assert (admission.prefill, admission.decode, admission.decode_awaited) == ("p", "p", ())
+    assert seal(split, "p", A, B) == [], "nobody waits for it"
+    assert split.release("r") == []
+
+
 def test_a_bare_handover_is_delivered_and_not_kept(split: Directory) -> None:
     admit(split, "r")
     assert delivered(export(split, "p", handover=Handover("r", 0, 7, None))) == [("d", ())]

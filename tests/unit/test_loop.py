@@ -9,7 +9,7 @@ import pytest
 from builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
 from engine.core.block_pool import BlockPool
-from engine.core.scheduler import SampledToken, SchedulerLimits, SchedulerOutput
+from engine.core.scheduler import RunnerOutput, SchedulerLimits, SchedulerOutput
 from engine.core.types import FinishReason, Stage, TokenEvent
 from engine.model.engine import Engine
 from engine.model.loop import EngineLoop, LoopOutput
@@ -29,7 +29,7 @@ class Watched:
         self.engine = Engine(self, self.model, pool, SchedulerLimits(8, 4), 32, FINGERPRINT)
         self.loop = EngineLoop(self.engine, self.outputs.put)
 
-    def run(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+    def run(self, output: SchedulerOutput) -> RunnerOutput:
         if self.fails.is_set():
             raise ValueError("out of luck")
         return self.model.run(output)

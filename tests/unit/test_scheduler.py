@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from engine.core.hashing import hash_block
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler, SchedulerOutput, share_budget
+from engine.core.scheduler import RunnerOutput, Scheduler, SchedulerOutput, share_budget
 from engine.core.types import BlockHash, FinishReason, Handover, Salt, Stage
 
 MakeScheduler = Callable[..., Scheduler]
@@ -170,7 +170,7 @@ def test_nothing_is_published_by_an_aborted_step(make_scheduler: MakeScheduler) 
     submit(scheduler, make_assignment(prompt=PROMPT))
     output = scheduler.schedule(0.0)
     scheduler.abort("a")
-    assert scheduler.update(output, {}, 0.0).events == ()
+    assert scheduler.update(output, RunnerOutput(), 0.0).events == ()
     assert scheduler.pool.hashes() == []
     assert scheduler.pool.num_available == scheduler.pool.num_blocks
 

@@ -6,16 +6,42 @@ wrong or stale KV is found.
 
 from dataclasses import dataclass
 
-from builders import ROOT, VOCAB, FakeModel, chain_of, expected_answer, import_blocks, keys_of, make_assignment
+from builders import (
+    ROOT,
+    VOCAB,
+    FakeModel,
+    chain_of,
+    expected_answer,
+    import_blocks,
+    keys_of,
+    make_assignment,
+    scores_of,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.block_pool import BlockPool
 from engine.core.hashing import BlockChain, hash_block
-from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput, StepOutcome
+from engine.core.scheduler import (
+    ExportedBlocks,
+    RunnerOutput,
+    Scheduler,
+    SchedulerLimits,
+    SchedulerOutput,
+    StepOutcome,
+)
 from engine.core.tenants import num_public_tokens
-from engine.core.types import Assignment, BlockHash, FinishReason, Handover, Salt, Stage, TokenEvent
+from engine.core.types import (
+    Assignment,
+    BlockHash,
+    FinishReason,
+    Handover,
+    PromptEvent,
+    Salt,
+    Stage,
+    TokenEvent,
+)
 
 AWAIT_TIMEOUT_S = 10.0
 TOKENS = st.integers(0, VOCAB - 1)
@@ -23,13 +49,14 @@ TOKENS = st.integers(0, VOCAB - 1)
 
 @dataclass
 class Expected:
-    """What one request must say. `position` is that of its next token."""
+    """What one request must say. `position` is that of its next token, `num_scored` counts the scores it has given."""
 
     assignment: Assignment
     chain: BlockChain
     answer: list[int]
     finish: FinishReason
     position: int
+    num_scored: int
     is_live: bool = True
 
     @property
@@ -39,6 +66,11 @@ class Expected:
     @property
     def sequence(self) -> list[int]:
         return [*self.prompt, *self.answer]
+
+    @property
+    def scores(self) -> list:
+        wanted = self.assignment.sampling.prompt_logprobs is not None
+        return scores_of(self.chain, self.prompt) if wanted else []
 
     @property
     def num_sent(self) -> int:
@@ -55,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected: dict[str, Expected] = {}
         self.contents: dict[BlockHash, list[int]] = {}
         self.exports: list[ExportedBlocks] = []
-        self.under_way: tuple[SchedulerOutput, dict] | None = None
+        self.under_way: tuple[SchedulerOutput, RunnerOutput] | None = None
 
     @initialize(
         block_size=st.integers(1, 4),
@@ -79,13 +111,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         data=st.data(),
         stage=st.sampled_from(Stage),
         more=st.lists(TOKENS, max_size=6),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
         stop=st.lists(TOKENS, max_size=1),
         min_tokens=st.integers(0, 3),
         private=st.sampled_from([b"", b"", b"tenant"]),
         is_public=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0, 1]),
     )
-    def submit(self, data, stage, more, max_tokens, stop, min_tokens, private, is_public) -> None:
+    def submit(self, data, stage, more, max_tokens, stop, min_tokens, private, is_public, prompt_logprobs) -> None:
         prefix = [*self.public_prefix] if is_public else []
         if self.expected and not is_public:
             prefix = self._draw(data, self.expected).sequence
@@ -106,6 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 salt=salt,
                 awaited=sorted(awaited),
                 await_timeout_s=AWAIT_TIMEOUT_S,
+                prompt_logprobs=prompt_logprobs,
             )
         )
 
@@ -114,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_again(self, data, stage, awaits, is_overtaken) -> None:
         """A higher attempt, with some of what was generated already; its handover may come before it."""
         known = self._draw(data, self.expected)
-        num_generated = data.draw(st.integers(0, min(known.position, len(known.answer) - 1)))
+        num_generated = data.draw(st.integers(0, max(0, min(known.position, len(known.answer) - 1))))
         generated = known.answer[:num_generated]
         old = known.assignment
         hashes = known.chain.hashes([*known.prompt, *generated])
@@ -135,9 +169,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 salt=old.salt,
                 awaited=hashes if awaits else (),
                 await_timeout_s=AWAIT_TIMEOUT_S,
+                prompt_logprobs=old.sampling.prompt_logprobs,
+                num_scored=known.num_scored,
             )
         )
-        self.expected[old.request_id].position += is_overtaken
+        if is_overtaken:
+            again = self.expected[old.request_id]
+            again.position += 1
+            again.num_scored = len(again.scores)
 
     @precondition(lambda self: self._live())
     @rule(data=st.data())
@@ -171,8 +210,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def hand_over(self, data, num_late, is_intact) -> None:
         """The prefill worker's last blocks, the partial one included, and its last word; perhaps again and again."""
         known = self._draw(data, self._live(Stage.DECODE))
-        if known.num_sent == len(known.answer) - 1:
-            return  # the answer ends with the prefill worker's token
+        if known.num_sent >= len(known.answer) - 1:
+            return  # the answer ends with the prefill worker's token, or there is none
         assignment = known.assignment
         hashes = known.chain.hashes(assignment.token_ids)
         if len(assignment.token_ids) % self.pool.block_size:
@@ -187,6 +226,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert request.awaits_handover == accepts, "an older attempt's handover was taken"
         self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt, token_id, None), self.now)
         known.position += accepts
+        if accepts:  # the prefill worker has scored the prompt before it sampled
+            known.num_scored = len(known.scores)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -292,7 +333,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         chain = chain_of(assignment.salt, self.pool.block_size)
         prompt = assignment.token_ids[: assignment.num_prompt_tokens]
         answer, finish = expected_answer(chain, prompt, assignment.sampling, self.max_model_len)
-        known = Expected(assignment, chain, answer, finish, len(assignment.token_ids) - len(prompt))
+        num_generated = len(assignment.token_ids) - len(prompt)
+        known = Expected(assignment, chain, answer, finish, num_generated, assignment.num_scored)
         self.expected[assignment.request_id] = known
         self._learn_contents(known)
         self.scheduler.submit(assignment, ROOT, self.now)
@@ -326,11 +368,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _end(self) -> None:
         assert self.under_way is not None
-        (output, sampled), self.under_way = self.under_way, None
-        outcome = self.scheduler.update(output, sampled, self.now)
+        (output, computed), self.under_way = self.under_way, None
+        outcome = self.scheduler.update(output, computed, self.now)
+        for scores in outcome.scores:
+            self._take_scores(scores)
         ended = {event.request_id for event in outcome.events if self._take(event)}
         assert ended == {request.request_id for request in outcome.finished}
         self._check_exports(outcome)
+
+    def _take_scores(self, event: PromptEvent) -> None:
+        """Each prompt token is scored once, in order."""
+        known = self.expected[event.request_id]
+        assert known.is_live and event.attempt == known.assignment.attempt
+        assert event.logprobs, "an event that says nothing"
+        assert event.position == known.num_scored + 1
+        known.num_scored += len(event.logprobs)
+        assert list(event.logprobs) == known.scores[event.position - 1 : known.num_scored]
 
     def _take(self, event: TokenEvent) -> bool:
         """Compare one event with what was expected; whether the request has ended with it."""
@@ -338,8 +391,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert known.is_live, "an event of a request that has ended"
         assert event.attempt == known.assignment.attempt
         assert event.position == known.position
-        assert event.token_id == known.answer[known.position]
-        is_last = known.position == len(known.answer) - 1
+        assert event.token_id == (known.answer[known.position] if known.answer else None)
+        assert known.num_scored == len(known.scores), "a token before the prompt's scores"
+        is_last = known.position >= len(known.answer) - 1
         assert event.finish == (known.finish if is_last else None)
         assert 0 <= event.cached_tokens <= known.assignment.num_prompt_tokens
         known.position += 1
