@@ -9,7 +9,7 @@ from builders import FINGERPRINT, FakeModel, answer_to, chain_of, hashes_of, mak
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Scheduler, SchedulerLimits
 from engine.core.score_store import ScoreStore
-from engine.core.types import Assignment, FinishReason, PromptEvent, Stage, TokenEvent, TokenLogprobs
+from engine.core.types import Assignment, FinishReason, PromptEvent, Salt, Stage, TokenEvent, TokenLogprobs
 from engine.model.engine import Engine
 
 MakeScheduler = Callable[..., Scheduler]
@@ -117,7 +117,7 @@ def test_scores_outlive_their_blocks(make_scheduler: MakeScheduler) -> None:
     assert outcome.events[0].cached_tokens == 0
 
 
-@pytest.mark.parametrize("other", [{"salt": b"tenant"}, {"prompt_logprobs": 1}])
+@pytest.mark.parametrize("other", [{"salt": Salt(b"tenant")}, {"prompt_logprobs": 1}])
 def test_scores_of_another_tenant_or_number_are_not_taken(make_scheduler: MakeScheduler, other: dict) -> None:
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)
@@ -209,7 +209,7 @@ def test_a_handed_over_prompt_is_scored_by_the_prefill_worker_alone() -> None:
     assert joined(scores) == EXPECTED
     while (result := decode.step(0.0)) is not None:
         assert not result.scores
-        assert result.num_tokens == 1
+        assert (result.shape.num_prefill_tokens, result.shape.num_decodes) == (0, 1)
         tokens += [event.token_id for event in result.events]
     assert tokens == answer_to(SPLIT)
 
