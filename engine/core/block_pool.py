@@ -32,7 +32,7 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._queue: EvictionQueue[BlockHash] = queue or EvictionQueue(LeastRecent())
+        self._queue: EvictionQueue[BlockHash] = EvictionQueue(LeastRecent()) if queue is None else queue
         self.now = 0.0
         """Seconds; whoever has a clock sets it before a step. The age of cached blocks is measured with it."""
         self._sealed_journal: list[BlockHash] = []

@@ -71,6 +71,7 @@ class EvictionQueue(Generic[Key]):
         self._num_evictable: dict[str, int] = {}
         self._expiring: list[tuple[float, int, _Block[Key]]] = []
         self._num_pushed = 0
+        self._aged_at: float | None = None
 
     def __len__(self) -> int:
         """How many blocks could be evicted."""
@@ -155,6 +156,9 @@ class EvictionQueue(Generic[Key]):
             assert count == sum(self._account(block) == name for block in evictable)
 
     def _age(self, now: float) -> None:
+        if now == self._aged_at:
+            return
+        self._aged_at = now
         for visit in self._ranking.age(now):
             self._requeue(visit)
 
