@@ -2,11 +2,12 @@
 
     python -m benchmarks.replay TRACE [--workers 8] [--roles P:D] [--capacity-blocks 2500] [--policy adaptive]
         [--router directory] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.replay TRACE --shared-cache 1000 10000 [--json FILE]
 
 What is real: `Directory.admit` and its cost model, `BlockPool` and the eviction queue of every worker. What is
 pretended: prefill and decode take the time that the options say, hand-overs cost their bytes, prefill handles one
 request at a time, and KV moves only from prefill to decode workers. Hits are counted per block of 512 tokens, beside
-what one cache of all workers' blocks together would hit.
+what one cache of all workers' blocks together would hit; `--shared-cache` compares policies in such a cache alone.
 """
 
 from __future__ import annotations
@@ -111,6 +112,9 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     if min(options.prefill_rate, options.decode_step_ms, options.handover_gib_per_s, options.kv_kib_per_token) <= 0:
         raise ReplayError("rates, times and sizes must be above 0")
     trace = read_trace(options.trace, options.requests)
+    if options.shared_cache:
+        _compare_policies(trace, options.shared_cache, options.json, arguments)
+        return
     block_gib = options.kv_kib_per_token * MOONCAKE_BLOCK_TOKENS / (1 << 20)
     speeds = Speeds(
         options.prefill_rate,
@@ -138,6 +142,20 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         draw(result, bounds, f"{label}, {policy}, {options.router}", options.plot)
 
 
+def _compare_policies(
+    trace: Sequence[TraceRequest], capacities: Sequence[int], path: Path | None, arguments: Sequence[str]
+) -> None:
+    if min(capacities) < 1:
+        raise ReplayError("--shared-cache takes numbers of blocks from 1")
+    rates = {capacity: hit_rates(trace, capacity) for capacity in capacities}
+    print(f"{'blocks hit (%)':<15}" + "".join(f"{capacity:>10,}" for capacity in rates))
+    for name in next(iter(rates.values())):
+        print(f"{name:<15}" + "".join(f"{100 * at[name]:>10.1f}" for at in rates.values()))
+    if path is not None:
+        report = describe("benchmarks.replay", arguments, packages=("raydix",)) | {"one_shared_cache": rates}
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.replay", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("trace", type=Path, help="Mooncake's JSON lines or Azure's CSV")
@@ -154,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--handover-gib-per-s", type=float, default=10.0, help="rate of hand-overs")
     parser.add_argument("--ttft-slo-ms", type=float, default=5000.0, help="objective for the first token")
     parser.add_argument("--tpot-slo-ms", type=float, default=100.0, help="objective for each further token")
+    parser.add_argument("--shared-cache", type=int, nargs="+", help="only compare policies in one cache of these sizes")
     parser.add_argument("--no-bounds", action="store_true", help="skip the comparison with one shared cache")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--plot", type=Path, help="where to draw them")

@@ -74,13 +74,14 @@ def place(
     order = {worker: rank for rank, worker in enumerate(rank_by_session(session, [c.worker_id for c in candidates]))}
 
     decoder = min(decoders, key=lambda c: (c.num_requests, -c.num_local_blocks, order[c.worker_id]))
+    decoder_ids = {candidate.worker_id for candidate in decoders}
     options = []
     for candidate in {c.worker_id: c for c in [*prefillers, *decoders]}.values():
         ttft, num_imported = predict_ttft(candidate, num_tokens, num_reachable_blocks, costs)
         uncached = num_tokens - (candidate.num_local_blocks + num_imported) * costs.block_size
         if candidate.role is Role.DECODE and prefillers and uncached > costs.piggyback_tokens:
             continue
-        decode = candidate.worker_id if candidate in decoders else decoder.worker_id
+        decode = candidate.worker_id if candidate.worker_id in decoder_ids else decoder.worker_id
         options.append((ttft, order[candidate.worker_id], candidate.worker_id, decode, num_imported))
     ttft, _, prefill, decode, num_imported = min(options)
     return Placement(prefill, decode, ttft, num_imported)

@@ -17,7 +17,7 @@ EDGES = (0.0, *(2.0 ** (index / 2) for index in range(NUM_BINS)))
 """Bins of age in seconds: 0 to 1, to 1.4, to 2, ... to 5793."""
 WIDTHS = tuple(end - start for start, end in pairwise(EDGES))
 
-PRIOR_VISITS = 2.0
+PRIOR_VISITS = 1.0
 """How many visits of its own weigh as much to a kind as what the others tell it."""
 PRIOR_CHANCE = 0.04
 """Of a return in each bin before anything was seen. The index then falls with age, which is LRU."""
