@@ -6,6 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
+from engine.core.eviction.policies import EvictionPolicy
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,6 +37,10 @@ class CacheSection(_Section):
     block_size: int = Field(default=16, ge=8, le=128, description="Token positions per KV block.")
     num_blocks: int | None = Field(default=None, ge=2, description="Blocks of a worker's pool; overrides pool_gib.")
     pool_gib: float = Field(default=1.0, gt=0, description="Memory of a worker's KV pool, in GiB.")
+    eviction: EvictionPolicy = Field(
+        default=EvictionPolicy.ADAPTIVE,
+        description="Which cached blocks a worker gives up first: adaptive learns when prefixes are wanted again; lru.",
+    )
     segment_gib: float = Field(
         default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; below what it holds."
     )

@@ -16,6 +16,7 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
         block_size=config.cache.block_size,
         num_blocks=config.cache.num_blocks,
         pool_gib=config.cache.pool_gib,
+        eviction=config.cache.eviction,
         limits=SchedulerLimits(worker.token_budget, worker.max_requests),
     )
 

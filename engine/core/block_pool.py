@@ -6,16 +6,16 @@ Every block is in exactly one of three states:
 * cached: nobody holds it but its hash is known, so a later request can take it up; the next allocation may evict it;
 * free: nobody holds it and it contains nothing.
 
-A block gets its hash (is *sealed*) only after the forward pass or the import that filled it. Blocks of one request are
-released last block first, and a parent is used whenever its child is, so the least recently released block is nearly
-always a leaf of the prefix tree.
+A block gets its hash (is *sealed*) only after the forward pass or the import that filled it. Which cached block is
+evicted is the eviction queue's decision: a leaf of the prefix tree, the one least worth by the queue's ranking.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from engine.core.eviction.queue import DEFAULT_RETENTION, EvictionQueue, Retention
+from engine.core.eviction.ranking import LeastRecent
 from engine.core.types import BlockHash
 
 
@@ -31,9 +31,9 @@ class BlockContent(NamedTuple):
 
 
 class BlockPool:
-    """Reference counts, hashes and eviction order of `num_blocks` blocks; holds no tensor."""
+    """Reference counts and hashes of `num_blocks` blocks; holds no tensor. `queue`: LRU unless another one is given."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, queue: EvictionQueue[BlockHash] | None = None) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -45,18 +45,20 @@ class BlockPool:
         self._by_beginning: dict[tuple[BlockHash, int], int] = {}
         """By the hash before it and its first token: the block sealed last of those that begin so."""
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._queue: EvictionQueue[BlockHash] = EvictionQueue(LeastRecent()) if queue is None else queue
+        self.now = 0.0
+        """Seconds; whoever has a clock sets it before a step. The age of cached blocks is measured with it."""
         self._sealed_journal: list[BlockHash] = []
         self._evicted_journal: list[BlockHash] = []
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._queue)
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._queue)
 
     def lookup(self, block_hash: BlockHash) -> int | None:
         """The block that contains `block_hash`, or None. Takes no reference."""
@@ -97,11 +99,11 @@ class BlockPool:
         """Hold blocks that are held or cached already."""
         for block in blocks:
             if self._ref_counts[block] == 0:
-                del self._cached[block]
+                self._queue.acquire(self._name(block))
             self._ref_counts[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` empty blocks, evicting the least recently used cached ones if need be.
+        """Take `count` empty blocks, evicting cached ones if need be.
 
         Raises:
             OutOfBlocksError: fewer than `count` blocks are available; nothing was taken.
@@ -116,15 +118,24 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each block; `blocks` are in sequence order, so leaves become evictable first."""
-        for block in reversed(blocks):
-            assert self._ref_counts[block] > 0, f"block {block} released more often than held"
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                if self._hashes[block] is None:
-                    self._free.append(block)
-                else:
-                    self._cached[block] = None
+        """Give back one reference to each block; `blocks` are in sequence order."""
+        cached: list[BlockHash] = []
+        try:
+            for block in blocks:
+                self._give_back(block, cached)
+        finally:
+            self._queue.release(cached, self.now)
+
+    def retire(self, blocks: Sequence[int], retention: Retention = DEFAULT_RETENTION) -> None:
+        """Release the blocks of a request that has used them, from its first block on: what eviction learns from."""
+        path: list[BlockHash] = []
+        for block in blocks:
+            block_hash = self._hashes[block]
+            if block_hash is None:
+                break
+            path.append(block_hash)
+        self._queue.visit(path, self.now, retention)
+        self.release(blocks)
 
     def seal(self, block: int, block_hash: BlockHash, content: BlockContent | None = None) -> None:
         """Say what a held block contains, now that it does. A second block of equal content stays unnamed.
@@ -144,19 +155,18 @@ class BlockPool:
         """Turn a cached block into a held, unnamed one that its taker may write to; False if others hold it."""
         if self._ref_counts[block] > 0:
             return False
-        del self._cached[block]
+        self._queue.forget(self._name(block))
         self._forget(block)
         self._ref_counts[block] = 1
         return True
 
     def reset(self) -> int:
         """Forget every cached block that nobody holds; returns how many."""
-        count = len(self._cached)
-        for block in self._cached:
-            self._forget(block)
-            self._free.append(block)
-        self._cached.clear()
-        return count
+        cached = list(self._queue)
+        for block_hash in cached:
+            self._queue.forget(block_hash)
+            self._free.append(self._forget(self._by_hash[block_hash]))
+        return len(cached)
 
     def drain_journal(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """Hashes sealed and hashes evicted since the last call. One that was both and is absent counts as evicted."""
@@ -167,7 +177,8 @@ class BlockPool:
 
     def check_integrity(self, held: Iterable[int] | None = None) -> None:
         """Assert that every block is in exactly one state; with `held`, that those are all references there are."""
-        free, cached = set(self._free), set(self._cached)
+        self._queue.check_integrity()
+        free, cached = set(self._free), {self._by_hash[block_hash] for block_hash in self._queue}
         assert len(free) == len(self._free), "a block is free twice"
         for block in range(self.num_blocks):
             states = (block in free) + (block in cached) + (self._ref_counts[block] > 0)
@@ -188,17 +199,31 @@ class BlockPool:
                 counts[block] += 1
             assert counts == self._ref_counts, "reference counts differ from the holders"
 
-    def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        self._forget(block)
-        return block
+    def _give_back(self, block: int, cached: list[BlockHash]) -> None:
+        """Drop one reference; the hash of a block that is only cached now is added to `cached`."""
+        assert self._ref_counts[block] > 0, f"block {block} released more often than held"
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            block_hash = self._hashes[block]
+            if block_hash is None:
+                self._free.append(block)
+            else:
+                cached.append(block_hash)
 
-    def _forget(self, block: int) -> None:
-        block_hash = self._hashes[block]
-        assert block_hash is not None
+    def _evict(self) -> int:
+        return self._forget(self._by_hash[self._queue.evict(self.now)])
+
+    def _forget(self, block: int) -> int:
+        block_hash = self._name(block)
         del self._by_hash[block_hash]
         self._hashes[block] = None
         self._evicted_journal.append(block_hash)
         content, self._contents[block] = self._contents[block], None
         if content is not None and self._by_beginning.get(key := (content.parent, content.token_ids[0])) == block:
             del self._by_beginning[key]
+        return block
+
+    def _name(self, block: int) -> BlockHash:
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        return block_hash

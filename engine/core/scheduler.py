@@ -206,6 +206,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Choose the next step's chunks and make sure that each has its blocks."""
+        self.pool.now = now
         budget = self.limits.token_budget
         preempted: list[str] = []
         chunks: list[ScheduledChunk] = []
@@ -420,7 +421,7 @@ class Scheduler:
         for block_hash in request.hashes[request.num_sealed :]:
             if self._computing.get(block_hash) is request:
                 del self._computing[block_hash]
-        self.pool.release(request.blocks)
+        self.pool.retire(request.blocks)
         request.blocks = []
         request.num_computed = request.num_shared = request.num_sealed = 0
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.core.eviction.policies import EvictionPolicy
 from engine.core.scheduler import SchedulerLimits
 
 
@@ -19,3 +20,4 @@ class EngineSettings:
     """None: as many as `pool_gib` holds."""
     pool_gib: float
     limits: SchedulerLimits
+    eviction: EvictionPolicy = EvictionPolicy.ADAPTIVE

@@ -8,6 +8,7 @@ import torch
 
 from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
+from engine.core.eviction.policies import make_queue
 from engine.core.settings import EngineSettings
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -57,7 +58,7 @@ def build_engine(settings: EngineSettings) -> Engine:
     return Engine(
         runner,
         kv_pool,
-        BlockPool(num_blocks, settings.block_size),
+        BlockPool(num_blocks, settings.block_size, make_queue(settings.eviction)),
         settings.limits,
         max_model_len,
         kv_fingerprint(folder, dtype, settings.block_size),

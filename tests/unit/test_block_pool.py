@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.core.block_pool import BlockContent, BlockPool, OutOfBlocksError
+from engine.core.eviction.policies import EvictionPolicy, make_queue
+from engine.core.eviction.queue import EvictionQueue
+from engine.core.types import BlockHash
 
 
 @pytest.fixture
@@ -57,6 +60,15 @@ def test_eviction_takes_the_least_recently_released_chain_first(pool: BlockPool)
     pool.release(old)
     pool.allocate(2)
     assert sorted(pool.hashes()) == [b"a", b"b"]
+
+
+def test_the_queue_it_is_given_decides() -> None:
+    queue: EvictionQueue[BlockHash] = make_queue(EvictionPolicy.ADAPTIVE)
+    pool = BlockPool(4, 2, queue)
+    pool.retire(fill(pool, b"a", b"b"))
+    assert set(queue) == {b"a", b"b"}
+    pool.allocate(3)
+    assert set(queue) == {b"a"}
 
 
 def test_match_stops_at_the_first_gap(pool: BlockPool) -> None:

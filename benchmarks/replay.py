@@ -1,0 +1,183 @@
+"""Replay a trace in virtual time through the engine's own placement, pools and eviction.
+
+    python -m benchmarks.replay TRACE [--workers 8] [--roles P:D] [--capacity-blocks 2500] [--policy adaptive]
+        [--router directory] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.replay TRACE --shared-cache 1000 10000 [--json FILE]
+
+What is real: `Directory.admit` and its cost model, `BlockPool` and the eviction queue of every worker. What is
+pretended: prefill and decode take the time that the options say, hand-overs cost their bytes, prefill handles one
+request at a time, and KV moves only from prefill to decode workers. Hits are counted per block of 512 tokens, beside
+what one cache of all workers' blocks together would hit; `--shared-cache` compares policies in such a cache alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load.progress import EVERY_S, bar
+from benchmarks.machine import describe
+from benchmarks.replaying.bounds import hit_rates
+from benchmarks.replaying.cluster import Cluster
+from benchmarks.replaying.report import draw, summarise, text
+from benchmarks.replaying.routers import ROUTERS, make_router
+from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
+from benchmarks.replaying.worker import Job, ReplayWorker, Speeds
+from engine.core.block_pool import BlockPool
+from engine.core.eviction.policies import EvictionPolicy, make_queue
+from engine.core.types import Role
+
+
+def replay(
+    trace: Sequence[TraceRequest],
+    roles: Sequence[Role],
+    capacity_blocks: int,
+    policy: EvictionPolicy,
+    router: str,
+    speeds: Speeds,
+) -> tuple[list[Job], list[ReplayWorker]]:
+    """Run a trace on one worker per role.
+
+    Raises:
+        ReplayError: there is no such router.
+    """
+    workers = [
+        ReplayWorker(
+            f"{role}-{number}", role, BlockPool(capacity_blocks, MOONCAKE_BLOCK_TOKENS, make_queue(policy)), speeds
+        )
+        for number, role in enumerate(roles)
+    ]
+    cluster = Cluster(workers, make_router(router, workers, speeds))
+    started = drawn = time.monotonic()
+    jobs = []
+    for job in cluster.run(trace):
+        jobs.append(job)
+        if sys.stderr.isatty() and time.monotonic() - drawn >= EVERY_S:
+            drawn = time.monotonic()
+            line = bar(len(jobs) / len(trace), len(jobs), 0, 0, drawn - started)
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return jobs, workers
+
+
+def parse_roles(workers: int, split: str | None) -> list[Role]:
+    """`workers` mixed ones, or P prefill and D decode workers from `P:D`.
+
+    Raises:
+        ReplayError: there would be none, or the split is no pair of whole numbers.
+    """
+    if split is None:
+        if workers < 1:
+            raise ReplayError("--workers must be at least 1")
+        return [Role.MIXED] * workers
+    parts = split.split(":")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ReplayError(f"--roles must be P:D with whole numbers from 1, such as 4:4, not {split!r}")
+    return [Role.PREFILL] * int(parts[0]) + [Role.DECODE] * int(parts[1])
+
+
+def parse_policy(name: str) -> EvictionPolicy:
+    """The policy of that name.
+
+    Raises:
+        ReplayError: there is none.
+    """
+    try:
+        return EvictionPolicy(name)
+    except ValueError as error:
+        raise ReplayError(f"unknown policy {name!r}; there are {', '.join(EvictionPolicy)}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 for what the user got wrong."""
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options, sys.argv[1:] if arguments is None else list(arguments))
+    except ReplayError as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    policy, roles = parse_policy(options.policy), parse_roles(options.workers, options.roles)
+    if options.capacity_blocks < 1:
+        raise ReplayError("--capacity-blocks must be at least 1")
+    if min(options.prefill_rate, options.decode_step_ms, options.handover_gib_per_s, options.kv_kib_per_token) <= 0:
+        raise ReplayError("rates, times and sizes must be above 0")
+    trace = read_trace(options.trace, options.requests)
+    if options.shared_cache:
+        _compare_policies(trace, options.shared_cache, options.json, arguments)
+        return
+    block_gib = options.kv_kib_per_token * MOONCAKE_BLOCK_TOKENS / (1 << 20)
+    speeds = Speeds(
+        options.prefill_rate,
+        options.decode_step_ms / 1000,
+        options.token_budget,
+        options.handover_gib_per_s / block_gib,
+    )
+    started = time.perf_counter()
+    jobs, workers = replay(trace, roles, options.capacity_blocks, policy, options.router, speeds)
+    took_s = time.perf_counter() - started
+    result = summarise(jobs, workers, options.ttft_slo_ms / 1000, options.tpot_slo_ms / 1000)
+    bounds = {} if options.no_bounds else hit_rates(trace, options.capacity_blocks * len(roles))
+    print(text(result, bounds))
+    print(f"replayed in           {took_s:.1f} s")
+    if options.json is not None:
+        report: dict[str, Any] = {
+            **describe("benchmarks.replay", arguments, packages=("raydix",)),
+            "replay_took_s": round(took_s, 2),
+            "one_shared_cache": bounds,
+            **result,
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if options.plot is not None:
+        label = f"{options.trace.name}: {len(roles)} workers of {options.capacity_blocks} blocks"
+        draw(result, bounds, f"{label}, {policy}, {options.router}", options.plot)
+
+
+def _compare_policies(
+    trace: Sequence[TraceRequest], capacities: Sequence[int], path: Path | None, arguments: Sequence[str]
+) -> None:
+    if min(capacities) < 1:
+        raise ReplayError("--shared-cache takes numbers of blocks from 1")
+    rates = {capacity: hit_rates(trace, capacity) for capacity in capacities}
+    print(f"{'blocks hit (%)':<15}" + "".join(f"{capacity:>10,}" for capacity in rates))
+    for name in next(iter(rates.values())):
+        print(f"{name:<15}" + "".join(f"{100 * at[name]:>10.1f}" for at in rates.values()))
+    if path is not None:
+        report = describe("benchmarks.replay", arguments, packages=("raydix",)) | {"one_shared_cache": rates}
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.replay", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("trace", type=Path, help="Mooncake's JSON lines or Azure's CSV")
+    parser.add_argument("--requests", type=int, help="replay only the first so many")
+    parser.add_argument("--workers", type=int, default=8, help="mixed workers")
+    parser.add_argument("--roles", metavar="P:D", help="prefill and decode workers instead of mixed ones")
+    parser.add_argument("--capacity-blocks", type=int, default=2500, help="blocks of 512 tokens in each worker's pool")
+    parser.add_argument("--policy", default="adaptive", help=f"eviction: {', '.join(EvictionPolicy)}")
+    parser.add_argument("--router", default="directory", help=f"placement: {', '.join(ROUTERS)}")
+    parser.add_argument("--prefill-rate", type=float, default=10_000.0, help="tokens per second and worker")
+    parser.add_argument("--decode-step-ms", type=float, default=20.0, help="one step without prefill beside it")
+    parser.add_argument("--token-budget", type=int, default=512, help="prefill tokens that ride along in a decode step")
+    parser.add_argument("--kv-kib-per-token", type=float, default=128.0, help="size of KV, for hand-overs")
+    parser.add_argument("--handover-gib-per-s", type=float, default=10.0, help="rate of hand-overs")
+    parser.add_argument("--ttft-slo-ms", type=float, default=5000.0, help="objective for the first token")
+    parser.add_argument("--tpot-slo-ms", type=float, default=100.0, help="objective for each further token")
+    parser.add_argument("--shared-cache", type=int, nargs="+", help="only compare policies in one cache of these sizes")
+    parser.add_argument("--no-bounds", action="store_true", help="skip the comparison with one shared cache")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--plot", type=Path, help="where to draw them")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""A cluster in virtual time: events from the heap until every request has ended."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+from benchmarks.replaying.routers import Router
+from benchmarks.replaying.traces import TraceRequest
+from benchmarks.replaying.worker import Job, ReplayWorker
+
+
+class Cluster:
+    """Runs a trace on workers behind a router."""
+
+    def __init__(self, workers: Sequence[ReplayWorker], router: Router) -> None:
+        self.workers = {worker.worker_id: worker for worker in workers}
+        self.router = router
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._num_events = 0
+
+    def run(self, trace: Sequence[TraceRequest]) -> Iterator[Job]:
+        """Yields each job when it has arrived; all have ended (or are refused: no blocks) when it stops."""
+        for number, request in enumerate(trace):
+            while self._events and self._events[0][0] <= request.arrival_s:
+                self._next()
+            job = Job(number, request)
+            self._arrive(job)
+            yield job
+        while self._events:
+            self._next()
+
+    def _next(self) -> None:
+        now, _, happen = heapq.heappop(self._events)
+        happen(now)
+
+    def _at(self, when: float, happen: Callable[[float], None]) -> int:
+        self._num_events += 1
+        heapq.heappush(self._events, (when, self._num_events, happen))
+        return self._num_events
+
+    def _arrive(self, job: Job) -> None:
+        pool = next(iter(self.workers.values())).pool
+        num_blocks = len(job.request.hashes) - (-job.request.num_output_tokens // pool.block_size)
+        if num_blocks > pool.num_blocks:
+            return
+        job.prefill, job.decode = self.router.route(job)
+        worker = self.workers[job.prefill]
+        worker.waiting.append(job)
+        self._start(worker, job.request.arrival_s)
+
+    def _start(self, worker: ReplayWorker, now: float) -> None:
+        """Whatever can start on a worker: handed-over jobs first, they have been computed."""
+        while worker.incoming and worker.take_blocks(worker.incoming[0], now):
+            job = worker.incoming.popleft()
+            worker.publish(job)
+            self._decode(worker, job, now)
+        if worker.prefilling is None and worker.waiting and worker.take_blocks(worker.waiting[0], now):
+            job = worker.waiting.popleft()
+            self._at(worker.start_prefill(job, now), lambda then: self._prefilled(worker, job, then))
+            self._set_timer(worker, now)
+        self.router.pool_changed(worker)
+
+    def _prefilled(self, worker: ReplayWorker, job: Job, now: float) -> None:
+        worker.end_prefill(now)
+        worker.publish(job)
+        job.first_token_s = now
+        self.router.first_token(job)
+        if job.decode == worker.worker_id:
+            self._decode(worker, job, now)
+        else:
+            worker.give_back(job, now)
+            took_s = len(job.request.hashes) / worker.speeds.handover_blocks_per_s
+            self._at(now + took_s, lambda then: self._handed_over(job, then))
+            self._set_timer(worker, now)
+        self._start(worker, now)
+
+    def _handed_over(self, job: Job, now: float) -> None:
+        worker = self.workers[job.decode]
+        worker.incoming.append(job)
+        self._start(worker, now)
+
+    def _decode(self, worker: ReplayWorker, job: Job, now: float) -> None:
+        worker.start_decode(job, now)
+        self._set_timer(worker, now)
+
+    def _set_timer(self, worker: ReplayWorker, now: float) -> None:
+        """Wake up when the worker's next answer is complete; what was planned before is void."""
+        when = worker.next_decoded_s(now)
+        if when is not None:
+            timer = self._at(when, lambda then: self._decoded(worker, timer, then))
+            worker.timer = timer
+
+    def _decoded(self, worker: ReplayWorker, timer: int, now: float) -> None:
+        if worker.timer != timer:
+            return
+        job = worker.pop_decoded(now)
+        worker.give_back(job, now)
+        job.finished_s = now
+        self.router.ended(job)
+        self._set_timer(worker, now)
+        self._start(worker, now)

@@ -1,0 +1,103 @@
+"""What a replay found: figures for JSON and the terminal, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.load.stats import curve, spread
+from benchmarks.replaying.traces import ReplayError
+from benchmarks.replaying.worker import Job, ReplayWorker
+
+
+def summarise(
+    jobs: Sequence[Job], workers: Sequence[ReplayWorker], ttft_slo_s: float, tpot_slo_s: float
+) -> dict[str, Any]:
+    """Hits, latencies, goodput and balance of a replay."""
+    done = [job for job in jobs if job.finished_s is not None]
+    ttfts = {job.number: _ttft_s(job) for job in done}
+    tpots = {job.number: _tpot_s(job) for job in done if job.request.num_output_tokens > 1}
+    good = [n for n, ttft in ttfts.items() if ttft <= ttft_slo_s and tpots.get(n, 0.0) <= tpot_slo_s]
+    duration_s = max((job.finished_s or 0.0 for job in done), default=0.0)
+    busy = [worker.busy_s for worker in workers]
+    busy = [seconds for seconds, worker in zip(busy, workers, strict=True) if worker.role != "decode"] or busy
+    num_blocks = sum(len(job.request.hashes) for job in done)
+    return {
+        "requests": len(jobs),
+        "refused": len(jobs) - len(done),
+        "hit_rate": sum(job.num_hits for job in done) / max(1, num_blocks),
+        "ttft_ms": spread(ttfts.values()),
+        "tpot_ms": spread(tpots.values()),
+        "goodput_share": len(good) / max(1, len(jobs)),
+        "goodput_per_s": len(good) / duration_s if duration_s else 0.0,
+        "imbalance": max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
+        "utilisation": sum(busy) / len(busy) / duration_s if duration_s else 0.0,
+        "curves": {"ttft_ms": curve(ttfts.values()), "tpot_ms": curve(tpots.values())},
+        "busy_s": [round(seconds, 1) for seconds in sorted(busy, reverse=True)],
+    }
+
+
+def text(result: dict[str, Any], bounds: dict[str, float]) -> str:
+    """The figures as a user reads them."""
+    lines = [
+        f"requests              {result['requests']:,}, of which {result['refused']:,} were too long for a pool",
+        f"prompt blocks hit     {result['hit_rate']:.1%}",
+    ]
+    if bounds:
+        lines.append("  one shared cache    " + ", ".join(f"{name} {rate:.1%}" for name, rate in bounds.items()))
+    for key, name in (("ttft_ms", "time to first token"), ("tpot_ms", "time per token")):
+        if result[key]:
+            figures = ", ".join(f"{q} {result[key][q]:,.0f}" for q in ("p50", "p90", "p99"))
+            lines.append(f"{name:<21} {figures} ms")
+    share, per_s = result["goodput_share"], result["goodput_per_s"]
+    lines += [
+        f"goodput               {share:.1%} within the objectives, {per_s:.2f}/s",
+        f"busiest worker        {result['imbalance']:.2f} times the mean of {result['utilisation']:.0%}",
+    ]
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], bounds: dict[str, float], label: str, path: Path) -> None:
+    """Hit rates, distributions of latency, and load per worker.
+
+    Raises:
+        ReplayError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ReplayError("plots need matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    (hits, load), (ttft, tpot) = figure.subplots(2, 2)
+    rates = {"this replay": result["hit_rate"], **bounds}
+    hits.barh(list(rates)[::-1], [100 * rate for rate in rates.values()][::-1])
+    hits.set(xlabel="prompt blocks hit (%)")
+    load.bar(range(len(result["busy_s"])), result["busy_s"], width=1.0)
+    load.set(xlabel="worker, busiest first", ylabel="seconds of prefill")
+    for axes, key, name in ((ttft, "ttft_ms", "Time to first token (ms)"), (tpot, "tpot_ms", "Time per token (ms)")):
+        values = np.maximum(result["curves"][key], 1e-3)
+        axes.plot(values, np.linspace(0, 100, values.size))
+        axes.set(xscale="log", xlabel=name, ylabel="share (%)", ylim=(0, 101))
+    for axes in (hits, load, ttft, tpot):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(label)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ReplayError(f"cannot draw {path}: {error}") from error
+
+
+def _ttft_s(job: Job) -> float:
+    assert job.first_token_s is not None
+    return job.first_token_s - job.request.arrival_s
+
+
+def _tpot_s(job: Job) -> float:
+    assert job.first_token_s is not None and job.finished_s is not None
+    return (job.finished_s - job.first_token_s) / (job.request.num_output_tokens - 1)

@@ -1,0 +1,130 @@
+"""One worker in virtual time: prefills one after the other, decodes all at once, blocks by the engine's own pool.
+
+A decode step takes `decode_step_s`; while a prefill runs beside it, each step carries a chunk of the prefill as well,
+so every decoding request waits one chunk per token. All decodes of a worker progress alike, so one clock of decoded
+tokens serves them all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+from benchmarks.replaying.traces import TraceRequest
+from engine.core.block_pool import BlockPool
+from engine.core.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """The machine that is pretended."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    token_budget: int
+    handover_blocks_per_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way. Times are virtual seconds; `blocks` are those it holds where it is now."""
+
+    number: int
+    request: TraceRequest
+    prefill: str = ""
+    decode: str = ""
+    blocks: list[int] = field(default_factory=list)
+    num_hits: int = 0
+    num_computed_tokens: int = 0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+class ReplayWorker:
+    """State of one worker; `Cluster` moves it on."""
+
+    def __init__(self, worker_id: str, role: Role, pool: BlockPool, speeds: Speeds) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.pool = pool
+        self.speeds = speeds
+        self.waiting: deque[Job] = deque()
+        self.incoming: deque[Job] = deque()
+        """Handed over and waiting for blocks."""
+        self.prefilling: Job | None = None
+        self.busy_s = 0.0
+        self.timer = 0
+        """Number of the latest decode event; older ones are void."""
+        self._decoding: list[tuple[float, int, Job]] = []
+        self._decoded = 0.0
+        self._since = 0.0
+
+    def take_blocks(self, job: Job, now: float) -> bool:
+        """Give a job the cached prefix and room for the rest, its answer included where it decodes; False if full."""
+        pool, request = self.pool, job.request
+        matched = pool.match(request.hashes)
+        num_answer = -(-request.num_output_tokens // pool.block_size) if job.decode == self.worker_id else 0
+        num_missing = len(request.hashes) - len(matched) + num_answer
+        if num_missing > pool.num_available - sum(pool.is_cached(block) for block in matched):
+            return False
+        pool.now = now
+        pool.acquire(matched)
+        job.blocks = matched + pool.allocate(num_missing)
+        if job.prefill == self.worker_id:
+            job.num_hits = len(matched)
+            cached = min(len(matched) * pool.block_size, request.num_prompt_tokens - 1)
+            job.num_computed_tokens = request.num_prompt_tokens - cached
+        return True
+
+    def publish(self, job: Job) -> None:
+        """The prompt's KV is there: name its blocks."""
+        for block, block_hash in zip(job.blocks, job.request.hashes, strict=False):
+            if self.pool.hash_of(block) is None:
+                self.pool.seal(block, block_hash)
+
+    def give_back(self, job: Job, now: float) -> None:
+        self.pool.now = now
+        self.pool.retire(job.blocks)
+        job.blocks = []
+
+    def start_prefill(self, job: Job, now: float) -> float:
+        """When it will be done."""
+        self._advance(now)
+        self.prefilling = job
+        took_s = job.num_computed_tokens / self.speeds.prefill_tokens_per_s
+        self.busy_s += took_s
+        return now + took_s
+
+    def end_prefill(self, now: float) -> None:
+        self._advance(now)
+        self.prefilling = None
+
+    def start_decode(self, job: Job, now: float) -> None:
+        """The first token is there; the others follow."""
+        self._advance(now)
+        heapq.heappush(self._decoding, (self._decoded + job.request.num_output_tokens - 1, job.number, job))
+
+    def next_decoded_s(self, now: float) -> float | None:
+        """When the next answer is complete, if nothing else happens."""
+        if not self._decoding:
+            return None
+        self._advance(now)
+        return now + max(0.0, self._decoding[0][0] - self._decoded) * self._step_s
+
+    def pop_decoded(self, now: float) -> Job:
+        """The answer that is complete now."""
+        self._advance(now)
+        target, _, job = heapq.heappop(self._decoding)
+        self._decoded = target
+        return job
+
+    @property
+    def _step_s(self) -> float:
+        speeds = self.speeds
+        chunk_s = speeds.token_budget / speeds.prefill_tokens_per_s if self.prefilling is not None else 0.0
+        return speeds.decode_step_s + chunk_s
+
+    def _advance(self, now: float) -> None:
+        self._decoded += (now - self._since) / self._step_s
+        self._since = now

@@ -1,0 +1,264 @@
+"""The order in which cached blocks that nobody holds are given up.
+
+Guarantees: a block is not evicted before a block that was reached through it and is evictable itself (leaf first);
+expired blocks go first, then lower priorities, then what the ranking finds least worth; a tenant above its ceiling pays
+with its own blocks, and nobody else's need takes a tenant's blocks below its floor while others are above theirs.
+
+A block costs O(log n) when it is evicted and O(1) when it is visited, acquired or released. Keys are whatever names a
+block to the owner: a hash in a worker's pool, a segment's number in the manager. The queue has no clock.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from engine.core.eviction.ranking import Key, Ranking, Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a request wishes for its blocks. Of several requests' wishes for one block the most generous counts."""
+
+    tenant: str = ""
+    priority: int = 0
+    """Blocks of a lower priority are evicted before those of a higher one."""
+    expires_at: float | None = None
+    """From then on the blocks are evicted before any other; None for never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Bounds on the evictable blocks of one tenant."""
+
+    floor: int = 0
+    ceiling: int | None = None
+
+
+DEFAULT_RETENTION = Retention()
+
+
+class _Block(Generic[Key]):
+    __slots__ = ("expires_at", "is_evictable", "key", "num_children", "parent", "priority", "stamp", "tenant", "visit")
+
+    def __init__(self, key: Key, retention: Retention, visit: Visit[Key]) -> None:
+        self.key = key
+        self.tenant = retention.tenant
+        self.priority = retention.priority
+        self.expires_at = retention.expires_at
+        self.visit = visit
+        self.parent: _Block[Key] | None = None
+        self.num_children = 0
+        """Evictable blocks whose parent this is."""
+        self.is_evictable = False
+        self.stamp = 0
+        """Of its valid entry in the heaps; older entries count for nothing."""
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.is_evictable and self.num_children == 0
+
+
+class EvictionQueue(Generic[Key]):
+    """Knows every block since its first visit; those that are not held are evictable."""
+
+    def __init__(self, ranking: Ranking[Key], quotas: Mapping[str, Quota] | None = None) -> None:
+        self._ranking = ranking
+        self._quotas = dict(quotas or {})
+        self._blocks: dict[Key, _Block[Key]] = {}
+        self._heaps: dict[str, list[tuple[int, float, int, _Block[Key]]]] = {}
+        """Leaves of each tenant that has a quota, those of all others under the empty name."""
+        self._num_evictable: dict[str, int] = {}
+        self._expiring: list[tuple[float, int, _Block[Key]]] = []
+        self._num_pushed = 0
+        self._aged_at: float | None = None
+
+    def __len__(self) -> int:
+        """How many blocks could be evicted."""
+        return sum(self._num_evictable.values())
+
+    def __contains__(self, key: Key) -> bool:
+        block = self._blocks.get(key)
+        return block is not None and block.is_evictable
+
+    def __iter__(self) -> Iterator[Key]:
+        """All evictable blocks, in no particular order."""
+        return (key for key, block in self._blocks.items() if block.is_evictable)
+
+    def visit(self, path: Sequence[Key], now: float, retention: Retention = DEFAULT_RETENTION) -> None:
+        """A request has used these blocks, in sequence order and from the root on; they are held."""
+        if not path:
+            return
+        self._age(now)
+        num_known = next((index for index, key in enumerate(path) if key not in self._blocks), len(path))
+        visit = self._ranking.visit(path, num_known, now)
+        previous, visit.previous = visit.previous, None
+        if num_known:
+            last = self._blocks[path[num_known - 1]]
+            if last.num_children and last.visit is not previous:
+                self._ranking.branch(last.key, now)
+        self._assign(path, visit, retention)
+        if previous is not None:
+            self._requeue(previous)
+
+    def release(self, keys: Sequence[Key], now: float) -> None:
+        """Nobody holds these blocks any more; `keys` are in sequence order."""
+        if self._ranking.is_renewed_by_release:
+            self._renew(keys, now)
+        else:
+            self._renew([key for key in keys if key not in self._blocks], now)
+        for key in reversed(keys):
+            block = self._blocks[key]
+            assert not block.is_evictable
+            block.is_evictable = True
+            self._count(block, 1)
+            if block.parent is not None:
+                block.parent.num_children += 1
+            if block.num_children == 0:
+                self._push(block)
+
+    def acquire(self, key: Key) -> None:
+        """An evictable block is held again."""
+        block = self._blocks[key]
+        assert block.is_evictable
+        block.is_evictable = False
+        self._count(block, -1)
+        parent = block.parent
+        if parent is not None:
+            parent.num_children -= 1
+            if parent.is_leaf:
+                self._push(parent)
+
+    def forget(self, key: Key) -> None:
+        """A block that is evictable or held is gone."""
+        if key in self:
+            self.acquire(key)
+        self._blocks.pop(key, None)
+
+    def evict(self, now: float) -> Key:
+        """Choose a block, forget it and return its key. At least one must be evictable."""
+        self._age(now)
+        block = self._expired(now) or self._least_worth()
+        self.forget(block.key)
+        return block.key
+
+    def check_integrity(self) -> None:
+        """Assert that counts agree with the blocks and that every leaf can be found."""
+        evictable = [block for block in self._blocks.values() if block.is_evictable]
+        assert len(self) == len(evictable)
+        children = [block.parent for block in evictable]
+        for block in self._blocks.values():
+            assert block.num_children == sum(parent is block for parent in children)
+        leaves = [block for block in evictable if block.num_children == 0]
+        queued = {entry[3].key for heap in self._heaps.values() for entry in heap if _is_valid(entry[3], entry[2])}
+        assert queued == {block.key for block in leaves}
+        for name, count in self._num_evictable.items():
+            assert count == sum(self._account(block) == name for block in evictable)
+
+    def _age(self, now: float) -> None:
+        if now == self._aged_at:
+            return
+        self._aged_at = now
+        for visit in self._ranking.age(now):
+            self._requeue(visit)
+
+    def _assign(self, path: Iterable[Key], visit: Visit[Key], retention: Retention) -> None:
+        """Make `visit` the last one of these blocks, and each the parent of the next."""
+        blocks = self._blocks
+        parent = None
+        for key in path:
+            block = blocks.get(key)
+            if block is None:
+                block = blocks[key] = _Block(key, retention, visit)
+            else:
+                block.visit = visit
+                block.priority = max(block.priority, retention.priority)
+                block.expires_at = _later(block.expires_at, retention.expires_at)
+            if block.parent is not parent and not block.is_evictable:
+                block.parent = parent
+            parent = block
+
+    def _renew(self, keys: Sequence[Key], now: float) -> None:
+        """Blocks that were released without a visit, such as imported ones, get one; their parents are not known."""
+        if keys:
+            visit = self._ranking.visit(keys, 0, now)
+            for key in keys:
+                known = self._blocks.get(key)
+                if known is None:
+                    self._blocks[key] = _Block(key, DEFAULT_RETENTION, visit)
+                else:
+                    known.visit = visit
+
+    def _account(self, block: _Block[Key]) -> str:
+        return block.tenant if block.tenant in self._quotas else ""
+
+    def _count(self, block: _Block[Key], change: int) -> None:
+        account = self._account(block)
+        self._num_evictable[account] = self._num_evictable.get(account, 0) + change
+
+    def _push(self, leaf: _Block[Key]) -> None:
+        self._num_pushed += 1
+        leaf.stamp = self._num_pushed
+        leaf.visit.leaf = leaf.key
+        rank = self._ranking.rank(leaf.key, leaf.visit)
+        account = self._account(leaf)
+        heap = self._heaps.setdefault(account, [])
+        if len(heap) > 2 * self._num_evictable[account] + 64:
+            heap[:] = [entry for entry in heap if _is_valid(entry[3], entry[2])]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (leaf.priority, rank, leaf.stamp, leaf))
+        if leaf.expires_at is not None:
+            heapq.heappush(self._expiring, (leaf.expires_at, leaf.stamp, leaf))
+
+    def _requeue(self, visit: Visit[Key]) -> None:
+        """The worth of a visit has changed, and with it the place of its leaf."""
+        if visit.leaf is not None:
+            block = self._blocks.get(visit.leaf)
+            if block is not None and block.is_leaf:
+                self._push(block)
+
+    def _expired(self, now: float) -> _Block[Key] | None:
+        while self._expiring and self._expiring[0][0] <= now:
+            _, stamp, block = heapq.heappop(self._expiring)
+            if _is_valid(block, stamp):
+                return block
+        return None
+
+    def _least_worth(self) -> _Block[Key]:
+        tops = [(self._top(account), account) for account, count in self._num_evictable.items() if count]
+        assert tops, "nothing can be evicted"
+        for allowed in (self._is_above_ceiling, self._is_above_floor):
+            chosen = [top for top, account in tops if allowed(account)]
+            if chosen:
+                return min(chosen)[3]
+        return min(tops)[0][3]
+
+    def _top(self, account: str) -> tuple[int, float, int, _Block[Key]]:
+        """The account's least worth leaf, with its rank of now."""
+        heap = self._heaps[account]
+        while True:
+            top = heap[0]
+            priority, rank, stamp, block = top
+            if not _is_valid(block, stamp):
+                heapq.heappop(heap)
+            elif (block.priority, self._ranking.rank(block.key, block.visit)) > (priority, rank):
+                heapq.heappop(heap)
+                self._push(block)
+            else:
+                return top
+
+    def _is_above_ceiling(self, account: str) -> bool:
+        quota = self._quotas.get(account)
+        return quota is not None and quota.ceiling is not None and self._num_evictable[account] > quota.ceiling
+
+    def _is_above_floor(self, account: str) -> bool:
+        quota = self._quotas.get(account)
+        return quota is None or self._num_evictable[account] > quota.floor
+
+
+def _is_valid(block: _Block[Key], stamp: int) -> bool:
+    return block.stamp == stamp and block.is_leaf
+
+
+def _later(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else max(one, other)

@@ -1,0 +1,72 @@
+"""What the eviction queue asks: what is a block worth, seen from the last visit that used it?"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Visit(Generic[Key]):
+    """One request's use of a path of blocks, or one use of a trunk (see `survival`). Mutable; owned by a ranking.
+
+    `leaf` is the queue's: the key of the block that it would evict first among this visit's.
+    """
+
+    __slots__ = ("age_bin", "born", "is_over", "kind", "landmark", "leaf", "length", "previous", "turn")
+
+    def __init__(self, kind: int, turn: int, length: int, born: float, landmark: Key) -> None:
+        self.kind = kind
+        self.turn = turn
+        self.length = length
+        self.born = born
+        self.landmark = landmark
+        self.age_bin = 0
+        self.is_over = False
+        self.leaf: Key | None = None
+        self.previous: Visit[Key] | None = None
+        """The visit that this one continues, until the queue has taken note of its end."""
+
+
+class Ranking(Protocol[Key]):
+    """A policy. Lower ranks are evicted first; ranks are compared within one priority of one tenant."""
+
+    is_renewed_by_release: bool
+    """Whether a block counts as used whenever its last holder lets go, not only when a request ends."""
+
+    def visit(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
+        """A request has used `path`, from the root; its first `num_known` blocks were here before."""
+        ...
+
+    def branch(self, key: Key, now: float) -> None:
+        """Requests go different ways after block `key`."""
+        ...
+
+    def rank(self, key: Key, visit: Visit[Key]) -> float:
+        """The worth of a block last used by `visit`."""
+        ...
+
+    def age(self, now: float) -> Iterable[Visit[Key]]:
+        """Visits whose rank differs from what it was at the last call because time has passed."""
+        ...
+
+
+class LeastRecent(Generic[Key]):
+    """LRU: the order of use."""
+
+    is_renewed_by_release = True
+
+    def __init__(self) -> None:
+        self._num_visits = 0
+
+    def visit(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
+        self._num_visits += 1
+        return Visit(self._num_visits, 0, len(path), now, path[-1])
+
+    def branch(self, key: Key, now: float) -> None:
+        pass
+
+    def rank(self, key: Key, visit: Visit[Key]) -> float:
+        return visit.kind
+
+    def age(self, now: float) -> Iterable[Visit[Key]]:
+        return ()

@@ -1,0 +1,162 @@
+"""How soon a prefix is wanted again, learnt from the requests themselves: the adaptive ranking.
+
+A *visit* is one request's use of its path of blocks. It is followed by another one (the next turn of a chat, the next
+question about a document) or by none, and the longer nothing came, the less likely something still comes. How likely
+depends on what the server saw: how many turns there were before, and how much the request added to what was known. So
+visits are divided into kinds, and a life table per kind tells what keeping the visit's blocks is worth at its age. All
+blocks of a visit are worth the same: conversations are kept or given up as wholes, from their ends. When room is short,
+those near the usual think time are kept and newcomers go, which no order of recency can do (hits per second of keeping
+is the measure of LHD too: Beckmann et al., NSDI '18).
+
+Where requests part, the last common block is a *trunk*: it is worth what its own uses, learnt in the same way by how
+many there were, add to that.
+
+Visits are remembered after their blocks are gone, by the hash of one block (the landmark, in the middle of what the
+request added), so what is learnt does not depend on what was kept. At most `MAX_VISITS` are; nothing else grows.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic
+
+from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable
+from engine.core.eviction.ranking import Key, Visit
+
+MAX_TURN = 7
+MAX_ADDED = 10
+NUM_KINDS = (MAX_TURN + 1) * (MAX_ADDED + 1)
+NUM_TRUNK_KINDS = 8
+MAX_VISITS = 16384
+
+
+class Survival(Generic[Key]):
+    """Worth by expected hits per second of keeping. `now` must not go back; its unit is the second."""
+
+    is_renewed_by_release = False
+
+    def __init__(self, max_visits: int = MAX_VISITS) -> None:
+        self._max_visits = max_visits
+        self._visits: dict[Key, Visit[Key]] = {}
+        """Those that may still be continued, by landmark."""
+        self._trunks: dict[Key, Visit[Key]] = {}
+        """The last use of each trunk, by its block."""
+        self._visit_ages: list[deque[Visit[Key]]] = [deque() for _ in range(NUM_BINS)]
+        self._trunk_ages: list[deque[Visit[Key]]] = [deque() for _ in range(NUM_BINS)]
+        self._visit_table = LifeTable(NUM_KINDS)
+        self._trunk_table = LifeTable(NUM_TRUNK_KINDS)
+
+    def visit(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
+        """Learn from a request's path, and remember it until the next request comes by its landmark."""
+        previous = self._continued(path, now)
+        turn = 0
+        if previous is not None:
+            turn = previous.turn + 1
+            if len(path) >= previous.length:
+                num_known = max(num_known, previous.length - 1)  # evicted meanwhile, but it had been here
+            self._visit_table.leave(previous.kind, previous.age_bin, returned=True)
+            self._end(previous, self._visits)
+        added = max(1, len(path) - num_known)
+        kind = min(turn, MAX_TURN) * (MAX_ADDED + 1) + min(added.bit_length() - 1, MAX_ADDED)
+        landmark = path[min(len(path) - 1, max(1, len(path) - added - 1 + added // 2))]
+        visit = Visit(kind, turn, len(path), now, landmark)
+        visit.previous = previous
+        if len(path) > 1:  # a single block says nothing of who will come
+            self._remember(visit, self._visits, self._visit_ages, self._visit_table)
+        return visit
+
+    def branch(self, key: Key, now: float) -> None:
+        """The first time that requests part after `key`; from now on its uses are counted."""
+        if key not in self._trunks:
+            self._use_trunk(key, 0, now)
+
+    def rank(self, key: Key, visit: Visit[Key]) -> float:
+        """Expected hits per second."""
+        worth = 0.0 if visit.is_over else self._visit_table.index(visit.kind, visit.age_bin)
+        trunk = self._trunks.get(key)
+        if trunk is not None:
+            trunk.leaf = key
+            worth += self._trunk_table.index(trunk.kind, trunk.age_bin)
+        return worth
+
+    def age(self, now: float) -> list[Visit[Key]]:
+        """Move visits to the bins of their ages; those that nobody will wait for any longer end."""
+        moved = self._age(self._visits, self._visit_ages, self._visit_table, now)
+        return moved + self._age(self._trunks, self._trunk_ages, self._trunk_table, now)
+
+    def check_integrity(self) -> None:
+        """Assert that the life tables count exactly what is remembered."""
+        for known, ages, table in (
+            (self._visits, self._visit_ages, self._visit_table),
+            (self._trunks, self._trunk_ages, self._trunk_table),
+        ):
+            table.check_integrity()
+            alive = [visit for visits in ages for visit in visits if not visit.is_over]
+            assert len(alive) == len(known) <= self._max_visits
+            assert all(known[visit.landmark] is visit for visit in alive)
+            assert all(visit.is_over or visit.age_bin == index for index, bin_ in enumerate(ages) for visit in bin_)
+
+    def _continued(self, path: Sequence[Key], now: float) -> Visit[Key] | None:
+        """The visit whose landmark is the furthest along `path`; counts the trunks on the way."""
+        visits, trunks = self._visits, self._trunks
+        previous = None
+        for key in path:
+            if key in trunks:
+                trunk = trunks[key]
+                self._trunk_table.leave(trunk.kind, trunk.age_bin, returned=True)
+                self._end(trunk, trunks)
+                self._use_trunk(key, trunk.turn + 1, now)
+            if key in visits:
+                previous = visits[key]
+        return previous
+
+    def _use_trunk(self, key: Key, num_uses: int, now: float) -> None:
+        kind = min(NUM_TRUNK_KINDS - 1, (num_uses + 1).bit_length() - 1)
+        use = Visit(kind, num_uses, 0, now, key)
+        use.leaf = key
+        self._remember(use, self._trunks, self._trunk_ages, self._trunk_table)
+
+    def _remember(
+        self,
+        visit: Visit[Key],
+        known: dict[Key, Visit[Key]],
+        ages: list[deque[Visit[Key]]],
+        table: LifeTable,
+    ) -> None:
+        replaced = known.get(visit.landmark)
+        if replaced is None and len(known) >= self._max_visits:
+            replaced = next(iter(known.values()))
+        if replaced is not None:
+            table.leave(replaced.kind, replaced.age_bin, returned=False)
+            self._end(replaced, known)
+        known[visit.landmark] = visit
+        ages[0].append(visit)
+        table.enter(visit.kind, 0)
+
+    def _age(
+        self,
+        known: dict[Key, Visit[Key]],
+        ages: list[deque[Visit[Key]]],
+        table: LifeTable,
+        now: float,
+    ) -> list[Visit[Key]]:
+        moved = []
+        for age_bin in range(NUM_BINS - 1, -1, -1):
+            visits, end = ages[age_bin], EDGES[age_bin + 1]
+            while visits and (visits[0].is_over or now - visits[0].born >= end):
+                visit = visits.popleft()
+                if visit.is_over:
+                    continue
+                table.leave(visit.kind, age_bin, returned=False)
+                moved.append(visit)
+                if age_bin + 1 == NUM_BINS:
+                    self._end(visit, known)
+                    continue
+                visit.age_bin = age_bin + 1
+                ages[age_bin + 1].append(visit)
+                table.enter(visit.kind, age_bin + 1)
+        return moved
+
+    @staticmethod
+    def _end(visit: Visit[Key], known: dict[Key, Visit[Key]]) -> None:
+        visit.is_over = True
+        del known[visit.landmark]

@@ -1,0 +1,226 @@
+"""Eviction: what must hold whatever happens (a state machine), and what each rule means by example."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, best_rates
+from engine.core.eviction.queue import EvictionQueue, Quota, Retention
+from engine.core.eviction.ranking import LeastRecent, Ranking
+from engine.core.eviction.survival import Survival
+
+QUOTAS = {"a": Quota(floor=2), "b": Quota(floor=1, ceiling=3)}
+Path = tuple[str, ...]
+
+
+def path_of(name: str) -> Path:
+    """Blocks of a sequence, each named by everything up to it, as hashes are."""
+    return tuple(name[: end + 1] for end in range(len(name)))
+
+
+def use(queue: EvictionQueue[str], name: str, now: float = 0.0, retention: Retention | None = None) -> None:
+    """One request from beginning to end."""
+    path = path_of(name)
+    for key in path:
+        if key in queue:
+            queue.acquire(key)
+    queue.visit(path, now, retention or Retention())
+    queue.release(path, now)
+
+
+def evict_all(queue: EvictionQueue[str], now: float = 0.0) -> list[str]:
+    return [queue.evict(now) for _ in range(len(queue))]
+
+
+class EvictionMachine(RuleBasedStateMachine):
+    """A queue under requests of three tenants that share prefixes, run at the same time and let time pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.running: list[tuple[Path, Retention]] = []
+        self.deadlines: dict[str, float] = {}
+        self.survival: Survival[str] = Survival(max_visits=5)
+        self.queue: EvictionQueue[str] = EvictionQueue(self.survival, QUOTAS)
+
+    @initialize(adaptive=st.booleans())
+    def build(self, adaptive: bool) -> None:
+        ranking: Ranking[str] = self.survival if adaptive else LeastRecent()
+        self.queue = EvictionQueue(ranking, QUOTAS)
+
+    @rule(
+        tenant=st.sampled_from("abc"),
+        name=st.text("xyz", min_size=1, max_size=6),
+        priority=st.integers(0, 2),
+        ttl_s=st.just(float("inf")) | st.floats(0, 100),
+    )
+    def start(self, tenant: str, name: str, priority: int, ttl_s: float) -> None:
+        path = path_of(tenant + name)
+        for key in path:
+            if key in self.queue:
+                self.queue.acquire(key)
+        expires_at = None if ttl_s == float("inf") else self.now + ttl_s
+        self.running.append((path, Retention(tenant, priority, expires_at)))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        path, retention = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        expires_at = float("inf") if retention.expires_at is None else retention.expires_at
+        for key in path:
+            self.deadlines[key] = max(self.deadlines.get(key, 0.0), expires_at)
+        self.queue.visit(path, self.now, retention)
+        held = {key for other, _ in self.running for key in other}
+        self.queue.release([key for key in path if key not in held], self.now)
+
+    @rule(passed_s=st.floats(0.1, 5000))
+    def wait(self, passed_s: float) -> None:
+        self.now += passed_s
+
+    @precondition(lambda self: len(self.queue))
+    @rule(count=st.integers(1, 5))
+    def evict(self, count: int) -> None:
+        for _ in range(min(count, len(self.queue))):
+            before = set(self.queue)
+            victim = self.queue.evict(self.now)
+            assert before - set(self.queue) == {victim}
+            leaves = {key for key in before if not any(other != key and other.startswith(key) for other in before)}
+            assert victim in leaves
+            expired = {key for key in leaves if self.deadlines[key] <= self.now}
+            assert victim in expired if expired else self.respects_quotas(victim[0], before)
+            del self.deadlines[victim]
+
+    def respects_quotas(self, tenant: str, before: set[str]) -> bool:
+        counts = {tenant: sum(key[0] == tenant for key in before) for tenant in "abc"}
+        if counts["b"] > 3:
+            return tenant == "b"
+        above = {tenant for tenant, count in counts.items() if count > QUOTAS.get(tenant, Quota()).floor}
+        return tenant in above or not above
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.queue.check_integrity()
+        self.survival.check_integrity()
+
+
+TestEvictionMachine = EvictionMachine.TestCase
+TestEvictionMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture(params=[LeastRecent, Survival])
+def queue(request: pytest.FixtureRequest) -> EvictionQueue[str]:
+    return EvictionQueue(request.param(), QUOTAS)
+
+
+def test_a_chain_goes_from_its_end(queue: EvictionQueue[str]) -> None:
+    use(queue, "cxyz")
+    assert evict_all(queue) == ["cxyz", "cxy", "cx", "c"]
+
+
+def test_what_others_reached_it_by_stays_until_they_are_gone(queue: EvictionQueue[str]) -> None:
+    use(queue, "cx")
+    use(queue, "cxy", now=1)
+    use(queue, "cxz", now=2)
+    victims = evict_all(queue, now=3)
+    assert sorted(victims[:2]) == ["cxy", "cxz"] and victims[2:] == ["cx", "c"]
+
+
+def test_expired_blocks_go_first(queue: EvictionQueue[str]) -> None:
+    use(queue, "cx", retention=Retention(priority=5, expires_at=10))
+    use(queue, "dx")
+    assert queue.evict(9) == "dx"
+    assert queue.evict(10) == "cx"
+
+
+def test_the_most_generous_wish_counts(queue: EvictionQueue[str]) -> None:
+    use(queue, "cx", retention=Retention(priority=1, expires_at=None))
+    use(queue, "cx", retention=Retention(priority=0, expires_at=1))
+    use(queue, "dx", now=2)
+    assert evict_all(queue, now=3)[:2] == ["dx", "d"]
+
+
+def test_lower_priorities_go_first(queue: EvictionQueue[str]) -> None:
+    use(queue, "cx", retention=Retention(priority=1))
+    use(queue, "dx", now=1)
+    assert evict_all(queue, now=2) == ["dx", "d", "cx", "c"]
+
+
+def test_a_scan_of_others_leaves_a_tenant_its_floor(queue: EvictionQueue[str]) -> None:
+    use(queue, "axyz", retention=Retention(tenant="a"))
+    use(queue, "c" + "x" * 20, now=1)
+    assert "ax" in evict_all(queue, now=2)[-2:]
+
+
+def test_a_tenant_above_its_ceiling_pays_itself(queue: EvictionQueue[str]) -> None:
+    use(queue, "cx")
+    use(queue, "bxyz", now=1, retention=Retention(tenant="b", priority=9))
+    assert queue.evict(2) == "bxyz"
+    assert queue.evict(2) != "bxy"
+
+
+def test_lru_is_the_order_of_use() -> None:
+    queue: EvictionQueue[str] = EvictionQueue(LeastRecent())
+    for now, name in enumerate(["cx", "dx", "ex", "cx"]):
+        use(queue, name, now)
+    assert evict_all(queue) == ["dx", "d", "ex", "e", "cx", "c"]
+
+
+def test_survival_keeps_a_loop_that_does_not_fit() -> None:
+    """LRU hits nothing in a loop longer than the cache; keeping some of it whole hits those each time."""
+    hits = {policy: _loop_hits(policy) for policy in (LeastRecent, Survival)}
+    assert hits[LeastRecent] == 0
+    assert hits[Survival] > 0.6
+
+
+def test_survival_gives_up_those_who_never_come_back() -> None:
+    """Many short questions that end and few conversations that go on: recency would drop the latter."""
+    queue: EvictionQueue[str] = EvictionQueue(Survival())
+    now = 0.0
+    for turn in range(1, 60):
+        use(queue, "talk" + "t" * turn, now)
+        for number in range(10):
+            now += 3
+            use(queue, f"{chr(1000 + turn * 10 + number)}1234567", now)
+        while len(queue) > 100:
+            queue.evict(now)
+    assert "talk" + "t" * 59 in queue
+
+
+def test_memory_is_bounded() -> None:
+    survival: Survival[str] = Survival(max_visits=10)
+    queue: EvictionQueue[str] = EvictionQueue(survival)
+    for number in range(100):
+        use(queue, f"{chr(1000 + number)}x", float(number))
+        while len(queue) > 20:
+            queue.evict(float(number))
+    survival.check_integrity()
+
+
+def test_without_knowledge_age_lowers_the_index() -> None:
+    rates = best_rates(LifeTable(1).chances(0))[1:]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_the_index_rises_towards_the_usual_think_time() -> None:
+    table = LifeTable(1)
+    usual = next(index for index in range(NUM_BINS) if EDGES[index] >= 60)
+    for _ in range(1000):
+        for age_bin in range(usual + 1):
+            table.enter(0, age_bin)
+            table.leave(0, age_bin, returned=age_bin == usual)
+    rates = best_rates(table.chances(0))
+    assert rates[0] < rates[usual - 2] < rates[usual] and rates[usual + 1] < rates[0]
+
+
+def _loop_hits(policy: type[LeastRecent[str]] | type[Survival[str]]) -> float:
+    queue: EvictionQueue[str] = EvictionQueue(policy())
+    hits = total = 0
+    for number in range(2000):
+        path = path_of(f"{chr(1000 + number % 20)}xyz")
+        hits += sum(key in queue for key in path)
+        total += len(path)
+        use(queue, path[-1], now=float(number))
+        while len(queue) > 64:
+            queue.evict(float(number))
+    return hits / total

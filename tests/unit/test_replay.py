@@ -1,0 +1,160 @@
+"""The replay benchmark: what it reads, what it refuses, and that its virtual cluster loses nobody."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.replay import main, parse_roles, replay
+from benchmarks.replaying.bounds import hit_rates
+from benchmarks.replaying.routers import ROUTERS
+from benchmarks.replaying.traces import ReplayError, TraceRequest, read_trace
+from benchmarks.replaying.worker import Speeds
+from engine.core.eviction.policies import EvictionPolicy
+
+SPEEDS = Speeds(prefill_tokens_per_s=5120, decode_step_s=0.01, token_budget=512, handover_blocks_per_s=100)
+
+
+def request(arrival_s: float, *blocks: int, output: int = 11) -> TraceRequest:
+    hashes = tuple(block.to_bytes(16, "big") for block in blocks)
+    return TraceRequest(arrival_s, hashes, 512 * len(blocks), output)
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def row(ids: list[int], timestamp: int = 0) -> dict[str, object]:
+    return {"timestamp": timestamp, "input_length": 512 * len(ids), "output_length": 20, "hash_ids": ids}
+
+
+@pytest.fixture
+def trace() -> list[TraceRequest]:
+    """Conversations of five turns each, 30 s apart, all sharing block 0."""
+    talks = [
+        request(30.0 * turn + talk, 0, *range(talk * 100, talk * 100 + turn + 1))
+        for turn in range(5)
+        for talk in range(1, 8)
+    ]
+    return sorted(talks, key=lambda talk: talk.arrival_s)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("roles", ["1:1", "2:3", None])
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_every_request_ends(trace: list[TraceRequest], router: str, roles: str | None, policy: EvictionPolicy) -> None:
+    jobs, workers = replay(trace, parse_roles(3, roles), 12, policy, router, SPEEDS)
+    for job in jobs:
+        assert job.first_token_s is not None and job.finished_s is not None
+        assert job.request.arrival_s < job.first_token_s < job.finished_s
+    for worker in workers:
+        worker.pool.check_integrity(held=())
+
+
+def test_times_are_those_of_the_options() -> None:
+    [job], [worker] = replay([request(5.0, 1, 2)], parse_roles(1, None), 8, EvictionPolicy.LRU, "directory", SPEEDS)
+    assert job.first_token_s == pytest.approx(5.2)
+    assert job.finished_s == pytest.approx(5.3)
+    assert worker.busy_s == pytest.approx(0.2)
+
+
+def test_decoding_waits_for_the_chunks_of_a_prefill() -> None:
+    """Ten steps of 10 ms each, of which those beside the second prefill carry a chunk of 100 ms."""
+    first, second = request(0.0, 1), request(0.15, 2, 3, 4)
+    jobs, _ = replay([first, second], parse_roles(1, None), 8, EvictionPolicy.LRU, "directory", SPEEDS)
+    alone_s, beside_s = 0.05, 0.3
+    left = 10 - alone_s / 0.01 - beside_s / 0.11
+    assert jobs[0].finished_s == pytest.approx(0.1 + alone_s + beside_s + left * 0.01)
+
+
+def test_a_prompt_is_hit_again() -> None:
+    trace = [request(0.0, 1, 2), request(10.0, 1, 2, 3)]
+    jobs, _ = replay(trace, parse_roles(2, None), 8, EvictionPolicy.ADAPTIVE, "directory", SPEEDS)
+    assert [job.num_hits for job in jobs] == [0, 2]
+
+
+def test_what_fits_no_pool_is_refused() -> None:
+    jobs, _ = replay(
+        [request(0.0, 1, 2, 3), request(1.0, 4)], parse_roles(1, None), 3, EvictionPolicy.LRU, "directory", SPEEDS
+    )
+    assert jobs[0].first_token_s is None
+    assert jobs[1].finished_s is not None
+
+
+def test_bounds_are_ordered(trace: list[TraceRequest]) -> None:
+    rates = hit_rates(trace, 20)
+    assert 0 < rates["lru"] <= rates["belady"] <= rates["infinite"] < 1
+    assert rates["adaptive"] <= rates["belady"]
+
+
+def test_mooncake_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", row([1, 2], 3000), row([1], 1000), "")
+    requests = read_trace(path)
+    assert [(r.arrival_s, len(r.hashes), r.num_prompt_tokens) for r in requests] == [(0.0, 1, 512), (2.0, 2, 1024)]
+    assert requests[0].hashes[0] == requests[1].hashes[0]
+
+
+def test_azure_is_read_and_shares_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    write(path, "TIMESTAMP,ContextTokens,GeneratedTokens", *["2023-11-16 18:15:46.6805900,600,44"] * 2)
+    first, second = read_trace(path)
+    assert len(first.hashes) == 2 and not set(first.hashes) & set(second.hashes)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("{", "Expecting"),
+        ("[]", "not a JSON object"),
+        ({"timestamp": 0}, "'hash_ids' is missing"),
+        (row([1]) | {"hash_ids": []}, "list of block ids"),
+        (row([1]) | {"hash_ids": ["x"]}, "whole numbers"),
+        (row([1]) | {"input_length": 5000}, "10 blocks of 512, but there are 1"),
+        (row([1]) | {"timestamp": "now"}, "milliseconds"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, bad: object, reason: str) -> None:
+    path = write(tmp_path / "trace.jsonl", row([1]), bad)
+    with pytest.raises(ReplayError, match=r"trace.jsonl, line 2: .*" + reason):
+        read_trace(path)
+
+
+def test_a_malformed_csv_line_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,many,1")
+    with pytest.raises(ReplayError, match=r"trace.csv, line 2"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--policy", "fifo"], "unknown policy 'fifo'; there are adaptive, lru"),
+        (["--router", "magic"], "unknown router 'magic'; there are directory"),
+        (["--roles", "4"], "--roles must be P:D"),
+        (["--workers", "0"], "--workers must be"),
+        (["--capacity-blocks", "0"], "--capacity-blocks must be"),
+        (["--prefill-rate", "0"], "must be above 0"),
+    ],
+)
+def test_wrong_options_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    assert main([str(write(tmp_path / "trace.jsonl", row([1]))), *options]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_missing_trace_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere.jsonl"]) == 2
+    assert "cannot read nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_figures_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write(tmp_path / "trace.jsonl", *[row([1, 2 + number % 3], 1000 * number) for number in range(20)])
+    result, plot = tmp_path / "result.json", tmp_path / "plot.png"
+    assert main([str(trace), "--workers", "2", "--json", str(result), "--plot", str(plot)]) == 0
+    assert "prompt blocks hit" in capsys.readouterr().out
+    report = json.loads(result.read_text())
+    assert report["command"].startswith("python -m benchmarks.replay trace.jsonl")
+    assert 0 < report["hit_rate"] <= report["one_shared_cache"]["infinite"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
