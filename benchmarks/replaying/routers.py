@@ -12,7 +12,6 @@ from engine.core.directory import Directory
 from engine.core.placement import CostModel, rank_by_session
 from engine.core.types import AdmitRequest, Role
 
-
 DECODES_PER_STEP = 16
 """Decodes that the directory thinks a step's time is made of; in the replay it does not depend on them."""
 
