@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t TILE = 128;                // keys
 constexpr int64_t VECTORS = TILE / LANES;    // of scores per row and tile
 constexpr int64_t ROWS = 6;                  // handled together in registers
-constexpr int64_t AHEAD = 4 * LANES;         // keys prefetched before their turn
+constexpr int64_t AHEAD = 4 * LANES;         // keys asked of memory before their turn
 constexpr int64_t TASK_ROWS = 96;            // about as many share a packed tile
 constexpr int64_t FEW_ROWS = 16;             // up to here memory, not arithmetic, sets the pace
 constexpr int64_t PACKED_BYTES = 128 * 1024; // of keys and values of all heads of a task: stays in the L2 cache
@@ -64,20 +64,27 @@ struct Plain {
 
   static size_t packed_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(float); }
 
-  // Packs sixteen keys, whose rows start at `rows`, as keys `at`.. of the tile.
-  static void pack_keys(const T* const* rows, int64_t at, int64_t head_dim, void* packed) {
+  // Packs sixteen keys, whose rows start at `rows`, as keys `at`.. of the tile. Asks memory for the rows at `soon` on
+  // the way: a burst of such requests would stall, spread out they overlap with the packing.
+  static void pack_keys(const T* const* rows, const T* const* soon, int64_t at, int64_t head_dim, void* packed) {
     float* to = (float*)packed + at;
     alignas(64) float square[LANES][LANES];
     for (int64_t d = 0; d < head_dim; d += LANES) {
-      for (int i = 0; i < LANES; ++i) store(square[i], load(rows[i] + d));
+      for (int i = 0; i < LANES; ++i) {
+        store(square[i], load(rows[i] + d));
+        __builtin_prefetch(soon[i] + d);
+      }
       for (int j = 0; j < LANES; ++j)
         for (int i = 0; i < LANES; ++i) to[(d + j) * TILE + i] = square[i][j];
     }
   }
 
-  static void pack_values(const T* const* rows, int64_t at, int64_t head_dim, void* packed) {
+  static void pack_values(const T* const* rows, const T* const* soon, int64_t at, int64_t head_dim, void* packed) {
     for (int i = 0; i < LANES; ++i)
-      for (int64_t d = 0; d < head_dim; d += LANES) store((float*)packed + (at + i) * head_dim + d, load(rows[i] + d));
+      for (int64_t d = 0; d < head_dim; d += LANES) {
+        store((float*)packed + (at + i) * head_dim + d, load(rows[i] + d));
+        __builtin_prefetch(soon[i] + d);
+      }
   }
 
   static void scores(const T* const* queries, int64_t count, int64_t vectors, const void* packed, int64_t head_dim,
@@ -144,26 +151,30 @@ struct Pairs {
     }
   }
 
-  static void pack_keys(const bf16* const* rows, int64_t at, int64_t head_dim, void* packed) {
+  static void pack_keys(const bf16* const* rows, const bf16* const* soon, int64_t at, int64_t head_dim, void* packed) {
     const int64_t pairs = head_dim / 2;
     uint32_t* to = (uint32_t*)packed + at * pairs;
     for (int64_t j = 0; j < pairs; j += LANES) {
       const int count = int(std::min<int64_t>(LANES, pairs - j));
       const __mmask16 mask = __mmask16((1u << count) - 1u);
       __m512i r[16];
-      for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi32(mask, (const uint32_t*)rows[i] + j);
+      for (int i = 0; i < 16; ++i) {
+        r[i] = _mm512_maskz_loadu_epi32(mask, (const uint32_t*)rows[i] + j);
+        __builtin_prefetch((const uint32_t*)soon[i] + j);
+      }
       transpose(r);
       for (int i = 0; i < count; ++i) _mm512_storeu_si512(to + (j + i) * LANES, r[i]);
     }
   }
 
-  static void pack_values(const bf16* const* rows, int64_t at, int64_t head_dim, void* packed) {
+  static void pack_values(const bf16* const* rows, const bf16* const* soon, int64_t at, int64_t head_dim, void* packed) {
     uint32_t* to = (uint32_t*)packed + at / 2 * head_dim;
     for (int i = 0; i < LANES; i += 2, to += head_dim)
       for (int64_t d = 0; d < head_dim; d += LANES) {
         const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(rows[i] + d)));
         const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(rows[i + 1] + d)));
         _mm512_storeu_si512(to + d, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        __builtin_prefetch(soon[i + d / LANES % 2] + d);
       }
   }
 
@@ -274,20 +285,60 @@ E* scratch(std::vector<E>& buffer, size_t count) {
   return reinterpret_cast<E*>(at);
 }
 
+// Where sixteen keys and their values lie for the first head of a task, and how far it is from one head to the next.
+template <class T>
+struct Rows {
+  const T *keys[LANES], *values[LANES];
+  int64_t step[LANES];
+
+  void next_head() {
+    for (int i = 0; i < LANES; ++i) keys[i] += step[i], values[i] += step[i];
+  }
+};
+
+// The keys that some row of a task may see.
+struct Span {
+  int64_t begin, end;
+
+  Span(const Attention& a, const Task& task) {
+    const int64_t chunk = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
+    const int64_t start = a.context_lens[task.sequence] - chunk;
+    begin = a.sliding_window ? std::max<int64_t>(0, start + task.first - a.sliding_window + 1) : 0;
+    end = start + task.last;
+  }
+};
+
+// Sixteen keys from `first` on; those that do not count are zeros.
+template <class T>
+Rows<T> locate(const Attention& a, const Task& task, const Span& span, int64_t first) {
+  static const T zeros[1024] = {};
+  Rows<T> rows;
+  const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+  int64_t index = first / a.block_size, offset = first % a.block_size;
+  const int64_t head_size = a.block_size * a.head_dim;
+  for (int64_t i = 0; i < LANES; ++i, ++offset) {
+    if (offset == a.block_size) offset = 0, ++index;
+    const bool counts = first + i >= span.begin && first + i < span.end;
+    const int64_t block = counts ? table[index] : 0, inner = task.head * head_size + offset * a.head_dim;
+    rows.keys[i] = counts ? (const T*)a.key_cache + block * a.key_stride + inner : zeros;
+    rows.values[i] = counts ? (const T*)a.value_cache + block * a.value_stride + inner : zeros;
+    rows.step[i] = counts ? head_size : 0;
+  }
+  return rows;
+}
+
 template <class Engine>
 class Worker {
   using T = typename Engine::Element;
   using W = typename Engine::Weight;
 
  public:
-  Worker(const Attention& a, const Task& task) : a(a), task(task) {
+  Worker(const Attention& a, const Task& task, const Task* next = nullptr) : a(a), task(task), next(next), span(a, task) {
     thread_local std::vector<float> memory;
     group = a.num_heads / a.num_kv_heads;
     heads = task.head_end - task.head;
     start = a.context_lens[task.sequence] - (a.query_start[task.sequence + 1] - a.query_start[task.sequence]);
     rows = (task.last - task.first) * group;
-    begin = window_begin(0), end = position(rows - 1) + 1;
-    table = a.block_tables + task.sequence * a.table_stride;
     const size_t packed = Engine::packed_bytes(a.head_dim) / sizeof(float) * size_t(heads);
     const size_t block = size_t(ROWS * TILE), all_rows = size_t(heads * rows);
     float* at = scratch(memory, 2 * packed + 2 * block + all_rows * size_t(a.head_dim + 2));
@@ -302,7 +353,6 @@ class Worker {
   void run() {
     const int64_t size = heads * rows * (a.head_dim + 2);
     reset();
-    locate(task.tile * TILE);
     for (int64_t tile = task.tile; tile < task.tile_end; ++tile) {
       if (task.partial && tile > task.tile) reset();
       pack(tile);
@@ -328,14 +378,13 @@ class Worker {
  private:
   const Attention& a;
   const Task& task;
-  const int32_t* table;
-  int64_t group, heads, start, rows, begin, end;  // rows per KV head; keys [begin, end) are seen by some row
+  const Task* next;
+  const Span span;
+  int64_t group, heads, start, rows;  // rows per KV head
   void *keys, *packed_values;
   float *scores, *values;
   W* weights;
   State* states;
-  const T *key_rows[LANES], *value_rows[LANES];  // of the first head, for the sixteen keys to pack next
-  int64_t head_step[LANES];                      // from one head to the next: zero for keys that do not count
 
   int64_t position(int64_t row) const { return start + task.first + row / group; }
 
@@ -354,57 +403,23 @@ class Worker {
     std::fill(states, states + heads * rows, State{});
   }
 
-  // Finds sixteen keys and asks memory for them.
-  void locate(int64_t first) {
-    static const T zeros[1024] = {};
-    int64_t index = first / a.block_size, offset = first % a.block_size;
-    const int64_t head_size = a.block_size * a.head_dim;
-    for (int64_t i = 0; i < LANES; ++i, ++offset) {
-      if (offset == a.block_size) offset = 0, ++index;
-      const bool counts = first + i >= begin && first + i < end;
-      const int64_t block = counts ? table[index] : 0, inner = task.head * head_size + offset * a.head_dim;
-      key_rows[i] = counts ? (const T*)a.key_cache + block * a.key_stride + inner : zeros;
-      value_rows[i] = counts ? (const T*)a.value_cache + block * a.value_stride + inner : zeros;
-      head_step[i] = counts ? head_size : 0;
-    }
-  }
-
-  // Asks memory for the sixteen keys from `first` on, block by block as they lie there.
-  void prefetch(int64_t first) {
-    const int64_t stop = std::min(first + LANES, std::min(end, task.tile_end * TILE));
-    const int64_t head_size = a.block_size * a.head_dim;
-    for (int64_t key = std::max(first, begin); key < stop;) {
-      const int64_t index = key / a.block_size, offset = key % a.block_size;
-      const int64_t count = std::min(a.block_size - offset, stop - key);
-      const int64_t bytes = count * a.head_dim * int64_t(sizeof(T)), inner = task.head * head_size + offset * a.head_dim;
-      const T* sources[] = {(const T*)a.key_cache + table[index] * a.key_stride + inner,
-                            (const T*)a.value_cache + table[index] * a.value_stride + inner};
-      for (const T* source : sources)
-        for (int64_t h = 0; h < heads; ++h)
-          for (int64_t byte = 0; byte < bytes; byte += 64)
-            __builtin_prefetch((const char*)(source + h * head_size) + byte);
-      key += count;
-    }
+  // Keys that are packed AHEAD of those from `first` on: of this task, or of the next one of this thread.
+  Rows<T> locate_ahead(int64_t first) const {
+    const int64_t key = first + AHEAD, stop = (std::min(span.end, task.tile_end * TILE) + LANES - 1) / LANES * LANES;
+    if (key < stop || !next) return locate<T>(a, task, span, key);
+    return locate<T>(a, *next, Span(a, *next), next->tile * TILE + key - stop);
   }
 
   void pack(int64_t tile) {
     const size_t size = Engine::packed_bytes(a.head_dim);
     const int64_t vectors = vectors_for(rows - 1, tile);
     for (int64_t v = 0; v < vectors; ++v) {
-      const T *next_keys[LANES], *next_values[LANES];
-      int64_t step[LANES];
-      std::copy(key_rows, key_rows + LANES, next_keys);
-      std::copy(value_rows, value_rows + LANES, next_values);
-      std::copy(head_step, head_step + LANES, step);
-      locate(tile * TILE + (v + 1) * LANES);
-      prefetch(tile * TILE + v * LANES + AHEAD);
+      const int64_t first = tile * TILE + v * LANES;
+      Rows<T> now = locate<T>(a, task, span, first), soon = locate_ahead(first);
       for (int64_t h = 0; h < heads; ++h) {
-        Engine::pack_keys(next_keys, v * LANES, a.head_dim, (char*)keys + h * size);
-        for (int i = 0; i < LANES; ++i) next_keys[i] += step[i];
-      }
-      for (int64_t h = 0; h < heads; ++h) {
-        Engine::pack_values(next_values, v * LANES, a.head_dim, (char*)packed_values + h * size);
-        for (int i = 0; i < LANES; ++i) next_values[i] += step[i];
+        Engine::pack_keys(now.keys, soon.keys, v * LANES, a.head_dim, (char*)keys + h * size);
+        Engine::pack_values(now.values, soon.values, v * LANES, a.head_dim, (char*)packed_values + h * size);
+        now.next_head(), soon.next_head();
       }
     }
   }
@@ -509,7 +524,8 @@ void attend(const Attention& a, int threads) {
   if (work < 400000) threads = 1;
   if (threads == 1 || count >= 4 * threads || tiles == count) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < count; ++i) Worker<Engine>(a, tasks[size_t(i)]).run();
+    for (int64_t i = 0; i < count; ++i)
+      Worker<Engine>(a, tasks[size_t(i)], i + threads < count ? &tasks[size_t(i + threads)] : nullptr).run();
     return;
   }
   thread_local std::vector<float> partials;
