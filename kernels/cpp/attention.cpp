@@ -270,12 +270,7 @@ struct Pairs {
 
 #endif
 
-// Queries [first, last) of one sequence (counted within its chunk) and KV heads [head, head_end), over tiles
-// [tile, tile_end). Few queries take several heads, for their keys lie side by side in memory.
-struct Task {
-  int64_t sequence, head, head_end, first, last, tile, tile_end;
-  float* partial;  // where split: per tile, head and row maximum, sum, values
-};
+using Task = AttentionPlan::Task;
 
 // Grows and never shrinks: a fresh page costs more than the arithmetic it holds.
 template <class E>
@@ -512,59 +507,61 @@ std::vector<Task> whole_tasks(const Attention& a, int64_t packed_bytes) {
 }
 
 template <class Engine>
-void attend(const Attention& a, int threads) {
-  const std::vector<Task> tasks = whole_tasks(a, int64_t(2 * Engine::packed_bytes(a.head_dim)));
-  const int64_t group = a.num_heads / a.num_kv_heads, count = int64_t(tasks.size());
-  auto rows_of = [group](const Task& t) { return (t.last - t.first) * group * (t.head_end - t.head); };
-  int64_t tiles = 0, work = 0;
-  for (const Task& t : tasks) {
-    tiles += t.tile_end - t.tile;
-    work += (t.tile_end - t.tile) * (rows_of(t) + 8 * (t.head_end - t.head)) * a.head_dim * TILE;
-  }
-  if (work < 400000) threads = 1;
-  if (threads == 1 || count >= 4 * threads || tiles == count) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < count; ++i)
-      Worker<Engine>(a, tasks[size_t(i)], i + threads < count ? &tasks[size_t(i + threads)] : nullptr).run();
+void attend(const Attention& a, const AttentionPlan& plan, Crew& crew) {
+  const std::vector<Task>& tasks = plan.tasks;
+  const int64_t count = int64_t(tasks.size());
+  if (plan.pieces.empty()) {
+    crew.share(count, [&](int64_t i) {
+      const bool more = i + crew.threads < count;  // most likely the next one of this thread
+      Worker<Engine>(a, tasks[size_t(i)], more ? &tasks[size_t(i + crew.threads)] : nullptr).run();
+    });
     return;
   }
-  thread_local std::vector<float> partials;
-  size_t needed = 0;
-  for (const Task& t : tasks) needed += size_t((t.tile_end - t.tile) * rows_of(t) * (a.head_dim + 2));
-  float* partial = scratch(partials, needed);
-  const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
-  std::vector<Task> pieces;
-  std::vector<const float*> starts;
-  for (Task piece : tasks) {
-    const int64_t tile_end = piece.tile_end;
-    starts.push_back(partial);
-    for (; piece.tile < tile_end; piece.tile = piece.tile_end) {
-      piece.tile_end = std::min(piece.tile + run, tile_end), piece.partial = partial;
-      pieces.push_back(piece);
-      partial += (piece.tile_end - piece.tile) * rows_of(piece) * (a.head_dim + 2);
-    }
-  }
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < pieces.size(); ++i) Worker<Engine>(a, pieces[i]).run();
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; ++i) {
-      const Task& task = tasks[size_t(i)];
-      Worker<Engine>(a, task).merge(starts[size_t(i)], task.tile_end - task.tile);
-    }
-  }
+  crew.share(int64_t(plan.pieces.size()), [&](int64_t i) { Worker<Engine>(a, plan.pieces[size_t(i)]).run(); });
+  crew.share(count, [&](int64_t i) {
+    const Task& task = tasks[size_t(i)];
+    Worker<Engine>(a, task).merge(task.partial, task.tile_end - task.tile);
+  });
+}
+
+int64_t packed_bytes(DType dtype, int64_t head_dim) {
+#if defined(__AVX512BF16__)
+  if (dtype == DType::bf16) return int64_t(Pairs::packed_bytes(head_dim));
+#endif
+  return int64_t(Plain<float>::packed_bytes(head_dim));
 }
 
 }  // namespace
 
-void paged_attention(const Attention& a, DType dtype, int threads) {
-  if (dtype == DType::f32) return attend<Plain<float>>(a, threads);
-  if (dtype == DType::fp16) return attend<Plain<fp16>>(a, threads);
+AttentionPlan::AttentionPlan(const Attention& a, DType dtype, int threads)
+    : tasks(whole_tasks(a, 2 * packed_bytes(dtype, a.head_dim))) {
+  const int64_t group = a.num_heads / a.num_kv_heads, count = int64_t(tasks.size());
+  auto floats_of = [&](const Task& t) {
+    return (t.last - t.first) * group * (t.head_end - t.head) * (a.head_dim + 2);
+  };
+  int64_t tiles = 0, needed = 0;
+  for (const Task& t : tasks) tiles += t.tile_end - t.tile, needed += (t.tile_end - t.tile) * floats_of(t);
+  if (threads == 1 || count >= 4 * threads || tiles == count) return;
+  partials.resize(size_t(needed));
+  float* partial = partials.data();
+  const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
+  for (Task& task : tasks) {
+    task.partial = partial;
+    for (Task piece = task; piece.tile < task.tile_end; piece.tile = piece.tile_end) {
+      piece.tile_end = std::min(piece.tile + run, task.tile_end), piece.partial = partial;
+      pieces.push_back(piece);
+      partial += (piece.tile_end - piece.tile) * floats_of(piece);
+    }
+  }
+}
+
+void paged_attention(const Attention& a, const AttentionPlan& plan, DType dtype, Crew& crew) {
+  if (dtype == DType::f32) return attend<Plain<float>>(a, plan, crew);
+  if (dtype == DType::fp16) return attend<Plain<fp16>>(a, plan, crew);
 #if defined(__AVX512BF16__)
-  return attend<Pairs>(a, threads);
+  return attend<Pairs>(a, plan, crew);
 #else
-  return attend<Plain<bf16>>(a, threads);
+  return attend<Plain<bf16>>(a, plan, crew);
 #endif
 }
 
