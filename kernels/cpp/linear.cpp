@@ -20,6 +20,7 @@ constexpr int64_t PANEL = 64;      // columns
 constexpr int64_t ROWS = 6;        // by PANEL columns fill the registers
 constexpr int64_t TASK_ROWS = 96;  // at most, share a panel while it is in the cache
 constexpr int64_t FEW_ROWS = 24;   // up to here every thread reads its own columns of the weight once
+constexpr int64_t FIRST_LINES = 32;  // of the next panel, where it is not asked for as a whole
 constexpr int64_t DEPTH = 512;     // pairs along in_features in one cache block
 
 struct Block {
@@ -122,7 +123,13 @@ void task(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t ve
     b.first = done == 0, b.last = done + b.pairs == pairs;
     b.x = (const bf16*)a.x + row * a.x_stride + 2 * done;
     b.packed = panel_of(a, column) + done * PANEL;
-    if (rows > ROWS) b.ahead = b.last ? next : (const char*)(b.packed + b.pairs * PANEL);
+    const char* ahead = b.last ? next : (const char*)(b.packed + b.pairs * PANEL);
+    if (rows > ROWS) {
+      b.ahead = ahead;
+    } else if (ahead) {
+      // One register block reads as fast as memory gives; only the way from one panel to the next is shortened.
+      for (int64_t line = 0; line < FIRST_LINES; ++line) __builtin_prefetch(ahead + line * 64);
+    }
     all_rows(b, rows, vectors);
   }
 }
