@@ -10,7 +10,8 @@
 namespace raydix {
 namespace {
 
-constexpr int SPINS = 4000;  // while idle, before going to sleep: some 50 microseconds
+constexpr int SPINS = 4000;     // while idle, before going to sleep: some 50 microseconds
+constexpr int PATIENCE = 2000;  // while another thread is at the last piece of a phase
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -87,8 +88,13 @@ Team* team = new Team;
 
 }  // namespace
 
-void Crew::await(const Phase& phase, int64_t count) {
-  while (phase.done.load(std::memory_order_acquire) < count) pause();
+void Crew::await(const Phase& phase, int count) {
+  for (int spin = 0; spin < PATIENCE; ++spin) {
+    if (phase.done.load(std::memory_order_acquire) == count) return;
+    pause();
+  }
+  // A thread has lost its core in the middle of a piece. It gets this one's, if this one sleeps.
+  for (int done; (done = phase.done.load(std::memory_order_acquire)) < count;) phase.done.wait(done);
 }
 
 void together(int threads, void (*body)(void*, Crew&), void* context) {

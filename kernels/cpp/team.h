@@ -15,7 +15,8 @@
 namespace raydix {
 
 struct alignas(64) Phase {
-  std::atomic<int64_t> next{0}, done{0};
+  std::atomic<int64_t> next{0};
+  std::atomic<int> done{0};
 };
 
 // One thread's place among the phases.
@@ -31,10 +32,10 @@ class Crew {
       return;
     }
     Phase& here = *phase++;
-    int64_t mine = 0;
+    int mine = 0;
     for (int64_t i; (i = here.next.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) work(i);
-    if (mine) here.done.fetch_add(mine, std::memory_order_acq_rel);
-    await(here, count);
+    if (mine && here.done.fetch_add(mine, std::memory_order_acq_rel) + mine == int(count)) return here.done.notify_all();
+    await(here, int(count));
   }
 
   // As `share`, `grain` at a time: for work of a few nanoseconds each.
@@ -53,7 +54,7 @@ class Crew {
  private:
   Phase* phase;
 
-  static void await(const Phase& phase, int64_t count);
+  static void await(const Phase& phase, int count);
 };
 
 // Rows of `width` elements that are worth a piece of their own.
