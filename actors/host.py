@@ -37,7 +37,6 @@ CHECK_TIMEOUT_S = 60
 RESTART_TIMEOUT_S = 1800
 """A child that is not ready after so long, its model loaded and its pool laid out, does not come back by itself."""
 MANAGER_CPUS = 0.1
-OPENMP_SPINS = "10000"
 
 
 class ActorHost:
@@ -121,7 +120,6 @@ class ActorHost:
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """How a worker's OpenMP threads wait for each other: a moment awake, which a decode step of some 300 short parallel
-    regions needs, then asleep, because workers on one machine share its cores."""
-    threads = num_threads or len(os.sched_getaffinity(0))
-    return {"GOMP_SPINCOUNT": OPENMP_SPINS, "OMP_NUM_THREADS": str(threads)}  # Ray would set one thread
+    """How many threads a worker computes with (Ray would set one). Those of torch's own operations sleep between them,
+    because workers on one machine share its cores; the kernels have threads of their own."""
+    return {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(num_threads or len(os.sched_getaffinity(0)))}

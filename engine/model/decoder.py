@@ -17,6 +17,7 @@ from torch.nn import functional
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.kv_pool import KVPool
 from engine.model.weights import Checkpoint, TensorSource
+from kernels.decoder_pass import DecoderPass, LayerWeights
 from kernels.linear import PackedLinear, linear, pack_weight
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import rms_norm
@@ -43,25 +44,6 @@ class ForwardBatch:
     """[S] int32: KV tokens of each sequence, its chunk included."""
     logits_rows: Tensor
     """[R] int64: the tokens of the batch whose logits are wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's weights. Norm weights are float32 and have the family's offset in them."""
-
-    qkv: PackedLinear
-    output: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-    mlp_norm: Tensor
-    next_norm: Tensor
-    """The norm of the next layer's input, or the final norm: it is fused with this layer's last residual add."""
-    attention_post_norm: Tensor | None
-    mlp_post_norm: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    cos_sin: Tensor
-    window: int | None
 
 
 class Decoder:
@@ -92,6 +74,7 @@ class Decoder:
             self._embedding_scale = scale if config.embedding_scale != 1.0 else None
             self._first_norm = loader.norm("model.layers.0.input_layernorm")
             self._layers = tuple(loader.layer(index) for index in range(config.num_layers))
+        self._pass = self._make_pass()
 
     @classmethod
     def from_folder(
@@ -104,6 +87,11 @@ class Decoder:
         """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used."""
         config = ModelConfig.from_folder(folder)
         return cls(config, Checkpoint(folder, config), dtype, device, max_position)
+
+    @property
+    def runs_in_one_call(self) -> bool:
+        """Whether a batch goes through all layers in one call of the kernels, see `kernels.decoder_pass`."""
+        return self._pass is not None
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Store the KV of the batch's tokens; return the logits of its `logits_rows`, [R, V] in the model's dtype."""
@@ -119,6 +107,38 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Store the KV of the batch's tokens; return what the logits of its `logits_rows` are made of, [R, E]."""
+        residual_TE = functional.embedding(batch.token_ids, self._embedding)
+        if self._embedding_scale is not None:
+            residual_TE *= self._embedding_scale
+        if self._pass is None:
+            return self._layer_by_layer(residual_TE, batch, pool)
+        return self._pass(
+            residual_TE,
+            pool.data,
+            batch.positions,
+            batch.slot_mapping,
+            batch.block_tables,
+            batch.query_start,
+            batch.context_lens,
+            batch.logits_rows,
+        )
+
+    def _make_pass(self) -> DecoderPass | None:
+        """All layers in one call, where the machine and the dtype allow it."""
+        config = self.config
+        if not DecoderPass.supports(self._layers):
+            return None
+        return DecoderPass(
+            self._layers,
+            self._first_norm,
+            num_heads=config.num_heads,
+            eps=config.rms_norm_eps,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+            activation=config.activation,
+        )
+
+    def _layer_by_layer(self, residual_TE: Tensor, batch: ForwardBatch, pool: KVPool) -> Tensor:
         config = self.config
         eps, scale, num_heads = config.rms_norm_eps, config.attention_scale, config.num_heads
         activation, soft_cap = config.activation, config.attention_soft_cap
@@ -126,9 +146,6 @@ class Decoder:
         tables, query_start, context_lens = batch.block_tables, batch.query_start, batch.context_lens
         last = config.num_layers - 1
 
-        residual_TE = functional.embedding(batch.token_ids, self._embedding)
-        if self._embedding_scale is not None:
-            residual_TE *= self._embedding_scale
         x_TE = rms_norm(residual_TE, self._first_norm, eps)
         for index, layer in enumerate(self._layers):
             keys, values = pool.layers[index]
@@ -194,12 +211,12 @@ class _Loader:
         weight = self._weights.tensor(f"{name}.weight").to(device=self._device, dtype=torch.float32)
         return weight + self._config.norm_offset
 
-    def layer(self, index: int) -> _Layer:
+    def layer(self, index: int) -> LayerWeights:
         """The weights of one layer, with the norm that follows it."""
         config, prefix = self._config, f"model.layers.{index}."
         sandwich = config.sandwich_norm
         is_last = index == config.num_layers - 1
-        return _Layer(
+        return LayerWeights(
             qkv=self._packed(
                 [f"{prefix}self_attn.{part}_proj" for part in ("q", "k", "v")], bias=config.attention_bias
             ),

@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t TILE = 128;                // keys
 constexpr int64_t VECTORS = TILE / LANES;    // of scores per row and tile
 constexpr int64_t ROWS = 6;                  // handled together in registers
-constexpr int64_t AHEAD = 4 * LANES;         // keys prefetched before their turn
+constexpr int64_t AHEAD = 4 * LANES;         // keys asked of memory before their turn
 constexpr int64_t TASK_ROWS = 96;            // about as many share a packed tile
 constexpr int64_t FEW_ROWS = 16;             // up to here memory, not arithmetic, sets the pace
 constexpr int64_t PACKED_BYTES = 128 * 1024; // of keys and values of all heads of a task: stays in the L2 cache
@@ -64,20 +64,27 @@ struct Plain {
 
   static size_t packed_bytes(int64_t head_dim) { return size_t(TILE * head_dim) * sizeof(float); }
 
-  // Packs sixteen keys, whose rows start at `rows`, as keys `at`.. of the tile.
-  static void pack_keys(const T* const* rows, int64_t at, int64_t head_dim, void* packed) {
+  // Packs sixteen keys, whose rows start at `rows`, as keys `at`.. of the tile. Asks memory for the rows at `soon` on
+  // the way: a burst of such requests would stall, spread out they overlap with the packing.
+  static void pack_keys(const T* const* rows, const T* const* soon, int64_t at, int64_t head_dim, void* packed) {
     float* to = (float*)packed + at;
     alignas(64) float square[LANES][LANES];
     for (int64_t d = 0; d < head_dim; d += LANES) {
-      for (int i = 0; i < LANES; ++i) store(square[i], load(rows[i] + d));
+      for (int i = 0; i < LANES; ++i) {
+        store(square[i], load(rows[i] + d));
+        __builtin_prefetch(soon[i] + d);
+      }
       for (int j = 0; j < LANES; ++j)
         for (int i = 0; i < LANES; ++i) to[(d + j) * TILE + i] = square[i][j];
     }
   }
 
-  static void pack_values(const T* const* rows, int64_t at, int64_t head_dim, void* packed) {
+  static void pack_values(const T* const* rows, const T* const* soon, int64_t at, int64_t head_dim, void* packed) {
     for (int i = 0; i < LANES; ++i)
-      for (int64_t d = 0; d < head_dim; d += LANES) store((float*)packed + (at + i) * head_dim + d, load(rows[i] + d));
+      for (int64_t d = 0; d < head_dim; d += LANES) {
+        store((float*)packed + (at + i) * head_dim + d, load(rows[i] + d));
+        __builtin_prefetch(soon[i] + d);
+      }
   }
 
   static void scores(const T* const* queries, int64_t count, int64_t vectors, const void* packed, int64_t head_dim,
@@ -144,26 +151,30 @@ struct Pairs {
     }
   }
 
-  static void pack_keys(const bf16* const* rows, int64_t at, int64_t head_dim, void* packed) {
+  static void pack_keys(const bf16* const* rows, const bf16* const* soon, int64_t at, int64_t head_dim, void* packed) {
     const int64_t pairs = head_dim / 2;
     uint32_t* to = (uint32_t*)packed + at * pairs;
     for (int64_t j = 0; j < pairs; j += LANES) {
       const int count = int(std::min<int64_t>(LANES, pairs - j));
       const __mmask16 mask = __mmask16((1u << count) - 1u);
       __m512i r[16];
-      for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi32(mask, (const uint32_t*)rows[i] + j);
+      for (int i = 0; i < 16; ++i) {
+        r[i] = _mm512_maskz_loadu_epi32(mask, (const uint32_t*)rows[i] + j);
+        __builtin_prefetch((const uint32_t*)soon[i] + j);
+      }
       transpose(r);
       for (int i = 0; i < count; ++i) _mm512_storeu_si512(to + (j + i) * LANES, r[i]);
     }
   }
 
-  static void pack_values(const bf16* const* rows, int64_t at, int64_t head_dim, void* packed) {
+  static void pack_values(const bf16* const* rows, const bf16* const* soon, int64_t at, int64_t head_dim, void* packed) {
     uint32_t* to = (uint32_t*)packed + at / 2 * head_dim;
     for (int i = 0; i < LANES; i += 2, to += head_dim)
       for (int64_t d = 0; d < head_dim; d += LANES) {
         const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(rows[i] + d)));
         const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(rows[i + 1] + d)));
         _mm512_storeu_si512(to + d, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        __builtin_prefetch(soon[i + d / LANES % 2] + d);
       }
   }
 
@@ -259,12 +270,7 @@ struct Pairs {
 
 #endif
 
-// Queries [first, last) of one sequence (counted within its chunk) and KV heads [head, head_end), over tiles
-// [tile, tile_end). Few queries take several heads, for their keys lie side by side in memory.
-struct Task {
-  int64_t sequence, head, head_end, first, last, tile, tile_end;
-  float* partial;  // where split: per tile, head and row maximum, sum, values
-};
+using Task = AttentionPlan::Task;
 
 // Grows and never shrinks: a fresh page costs more than the arithmetic it holds.
 template <class E>
@@ -274,20 +280,60 @@ E* scratch(std::vector<E>& buffer, size_t count) {
   return reinterpret_cast<E*>(at);
 }
 
+// Where sixteen keys and their values lie for the first head of a task, and how far it is from one head to the next.
+template <class T>
+struct Rows {
+  const T *keys[LANES], *values[LANES];
+  int64_t step[LANES];
+
+  void next_head() {
+    for (int i = 0; i < LANES; ++i) keys[i] += step[i], values[i] += step[i];
+  }
+};
+
+// The keys that some row of a task may see.
+struct Span {
+  int64_t begin, end;
+
+  Span(const Attention& a, const Task& task) {
+    const int64_t chunk = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
+    const int64_t start = a.context_lens[task.sequence] - chunk;
+    begin = a.sliding_window ? std::max<int64_t>(0, start + task.first - a.sliding_window + 1) : 0;
+    end = start + task.last;
+  }
+};
+
+// Sixteen keys from `first` on; those that do not count are zeros.
+template <class T>
+Rows<T> locate(const Attention& a, const Task& task, const Span& span, int64_t first) {
+  static const T zeros[1024] = {};
+  Rows<T> rows;
+  const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+  int64_t index = first / a.block_size, offset = first % a.block_size;
+  const int64_t head_size = a.block_size * a.head_dim;
+  for (int64_t i = 0; i < LANES; ++i, ++offset) {
+    if (offset == a.block_size) offset = 0, ++index;
+    const bool counts = first + i >= span.begin && first + i < span.end;
+    const int64_t block = counts ? table[index] : 0, inner = task.head * head_size + offset * a.head_dim;
+    rows.keys[i] = counts ? (const T*)a.key_cache + block * a.key_stride + inner : zeros;
+    rows.values[i] = counts ? (const T*)a.value_cache + block * a.value_stride + inner : zeros;
+    rows.step[i] = counts ? head_size : 0;
+  }
+  return rows;
+}
+
 template <class Engine>
 class Worker {
   using T = typename Engine::Element;
   using W = typename Engine::Weight;
 
  public:
-  Worker(const Attention& a, const Task& task) : a(a), task(task) {
+  Worker(const Attention& a, const Task& task, const Task* next = nullptr) : a(a), task(task), next(next), span(a, task) {
     thread_local std::vector<float> memory;
     group = a.num_heads / a.num_kv_heads;
     heads = task.head_end - task.head;
     start = a.context_lens[task.sequence] - (a.query_start[task.sequence + 1] - a.query_start[task.sequence]);
     rows = (task.last - task.first) * group;
-    begin = window_begin(0), end = position(rows - 1) + 1;
-    table = a.block_tables + task.sequence * a.table_stride;
     const size_t packed = Engine::packed_bytes(a.head_dim) / sizeof(float) * size_t(heads);
     const size_t block = size_t(ROWS * TILE), all_rows = size_t(heads * rows);
     float* at = scratch(memory, 2 * packed + 2 * block + all_rows * size_t(a.head_dim + 2));
@@ -302,7 +348,6 @@ class Worker {
   void run() {
     const int64_t size = heads * rows * (a.head_dim + 2);
     reset();
-    locate(task.tile * TILE);
     for (int64_t tile = task.tile; tile < task.tile_end; ++tile) {
       if (task.partial && tile > task.tile) reset();
       pack(tile);
@@ -328,14 +373,13 @@ class Worker {
  private:
   const Attention& a;
   const Task& task;
-  const int32_t* table;
-  int64_t group, heads, start, rows, begin, end;  // rows per KV head; keys [begin, end) are seen by some row
+  const Task* next;
+  const Span span;
+  int64_t group, heads, start, rows;  // rows per KV head
   void *keys, *packed_values;
   float *scores, *values;
   W* weights;
   State* states;
-  const T *key_rows[LANES], *value_rows[LANES];  // of the first head, for the sixteen keys to pack next
-  int64_t head_step[LANES];                      // from one head to the next: zero for keys that do not count
 
   int64_t position(int64_t row) const { return start + task.first + row / group; }
 
@@ -354,57 +398,23 @@ class Worker {
     std::fill(states, states + heads * rows, State{});
   }
 
-  // Finds sixteen keys and asks memory for them.
-  void locate(int64_t first) {
-    static const T zeros[1024] = {};
-    int64_t index = first / a.block_size, offset = first % a.block_size;
-    const int64_t head_size = a.block_size * a.head_dim;
-    for (int64_t i = 0; i < LANES; ++i, ++offset) {
-      if (offset == a.block_size) offset = 0, ++index;
-      const bool counts = first + i >= begin && first + i < end;
-      const int64_t block = counts ? table[index] : 0, inner = task.head * head_size + offset * a.head_dim;
-      key_rows[i] = counts ? (const T*)a.key_cache + block * a.key_stride + inner : zeros;
-      value_rows[i] = counts ? (const T*)a.value_cache + block * a.value_stride + inner : zeros;
-      head_step[i] = counts ? head_size : 0;
-    }
-  }
-
-  // Asks memory for the sixteen keys from `first` on, block by block as they lie there.
-  void prefetch(int64_t first) {
-    const int64_t stop = std::min(first + LANES, std::min(end, task.tile_end * TILE));
-    const int64_t head_size = a.block_size * a.head_dim;
-    for (int64_t key = std::max(first, begin); key < stop;) {
-      const int64_t index = key / a.block_size, offset = key % a.block_size;
-      const int64_t count = std::min(a.block_size - offset, stop - key);
-      const int64_t bytes = count * a.head_dim * int64_t(sizeof(T)), inner = task.head * head_size + offset * a.head_dim;
-      const T* sources[] = {(const T*)a.key_cache + table[index] * a.key_stride + inner,
-                            (const T*)a.value_cache + table[index] * a.value_stride + inner};
-      for (const T* source : sources)
-        for (int64_t h = 0; h < heads; ++h)
-          for (int64_t byte = 0; byte < bytes; byte += 64)
-            __builtin_prefetch((const char*)(source + h * head_size) + byte);
-      key += count;
-    }
+  // Keys that are packed AHEAD of those from `first` on: of this task, or of the next one of this thread.
+  Rows<T> locate_ahead(int64_t first) const {
+    const int64_t key = first + AHEAD, stop = (std::min(span.end, task.tile_end * TILE) + LANES - 1) / LANES * LANES;
+    if (key < stop || !next) return locate<T>(a, task, span, key);
+    return locate<T>(a, *next, Span(a, *next), next->tile * TILE + key - stop);
   }
 
   void pack(int64_t tile) {
     const size_t size = Engine::packed_bytes(a.head_dim);
     const int64_t vectors = vectors_for(rows - 1, tile);
     for (int64_t v = 0; v < vectors; ++v) {
-      const T *next_keys[LANES], *next_values[LANES];
-      int64_t step[LANES];
-      std::copy(key_rows, key_rows + LANES, next_keys);
-      std::copy(value_rows, value_rows + LANES, next_values);
-      std::copy(head_step, head_step + LANES, step);
-      locate(tile * TILE + (v + 1) * LANES);
-      prefetch(tile * TILE + v * LANES + AHEAD);
+      const int64_t first = tile * TILE + v * LANES;
+      Rows<T> now = locate<T>(a, task, span, first), soon = locate_ahead(first);
       for (int64_t h = 0; h < heads; ++h) {
-        Engine::pack_keys(next_keys, v * LANES, a.head_dim, (char*)keys + h * size);
-        for (int i = 0; i < LANES; ++i) next_keys[i] += step[i];
-      }
-      for (int64_t h = 0; h < heads; ++h) {
-        Engine::pack_values(next_values, v * LANES, a.head_dim, (char*)packed_values + h * size);
-        for (int i = 0; i < LANES; ++i) next_values[i] += step[i];
+        Engine::pack_keys(now.keys, soon.keys, v * LANES, a.head_dim, (char*)keys + h * size);
+        Engine::pack_values(now.values, soon.values, v * LANES, a.head_dim, (char*)packed_values + h * size);
+        now.next_head(), soon.next_head();
       }
     }
   }
@@ -497,58 +507,61 @@ std::vector<Task> whole_tasks(const Attention& a, int64_t packed_bytes) {
 }
 
 template <class Engine>
-void attend(const Attention& a, int threads) {
-  const std::vector<Task> tasks = whole_tasks(a, int64_t(2 * Engine::packed_bytes(a.head_dim)));
-  const int64_t group = a.num_heads / a.num_kv_heads, count = int64_t(tasks.size());
-  auto rows_of = [group](const Task& t) { return (t.last - t.first) * group * (t.head_end - t.head); };
-  int64_t tiles = 0, work = 0;
-  for (const Task& t : tasks) {
-    tiles += t.tile_end - t.tile;
-    work += (t.tile_end - t.tile) * (rows_of(t) + 8 * (t.head_end - t.head)) * a.head_dim * TILE;
-  }
-  if (work < 400000) threads = 1;
-  if (threads == 1 || count >= 4 * threads || tiles == count) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < count; ++i) Worker<Engine>(a, tasks[size_t(i)]).run();
+void attend(const Attention& a, const AttentionPlan& plan, Crew& crew) {
+  const std::vector<Task>& tasks = plan.tasks;
+  const int64_t count = int64_t(tasks.size());
+  if (plan.pieces.empty()) {
+    crew.share(count, [&](int64_t i) {
+      const bool more = i + crew.threads < count;  // most likely the next one of this thread
+      Worker<Engine>(a, tasks[size_t(i)], more ? &tasks[size_t(i + crew.threads)] : nullptr).run();
+    });
     return;
   }
-  thread_local std::vector<float> partials;
-  size_t needed = 0;
-  for (const Task& t : tasks) needed += size_t((t.tile_end - t.tile) * rows_of(t) * (a.head_dim + 2));
-  float* partial = scratch(partials, needed);
-  const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
-  std::vector<Task> pieces;
-  std::vector<const float*> starts;
-  for (Task piece : tasks) {
-    const int64_t tile_end = piece.tile_end;
-    starts.push_back(partial);
-    for (; piece.tile < tile_end; piece.tile = piece.tile_end) {
-      piece.tile_end = std::min(piece.tile + run, tile_end), piece.partial = partial;
-      pieces.push_back(piece);
-      partial += (piece.tile_end - piece.tile) * rows_of(piece) * (a.head_dim + 2);
-    }
-  }
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < pieces.size(); ++i) Worker<Engine>(a, pieces[i]).run();
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; ++i) {
-      const Task& task = tasks[size_t(i)];
-      Worker<Engine>(a, task).merge(starts[size_t(i)], task.tile_end - task.tile);
-    }
-  }
+  crew.share(int64_t(plan.pieces.size()), [&](int64_t i) { Worker<Engine>(a, plan.pieces[size_t(i)]).run(); });
+  crew.share(count, [&](int64_t i) {
+    const Task& task = tasks[size_t(i)];
+    Worker<Engine>(a, task).merge(task.partial, task.tile_end - task.tile);
+  });
+}
+
+int64_t packed_bytes(DType dtype, int64_t head_dim) {
+#if defined(__AVX512BF16__)
+  if (dtype == DType::bf16) return int64_t(Pairs::packed_bytes(head_dim));
+#endif
+  return int64_t(Plain<float>::packed_bytes(head_dim));
 }
 
 }  // namespace
 
-void paged_attention(const Attention& a, DType dtype, int threads) {
-  if (dtype == DType::f32) return attend<Plain<float>>(a, threads);
-  if (dtype == DType::fp16) return attend<Plain<fp16>>(a, threads);
+AttentionPlan::AttentionPlan(const Attention& a, DType dtype, int threads)
+    : tasks(whole_tasks(a, 2 * packed_bytes(dtype, a.head_dim))) {
+  const int64_t group = a.num_heads / a.num_kv_heads, count = int64_t(tasks.size());
+  auto floats_of = [&](const Task& t) {
+    return (t.last - t.first) * group * (t.head_end - t.head) * (a.head_dim + 2);
+  };
+  int64_t tiles = 0, needed = 0;
+  for (const Task& t : tasks) tiles += t.tile_end - t.tile, needed += (t.tile_end - t.tile) * floats_of(t);
+  if (threads == 1 || count >= 4 * threads || tiles == count) return;
+  partials.resize(size_t(needed));
+  float* partial = partials.data();
+  const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
+  for (Task& task : tasks) {
+    task.partial = partial;
+    for (Task piece = task; piece.tile < task.tile_end; piece.tile = piece.tile_end) {
+      piece.tile_end = std::min(piece.tile + run, task.tile_end), piece.partial = partial;
+      pieces.push_back(piece);
+      partial += (piece.tile_end - piece.tile) * floats_of(piece);
+    }
+  }
+}
+
+void paged_attention(const Attention& a, const AttentionPlan& plan, DType dtype, Crew& crew) {
+  if (dtype == DType::f32) return attend<Plain<float>>(a, plan, crew);
+  if (dtype == DType::fp16) return attend<Plain<fp16>>(a, plan, crew);
 #if defined(__AVX512BF16__)
-  return attend<Pairs>(a, threads);
+  return attend<Pairs>(a, plan, crew);
 #else
-  return attend<Plain<bf16>>(a, threads);
+  return attend<Plain<bf16>>(a, plan, crew);
 #endif
 }
 

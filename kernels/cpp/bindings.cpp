@@ -13,6 +13,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 #include "ops.h"
 
 namespace {
@@ -76,7 +78,7 @@ float number(PyObject* o) {
 
 // Runs `work`, without the GIL if it is `long_work`.
 template <class Work>
-void run(bool long_work, Work work) {
+void release(bool long_work, Work work) {
   if (!long_work) return work();
   PyThreadState* state = PyEval_SaveThread();
   try {
@@ -88,11 +90,54 @@ void run(bool long_work, Work work) {
   PyEval_RestoreThread(state);
 }
 
+// Runs a kernel of `size` units of work: on this thread while that is little, on the whole team from `shared` on,
+// and without the GIL when it is long.
+template <class Kernel>
+void run(int64_t size, int64_t shared, Kernel kernel) {
+  const int threads = size < shared ? 1 : at::get_num_threads();
+  release(size > 8 * shared, [&] { raydix::together(threads, kernel); });
+}
+
 PyObject* pair(const Tensor& a, const Tensor& b) {
   PyObject* result = PyTuple_New(2);
   PyTuple_SET_ITEM(result, 0, THPVariable_Wrap(a));
   PyTuple_SET_ITEM(result, 1, THPVariable_Wrap(b));
   return result;
+}
+
+// Takes what says where the sequences and their KV are; gives the number of query-key pairs, about.
+int64_t set_sequences(raydix::Attention& a, const Tensor& tables, const Tensor& starts, const Tensor& lens,
+                      int64_t num_tokens) {
+  a.num_sequences = lens.numel();
+  check(tables.dim() == 2 && tables.size(0) == a.num_sequences && tables.stride(1) == 1,
+        "block_tables must be [num_sequences, max_blocks]");
+  check_type(tables.scalar_type() == at::kInt, "block_tables must be int32");
+  a.block_tables = static_cast<const int32_t*>(tables.data_ptr()), a.table_stride = tables.stride(0);
+  a.query_start = data<int32_t>(starts, at::kInt, a.num_sequences + 1, "query_start must be int32 [num_sequences + 1]");
+  a.context_lens = data<int32_t>(lens, at::kInt, a.num_sequences, "context_lens must be int32 [num_sequences]");
+  check(a.query_start[0] == 0 && a.query_start[a.num_sequences] == num_tokens, "query_start must span the queries");
+  const int64_t positions = tables.size(1) * a.block_size;
+  int64_t total = 0;
+  for (int64_t s = 0; s < a.num_sequences; ++s) {
+    const int64_t chunk = a.query_start[s + 1] - a.query_start[s], length = a.context_lens[s];
+    check(chunk >= 0 && length >= chunk && length <= positions,
+          "a context must hold its queries and fit its block table");
+    total += chunk * length;
+  }
+  return total;
+}
+
+// Every block that is read must be one of the cache's.
+void check_tables(const raydix::Attention& a, int64_t num_blocks) {
+  for (int64_t s = 0; s < a.num_sequences; ++s) {
+    const int64_t length = a.context_lens[s], chunk = a.query_start[s + 1] - a.query_start[s];
+    if (chunk == 0) continue;
+    const int64_t first = a.sliding_window ? std::max<int64_t>(0, length - chunk - a.sliding_window + 1) : 0;
+    for (int64_t b = first / a.block_size; b < (length + a.block_size - 1) / a.block_size; ++b) {
+      const int64_t block = a.block_tables[s * a.table_stride + b];
+      check(block >= 0 && block < num_blocks, "block_tables names a block outside the cache");
+    }
+  }
 }
 
 PyObject* paged_attention(PyObject* const* args) {
@@ -109,36 +154,13 @@ PyObject* paged_attention(PyObject* const* args) {
   for (const Tensor* cache : {&k, &v})
     check(cache->stride(3) == 1 && cache->stride(2) == a.head_dim && cache->stride(1) == a.block_size * a.head_dim,
           "the last three dims of a cache must be contiguous");
-  a.num_sequences = lens.numel();
-  check(tables.dim() == 2 && tables.size(0) == a.num_sequences && tables.stride(1) == 1,
-        "block_tables must be [num_sequences, max_blocks]");
-  check_type(tables.scalar_type() == at::kInt, "block_tables must be int32");
-  a.block_tables = static_cast<const int32_t*>(tables.data_ptr()), a.table_stride = tables.stride(0);
-  a.query_start = data<int32_t>(starts, at::kInt, a.num_sequences + 1, "query_start must be int32 [num_sequences + 1]");
-  a.context_lens = data<int32_t>(lens, at::kInt, a.num_sequences, "context_lens must be int32 [num_sequences]");
-  check(a.query_start[0] == 0 && a.query_start[a.num_sequences] == q.size(0), "query_start must span the queries");
-  const int64_t positions = tables.size(1) * a.block_size, num_blocks = k.size(0);
-  int64_t total = 0;
-  for (int64_t s = 0; s < a.num_sequences; ++s) {
-    const int64_t chunk = a.query_start[s + 1] - a.query_start[s], length = a.context_lens[s];
-    check(chunk >= 0 && length >= chunk && length <= positions,
-          "a context must hold its queries and fit its block table");
-    total += chunk * length;
-  }
+  const int64_t total = set_sequences(a, tables, starts, lens, q.size(0));
   a.scale = number(args[6]);
   a.sliding_window = args[7] == Py_None ? 0 : integer(args[7]);
   a.soft_cap = args[8] == Py_None ? 0.0f : number(args[8]);
   check(args[7] == Py_None || a.sliding_window > 0, "sliding_window must be positive");
   check(args[8] == Py_None || a.soft_cap > 0, "soft_cap must be positive");
-  for (int64_t s = 0; s < a.num_sequences; ++s) {
-    const int64_t length = a.context_lens[s], chunk = a.query_start[s + 1] - a.query_start[s];
-    if (chunk == 0) continue;
-    const int64_t first = a.sliding_window ? std::max<int64_t>(0, length - chunk - a.sliding_window + 1) : 0;
-    for (int64_t b = first / a.block_size; b < (length + a.block_size - 1) / a.block_size; ++b) {
-      const int64_t block = a.block_tables[s * a.table_stride + b];
-      check(block >= 0 && block < num_blocks, "block_tables names a block outside the cache");
-    }
-  }
+  check_tables(a, k.size(0));
   Tensor out;
   if (args[10] == Py_None) {
     out = at::empty(q.sizes(), q.options());
@@ -154,9 +176,21 @@ PyObject* paged_attention(PyObject* const* args) {
   }
   a.query = q.data_ptr(), a.out = out.data_ptr(), a.key_cache = k.data_ptr(), a.value_cache = v.data_ptr();
   a.key_stride = k.stride(0), a.value_stride = v.stride(0);
-  const int threads = at::get_num_threads();
-  run(total * a.num_heads > 32768, [&] { raydix::paged_attention(a, dtype_of(q), threads); });
+  const DType dtype = dtype_of(q);
+  const int64_t work = total * a.num_heads * a.head_dim;
+  const raydix::AttentionPlan plan(a, dtype, work < 400000 ? 1 : at::get_num_threads());
+  run(work, 400000, [&](raydix::Crew& crew) { raydix::paged_attention(a, plan, dtype, crew); });
   return args[9] == Py_True ? pair(out, lse) : THPVariable_Wrap(out);
+}
+
+void set_positions(raydix::RotaryStore& a, const Tensor& positions, const Tensor& slots, int64_t num_slots,
+                   int64_t max_position) {
+  a.positions = data<int64_t>(positions, at::kLong, a.num_tokens, "positions must be int64 [num_tokens]");
+  a.slot_mapping = data<int64_t>(slots, at::kLong, a.num_tokens, "slot_mapping must be int64 [num_tokens]");
+  for (int64_t i = 0; i < a.num_tokens; ++i) {
+    check(a.positions[i] >= 0 && a.positions[i] < max_position, "a position lies outside cos_sin");
+    check(a.slot_mapping[i] < num_slots, "a slot lies outside the cache");
+  }
 }
 
 PyObject* rotary_kv_store(PyObject* const* args) {
@@ -174,13 +208,7 @@ PyObject* rotary_kv_store(PyObject* const* args) {
           "the last three dims of a cache must be contiguous");
   check(cos_sin.dim() == 2 && cos_sin.size(1) == a.head_dim, "cos_sin must be [max_position, head_dim]");
   a.cos_sin = data<float>(cos_sin, at::kFloat, cos_sin.numel(), "cos_sin must be contiguous float32");
-  a.positions = data<int64_t>(tensor(args[1]), at::kLong, a.num_tokens, "positions must be int64 [num_tokens]");
-  a.slot_mapping = data<int64_t>(tensor(args[5]), at::kLong, a.num_tokens, "slot_mapping must be int64 [num_tokens]");
-  const int64_t num_slots = k.size(0) * a.block_size, max_position = cos_sin.size(0);
-  for (int64_t i = 0; i < a.num_tokens; ++i) {
-    check(a.positions[i] >= 0 && a.positions[i] < max_position, "a position lies outside cos_sin");
-    check(a.slot_mapping[i] < num_slots, "a slot lies outside the cache");
-  }
+  set_positions(a, tensor(args[1]), tensor(args[5]), k.size(0) * a.block_size, cos_sin.size(0));
   bool float_norms = false;
   const Tensor *q_norm = maybe_tensor(args[7]), *k_norm = maybe_tensor(args[8]);
   for (const Tensor* norm : {q_norm, k_norm}) {
@@ -195,8 +223,8 @@ PyObject* rotary_kv_store(PyObject* const* args) {
   const Tensor query = at::empty({a.num_tokens, a.num_heads, a.head_dim}, qkv.options());
   a.qkv = qkv.data_ptr(), a.query = query.data_ptr(), a.key_cache = k.data_ptr(), a.value_cache = v.data_ptr();
   a.key_stride = k.stride(0), a.value_stride = v.stride(0);
-  const int threads = at::get_num_threads();
-  run(qkv.numel() > 262144, [&] { raydix::rotary_kv_store(a, dtype_of(qkv), float_norms, threads); });
+  const DType dtype = dtype_of(qkv);
+  run(qkv.numel(), 32768, [&](raydix::Crew& crew) { raydix::rotary_kv_store(a, dtype, float_norms, crew); });
   return THPVariable_Wrap(query);
 }
 
@@ -213,11 +241,11 @@ PyObject* rms_norm(PyObject* const* args) {
   }
   const Tensor out = at::empty(x.sizes(), x.options()), sum = residual ? at::empty(x.sizes(), x.options()) : Tensor();
   const float eps = number(args[2]);
-  const int threads = at::get_num_threads();
-  run(x.numel() > 262144, [&] {
+  const DType dtype = dtype_of(x);
+  run(x.numel(), 32768, [&](raydix::Crew& crew) {
     raydix::rms_norm(x.data_ptr(), residual ? residual->data_ptr() : nullptr, weight.data_ptr(), out.data_ptr(),
-                     residual ? sum.data_ptr() : nullptr, x.size(0), x.size(1), x.stride(0), eps, dtype_of(x),
-                     float_weight, threads);
+                     residual ? sum.data_ptr() : nullptr, x.size(0), x.size(1), x.stride(0), eps, dtype,
+                     float_weight, crew);
   });
   return residual ? pair(out, sum) : THPVariable_Wrap(out);
 }
@@ -227,10 +255,9 @@ PyObject* silu_and_mul(PyObject* const* args) {
   check(x.dim() == 2 && x.stride(1) == 1 && x.size(1) % 2 == 0, "x must be [num_tokens, 2 * intermediate]");
   const int64_t rows = x.size(0), width = x.size(1) / 2;
   const Tensor out = at::empty({rows, width}, x.options());
-  const int threads = at::get_num_threads();
-  run(x.numel() > 262144, [&] {
-    raydix::silu_and_mul(x.data_ptr(), out.data_ptr(), rows, width, x.stride(0), args[1] == Py_True, dtype_of(x),
-                         threads);
+  const DType dtype = dtype_of(x);
+  run(x.numel(), 32768, [&](raydix::Crew& crew) {
+    raydix::silu_and_mul(x.data_ptr(), out.data_ptr(), rows, width, x.stride(0), args[1] == Py_True, dtype, crew);
   });
   return THPVariable_Wrap(out);
 }
@@ -250,8 +277,7 @@ PyObject* linear(PyObject* const* args) {
   a.bias = bias ? data<float>(*bias, at::kFloat, columns, "the bias must be padded float32") : nullptr;
   const Tensor out = at::empty({a.rows, a.out_features}, x.options());
   a.x = x.data_ptr(), a.out = out.data_ptr();
-  const int threads = at::get_num_threads();
-  run(a.in_features * a.out_features * (a.rows + 8) > (1 << 25), [&] { raydix::linear(a, threads); });
+  run(a.in_features * a.out_features * (a.rows + 8), 1 << 20, [&](raydix::Crew& crew) { raydix::linear(a, crew); });
   return THPVariable_Wrap(out);
 }
 
@@ -270,8 +296,111 @@ PyObject* onednn_linear(PyObject* const* args) {
   if (x.size(0) == 0) return THPVariable_Wrap(at::empty({0, out_features}, x.options()));
   const std::optional<Tensor> bias = args[2] == Py_None ? std::optional<Tensor>() : tensor(args[2]);
   Tensor out;
-  run(x.size(1) * out_features * (x.size(0) + 8) > (1 << 25),
+  release(x.size(1) * out_features * (x.size(0) + 8) > (1 << 25),
       [&] { out = op.call(x, weight, bias, "none", scalars, ""); });
+  return THPVariable_Wrap(out);
+}
+
+// A decoder's weights, kept alive for as long as Python keeps the capsule.
+struct Decoder {
+  std::vector<Tensor> tensors;
+  std::vector<raydix::Layer> layers;
+  const float* first_norm;
+  int64_t num_heads, max_position = INT64_MAX;
+  float eps, scale, soft_cap;
+  bool silu;
+
+  const float* floats(PyObject* o) {
+    const Tensor* t = maybe_tensor(o);
+    if (!t) return nullptr;
+    tensors.push_back(*t);
+    return data<float>(*t, at::kFloat, t->numel(), "norms and tables must be contiguous float32");
+  }
+
+  raydix::Weight weight(PyObject* o) {
+    const Tensor& packed = tensor(PyTuple_GetItem(o, 0));
+    tensors.push_back(packed);
+    const int64_t in_features = integer(PyTuple_GetItem(o, 2)), out_features = integer(PyTuple_GetItem(o, 3));
+    const int64_t size = (out_features + 63) / 64 * 64 * in_features;
+    return {data<char>(packed, at::kBFloat16, size, "a weight must be packed bfloat16"), floats(PyTuple_GetItem(o, 1)),
+            in_features, out_features};
+  }
+};
+
+// Layers of (4 weights (packed, bias, in, out), 6 norms, cos_sin, window), first_norm, num_heads, eps, scale, soft_cap,
+// whether SiLU.
+PyObject* decoder(PyObject* const* args) {
+  check_type(raydix::has_linear(), "this build has no bfloat16 product");
+  auto result = std::make_unique<Decoder>();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
+    PyObject* from = PyList_GET_ITEM(args[0], i);
+    auto item = [&](int at) { return PyTuple_GetItem(from, at); };
+    raydix::Layer layer{};
+    layer.qkv = result->weight(item(0)), layer.output = result->weight(item(1));
+    layer.gate_up = result->weight(item(2)), layer.down = result->weight(item(3));
+    layer.mlp_norm = result->floats(item(4)), layer.next_norm = result->floats(item(5));
+    layer.attention_post_norm = result->floats(item(6)), layer.mlp_post_norm = result->floats(item(7));
+    layer.q_norm = result->floats(item(8)), layer.k_norm = result->floats(item(9));
+    layer.cos_sin = result->floats(item(10)), layer.window = item(11) == Py_None ? 0 : integer(item(11));
+    result->max_position = std::min(result->max_position, tensor(item(10)).size(0));
+    result->layers.push_back(layer);
+  }
+  result->first_norm = result->floats(args[1]), result->num_heads = integer(args[2]);
+  result->eps = number(args[3]), result->scale = number(args[4]);
+  result->soft_cap = args[5] == Py_None ? 0.0f : number(args[5]), result->silu = args[6] == Py_True;
+  return PyCapsule_New(result.release(), "raydix.decoder",
+                       [](PyObject* capsule) { delete (Decoder*)PyCapsule_GetPointer(capsule, "raydix.decoder"); });
+}
+
+// decoder, embedded tokens, pool, positions, slot_mapping, block_tables, query_start, context_lens, out_rows.
+PyObject* forward(PyObject* const* args) {
+  auto* decoder = (Decoder*)PyCapsule_GetPointer(args[0], "raydix.decoder");
+  check_type(decoder != nullptr, "expected a decoder");
+  const Tensor &embedded = tensor(args[1]), &pool = tensor(args[2]), &rows = tensor(args[8]);
+  check_type(embedded.scalar_type() == at::kBFloat16 && pool.scalar_type() == at::kBFloat16, "expected bfloat16");
+  check(pool.dim() == 6 && pool.is_contiguous() && pool.size(1) == int64_t(decoder->layers.size()),
+        "the pool must be [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]");
+  check(embedded.dim() == 2 && embedded.is_contiguous() && embedded.size(1) == decoder->layers.at(0).qkv.in_features,
+        "embedded must be [num_tokens, hidden]");
+  const int64_t tokens = embedded.size(0), hidden = embedded.size(1), heads = decoder->num_heads;
+  const int64_t kv_heads = pool.size(3), block_size = pool.size(4), dim = pool.size(5);
+  check(dim % 16 == 0 && dim <= 1024 && heads % kv_heads == 0, "unknown shape of heads");
+  int64_t wide = 0;
+  for (const raydix::Layer& layer : decoder->layers) {
+    check(layer.qkv.out_features == (heads + 2 * kv_heads) * dim, "the pool is not as wide as the decoder's heads");
+    wide = std::max({wide, layer.qkv.out_features, layer.gate_up.out_features});
+  }
+  raydix::Forward a{decoder->layers, decoder->first_norm};
+  raydix::RotaryStore& r = a.rotary;
+  r.num_tokens = tokens, r.num_heads = heads, r.num_kv_heads = kv_heads, r.head_dim = dim, r.block_size = block_size;
+  r.qkv_stride = (heads + 2 * kv_heads) * dim, r.key_stride = r.value_stride = pool.stride(0), r.eps = decoder->eps;
+  set_positions(r, tensor(args[3]), tensor(args[4]), pool.size(0) * block_size, decoder->max_position);
+  raydix::Attention& t = a.attention;
+  t.num_heads = heads, t.num_kv_heads = kv_heads, t.head_dim = dim, t.block_size = block_size;
+  t.key_stride = t.value_stride = pool.stride(0), t.scale = decoder->scale, t.soft_cap = decoder->soft_cap;
+  set_sequences(t, tensor(args[5]), tensor(args[6]), tensor(args[7]), tokens);
+  check_tables(t, pool.size(0));
+  a.num_out = rows.numel(), a.out_rows = data<int64_t>(rows, at::kLong, a.num_out, "out_rows must be int64");
+  for (int64_t i = 0; i < a.num_out; ++i)
+    check(a.out_rows[i] >= 0 && a.out_rows[i] < tokens, "out_rows names a token outside the batch");
+  const int threads = at::get_num_threads();
+  std::vector<int64_t> windows;
+  for (raydix::Layer& layer : decoder->layers) {
+    layer.plan = size_t(std::find(windows.begin(), windows.end(), layer.window) - windows.begin());
+    if (layer.plan < windows.size()) continue;
+    windows.push_back(t.sliding_window = layer.window);
+    a.plans.push_back(std::make_unique<raydix::AttentionPlan>(t, DType::bf16, threads));
+  }
+  auto buffer = [&](int64_t width) { return at::empty({tokens, width}, embedded.options()); };
+  const Tensor buffers[] = {embedded.clone(),     buffer(hidden),      buffer(hidden),      buffer(hidden), buffer(wide),
+                            buffer(heads * dim), buffer(heads * dim), buffer(wide / 2 + 1)};
+  void* at[8];
+  for (int i = 0; i < 8; ++i) at[i] = buffers[i].data_ptr();
+  a.buffers = {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
+  const Tensor out = at::empty({a.num_out, hidden}, embedded.options());
+  a.pool = pool.data_ptr(), a.out = out.data_ptr(), a.layer_stride = pool.stride(1), a.hidden = hidden;
+  a.eps = decoder->eps, a.silu = decoder->silu;
+  release(true, [&] { raydix::together(threads, [&](raydix::Crew& crew) { raydix::forward(a, crew); }); });
   return THPVariable_Wrap(out);
 }
 
@@ -286,9 +415,9 @@ PyObject* kv_copy(PyObject* const* args) {
   for (int64_t i = 0; i < count; ++i)
     if (wanted[i] < 0 || wanted[i] >= pool.size(0)) throw std::out_of_range("block_ids names a block outside the pool");
   char *blocks = static_cast<char*>(pool.data_ptr()), *packed = static_cast<char*>(buffer.data_ptr());
-  const int threads = at::get_num_threads();
-  run(count * block_bytes > 65536,
-      [&] { raydix::kv_copy(blocks, packed, wanted, count, block_bytes, args[3] == Py_True, threads); });
+  run(count * block_bytes, 1 << 20, [&](raydix::Crew& crew) {
+    raydix::kv_copy(blocks, packed, wanted, count, block_bytes, args[3] == Py_True, crew);
+  });
   Py_RETURN_NONE;
 }
 
@@ -347,8 +476,8 @@ PyObject* sample(PyObject* const* args) {
     ranks = at::empty({a.batch}, ints), a.ranks = ranks.data_ptr<int64_t>();
   }
   a.token_ids = tokens.data_ptr<int64_t>();
-  const int threads = at::get_num_threads();
-  run(logits.numel() > 65536, [&] { raydix::sample(a, dtype_of(logits), threads); });
+  const DType dtype = dtype_of(logits);
+  run(logits.numel(), 65536, [&](raydix::Crew& crew) { raydix::sample(a, dtype, crew); });
   PyObject* result = PyTuple_New(5);
   int i = 0;
   for (const Tensor& t : {tokens, logprobs, top_ids, top_logprobs, ranks})
@@ -390,6 +519,8 @@ PyMethodDef methods[] = {
     method<linear, 4>("linear"),
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),
+    method<decoder, 7>("decoder"),
+    method<forward, 9>("forward"),
     method<kv_copy, 4>("kv_copy"),
     method<sample, 17>("sample"),
     {nullptr, nullptr, 0, nullptr},

@@ -20,6 +20,7 @@ constexpr int64_t PANEL = 64;      // columns
 constexpr int64_t ROWS = 6;        // by PANEL columns fill the registers
 constexpr int64_t TASK_ROWS = 96;  // at most, share a panel while it is in the cache
 constexpr int64_t FEW_ROWS = 24;   // up to here every thread reads its own columns of the weight once
+constexpr int64_t FIRST_LINES = 32;  // of the next panel, where it is not asked for as a whole
 constexpr int64_t DEPTH = 512;     // pairs along in_features in one cache block
 
 struct Block {
@@ -30,9 +31,15 @@ struct Block {
   const float* bias;     // null: none
   int64_t x_stride, out_stride, pairs, columns;  // columns that exist from here on
   bool first, last;      // cache block along in_features
+  const char* ahead;     // weights for which memory is asked on the way; null: none
+  int64_t lines;         // of `ahead` for each pair
 };
 
-template <int M, int N>
+struct Piece {
+  int64_t row, column, width;
+};
+
+template <int M, int N, int LINES>
 INLINE void register_block(const Block& b) {
   __m512 total[M][N];
   for (int m = 0; m < M; ++m)
@@ -41,6 +48,7 @@ INLINE void register_block(const Block& b) {
   for (int64_t j = 0; j < b.pairs; ++j) {
     __m512bh w[N];
     for (int n = 0; n < N; ++n) w[n] = (__m512bh)_mm512_loadu_si512(b.packed + j * PANEL + n * LANES);
+    for (int line = 0; line < LINES; ++line) __builtin_prefetch(b.ahead + (j * LINES + line) * 64);
     for (int m = 0; m < M; ++m) {
       int32_t pair;
       std::memcpy(&pair, b.x + m * b.x_stride + 2 * j, sizeof pair);
@@ -68,18 +76,26 @@ INLINE void register_block(const Block& b) {
 
 template <int M>
 void some_rows(Block b, int64_t vectors) {
-  if (vectors == PANEL / LANES) return register_block<M, PANEL / LANES>(b);
+  if (vectors == PANEL / LANES) {
+    if (!b.ahead) return register_block<M, PANEL / LANES, 0>(b);
+    return b.lines == 1 ? register_block<M, PANEL / LANES, 1>(b) : register_block<M, PANEL / LANES, 2>(b);
+  }
   for (int64_t n = 0; n < vectors; ++n) {
-    register_block<M, 1>(b);
+    register_block<M, 1, 0>(b);
     b.packed += LANES, b.sums += LANES, b.out += LANES, b.columns -= LANES;
     if (b.bias) b.bias += LANES;
   }
 }
 
 void all_rows(Block b, int64_t rows, int64_t vectors) {
+  // What the next call reads is asked for during the first register blocks of this one.
+  const char* const ahead_end = b.ahead + b.pairs * PANEL * 4;
+  b.lines = rows > 3 * ROWS ? 1 : 2;
   for (; rows >= ROWS; rows -= ROWS) {
     some_rows<ROWS>(b, vectors);
     b.x += ROWS * b.x_stride, b.out += ROWS * b.out_stride, b.sums += ROWS * PANEL;
+    if (b.ahead) b.ahead += b.pairs * b.lines * 64;
+    if (b.ahead >= ahead_end) b.ahead = nullptr;
   }
   switch (rows) {
     case 1: return some_rows<1>(b, vectors);
@@ -90,8 +106,12 @@ void all_rows(Block b, int64_t rows, int64_t vectors) {
   }
 }
 
+const uint32_t* panel_of(const Linear& a, int64_t column) {
+  return (const uint32_t*)a.packed + column / PANEL * (a.in_features / 2) * PANEL + column % PANEL;
+}
+
 // Rows [row, row + rows) and `vectors` vectors of columns from `column` on, all within one panel.
-void task(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t vectors) {
+void task(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t vectors, const char* next) {
   alignas(64) static thread_local float sums[TASK_ROWS * PANEL];
   const int64_t pairs = a.in_features / 2;
   Block b{};
@@ -102,7 +122,14 @@ void task(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t ve
     b.pairs = std::min(DEPTH, pairs - done);
     b.first = done == 0, b.last = done + b.pairs == pairs;
     b.x = (const bf16*)a.x + row * a.x_stride + 2 * done;
-    b.packed = (const uint32_t*)a.packed + (column / PANEL * pairs + done) * PANEL + column % PANEL;
+    b.packed = panel_of(a, column) + done * PANEL;
+    const char* ahead = b.last ? next : (const char*)(b.packed + b.pairs * PANEL);
+    if (rows > ROWS) {
+      b.ahead = ahead;
+    } else if (ahead) {
+      // One register block reads as fast as memory gives; only the way from one panel to the next is shortened.
+      for (int64_t line = 0; line < FIRST_LINES; ++line) __builtin_prefetch(ahead + line * 64);
+    }
     all_rows(b, rows, vectors);
   }
 }
@@ -111,37 +138,35 @@ void task(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t ve
 
 bool has_linear() { return true; }
 
-void linear(const Linear& a, int threads) {
+void linear(const Linear& a, Crew& crew) {
   const int64_t panels = (a.out_features + PANEL - 1) / PANEL;
-  if (a.rows * a.in_features * a.out_features < 100000) threads = 1;
-  if (a.rows <= FEW_ROWS) {
-    const int64_t vectors = (a.out_features + LANES - 1) / LANES, per_panel = PANEL / LANES;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t share = 0; share < threads; ++share) {
-      const int64_t end = vectors * (share + 1) / threads;
-      for (int64_t v = vectors * share / threads; v < end;) {
-        const int64_t count = std::min(per_panel - v % per_panel, end - v);
-        task(a, 0, a.rows, v * LANES, count);
-        v += count;
-      }
-    }
-    return;
-  }
   int64_t height = TASK_ROWS;
-  while (height > FEW_ROWS && (a.rows + height - 1) / height * panels < 8 * threads) height /= 2;
+  while (height > FEW_ROWS && (a.rows + height - 1) / height * panels < 8 * crew.threads) height /= 2;
   const int64_t blocks = (a.rows + height - 1) / height;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < blocks * panels; ++i) {
-    const int64_t row = i / panels * height, column = i % panels * PANEL;
-    const int64_t vectors = (std::min(PANEL, a.out_features - column) + LANES - 1) / LANES;
-    task(a, row, std::min(height, a.rows - row), column, vectors);
-  }
+  if (blocks == 0) return;
+  // The last panels are taken in halves, so that threads finish together.
+  const int64_t halved = blocks == 1 ? std::min<int64_t>(panels, crew.threads) : 0, whole = blocks * panels - halved;
+  auto piece = [&](int64_t i) {
+    const int64_t panel = i < whole ? i % panels : whole + (i - whole) / 2;
+    const int64_t half = i < whole ? 0 : (i - whole) % 2 * (PANEL / 2), width = i < whole ? PANEL : PANEL / 2;
+    return Piece{i < whole ? i / panels * height : 0, panel * PANEL + half, width};
+  };
+  const int64_t count = whole + 2 * halved;
+  crew.share(count, [&](int64_t i) {
+    const Piece p = piece(i);
+    const int64_t vectors = (std::min(p.width, a.out_features - p.column) + LANES - 1) / LANES;
+    if (vectors <= 0) return;
+    const bool more = i + crew.threads < count;  // most likely the next one of this thread
+    const int64_t column = more ? piece(i + crew.threads).column : 0;
+    const void* next = more ? panel_of(a, column) : a.after;
+    task(a, p.row, std::min(height, a.rows - p.row), p.column, vectors, (const char*)next);
+  });
 }
 
 #else
 
 bool has_linear() { return false; }
-void linear(const Linear&, int) {}
+void linear(const Linear&, Crew&) {}
 
 #endif
 

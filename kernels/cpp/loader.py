@@ -35,7 +35,7 @@ INSTRUCTION_SETS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-w", "-Wno-psabi")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-w", "-Wno-psabi")
 
 
 class BuildError(Exception):
@@ -133,8 +133,6 @@ def build(chosen: str, path: Path) -> None:
             objects.append(f"{scratch}/{source.stem}.o")
             running.append(start([compiler, *FLAGS, abi, *flags, "-c", str(source), "-o", objects[-1]]))
         finish(running)
-        # OpenMP is not named here: its symbols come from the runtime torch has loaded, whatever that file is called,
-        # so that no second pool of threads appears.
         torch_libraries = Path(torch.__file__).parent / "lib"
         linked = f"{scratch}/{path.name}"
         names = ("-ltorch_cpu", "-ltorch_python", "-lc10")

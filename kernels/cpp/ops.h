@@ -2,6 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "team.h"
 
 namespace raydix {
 
@@ -18,6 +22,22 @@ struct Attention {
   int64_t table_stride, key_stride, value_stride;  // the latter from block to block
   float scale, soft_cap;                           // soft_cap 0: none
   int64_t sliding_window;                          // 0: none
+};
+
+// How a call of `paged_attention` is cut into pieces; the same for every layer with the same window.
+class AttentionPlan {
+ public:
+  // Queries [first, last) of one sequence (counted within its chunk) and KV heads [head, head_end), over tiles
+  // [tile, tile_end) of keys. Few queries take several heads, for their keys lie side by side in memory.
+  struct Task {
+    int64_t sequence, head, head_end, first, last, tile, tile_end;
+    float* partial;  // where split: per tile, head and row maximum, sum, values
+  };
+  std::vector<Task> tasks;
+  std::vector<Task> pieces;  // runs of tiles, where tasks are too few for the threads; then merged
+  std::vector<float> partials;
+
+  AttentionPlan(const Attention& a, DType dtype, int threads);
 };
 
 struct RotaryStore {
@@ -52,20 +72,58 @@ struct Linear {
   const float* bias;       // null: none; padded to whole panels
   void* out;
   int64_t rows, in_features, out_features, x_stride;
+  const void* after;  // the weight that is read next, if known: memory is asked for it in time
 };
 
-void paged_attention(const Attention& a, DType dtype, int threads);
-void rotary_kv_store(const RotaryStore& a, DType dtype, bool float_norms, int threads);
+// A decoder's weights, as `Linear` and the norms want them; norms are float32, null where the model has none.
+struct Weight {
+  const void* packed;
+  const float* bias;
+  int64_t in_features, out_features;
+};
+
+struct Layer {
+  Weight qkv, output, gate_up, down;
+  const float *mlp_norm, *next_norm, *attention_post_norm, *mlp_post_norm, *q_norm, *k_norm, *cos_sin;
+  int64_t window;  // 0: none
+  size_t plan;     // of the attention, among those of the call
+};
+
+// What the operations of a pass hand to each other, each as large as the batch needs.
+struct Buffers {
+  void *residual, *sum, *x, *y, *wide, *query, *attended, *activated;
+};
+
+// One call of the whole decoder, bfloat16. `rotary` and `attention` hold what is the same for all layers.
+struct Forward {
+  const std::vector<Layer>& layers;
+  const float* first_norm;
+  RotaryStore rotary;
+  Attention attention;
+  std::vector<std::unique_ptr<AttentionPlan>> plans;
+  Buffers buffers;
+  const int64_t* out_rows;
+  int64_t num_out, hidden;
+  void *pool, *out;
+  int64_t layer_stride;  // elements from one layer of a block to the next: keys, then values
+  float eps;
+  bool silu;
+};
+
+// One phase or more of a crew's work each.
+void forward(const Forward& a, Crew& crew);
+void paged_attention(const Attention& a, const AttentionPlan& plan, DType dtype, Crew& crew);
+void rotary_kv_store(const RotaryStore& a, DType dtype, bool float_norms, Crew& crew);
 // `residual` and `sum` may be null; `weight` is float32 if `float_weight`, else of x's dtype.
 void rms_norm(const void* x, const void* residual, const void* weight, void* out, void* sum, int64_t rows,
-              int64_t width, int64_t stride, float eps, DType dtype, bool float_weight, int threads);
+              int64_t width, int64_t stride, float eps, DType dtype, bool float_weight, Crew& crew);
 void silu_and_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, bool silu, DType dtype,
-                  int threads);
+                  Crew& crew);
 // Copies blocks of `pool` to `buffer`, or back if `scatter`.
 void kv_copy(char* pool, char* buffer, const int64_t* ids, int64_t count, int64_t block_bytes, bool scatter,
-             int threads);
+             Crew& crew);
 bool has_linear();  // whether this build has the one below
-void linear(const Linear& a, int threads);
-void sample(const Sample& a, DType dtype, int threads);
+void linear(const Linear& a, Crew& crew);
+void sample(const Sample& a, DType dtype, Crew& crew);
 
 }  // namespace raydix

@@ -38,21 +38,19 @@ void norm_row(const T* x, const T* residual, const W* weight, T* out, T* sum, in
 
 template <class T, class W>
 void norm_rows(const void* x, const void* residual, const void* weight, void* out, void* sum, int64_t rows,
-               int64_t width, int64_t stride, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < rows; ++row) {
+               int64_t width, int64_t stride, float eps, Crew& crew) {
+  crew.share(rows, grain(width), [&](int64_t row) {
     const T* other = residual ? (const T*)residual + row * width : nullptr;
     T* kept = residual ? (T*)sum + row * width : nullptr;
     norm_row((const T*)x + row * stride, other, (const W*)weight, (T*)out + row * width, kept, width, eps);
-  }
+  });
 }
 
 }  // namespace
 
 void rms_norm(const void* x, const void* residual, const void* weight, void* out, void* sum, int64_t rows,
-              int64_t width, int64_t stride, float eps, DType dtype, bool float_weight, int threads) {
-  if (rows * width < 32768) threads = 1;
-  auto run = [&](auto kernel) { kernel(x, residual, weight, out, sum, rows, width, stride, eps, threads); };
+              int64_t width, int64_t stride, float eps, DType dtype, bool float_weight, Crew& crew) {
+  auto run = [&](auto kernel) { kernel(x, residual, weight, out, sum, rows, width, stride, eps, crew); };
   if (dtype == DType::f32) return run(norm_rows<float, float>);
   if (dtype == DType::bf16) return float_weight ? run(norm_rows<bf16, float>) : run(norm_rows<bf16, bf16>);
   return float_weight ? run(norm_rows<fp16, float>) : run(norm_rows<fp16, fp16>);

@@ -66,18 +66,16 @@ void one_token(const RotaryStore& a, int64_t token) {
 }
 
 template <class T, class W>
-void all_tokens(const RotaryStore& a, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t token = 0; token < a.num_tokens; ++token) one_token<T, W>(a, token);
+void all_tokens(const RotaryStore& a, Crew& crew) {
+  crew.share(a.num_tokens, grain(a.qkv_stride), [&](int64_t token) { one_token<T, W>(a, token); });
 }
 
 }  // namespace
 
-void rotary_kv_store(const RotaryStore& a, DType dtype, bool float_norms, int threads) {
-  if (a.num_tokens * a.qkv_stride < 32768) threads = 1;
-  if (dtype == DType::f32) return all_tokens<float, float>(a, threads);
-  if (dtype == DType::bf16) return float_norms ? all_tokens<bf16, float>(a, threads) : all_tokens<bf16, bf16>(a, threads);
-  return float_norms ? all_tokens<fp16, float>(a, threads) : all_tokens<fp16, fp16>(a, threads);
+void rotary_kv_store(const RotaryStore& a, DType dtype, bool float_norms, Crew& crew) {
+  if (dtype == DType::f32) return all_tokens<float, float>(a, crew);
+  if (dtype == DType::bf16) return float_norms ? all_tokens<bf16, float>(a, crew) : all_tokens<bf16, bf16>(a, crew);
+  return float_norms ? all_tokens<fp16, float>(a, crew) : all_tokens<fp16, fp16>(a, crew);
 }
 
 }  // namespace raydix

@@ -272,20 +272,18 @@ void one_row(const Sample& a, int64_t row, Scratch& scratch) {
 }
 
 template <class T>
-void all_rows(const Sample& a, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < a.batch; ++row) {
+void all_rows(const Sample& a, Crew& crew) {
+  crew.share(a.batch, [&](int64_t row) {
     thread_local Scratch scratch;
     one_row<T>(a, row, scratch);
-  }
+  });
 }
 
 }  // namespace
 
-void sample(const Sample& a, DType dtype, int threads) {
-  if (a.batch * a.vocabulary < 65536) threads = 1;
-  if (dtype == DType::f32) return all_rows<float>(a, threads);
-  return dtype == DType::bf16 ? all_rows<bf16>(a, threads) : all_rows<fp16>(a, threads);
+void sample(const Sample& a, DType dtype, Crew& crew) {
+  if (dtype == DType::f32) return all_rows<float>(a, crew);
+  return dtype == DType::bf16 ? all_rows<bf16>(a, crew) : all_rows<fp16>(a, crew);
 }
 
 }  // namespace raydix

@@ -16,10 +16,9 @@ INLINE f32x16 activate(f32x16 x) {
 }
 
 template <class T, bool SILU>
-void rows_of(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, int threads) {
+void rows_of(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, Crew& crew) {
   const int64_t whole = width / LANES * LANES, rest = width - whole;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < rows; ++row) {
+  crew.share(rows, grain(width), [&](int64_t row) {
     const T *gate = (const T*)x + row * stride, *up = gate + width;
     T* to = (T*)out + row * width;
     for (int64_t i = 0; i < whole; i += LANES) store(to + i, activate<SILU>(load(gate + i)) * load(up + i));
@@ -27,15 +26,14 @@ void rows_of(const void* x, void* out, int64_t rows, int64_t width, int64_t stri
       const f32x16 v = activate<SILU>(load_part(gate + whole, rest)) * load_part(up + whole, rest);
       store_part(to + whole, v, rest);
     }
-  }
+  });
 }
 
 }  // namespace
 
 void silu_and_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, bool silu, DType dtype,
-                  int threads) {
-  if (rows * width < 16384) threads = 1;
-  auto run = [&](auto kernel) { kernel(x, out, rows, width, stride, threads); };
+                  Crew& crew) {
+  auto run = [&](auto kernel) { kernel(x, out, rows, width, stride, crew); };
   if (dtype == DType::f32) return silu ? run(rows_of<float, true>) : run(rows_of<float, false>);
   if (dtype == DType::bf16) return silu ? run(rows_of<bf16, true>) : run(rows_of<bf16, false>);
   return silu ? run(rows_of<fp16, true>) : run(rows_of<fp16, false>);

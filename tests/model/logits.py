@@ -11,7 +11,7 @@ BLOCK_SIZE = 16
 def logits_in_chunks(decoder: Decoder, token_ids: list[int], chunk: int) -> torch.Tensor:
     """Logits of every position, computed chunk by chunk through paged KV whose blocks are not in order."""
     num_blocks = len(token_ids) // BLOCK_SIZE + 1
-    pool = KVPool(decoder.config, num_blocks, BLOCK_SIZE, torch.float32)
+    pool = KVPool(decoder.config, num_blocks, BLOCK_SIZE, decoder.dtype)
     table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
     parts = []
     for start in range(0, len(token_ids), chunk):

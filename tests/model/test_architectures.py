@@ -8,6 +8,7 @@ import torch
 
 from engine.model.decoder import Decoder
 from engine.model.tokenizer import quiet_transformers
+from kernels.decoder_pass import DecoderPass
 from tests.model.logits import logits_in_chunks
 
 SMALL: dict[str, Any] = {
@@ -49,6 +50,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, tmp_path: Path) -> None:
+    token_ids, expected = reference(case, tmp_path)
+    decoder = Decoder.from_folder(tmp_path, torch.float32, "cpu")
+    actual = logits_in_chunks(decoder, token_ids, chunk=40)
+    error = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
+    assert error.max() < 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids, _ = reference(case, tmp_path)
+    decoder = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
+    if not decoder.runs_in_one_call:
+        pytest.skip("no bfloat16 product of ours here")
+    at_once = logits_in_chunks(decoder, token_ids, chunk=40)
+    monkeypatch.setattr(DecoderPass, "supports", lambda *_: False)
+    step_by_step = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
+    assert not step_by_step.runs_in_one_call
+    assert torch.equal(at_once, logits_in_chunks(step_by_step, token_ids, chunk=40))
+
+
+def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
+    """Saves a model with random weights to `folder`; some tokens, and the logits that transformers gives for them."""
     family, extra = CASES[case]
     with quiet_transformers():
         import transformers
@@ -61,11 +86,7 @@ def test_logits(case: str, tmp_path: Path) -> None:
             for parameter in theirs.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
-        theirs.save_pretrained(tmp_path)
+        theirs.save_pretrained(folder)
         token_ids = torch.randint(1, 200, (150,))
         with torch.inference_mode():
-            expected = theirs(token_ids[None]).logits[0]
-    decoder = Decoder.from_folder(tmp_path, torch.float32, "cpu")
-    actual = logits_in_chunks(decoder, token_ids.tolist(), chunk=40)
-    error = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
-    assert error.max() < 1e-3
+            return token_ids.tolist(), theirs(token_ids[None]).logits[0]

@@ -113,7 +113,7 @@ def test_after_a_block_that_is_the_same_for_some_tokens(
     run(engine, [assignment("other", [*prompt(300, 300)[:num_same], *prompt(3000, 300 - num_same)])])
     engine.submit(both(300)[0], 0.0)
     step = engine.step(0.0)
-    assert step is not None and step.num_tokens == 300 - num_same
+    assert step is not None and step.shape.num_prefill_tokens == 300 - num_same
     engine.abort(["greedy"])
     assert run(engine, both(300)) == cold[300]
 
@@ -160,7 +160,7 @@ def test_prefilled_by_one_engine_and_decoded_by_another(
             assert decode.import_segment(segment.header, segment.payload, 0.0)
     while (step := decode.step(0.0)) is not None:
         if not outputs[1:]:
-            assert step.num_tokens == 1, "nothing of the prompt is computed twice"
+            assert (step.shape.num_prefill_tokens, step.shape.num_decodes) == (0, 1), "nothing of the prompt is computed twice"
         outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
     assert outputs == cold[length]["greedy"]
 

@@ -117,7 +117,7 @@ def test_prefilled_by_one_engine_and_decoded_by_another(decoder: Decoder, cold: 
             assert decode.import_segment(segment.header, segment.payload, 0.0)
     assert scores["r"] == cold[length]
     while (step := decode.step(0.0)) is not None:
-        assert step.num_tokens == 1 and not step.scores
+        assert (step.shape.num_prefill_tokens, step.shape.num_decodes) == (0, 1) and not step.scores
 
 
 def test_generated_tokens_are_scored_as_they_were_sampled(decoder: Decoder) -> None:

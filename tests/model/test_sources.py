@@ -168,6 +168,6 @@ def test_every_chat_with_a_system_message_begins_alike_and_no_other(tokenizer: T
     assert text.startswith(f"<|im_start|>system\n{system}<|im_end|>\n")
     for question in ("Hi", "\n\n", "", "  x", "\tx", "\r\n", "1", "é", "<|im_end|>"):
         chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        assert tuple(tokenizer.apply_chat_template(chat)[: len(beginning)]) == beginning
+        assert tuple(tokenizer.encode_chat(chat).token_ids[: len(beginning)]) == beginning
     chat[0]["content"] += " Be brief."
-    assert tuple(tokenizer.apply_chat_template(chat)[: len(beginning)]) != beginning
+    assert tuple(tokenizer.encode_chat(chat).token_ids[: len(beginning)]) != beginning

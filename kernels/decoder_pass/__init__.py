@@ -1,0 +1,112 @@
+"""All layers of a decoder in one call, where this machine has our own bfloat16 product: the same operations and bits
+as one by one, without a way back to Python, and without waking the threads, between any two of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kernels.cpp import cpu_ops
+from kernels.linear import PackedLinear
+from kernels.linear.packing import Layout
+
+__all__ = ["DecoderPass", "LayerWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's weights. Norm weights are float32 and have the family's offset in them."""
+
+    qkv: PackedLinear
+    output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    mlp_norm: Tensor
+    next_norm: Tensor
+    """The norm of the next layer's input, or the final norm: it is fused with this layer's last residual add."""
+    attention_post_norm: Tensor | None
+    mlp_post_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos_sin: Tensor
+    """[max_position, head_dim] float32."""
+    window: int | None
+
+    def products(self) -> tuple[PackedLinear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class DecoderPass:
+    """A decoder's weights, ready to be run; see `supports`."""
+
+    def __init__(
+        self,
+        layers: tuple[LayerWeights, ...],
+        first_norm: Tensor,
+        *,
+        num_heads: int,
+        eps: float,
+        scale: float,
+        soft_cap: float | None,
+        activation: str,
+    ) -> None:
+        ops = cpu_ops()
+        assert ops is not None
+        self._forward = ops.forward
+        rows = [_layer(layer) for layer in layers]
+        silu = activation == "silu"
+        self._decoder = ops.decoder(rows, first_norm, num_heads, eps, scale, soft_cap, silu)
+
+    @staticmethod
+    def supports(layers: tuple[LayerWeights, ...]) -> bool:
+        """Whether every product is one that the C++ path computes itself."""
+        return all(product.layout is Layout.PANELS for layer in layers for product in layer.products())
+
+    def __call__(
+        self,
+        embedded: Tensor,
+        pool: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        out_rows: Tensor,
+    ) -> Tensor:
+        """Store the KV of the tokens and return the last layer's normed output of `out_rows`, [num_rows, hidden]
+        bfloat16.
+
+        `embedded`: [num_tokens, hidden] bfloat16; `pool`: [num_blocks, num_layers, 2, num_kv_heads, block_size,
+        head_dim] bfloat16; the rest as `rotary_kv_store` and `paged_attention` take it. Raises `ValueError` on wrong
+        shapes and `TypeError` on wrong dtypes.
+        """
+        hidden: Tensor = self._forward(
+            self._decoder,
+            embedded,
+            pool,
+            positions,
+            slot_mapping,
+            block_tables,
+            query_start,
+            context_lens,
+            out_rows,
+        )
+        return hidden
+
+
+def _weight(product: PackedLinear) -> tuple[Any, ...]:
+    return product.weight, product.bias, product.in_features, product.out_features
+
+
+def _layer(layer: LayerWeights) -> tuple[Any, ...]:
+    return (
+        *(_weight(product) for product in layer.products()),
+        layer.mlp_norm,
+        layer.next_norm,
+        layer.attention_post_norm,
+        layer.mlp_post_norm,
+        layer.q_norm,
+        layer.k_norm,
+        layer.cos_sin,
+        layer.window,
+    )

@@ -1,0 +1,57 @@
+"""The kernels' threads: what is computed does not depend on how many there are, who else asks, or a fork."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpp import cpu_ops
+from kernels.rms_norm import rms_norm
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    if cpu_ops() is None:
+        pytest.skip("no compiled kernels here")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def rows() -> Tensor:
+    return torch.randn(2000, 576).bfloat16()
+
+
+def norm(rows: Tensor) -> Tensor:
+    return rms_norm(rows, torch.ones(576), 1e-5)
+
+
+def test_any_number_of_threads(rows: Tensor) -> None:
+    torch.set_num_threads(1)
+    alone = norm(rows)
+    for threads in (2, 5, 3, 1, 2):  # more than cores, then fewer than there have been
+        torch.set_num_threads(threads)
+        for _ in range(20):
+            assert torch.equal(norm(rows), alone)
+
+
+def test_callers_at_the_same_time(rows: Tensor) -> None:
+    torch.set_num_threads(2)
+    expected = norm(rows)
+    with ThreadPoolExecutor(4) as pool:
+        for result in pool.map(norm, [rows] * 200):
+            assert torch.equal(result, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own(rows: Tensor) -> None:
+    torch.set_num_threads(2)
+    expected = norm(rows).view(torch.int16).numpy()
+    child = os.fork()
+    if child == 0:  # without torch's own threads, which do not survive this
+        os._exit(0 if (norm(rows).view(torch.int16).numpy() == expected).all() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
