@@ -15,12 +15,13 @@ async def answer(ref: Any, timeout_s: float | None = None) -> Any:
     return await asyncio.wait_for(_await(ref), timeout_s)
 
 
-async def quietly(ref: Any) -> None:
-    """Wait for a call whose failure is somebody else's to notice."""
+async def quietly(ref: Any) -> Any:
+    """Wait for a call whose failure is somebody else's to notice; what it returned, or None if it failed."""
     try:
-        await ref
+        return await ref
     except RayError as error:
         logger.debug("call failed: %s", type(error).__name__)
+        return None
 
 
 class Background:

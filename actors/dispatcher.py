@@ -21,8 +21,9 @@ from ray.exceptions import RayError
 
 from actors.batching import Batch
 from actors.calls import Background, answer, quietly
+from actors.manager_link import ManagerLink
 from actors.messages import Ended, FirstToken
-from actors.names import MANAGER, find_actor
+from actors.names import find_actor
 from engine.core.errors import NoWorkerError, OverloadedError, ServiceError
 from engine.core.generation import Generation
 from engine.core.hashing import BlockChain, root_hash
@@ -36,6 +37,8 @@ PING_S = 2.0
 MANAGER_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 MAX_ATTEMPTS = 10
+NUM_PREVIEW_TOKENS = 32
+"""First tokens of a prompt that the manager keeps to show its prefix by."""
 DISPATCH_TIMEOUT_S = 30.0
 """How long a request waits for a worker that could take it."""
 
@@ -62,7 +65,13 @@ class Dispatcher:
     """The data plane of one ingress replica."""
 
     def __init__(
-        self, ingress_id: str, app_name: str, model: ModelFacts, max_active: int, on_failover: Callable[[], None]
+        self,
+        ingress_id: str,
+        app_name: str,
+        manager: ManagerLink,
+        model: ModelFacts,
+        max_active: int,
+        on_failover: Callable[[], None],
     ) -> None:
         self._ingress_id = ingress_id
         self._app_name = app_name
@@ -72,7 +81,7 @@ class Dispatcher:
         self._active: dict[str, _Delivery] = {}
         self._workers: dict[str, ActorHandle[Any]] = {}
         self._known_workers: dict[str, Role] = {}
-        self._manager: ActorHandle[Any] | None = None
+        self._manager = manager
         self._background = Background()
         self._admits = Batch(self._admit_all)
         self._first_tokens: list[FirstToken] = []
@@ -126,11 +135,11 @@ class Dispatcher:
     async def workers(self) -> dict[str, Role]:
         """The workers that the manager knows now; empty when it is out of reach."""
         try:
-            manager = await self._get_manager()
+            manager = await self._manager.find()
             call: Any = manager.workers.remote(self._ingress_id, list(self._active))
             infos = await answer(call, MANAGER_TIMEOUT_S)
         except (RayError, TimeoutError, ServiceError):
-            self._manager = None  # look for its successor the next time
+            self._manager.forget()
             return {}
         self._known_workers = {info.worker_id: info.role for info in infos}
         return self._known_workers
@@ -160,16 +169,18 @@ class Dispatcher:
             len(token_ids),
             generation.session,
             self._ingress_id,
+            generation.tenant,
+            generation.prompt[:NUM_PREVIEW_TOKENS],
             generates=generation.sampling.max_tokens > 0,
         )
         try:
             return await asyncio.wait_for(self._admits.add(request), MANAGER_TIMEOUT_S)
         except (RayError, TimeoutError, ServiceError):
-            self._manager = None
+            self._manager.forget()
             return self._place_alone(request)
 
     async def _admit_all(self, requests: list[AdmitRequest]) -> list[Admission | None]:
-        manager = await self._get_manager()
+        manager = await self._manager.find()
         admissions: list[Admission | None] = await manager.admit.remote(requests)
         # Whoever left meanwhile may have been settled before it was admitted.
         self._ended += [Ended(request.request_id) for request in requests if request.request_id not in self._active]
@@ -230,10 +241,10 @@ class Dispatcher:
             batch = [each for each in batch if each.request_id in self._active]
             if batch and worker_id in self._workers:
                 self._background.start(self._submit(worker_id, self._workers[worker_id], batch))
-        if (self._first_tokens or self._ended) and self._manager is not None:
+        if (self._first_tokens or self._ended) and self._manager.handle is not None:
             first_tokens, self._first_tokens = self._first_tokens, []
             ended, self._ended = self._ended, []
-            self._background.start(self._settle(self._manager, first_tokens, ended))
+            self._background.start(self._settle(self._manager.handle, first_tokens, ended))
 
     async def _submit(self, worker_id: str, worker: ActorHandle[Any], assignments: list[Assignment]) -> None:
         try:
@@ -256,13 +267,6 @@ class Dispatcher:
         handle = self._workers.get(worker_id)
         if handle is not None:
             self._background.start(quietly(getattr(handle, method).remote(*args)))
-
-    async def _get_manager(self) -> ActorHandle[Any]:
-        if self._manager is None:
-            self._manager = await find_actor(MANAGER, self._app_name)
-        if self._manager is None:
-            raise NoWorkerError("the KV cache manager is not there")
-        return self._manager
 
     # Receiving
 

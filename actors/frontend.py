@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from actors.cache_control import CacheControl
 from actors.dispatcher import Dispatcher, ModelFacts
+from actors.manager_link import ManagerLink
 from actors.metrics import IngressMetrics
 from actors.transcripts import Conversation, Transcripts
 from configs.schema import Config
@@ -111,10 +113,13 @@ class Frontend:
         self.tenants = tenants(config)
         self._metrics = IngressMetrics()
         self._fingerprint = kv_fingerprint(folder, DTYPES[model.dtype], cache.block_size)
-        self._transcripts = Transcripts(app_name, self._metrics.looked_up) if cache.transcript_mib else None
+        manager = ManagerLink(app_name)
+        self._transcripts = Transcripts(manager, self._metrics.looked_up) if cache.transcript_mib else None
+        self.cache = CacheControl(manager, self._tokenizer.decode)
         self._dispatcher = Dispatcher(
             f"{replica_id}-{secrets.token_hex(4)}",
             app_name,
+            manager,
             ModelFacts(self._fingerprint, cache.block_size, cache.await_timeout_s),
             config.ingress.max_queued_requests,
             self._metrics.failed_over,

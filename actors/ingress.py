@@ -8,16 +8,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
+import orjson
 from fastapi import Depends, FastAPI
 from ray import serve
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from actors.cache_control import require_admin
 from actors.frontend import Frontend, Job
 from actors.http import (
     ClientGoneError,
@@ -130,6 +133,26 @@ class Ingress:
         self._frontend.check_model(name)
         return json_response(model_body(self._frontend.model_object()))
 
+    @app.get("/v1/requests/{request_id}/explain")
+    async def explain(self, request: Request, request_id: str) -> Response:
+        return json_response(orjson.dumps(await self._frontend.cache.explain(request_id, request.state.tenant)))
+
+    @app.get("/v1/cache")
+    async def cache(self, request: Request) -> Response:
+        return json_response(orjson.dumps(await self._frontend.cache.report(request.state.tenant)))
+
+    @app.post("/v1/cache/reset")
+    async def reset_cache(self, request: Request) -> Response:
+        return json_response(orjson.dumps(await self._frontend.cache.reset(request.state.tenant)))
+
+    @app.get("/v1/cache/events")
+    async def cache_events(self, request: Request) -> Response:
+        require_admin(request.state.tenant)
+        since = request.query_params.get("since", request.headers.get("last-event-id"))
+        if since is not None and not since.isdecimal():
+            raise RequestError(f"'since' must be a sequence number, not '{since}'.", param="since")
+        return EventStreamResponse(self._frontend.cache.events(None if since is None else int(since)))
+
     @app.get("/health")
     async def health(self) -> Response:
         """200 only when a request could be served."""
@@ -193,6 +216,8 @@ class Ingress:
         return await self._frontend.job(request.spec(stream=stream), self._frontend.tenants.named(request.tenant))
 
     async def _respond(self, request: Request, spec: GenerationSpec) -> Response:
+        session = spec.session_id or request.headers.get("x-session-id")
+        spec = replace(spec, session_id=session)
         job = await self._frontend.job(spec, request.state.tenant, request.headers.get("x-request-id"))
         if spec.stream:
             return EventStreamResponse(self._frontend.events(job))

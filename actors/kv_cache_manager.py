@@ -25,6 +25,8 @@ from actors.messages import (
     WorkerState,
 )
 from actors.metrics import ManagerMetrics
+from engine.core.cache_events import CacheUpdate
+from engine.core.cache_report import cache_report
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
@@ -136,6 +138,33 @@ class KVCacheManager:
         for end in ended:
             self._directory.decisions.ended(end.request_id, end.attempt, end.how, end.num_preemptions)
         self._release(self._ingress(ingress_id), [end.request_id for end in ended])
+
+    # What others may see and do
+
+    async def explain(self, name: str, tenant: str | None) -> list[dict[str, object]]:
+        """The decisions behind each choice of a request, by the name its client knows (`Decisions.of`)."""
+        decisions = self._directory.decisions.of(name, tenant)
+        return [
+            {"id": request_id, "attempts": [attempt.as_json() for attempt in attempts]}
+            for request_id, attempts in decisions.items()
+        ]
+
+    async def cache_report(self, tenant: str, is_admin: bool) -> dict[str, object]:
+        """Sizes, hits and evictions of the cache; of the tenants only this one's use, unless it is an administrator.
+        Its own hottest prefixes come with their first token ids."""
+        return cache_report(self._directory, tenant, is_admin)
+
+    async def events_since(self, sequence: int | None) -> CacheUpdate:
+        """What was stored and removed (`Directory.events_since`)."""
+        return self._directory.events_since(sequence)
+
+    async def reset_cache(self) -> dict[str, int]:
+        """Forget all KV that no request holds or was promised, everywhere, and the transcripts; returns the counts."""
+        blocks = self._directory.reset()
+        self._transcripts.clear()
+        calls = [quietly(handle.reset_cache.remote()) for handle in self._handles.values()]
+        dropped = await asyncio.gather(*calls)
+        return {"store_blocks": blocks, "pool_blocks": sum(count or 0 for count in dropped)}
 
     async def statistics(self) -> dict[str, int]:
         """Sizes of the index, after checking its integrity."""

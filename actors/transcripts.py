@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.batching import Batch
-from actors.names import MANAGER, find_actor
+from actors.calls import Background
+from actors.manager_link import ManagerLink
+from engine.core.errors import ServiceError
 from engine.core.transcripts import EncodedText, Found, extended_name, name_beginnings, resume
 from engine.core.types import BlockHash
 
@@ -30,13 +31,12 @@ class Conversation:
 class Transcripts:
     """Looks up how chats begin and records how they went on. `on_lookup` is told whether something was found."""
 
-    def __init__(self, app_name: str, on_lookup: Callable[[bool], None]) -> None:
-        self._app_name = app_name
+    def __init__(self, manager: ManagerLink, on_lookup: Callable[[bool], None]) -> None:
+        self._manager = manager
         self._on_lookup = on_lookup
-        self._manager: ActorHandle[Any] | None = None
         self._lookups = Batch(self._recall)
         self._records = Batch(self._remember)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     async def resume(self, chat: EncodedText, root: BlockHash, *, ask: bool, max_tokens: int) -> Conversation:
         """The conversation that a chat continues: at most `max_tokens` ids, those that it had if `ask` and it is known.
@@ -52,35 +52,25 @@ class Transcripts:
     def record(self, conversation: Conversation, text: str, token_ids: Sequence[int]) -> None:
         """Remember an answer: these ids were given out as this text. Does not wait."""
         name = extended_name(conversation.digest, text)
-        task = asyncio.create_task(self._record(name, array("I", (*conversation.token_ids, *token_ids))))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.start(self._record(name, array("I", (*conversation.token_ids, *token_ids))))
 
     async def _look_up(self, names: list[bytes]) -> Found:
         try:
             found: Found = await asyncio.wait_for(self._lookups.add(names), TIMEOUT_S)
-        except (RayError, TimeoutError):
-            self._manager = None  # look for its successor the next time
+        except (RayError, ServiceError, TimeoutError):
+            self._manager.forget()
             return None
         return found
 
     async def _record(self, name: bytes, token_ids: "array[int]") -> None:
         try:
             await self._records.add((name, token_ids))
-        except RayError:
-            self._manager = None
+        except (RayError, ServiceError):
+            self._manager.forget()
 
     async def _recall(self, chats: list[list[bytes]]) -> Any:
-        manager = await self._get_manager()
-        return [None] * len(chats) if manager is None else await manager.recall.remote(chats)
+        return await (await self._manager.find()).recall.remote(chats)
 
     async def _remember(self, transcripts: list[tuple[bytes, "array[int]"]]) -> list[None]:
-        manager = await self._get_manager()
-        if manager is not None:
-            await manager.remember.remote(transcripts)
+        await (await self._manager.find()).remember.remote(transcripts)
         return [None] * len(transcripts)
-
-    async def _get_manager(self) -> ActorHandle[Any] | None:
-        if self._manager is None:
-            self._manager = await find_actor(MANAGER, self._app_name)
-        return self._manager

@@ -43,7 +43,7 @@ class CacheStatistics:
     """Blocks that left a place, by reason."""
     tenants: dict[str, TenantUse] = field(default_factory=dict)
     _lately: deque[tuple[str, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _prefixes: OrderedDict[BlockHash, HotPrefix] = field(default_factory=OrderedDict)
+    _prefixes: OrderedDict[tuple[str, BlockHash], HotPrefix] = field(default_factory=OrderedDict)
 
     def admitted(
         self,
@@ -62,10 +62,11 @@ class CacheStatistics:
         use.num_hit_tokens += num_hits
         self._lately.append((tenant, num_tokens, num_hits))
         if hashes:
-            prefix = self._prefixes.pop(hashes[0], None) or HotPrefix(tenant, preview)
+            key = tenant, hashes[0]
+            prefix = self._prefixes.pop(key, None) or HotPrefix(tenant, preview)
             prefix.num_requests += 1
             prefix.num_hit_tokens += num_hits
-            self._prefixes[hashes[0]] = prefix
+            self._prefixes[key] = prefix
             if len(self._prefixes) > MAX_PREFIXES:
                 self._prefixes.popitem(last=False)
 

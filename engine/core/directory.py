@@ -328,6 +328,14 @@ class Directory:
 
     # What others may ask
 
+    def reset(self) -> int:
+        """Drop every segment that nobody was promised; returns how many blocks they had."""
+        count = 0
+        for segment in [segment for segment in self._segments.values() if segment.leases == 0]:
+            count += len(segment.header.full_hashes)
+            self._drop_segment(segment, "reset")
+        return count
+
     def events_since(self, sequence: int | None) -> CacheUpdate:
         """What was stored and removed since then, or all that is stored now (`CacheEvents.since`)."""
         stored = (block_hash for block_hash, record in self._blocks.items() if record.is_stored)

@@ -51,6 +51,14 @@ class ModelNotFoundError(RequestError):
     code = "model_not_found"
 
 
+class PermissionDeniedError(RequestError):
+    """The caller is known and may not do this."""
+
+    status = 403
+    code = "permission_denied"
+    kind = "permission_error"
+
+
 class NotFoundError(RequestError):
     """No such route or object."""
 

@@ -111,9 +111,14 @@ class Decisions:
         for decision in self._of(request_id, attempt):
             decision.ended, decision.num_preemptions = how, num_preemptions
 
-    def of(self, request_ids: list[str]) -> list[list[Decision]]:
-        """The decisions of each of the requests that are still known."""
-        return [self._by_request[request_id] for request_id in request_ids if request_id in self._by_request]
+    def of(self, name: str, tenant: str | None = None) -> dict[str, list[Decision]]:
+        """The decisions of the requests that belong to what a client knows as `name`: each of its choices is a request
+        named `<name>-<unique>-<index>`. Only a tenant's own, unless `tenant` is None."""
+        return {
+            request_id: decisions
+            for request_id, decisions in self._by_request.items()
+            if name in (request_id, request_id.rsplit("-", 2)[0]) and tenant in (None, decisions[0].tenant)
+        }
 
     def _of(self, request_id: str, attempt: int) -> Iterator[Decision]:
         return (decision for decision in self._by_request.get(request_id, ()) if decision.attempt == attempt)

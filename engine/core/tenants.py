@@ -6,7 +6,7 @@ vouches for it; never by anything else that a client sends. The salt covers the 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 
 from engine.core.errors import AuthenticationError, RequestError
@@ -32,6 +32,10 @@ ANONYMOUS = Tenant("anonymous")
 """Everyone, where no tenants are configured; and requests of the Python handle that name none."""
 
 
+EVERYONE = replace(ANONYMOUS, is_admin=True)
+"""Whoever reaches a server without tenants: it is trusted."""
+
+
 class Tenants:
     """The tenants of a server, and who speaks for them. Without any the server is open: everyone is `ANONYMOUS`."""
 
@@ -51,7 +55,7 @@ class Tenants:
             AuthenticationError: there is no key in it, or one that is not known. The message does not repeat it.
         """
         if self._is_open:
-            return ANONYMOUS
+            return EVERYONE
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise AuthenticationError("No API key was given: send the header 'Authorization: Bearer <key>'.")

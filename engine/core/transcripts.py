@@ -107,6 +107,11 @@ class TranscriptStore:
                 return index, token_ids
         return None
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._token_ids.clear()
+        self.num_bytes = 0
+
     def check_integrity(self) -> None:
         """Raises AssertionError if the memory is not what the entries take, or more than allowed."""
         assert self.num_bytes == sum(map(_cost, self._token_ids.values()))

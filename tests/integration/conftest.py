@@ -71,6 +71,22 @@ class Server:
         finally:
             connection.close()
 
+    def events(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Named server-sent events with their data; closing the iterator drops the connection."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        try:
+            connection.request("GET", path, headers=self.headers)
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            kind = ""
+            for line in response:
+                if line.startswith(b"event: "):
+                    kind = line[7:].decode().strip()
+                elif line.startswith(b"data: "):
+                    yield kind, json.loads(line[6:])
+        finally:
+            connection.close()
+
     def actor(self, name: str) -> Any:
         """A named actor of the application: the manager, or a worker by its id."""
         import ray

@@ -160,7 +160,9 @@ def test_prefilled_by_one_engine_and_decoded_by_another(
             assert decode.import_segment(segment.header, segment.payload, 0.0)
     while (step := decode.step(0.0)) is not None:
         if not outputs[1:]:
-            assert (step.shape.num_prefill_tokens, step.shape.num_decodes) == (0, 1), "nothing of the prompt is computed twice"
+            assert (step.shape.num_prefill_tokens, step.shape.num_decodes) == (0, 1), (
+                "nothing of the prompt is computed twice"
+            )
         outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
     assert outputs == cold[length]["greedy"]
 

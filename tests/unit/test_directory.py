@@ -349,7 +349,7 @@ def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: Mak
 
 
 def sources(directory: Directory, request_id: str) -> list[BlockSource]:
-    ((*_, last),) = directory.decisions.of([request_id])
+    ((*_, last),) = directory.decisions.of(request_id).values()
     return list(last.sources)
 
 

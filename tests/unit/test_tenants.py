@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from engine.core.errors import AuthenticationError, RequestError
-from engine.core.tenants import ANONYMOUS, Tenant, Tenants, key_hash, num_public_tokens, salt_of
+from engine.core.tenants import ANONYMOUS, EVERYONE, Tenant, Tenants, key_hash, num_public_tokens, salt_of
 
 ALICE, BOB = Tenant("alice", is_admin=True, cache_min=0.25), Tenant("bob", max_requests=2)
 TENANTS = Tenants([ALICE, BOB], {key_hash("rdx-a"): "alice", key_hash("rdx-a2"): "alice", key_hash("rdx-b"): "bob"})
@@ -43,7 +43,7 @@ def test_anything_else_is_refused_without_being_repeated(authorization: str | No
 
 def test_without_tenants_the_server_is_open() -> None:
     for authorization in (None, "Bearer none", "nonsense"):
-        assert Tenants().authenticate(authorization) is ANONYMOUS
+        assert Tenants().authenticate(authorization) is EVERYONE
 
 
 def test_a_trusted_program_names_the_tenant() -> None:

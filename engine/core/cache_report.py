@@ -1,0 +1,57 @@
+"""The state of the cache as the cache endpoint shows it."""
+
+from engine.core.directory import Directory
+from engine.core.explain import HITS
+
+NUM_HOTTEST = 10
+
+
+def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str, object]:
+    """Plain values. Counts are since the manager started; `hit_rate` is over the last admissions, in tokens. What all
+    tenants together hit, missed and lost is for administrators."""
+    statistics = directory.statistics
+    report: dict[str, object] = {
+        "object": "cache",
+        "block_size": directory.costs.block_size,
+        "block_bytes": directory.costs.block_bytes,
+        "known_blocks": directory.num_blocks,
+        "workers": [
+            {
+                "id": worker.worker_id,
+                "role": str(worker.role),
+                "cached_blocks": len(worker.blocks),
+                "available_blocks": worker.num_free_blocks,
+            }
+            for worker in directory.workers.values()
+        ],
+        "object_store": {
+            "segments": directory.num_segments,
+            "bytes": directory.segment_bytes,
+            "budget_bytes": directory.segment_budget_bytes,
+        },
+        "hit_rate": statistics.hit_rate(None if is_admin else tenant),
+        "tenants": {
+            name: {
+                "requests": use.num_requests,
+                "prompt_tokens": use.num_prompt_tokens,
+                "hit_tokens": use.num_hit_tokens,
+                "hit_rate": statistics.hit_rate(name),
+            }
+            for name, use in statistics.tenants.items()
+            if is_admin or name == tenant
+        },
+        "hottest_prefixes": [
+            {
+                "token_ids": list(prefix.preview),
+                "requests": prefix.num_requests,
+                "hit_tokens": prefix.num_hit_tokens,
+            }
+            for prefix in statistics.hottest(tenant, NUM_HOTTEST)
+        ],
+    }
+    if is_admin:
+        sources = sorted(statistics.sources.items())
+        report["hit_blocks"] = {str(source): count for source, count in sources if source in HITS}
+        report["missed_blocks"] = {str(source): count for source, count in sources if source not in HITS}
+        report["evicted_blocks"] = dict(sorted(statistics.evicted_blocks.items()))
+    return report

@@ -1,0 +1,96 @@
+"""What the server tells of its decisions and its cache, and how the cache is reset."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Server, eventually, random_prompt
+
+
+def get(server: Server, path: str) -> dict[str, Any]:
+    status, _, body = server.request("GET", path)
+    assert status == 200, body
+    answer: dict[str, Any] = json.loads(body)
+    return answer
+
+
+def last_attempt(server: Server, request_id: str) -> dict[str, Any]:
+    explained = get(server, f"/v1/requests/{request_id}/explain")
+    assert explained["id"] == request_id
+    attempt: dict[str, Any] = explained["choices"][0]["attempts"][-1]
+    return attempt
+
+
+def test_a_request_is_explained(server: Server) -> None:
+    prompt = random_prompt(400, 200)
+    cold = server.complete(prompt, max_tokens=2, cache_salt="explain")
+    eventually(server.is_idle, "the first request is over")
+    warm = server.complete(prompt, max_tokens=2, cache_salt="explain")
+    eventually(lambda: last_attempt(server, warm["id"])["ended"] == "finished", "its end is known")
+
+    first = last_attempt(server, cold["id"])
+    assert first["blocks"] == [{"source": "never_seen", "hit": False, "count": 12}]
+    assert first["prompt_tokens"] == 200 and first["unhashed_tokens"] == 8
+    again = last_attempt(server, warm["id"])
+    assert all(run["hit"] for run in again["blocks"]) and sum(run["count"] for run in again["blocks"]) == 12
+    for attempt in (first, again):
+        assert attempt["predicted_ttft_s"] > 0 and attempt["actual_ttft_s"] > 0 and attempt["regret_s"] >= 0
+        assert attempt["prefill_worker"] in {candidate["worker"] for candidate in attempt["candidates"]}
+        assert attempt["preemptions"] == 0 and attempt["attempt"] == 0
+
+
+def test_a_prompt_without_a_block_and_one_that_parts(server: Server) -> None:
+    short = server.complete(random_prompt(401, 9), max_tokens=1)
+    assert last_attempt(server, short["id"])["note"] == "shorter than a block: nothing to share"
+    prompt = random_prompt(402, 64)
+    server.complete(prompt, max_tokens=1, cache_salt="fork")
+    fork = server.complete([*prompt[:32], *random_prompt(403, 32)], max_tokens=1, cache_salt="fork")
+    runs = last_attempt(server, fork["id"])["blocks"]
+    assert [run["hit"] for run in runs] == [True, False, False][: len(runs)]
+    assert runs[1]["source"] == "diverged"
+
+
+@pytest.mark.parametrize("request_id", ["cmpl-unknown", "unknown", "chatcmpl-"])
+def test_an_unknown_request_is_not_found(server: Server, request_id: str) -> None:
+    status, _, body = server.request("GET", f"/v1/requests/{request_id}/explain")
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["param"]) == (404, "not_found", "id")
+    assert request_id in error["message"]
+
+
+def test_the_cache_is_shown_and_reset(server: Server) -> None:
+    prompt = random_prompt(404, 300)
+    for _ in range(2):
+        server.complete(prompt, max_tokens=2)
+    eventually(server.is_idle, "the requests are over")
+    report = get(server, "/v1/cache")
+    assert 0 < report["hit_rate"] < 1 and report["tenants"]["anonymous"]["hit_tokens"] >= 288
+    assert {worker["role"] for worker in report["workers"]} == {"prefill", "decode"}
+    assert report["hit_blocks"] and report["missed_blocks"] and report["object_store"]["bytes"] > 0
+    assert any(prefix["hit_tokens"] >= 288 and prefix["preview"] for prefix in report["hottest_prefixes"])
+
+    running = server.stream(random_prompt(405, 100), max_tokens=120)
+    seen = [next(running)]
+    status, _, body = server.request("POST", "/v1/cache/reset")
+    dropped = json.loads(body)
+    assert status == 200 and dropped["pool_blocks"] > 0
+    tokens = [token for chunk in [*seen, *running] for choice in chunk["choices"] for token in choice.get("token_ids", ())]
+    assert len(tokens) == 120, "what was under way went on"
+    cold = server.complete(prompt, max_tokens=2)
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_events_of_the_cache_can_be_followed(server: Server) -> None:
+    events = server.events("/v1/cache/events")
+    kind, first = next(events)
+    assert kind == "snapshot"
+    server.complete(random_prompt(406, 48), max_tokens=1, cache_salt="events")
+    kind, stored = next(events)
+    assert kind == "stored" and stored["next"] > first["next"] and stored["blocks"][0] not in first["blocks"]
+    events.close()
+    resumed = server.events(f"/v1/cache/events?since={first['next']}")
+    assert next(resumed) == (kind, stored)
+    resumed.close()
+    status, _, body = server.request("GET", "/v1/cache/events?since=now")
+    assert status == 400 and json.loads(body)["error"]["param"] == "since"
