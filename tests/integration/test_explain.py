@@ -75,7 +75,8 @@ def test_the_cache_is_shown_and_reset(server: Server) -> None:
     status, _, body = server.request("POST", "/v1/cache/reset")
     dropped = json.loads(body)
     assert status == 200 and dropped["pool_blocks"] > 0
-    tokens = [token for chunk in [*seen, *running] for choice in chunk["choices"] for token in choice.get("token_ids", ())]
+    choices = [choice for chunk in [*seen, *running] for choice in chunk["choices"]]
+    tokens = [token for choice in choices for token in choice.get("token_ids", ())]
     assert len(tokens) == 120, "what was under way went on"
     cold = server.complete(prompt, max_tokens=2)
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
