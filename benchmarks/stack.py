@@ -1,0 +1,225 @@
+"""What everything around the model costs: tokens per second through HTTP with a model that returns at once.
+
+    python -m benchmarks.stack [--streams 1 16 64 256] [--tokens 1000] [--config cpu_mixed] [--json FILE]
+
+Starts a server of its own whose engine does everything but compute (`model.source: "null:..."`), on this machine and
+with the load generator beside it, and measures:
+
+* tokens per second of that many concurrent streams of server-sent events;
+* the time to the first token of one stream, all of it added by the stack;
+* admissions per second through the manager actor, in batches;
+* the hand-over of KV through the object store beside the prefill that made it, on the real model.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+from cli.serve import APP_NAME, LocalCluster, free_port
+from configs import load_config
+from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import EngineSettings
+from engine.core.types import AdmitRequest, Assignment, SamplingParams, Stage
+from engine.model.build import build_engine
+from engine.model.segments import checksum
+from engine.model.sources import DEFAULT_MODEL, NULL, model_name
+
+PROMPT_TOKENS = 32
+NUM_FIRST_TOKENS = 200
+ADMIT_BATCH = 64
+ADMIT_BLOCKS = 64
+
+
+class Stream(asyncio.Protocol):
+    """One request: counts nothing but its end, so that the load generator costs as little as it can."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sent_at = 0.0
+        self.first_at: float | None = None
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.sent_at = time.perf_counter()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self.first_at is None and b"data: " in data:
+            self.first_at = time.perf_counter()
+        self._tail = (self._tail + data)[-64:]
+        if b"data: [DONE]" in self._tail:
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if b"data: [DONE]" in self._tail:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error or ConnectionError(self._tail.decode(errors="replace")))
+
+
+async def stream(port: int, num_tokens: int) -> Stream:
+    """Run one request to its end."""
+    prompt = [random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
+    fields = {"model": model_name(DEFAULT_MODEL), "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
+    body = json.dumps({**fields, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    request = head.encode() + b"content-type: application/json\r\n\r\n" + body
+    _, protocol = await asyncio.get_running_loop().create_connection(lambda: Stream(request), "127.0.0.1", port)
+    await protocol.ended
+    return protocol
+
+
+async def tokens_per_s(port: int, num_streams: int, num_tokens: int) -> float:
+    """All streams begin together; the rate over the time until the last one ends."""
+    started = time.perf_counter()
+    await asyncio.gather(*(stream(port, num_tokens) for _ in range(num_streams)))
+    return num_streams * num_tokens / (time.perf_counter() - started)
+
+
+async def first_token_ms(port: int) -> dict[str, float]:
+    """Of one request at a time."""
+    taken = []
+    for _ in range(NUM_FIRST_TOKENS):
+        done = await stream(port, 1)
+        assert done.first_at is not None
+        taken.append((done.first_at - done.sent_at) * 1e3)
+    quantiles = statistics.quantiles(taken, n=100)
+    return {"p50": quantiles[49], "p90": quantiles[89], "p99": quantiles[98]}
+
+
+def load(port: int, streams: Sequence[int], num_tokens: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians of the rates by number of streams, and the times to the first token; runs in a process of its own."""
+    asyncio.run(tokens_per_s(port, 4, 100))
+    first = asyncio.run(first_token_ms(port))
+    rates = {
+        str(count): statistics.median(asyncio.run(tokens_per_s(port, count, num_tokens)) for _ in range(rounds))
+        for count in streams
+    }
+    return rates, first
+
+
+def admits_per_s(duration_s: float = 3.0) -> float:
+    """Admissions of prompts of 64 blocks, half of them known, in batches of 64, each with its release."""
+    import ray
+
+    manager: Any = ray.get_actor("kv_cache_manager", namespace=f"raydix:{APP_NAME}")
+    from actors.messages import Ended
+
+    shared = tuple(random.randbytes(16) for _ in range(ADMIT_BLOCKS // 2))
+    count = 0
+    started = time.perf_counter()
+    while time.perf_counter() - started < duration_s:
+        requests = [
+            AdmitRequest(
+                f"benchmark-{count + index}-0",
+                0,
+                shared + tuple(random.randbytes(16) for _ in range(ADMIT_BLOCKS // 2)),
+                ADMIT_BLOCKS * 16,
+                ingress_id="benchmark",
+            )
+            for index in range(ADMIT_BATCH)
+        ]
+        admitted = ray.get(manager.admit.remote(requests))
+        assert all(admission is not None for admission in admitted)
+        ray.get(manager.settle.remote("benchmark", [], [Ended(request.request_id) for request in requests]))
+        count += ADMIT_BATCH
+    return count / (time.perf_counter() - started)
+
+
+def hand_over(num_tokens: int = 2048, rounds: int = 5) -> dict[str, float]:
+    """Medians: prefill seconds, seconds to take its KV from one pool through the object store into another, and how
+    often each byte of KV is copied on that way."""
+    import ray
+
+    limits = SchedulerLimits(512, 16)
+    engine = build_engine(EngineSettings(DEFAULT_MODEL, "bfloat16", "cpu", None, 16, None, 0.5, limits))
+    store: Any = engine.store
+    prefills, moves = [], []
+    for index in range(rounds):
+        prompt = tuple(random.randrange(100, 40_000) for _ in range(num_tokens))
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        engine.submit(Assignment(f"r{index}", 0, Stage.WHOLE, prompt, num_tokens, sampling, ""), 0.0)
+        started = time.perf_counter()
+        while engine.step(0.0) is not None:
+            pass
+        prefills.append(time.perf_counter() - started)
+        blocks = list(range(num_tokens // 16))
+        started = time.perf_counter()
+        payload = store.export_blocks(blocks)  # copy 1: out of the pool
+        sum_sent = checksum(payload)
+        ref = ray.put(payload)  # copy 2: into the object store
+        arrived = ray.get(ref)
+        assert checksum(arrived) == sum_sent
+        store.import_blocks(arrived, [block + len(blocks) for block in blocks])  # copy 3: into the other pool
+        moves.append(time.perf_counter() - started)
+        del arrived, ref
+    prefill_s, move_s = statistics.median(prefills), statistics.median(moves)
+    return {
+        "tokens": num_tokens,
+        "prefill_s": prefill_s,
+        "hand_over_s": move_s,
+        "share": move_s / prefill_s,
+        "copies_per_byte": 3,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.stack", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--config", default="cpu_mixed", help="configuration of the server")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256], help="concurrent streams")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of each stream")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions; the medians are reported")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    options = parser.parse_args(arguments)
+
+    port = free_port()
+    workers = {"max_requests": 256, "token_budget": 512}
+    overrides = {"model": {"source": NULL + DEFAULT_MODEL}, "http": {"port": port}, "workers": {"mixed": workers}}
+    cluster = LocalCluster(load_config(options.config, overrides))
+    cluster.start()
+    try:
+        cluster.deploy(lambda progress: None, threading.Event())
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as generator:
+            rates, first = generator.submit(load, port, options.streams, options.tokens, options.rounds).result()
+        admits = admits_per_s()
+        moved = hand_over()
+    finally:
+        cluster.stop()
+    result = {
+        **describe("benchmarks.stack", sys.argv[1:] if arguments is None else list(arguments)),
+        "load_average_1min_after": round(os.getloadavg()[0], 2),
+        "tokens_per_s": rates,
+        "first_token_ms": first,
+        "admits_per_s": admits,
+        "hand_over": moved,
+    }
+    for count, rate in rates.items():
+        print(f"{count:>4} streams: {rate:>8,.0f} tokens/s")
+    print(f"first token of one stream: p50 {first['p50']:.2f}, p90 {first['p90']:.2f}, p99 {first['p99']:.2f} ms")
+    print(f"admissions: {admits:,.0f}/s")
+    print(
+        f"hand-over of {moved['tokens']} tokens' KV: {moved['hand_over_s'] * 1e3:.1f} ms, "
+        f"{moved['share']:.1%} of the prefill's {moved['prefill_s'] * 1e3:.0f} ms, 3 copies of each byte"
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
