@@ -1,5 +1,6 @@
 """Every metric that raydix reports, in one place. Prometheus names are `ray_` plus these (Ray adds the prefix)."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ray.serve import metrics as serve_metrics
@@ -23,8 +24,8 @@ class WorkerMetrics:
         tags = {"worker": worker_id, "role": str(role)}
         keys = tuple(tags)
 
-        def counter(name: str, description: str) -> Counter:
-            metric = Counter(name, description=description, tag_keys=keys)
+        def counter(name: str, description: str, *more_keys: str) -> Counter:
+            metric = Counter(name, description=description, tag_keys=keys + more_keys)
             metric.set_default_tags(tags)
             return metric
 
@@ -37,7 +38,10 @@ class WorkerMetrics:
         self._decoded = counter("raydix_decode_tokens", "Generated tokens computed.")
         self._exported = counter("raydix_exported_bytes", "KV bytes sent to the object store.")
         self._imported = counter("raydix_imported_bytes", "KV bytes taken from the object store.")
-        self._preempted = counter("raydix_preemptions", "Requests that lost their blocks to make room.")
+        self._preempted = counter(
+            "raydix_preemptions", "Requests that lost their blocks to make room, by what became of their KV.", "way"
+        )
+        self._swapped = counter("raydix_swapped_bytes", "KV bytes of preempted requests, by where to.", "direction")
         self._running = gauge("raydix_running_requests", "Requests that hold blocks.")
         self._waiting = gauge("raydix_waiting_requests", "Requests that wait for blocks, imports or their turn.")
         self._available = gauge("raydix_available_blocks", "Blocks that are free or cached by nobody's request.")
@@ -48,28 +52,37 @@ class WorkerMetrics:
         self._queue_s.set_default_tags(tags)
         self._num_prefilled = 0
         self._num_decoded = 0
-        self._num_preempted = 0
+        self._preemptions: dict[str, int] = {}
 
-    def step(self, shape: StepShape, num_preempted: int) -> None:
+    def step(self, shape: StepShape) -> None:
         """Count one engine step."""
         self._num_prefilled += shape.num_prefill_tokens
         self._num_decoded += shape.num_decodes
-        self._num_preempted += num_preempted
 
     def flush(self, engine: "Engine") -> None:
         """Report the steps counted since the last time, and how the engine is now."""
-        for metric, count in (
-            (self._prefilled, self._num_prefilled),
-            (self._decoded, self._num_decoded),
-            (self._preempted, self._num_preempted),
-        ):
+        for metric, count in ((self._prefilled, self._num_prefilled), (self._decoded, self._num_decoded)):
             if count:
                 metric.inc(count)
-        self._num_prefilled = self._num_decoded = self._num_preempted = 0
+        self._num_prefilled = self._num_decoded = 0
+        self._flush_preemptions(asdict(engine.preemptions))
         self._running.set(len(engine.scheduler.running))
         self._waiting.set(engine.scheduler.num_waiting)
         self._available.set(engine.pool.num_available)
         self._cached.set(engine.pool.num_cached)
+
+    def _flush_preemptions(self, counts: dict[str, int]) -> None:
+        """Report what these counts have grown by."""
+        for name, metric, tags in (
+            ("num_swapped", self._preempted, {"way": "swap"}),
+            ("num_recomputed", self._preempted, {"way": "recompute"}),
+            ("swapped_out_bytes", self._swapped, {"direction": "out"}),
+            ("swapped_in_bytes", self._swapped, {"direction": "in"}),
+        ):
+            grown = counts[name] - self._preemptions.get(name, 0)
+            if grown:
+                metric.inc(grown, tags=tags)
+        self._preemptions = counts
 
     def finished(self, request: "Request") -> None:
         """Count one request that ended or was handed over."""

@@ -13,7 +13,7 @@ import concurrent.futures
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -23,6 +23,7 @@ from actors.calls import Background, answer
 from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration, WorkerState
 from actors.metrics import WorkerMetrics
 from actors.names import MANAGER, find_actor
+from actors.swap_space import ObjectStoreSwap
 from engine.core.costs import CostFit, WorkerCosts
 from engine.core.settings import EngineSettings
 from engine.core.types import Assignment, BlockHash, PromptEvent, Role, SegmentHeader, TokenEvent
@@ -62,7 +63,7 @@ class Worker:
         from engine.model.build import build_engine
         from engine.model.loop import EngineLoop
 
-        self._engine = build_engine(settings)
+        self._engine = build_engine(settings, ObjectStoreSwap())
         self._loop_thread = EngineLoop(self._engine, self._publish)
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._outboxes: dict[str, _Outbox] = {}
@@ -204,6 +205,8 @@ class Worker:
                 "num_cached_blocks": engine.pool.num_cached,
                 "num_running": len(engine.scheduler.running),
                 "num_waiting": engine.scheduler.num_waiting,
+                "num_swapped": engine.scheduler.num_swapped,
+                "preemptions": asdict(engine.preemptions),
             }
 
         result: dict[str, Any] = await self._ask(collect)
@@ -274,7 +277,7 @@ class Worker:
 
     def _measure(self, step: "StepResult", step_s: float) -> None:
         """Count the step, and learn what steps cost."""
-        self._metrics.step(step.shape, step.num_preempted)
+        self._metrics.step(step.shape)
         self._costs.step(step.shape, step_s)
         self._has_measured = True
 
@@ -336,10 +339,15 @@ class Worker:
         )
 
     async def _report(self) -> None:
-        """Keep the metrics up to date, when nothing happens too."""
+        """Keep the metrics up to date, when nothing happens too, and the engine informed of its costs."""
         while True:
             self._metrics.flush(self._engine)
+            if self._has_measured:
+                self._loop_thread.post(self._set_costs)
             await asyncio.sleep(REPORT_S)
+
+    def _set_costs(self, engine: "Engine") -> None:
+        engine.scheduler.swapping.costs = self._costs.costs()
 
     async def _watch_ingresses(self) -> None:
         """Abort what belongs to ingress replicas that are gone."""

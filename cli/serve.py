@@ -105,11 +105,10 @@ class LocalCluster:
     def start(self) -> None:
         import ray
 
-        cache = self._config.cache
         ray.init(
             address="local",
             include_dashboard=False,
-            object_store_memory=int((cache.segment_gib + STORE_RESERVE_GIB) * GIB),
+            object_store_memory=int((self._config.stored_gib + STORE_RESERVE_GIB) * GIB),
             log_to_driver=False,
             logging_level=logging.ERROR,
             configure_logging=True,

@@ -44,6 +44,11 @@ class CacheSection(_Section):
     segment_gib: float = Field(
         default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; below what it holds."
     )
+    swap_gib: float = Field(
+        default=0.25,
+        ge=0,
+        description="KV of a worker's preempted requests kept in the object store, in GiB; 0: always computed again.",
+    )
     transcript_mib: float = Field(
         default=64.0,
         ge=0,
@@ -179,6 +184,12 @@ class Config(_Section):
     tenants: tuple[TenantSection, ...] = Field(
         default=(), description="Who may send requests; without any, everyone may, without a key."
     )
+
+    @property
+    def stored_gib(self) -> float:
+        """What all parts together keep in the object store at most."""
+        num_workers = sum(section.replicas for section in self.workers.sections.values())
+        return self.cache.segment_gib + num_workers * self.cache.swap_gib
 
     @field_validator("tenants")
     @classmethod

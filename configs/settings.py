@@ -5,6 +5,8 @@ from engine.core.scheduler import SchedulerLimits
 from engine.core.settings import EngineSettings
 from engine.core.tenants import Tenant, Tenants
 
+GIB = 1 << 30
+
 
 def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
     """The engine of one of the configuration's worker sections."""
@@ -17,7 +19,7 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
         num_blocks=config.cache.num_blocks,
         pool_gib=config.cache.pool_gib,
         eviction=config.cache.eviction,
-        limits=SchedulerLimits(worker.token_budget, worker.max_requests),
+        limits=SchedulerLimits(worker.token_budget, worker.max_requests, int(config.cache.swap_gib * GIB)),
     )
 
 

@@ -91,6 +91,10 @@ class BlockPool:
         """Whether nobody holds the block, so that taking it up leaves one less to allocate."""
         return self._ref_counts[block] == 0
 
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one holds the block, so that it stays when one of them gives it back."""
+        return self._ref_counts[block] > 1
+
     def hashes(self) -> list[BlockHash]:
         """Every hash that is here, for reporting the whole pool to a manager that knows nothing yet."""
         return list(self._by_hash)

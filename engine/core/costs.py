@@ -1,6 +1,7 @@
 """How long things take on a worker, fitted while it runs: a step of its engine, and fetching KV from elsewhere.
 
     step   = step_s + prefill tokens * prefill_token_s + decodes * decode_token_s + attended pairs * pair_s
+             + swaps * swap_s + swapped bytes * swap_byte_s
     import = import_s + bytes * import_byte_s
 
 The fit is least squares over what was seen lately. What was not seen lately keeps the value that it had.
@@ -22,6 +23,9 @@ class WorkerCosts:
     """Per query position and position that it attends to."""
     import_s: float = 2e-3
     import_byte_s: float = 1e-9
+    swap_s: float = 1e-3
+    """Per request whose KV is copied out of the pool or back, besides the bytes."""
+    swap_byte_s: float = 1e-9
 
     def decode_step_s(self, num_decodes: int) -> float:
         """A step of decodes alone."""
@@ -37,6 +41,10 @@ class WorkerCosts:
         """Fetching `num_bytes` of KV."""
         return self.import_s + num_bytes * self.import_byte_s if num_bytes else 0.0
 
+    def swap_once_s(self, num_bytes: int) -> float:
+        """Copying one request's `num_bytes` of KV out of the pool, or back."""
+        return self.swap_s + num_bytes * self.swap_byte_s
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -46,6 +54,9 @@ class StepShape:
     num_decodes: int
     num_pairs: float
     """Pairs of a query position and a position that it attends to."""
+    num_swaps: int = 0
+    """Times that one request's KV was copied out of the pool, or back."""
+    num_swapped_bytes: int = 0
 
 
 class CostFit:
@@ -53,14 +64,31 @@ class CostFit:
 
     def __init__(self, prior: WorkerCosts) -> None:
         self._steps = LinearFit(
-            (1.0, 256.0, 16.0, 256.0 * 1024.0),
-            (prior.step_s, prior.prefill_token_s, prior.decode_token_s, prior.pair_s),
+            (1.0, 256.0, 16.0, 256.0 * 1024.0, 1.0, float(1 << 22)),
+            (
+                prior.step_s,
+                prior.prefill_token_s,
+                prior.decode_token_s,
+                prior.pair_s,
+                prior.swap_s,
+                prior.swap_byte_s,
+            ),
         )
         self._imports = LinearFit((1.0, float(1 << 22)), (prior.import_s, prior.import_byte_s))
 
     def step(self, shape: StepShape, seconds: float) -> None:
         """A step took so long."""
-        self._steps.add((1.0, shape.num_prefill_tokens, shape.num_decodes, shape.num_pairs), seconds)
+        self._steps.add(
+            (
+                1.0,
+                shape.num_prefill_tokens,
+                shape.num_decodes,
+                shape.num_pairs,
+                shape.num_swaps,
+                shape.num_swapped_bytes,
+            ),
+            seconds,
+        )
 
     def imported(self, num_bytes: int, seconds: float) -> None:
         """Fetching and unpacking a segment took so long."""
@@ -68,7 +96,11 @@ class CostFit:
 
     def costs(self) -> WorkerCosts:
         """What is thought now."""
-        return WorkerCosts(*self._steps.solve(), *self._imports.solve())
+        step_s, prefill_token_s, decode_token_s, pair_s, swap_s, swap_byte_s = self._steps.solve()
+        import_s, import_byte_s = self._imports.solve()
+        return WorkerCosts(
+            step_s, prefill_token_s, decode_token_s, pair_s, import_s, import_byte_s, swap_s, swap_byte_s
+        )
 
 
 class LinearFit:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.core.hashing import BlockChain, hash_block
+from engine.core.swapping import Swapped
 from engine.core.types import Assignment, BlockHash, Stage, TokenLogprobs
 
 
@@ -44,6 +45,8 @@ class Request:
     num_to_score: int = field(init=False)
     """Positions from 0 on whose next token is to be scored; 0 if none are, or if a prefill worker has scored them."""
     num_preemptions: int = 0
+    swapped: Swapped | None = None
+    """What is kept outside the pool, from a preemption until it is back in `blocks`."""
     submitted_at: float = 0.0
     started_at: float | None = None
 

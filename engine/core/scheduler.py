@@ -7,7 +7,8 @@ prompt is not stuck behind a long one and a long one always moves. Waiting reque
 preempted ones first.
 
 When blocks run out, the latest request is preempted: its blocks are released (the full ones stay cached until they are
-needed) and it will be computed again from where the cache ends.
+needed). If that is predicted to be quicker than computing them again (`engine.core.swapping`), their bytes are kept
+outside the pool, and it goes on where it was; otherwise it is computed again from where the cache ends.
 
 A request that wants log-probabilities of its prompt (it *scores* it) shares cached blocks like any other, but starts at
 the first position whose next token is not scored yet: what lies in shared blocks is computed and not stored.
@@ -17,12 +18,14 @@ Pure logic: no tensors, no clock. `schedule(now)` says what to compute; `update`
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.core.block_pool import BlockContent, BlockPool
 from engine.core.early import EarlyMessages
+from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.request import Request
 from engine.core.score_store import ScoreStore
+from engine.core.swapping import Swapped, SwapPolicy
 from engine.core.types import (
     Assignment,
     BlockHash,
@@ -43,6 +46,8 @@ class SchedulerLimits:
     """Tokens computed in one step, decodes and prefill chunks together."""
     max_requests: int
     """Requests that hold blocks at the same time."""
+    swap_bytes: int = 0
+    """KV of preempted requests that is kept outside the pool; 0: they are always computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,8 @@ class SchedulerOutput:
 
     chunks: tuple[ScheduledChunk, ...]
     preempted: tuple[str, ...]
-    copies: tuple[tuple[int, int], ...] = ()
-    """Blocks to be copied before anything is computed, in this order: from which onto which."""
+    moves: tuple[Move, ...] = ()
+    """To be done before anything is computed, in this order."""
 
     @property
     def num_tokens(self) -> int:
@@ -115,10 +120,13 @@ class StepOutcome:
 class Scheduler:
     """Owns the requests of one worker and decides each step."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, max_model_len: int) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: SchedulerLimits, max_model_len: int, swapping: SwapPolicy | None = None
+    ) -> None:
         assert max_model_len <= pool.num_blocks * pool.block_size, "the longest request must fit into the pool"
         self.pool = pool
         self.limits = limits
+        self.swapping = SwapPolicy() if swapping is None else swapping
         self.max_model_len = max_model_len
         self.scores = ScoreStore()
         self.waiting: deque[Request] = deque()
@@ -128,8 +136,8 @@ class Scheduler:
         self._computing: dict[BlockHash, Request] = {}
         """Blocks that a running prefill is about to fill; whoever else needs one waits for it."""
         self._early = EarlyMessages()
-        self._copies: list[tuple[int, int]] = []
-        """Decided since the step began."""
+        self._moves: list[Move] = []
+        """Decided since the last step's."""
         self._num_submitted = 0
 
     # Requests come and go
@@ -221,12 +229,25 @@ class Scheduler:
         for request, share in share_budget(prefills, budget):
             if self._make_room(request, share, preempted):
                 chunks.append(_chunk(request, share))
-        copies, self._copies = self._copies, []
+        moves, self._moves = self._moves, []
+        for move in moves:
+            if isinstance(move, SwapIn):
+                self._requests[move.request_id].swapped = None
         return SchedulerOutput(
             tuple(chunk for chunk in chunks if chunk.request.request_id in self.running),
             tuple(preempted),
-            tuple(copies),
+            tuple(moves),
         )
+
+    def swap_failed(self, request_id: str, output: SchedulerOutput) -> SchedulerOutput:
+        """A request's KV could not be copied out of the pool, or back: compute it again. What remains of the step."""
+        request = self._requests[request_id]
+        request.swapped = None
+        if request_id in self.running:
+            self._leave_running(request)
+            self.preempted.appendleft(request)
+        chunks = tuple(chunk for chunk in output.chunks if chunk.request is not request)
+        return replace(output, chunks=chunks)
 
     def update(self, output: SchedulerOutput, computed: RunnerOutput, now: float) -> StepOutcome:
         """Record a step's results: seal what is full, report scores, append sampled tokens, finish who is done."""
@@ -267,6 +288,11 @@ class Scheduler:
         """Requests that hold no blocks to compute with: waiting and preempted ones."""
         return len(self.waiting) + len(self.preempted)
 
+    @property
+    def num_swapped(self) -> int:
+        """Preempted requests whose KV is kept outside the pool."""
+        return sum(request.swapped is not None for request in self.preempted)
+
     def requests(self) -> Iterable[Request]:
         return self._requests.values()
 
@@ -289,10 +315,12 @@ class Scheduler:
             assert request.num_computed < len(request.token_ids)
             assert running or not request.blocks
             assert not running or not request.held
+            assert request.swapped is None or request in self.preempted
             held += request.blocks + request.held
             assert 0 <= request.num_reported <= len(request.scores)
             assert not request.num_to_score or request.num_scored <= request.num_to_score
             assert request.num_scored >= request.num_to_score or request.num_computed <= request.num_scored
+        assert self._num_swapped_blocks() <= self.swapping.max_blocks
         self.scores.check_integrity()
         self.pool.check_integrity(held)
 
@@ -308,7 +336,7 @@ class Scheduler:
                 if not _is_ready(request, now):
                     continue
                 matched = self.pool.match(request.full_hashes())
-                if self._is_being_computed(request, len(matched)):
+                if request.swapped is None and self._is_being_computed(request, len(matched)):
                     continue
                 num_taken = sum(self.pool.is_cached(block) for block in matched)
                 num_missing = self._num_blocks(request) - len(matched)
@@ -335,8 +363,9 @@ class Scheduler:
         request.num_sealed = len(matched)
         request.num_shared = len(matched) * block_size
         request.num_computed = min(request.num_shared, last)
-        self._take_tail(request)
-        self._copy_beginning(request)
+        if not self._swap_in(request):
+            self._take_tail(request)
+            self._copy_beginning(request)
         for block_hash in request.full_hashes()[len(matched) :]:
             self._computing.setdefault(block_hash, request)
         if request.num_cached_tokens is None:
@@ -371,7 +400,7 @@ class Scheduler:
         if similar is not None:
             source, num_same = similar
             [target] = self.pool.allocate(1)
-            self._copies.append((source, target))
+            self._moves.append(CopyBlock(source, target))
             request.blocks.append(target)
             request.num_computed += num_same
 
@@ -412,6 +441,10 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
+        if request.swapped is None:
+            self._swap_out(request)
+        else:  # it would have come back in this step: what is kept stays where it is
+            self._moves = [move for move in self._moves if not _swaps_in(move, request)]
         self._leave_running(request)
         request.num_preemptions += 1
         self.preempted.appendleft(request)
@@ -425,7 +458,50 @@ class Scheduler:
         request.blocks = []
         request.num_computed = request.num_shared = request.num_sealed = 0
 
+    def _swap_out(self, request: Request) -> None:
+        """Have a victim's blocks that nobody else holds kept outside, if there is room and that is the quicker way."""
+        block_size = self.pool.block_size
+        computed = request.blocks[: -(-request.num_computed // block_size)]
+        first = next((i for i, block in enumerate(computed) if not self.pool.is_shared(block)), len(computed))
+        own = tuple(computed[first:])
+        num_kept = first * block_size
+        if (
+            own
+            and self._num_swapped_blocks() + len(own) <= self.swapping.max_blocks
+            and self.swapping.pays(len(own), request.num_computed - num_kept, num_kept, self.limits.token_budget)
+        ):
+            request.swapped = Swapped(first, len(own), request.num_computed)
+            self._moves.append(SwapOut(request.request_id, own))
+
+    def _swap_in(self, request: Request) -> bool:
+        """Go on from what is kept outside; False, and it is dropped, if the pool has as much or the two do not meet."""
+        swapped, num_matched = request.swapped, len(request.blocks)
+        if swapped is None:
+            return False
+        num_missing = swapped.first_block + swapped.num_blocks - num_matched
+        if (
+            num_matched < swapped.first_block
+            or request.num_computed >= swapped.num_computed
+            or num_missing > self.pool.num_available
+        ):
+            self._drop_swapped(request)
+            return False
+        blocks = self.pool.allocate(num_missing)
+        request.blocks += blocks
+        request.num_computed = swapped.num_computed
+        self._moves.append(SwapIn(request.request_id, tuple(blocks)))
+        return True
+
+    def _drop_swapped(self, request: Request) -> None:
+        if request.swapped is not None:
+            request.swapped = None
+            self._moves.append(SwapDrop(request.request_id))
+
+    def _num_swapped_blocks(self) -> int:
+        return sum(request.swapped.num_blocks for request in self.preempted if request.swapped is not None)
+
     def _remove(self, request: Request) -> None:
+        self._drop_swapped(request)
         if request.request_id in self.running:
             self._leave_running(request)
         else:
@@ -542,6 +618,10 @@ def share_budget(requests: list[Request], budget: int) -> list[tuple[Request, in
         shares[request.arrival] = already + more
         left -= more
     return [(request, shares[request.arrival]) for request in requests if shares[request.arrival]]
+
+
+def _swaps_in(move: Move, request: Request) -> bool:
+    return isinstance(move, SwapIn) and move.request_id == request.request_id
 
 
 def _is_ready(request: Request, now: float) -> bool:

@@ -16,6 +16,7 @@ from engine.model.engine import Engine
 from engine.model.kv_pool import KVPool
 from engine.model.runner import ModelRunner, NullRunner, Runner
 from engine.model.sources import NULL, resolve_model
+from engine.model.swap_space import SwapSpace
 from engine.model.weights import fingerprint
 from kernels.cpp import cpu_ops
 
@@ -39,7 +40,7 @@ def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) 
     cpu_ops()
 
 
-def build_engine(settings: EngineSettings) -> Engine:
+def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) -> Engine:
     """Load the model, lay out the KV pool and put the engine together.
 
     Raises:
@@ -62,6 +63,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         settings.limits,
         max_model_len,
         kv_fingerprint(folder, dtype, settings.block_size),
+        swap_space,
     )
 
 

@@ -14,11 +14,14 @@ import numpy as np
 from engine.core.block_pool import BlockPool
 from engine.core.costs import StepShape
 from engine.core.hashing import root_hash
+from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.request import Request
 from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput
+from engine.core.swapping import SwapPolicy
 from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, SegmentHeader, TokenEvent
 from engine.model.runner import Runner
 from engine.model.segments import Bytes, checksum
+from engine.model.swap_space import ProcessMemory, SwapSpace
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +55,22 @@ class StepResult:
     segments: tuple[ExportedSegment, ...]
     finished: tuple[Request, ...]
     shape: StepShape
-    num_preempted: int
+
+
+@dataclass(slots=True)
+class PreemptionCounts:
+    """What has become of preempted requests since the engine began."""
+
+    num_swapped: int = 0
+    """Preemptions after which the KV was kept outside the pool."""
+    num_recomputed: int = 0
+    """Preemptions after which it was not."""
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
 
 
 class Engine:
-    """Scheduler, runner and pool of one worker."""
+    """Scheduler, runner and pool of one worker. Preempted requests' KV goes to `swap_space`, if `limits` allow any."""
 
     def __init__(
         self,
@@ -66,11 +80,15 @@ class Engine:
         limits: SchedulerLimits,
         max_model_len: int,
         fingerprint: str,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         self.runner = runner
         self.store = store
         self.pool = pool
-        self.scheduler = Scheduler(pool, limits, max_model_len)
+        self.swap_space: SwapSpace = ProcessMemory() if swap_space is None else swap_space
+        swapping = SwapPolicy(limits.swap_bytes // store.block_bytes, store.block_bytes)
+        self.scheduler = Scheduler(pool, limits, max_model_len, swapping)
+        self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
         self._root = root_hash(fingerprint)
 
@@ -115,8 +133,9 @@ class Engine:
     def step(self, now: float) -> StepResult | None:
         """Schedule, run, record. None if there was nothing to compute."""
         output = self.scheduler.schedule(now)
-        for source, target in output.copies:
-            self.store.copy_block(source, target)
+        for move in output.moves:
+            output = self._move(move, output)
+        self._count(output.preempted)
         if not output.chunks:
             return None
         outcome = self.scheduler.update(output, self.runner.run(output), now)
@@ -126,8 +145,7 @@ class Engine:
             outcome.events,
             segments,
             outcome.finished,
-            _shape(output),
-            num_preempted=len(output.preempted),
+            _shape(output, self.store.block_bytes),
         )
 
     def fail_all(self, detail: str) -> list[TokenEvent]:
@@ -136,6 +154,39 @@ class Engine:
         events = [error_event(request.assignment, request.num_output, detail) for request in requests]
         self.abort(request.request_id for request in requests)
         return events
+
+    def _move(self, move: Move, output: SchedulerOutput) -> SchedulerOutput:
+        """Do what was decided before the step computes. Returns what remains of the step: KV that cannot be moved costs
+        its request the time to compute it again, and no more."""
+        match move:
+            case CopyBlock(source, target):
+                self.store.copy_block(source, target)
+            case SwapDrop(request_id):
+                self.swap_space.drop(request_id)
+            case SwapOut(request_id) | SwapIn(request_id):
+                try:
+                    self._swap(move)
+                except Exception:  # wherever it is kept may fail as it likes
+                    logger.exception("%d blocks of %s not swapped", len(move.blocks), request_id)
+                    return self.scheduler.swap_failed(request_id, output)
+        return output
+
+    def _swap(self, move: SwapOut | SwapIn) -> None:
+        num_bytes = len(move.blocks) * self.store.block_bytes
+        if isinstance(move, SwapOut):
+            self.swap_space.put(move.request_id, self.store.export_blocks(move.blocks))
+            self.preemptions.swapped_out_bytes += num_bytes
+        else:
+            payload = self.swap_space.take(move.request_id)
+            self.store.import_blocks(payload[payload.nbytes - num_bytes :], move.blocks)
+            self.preemptions.swapped_in_bytes += num_bytes
+
+    def _count(self, preempted: Iterable[str]) -> None:
+        for request_id in preempted:
+            request = self.scheduler.get(request_id)
+            assert request is not None
+            self.preemptions.num_swapped += request.swapped is not None
+            self.preemptions.num_recomputed += request.swapped is None
 
     def _is_intact(self, header: SegmentHeader, payload: Bytes) -> bool:
         expected = len(header.hashes) * self.store.block_bytes
@@ -198,11 +249,13 @@ def error_event(assignment: Assignment, position: int, detail: str) -> TokenEven
     return TokenEvent(assignment.request_id, assignment.attempt, position, None, FinishReason.ERROR, None, 0, detail)
 
 
-def _shape(output: SchedulerOutput) -> StepShape:
+def _shape(output: SchedulerOutput, block_bytes: int) -> StepShape:
     num_tokens = num_decodes = 0
     num_pairs = 0.0
     for chunk in output.chunks:
         num_decodes += chunk.start >= chunk.request.assignment.num_prompt_tokens
         num_tokens += chunk.num_tokens
         num_pairs += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
-    return StepShape(num_tokens - num_decodes, num_decodes, num_pairs)
+    swaps = [move for move in output.moves if isinstance(move, SwapOut | SwapIn)]
+    num_bytes = sum(len(move.blocks) for move in swaps) * block_bytes
+    return StepShape(num_tokens - num_decodes, num_decodes, num_pairs, len(swaps), num_bytes)

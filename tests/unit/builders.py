@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from engine.core.block_pool import BlockPool
 from engine.core.hashing import BlockChain, root_hash
+from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.scheduler import (
     RunnerOutput,
     SampledToken,
@@ -86,6 +87,8 @@ class FakeModel:
         self.pool = pool
         self.cells = np.zeros((pool.num_blocks, pool.block_size), np.int64)
         self.block_bytes = pool.block_size * KEY_BYTES
+        self.swapped: dict[str, list[list[int]]] = {}
+        """The keys of each block that is kept outside the pool."""
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
         """Write, then attend and sample, as a batch does."""
@@ -101,10 +104,21 @@ class FakeModel:
     def copy_block(self, source: int, target: int) -> None:
         self.cells[target] = self.cells[source]
 
-    def copy_blocks(self, output: SchedulerOutput) -> None:
+    def move(self, move: Move) -> None:
         """What an engine does before it runs a step."""
-        for source, target in output.copies:
-            self.copy_block(source, target)
+        match move:
+            case CopyBlock(source, target):
+                self.copy_block(source, target)
+            case SwapOut(request_id, blocks):
+                self.swapped[request_id] = self.cells[list(blocks)].tolist()
+            case SwapIn(request_id, blocks):
+                self.cells[list(blocks)] = self.swapped.pop(request_id)[-len(blocks) :]
+            case SwapDrop(request_id):
+                self.swapped.pop(request_id)
+
+    def move_all(self, output: SchedulerOutput) -> None:
+        for move in output.moves:
+            self.move(move)
 
     def _write(self, output: SchedulerOutput) -> None:
         written: set[tuple[int, int]] = set()
@@ -190,7 +204,7 @@ def submit(scheduler: Scheduler, assignment: Assignment, now: float = 0.0) -> No
 def step(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> tuple[SchedulerOutput, StepOutcome]:
     """One whole step, its exports released at once."""
     output = scheduler.schedule(now)
-    model.copy_blocks(output)
+    model.move_all(output)
     outcome = scheduler.update(output, model.run(output), now)
     for export in outcome.exports:
         scheduler.pool.release(export.blocks)

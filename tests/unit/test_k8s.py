@@ -295,7 +295,7 @@ def check_the_config_fits_the_pods(manifest: Json) -> None:
         assert worker.num_cpus <= reserved["CPU"], role
         assert worker.num_gpus <= reserved["GPU"], role
         store_bytes = int(groups(manifest)[role]["rayStartParams"]["object-store-memory"])
-        assert config.cache.segment_gib * 1024**3 < store_bytes, role
+        assert (config.cache.segment_gib + config.cache.swap_gib) * 1024**3 < store_bytes, role
 
 
 CHECKS: list[Callable[[Json], None]] = [
@@ -410,6 +410,7 @@ def test_a_broken_manifest_fails(check: Callable[[Json], None], path: str, chang
         (check_the_config_fits_the_pods, "applications/0/deployments/2/placement_group_bundles/0", {"CPU": 0.5}),
         (check_the_config_fits_the_pods, "applications/0/args/overrides", {"modle": {}}),
         (check_the_config_fits_the_pods, "applications/0/args/overrides", {"cache": {"segment_gib": 20}}),
+        (check_the_config_fits_the_pods, "applications/0/args/overrides", {"cache": {"swap_gib": 15}}),
     ],
 )
 def test_a_broken_serve_config_fails(check: Callable[[Json], None], path: str, change: Json, manifest: Json) -> None:

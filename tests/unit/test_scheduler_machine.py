@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.block_pool import BlockPool
+from engine.core.costs import WorkerCosts
 from engine.core.hashing import BlockChain, hash_block
+from engine.core.moves import SwapIn, SwapOut
 from engine.core.scheduler import (
     ExportedBlocks,
     RunnerOutput,
@@ -31,6 +33,7 @@ from engine.core.scheduler import (
     SchedulerOutput,
     StepOutcome,
 )
+from engine.core.swapping import SwapPolicy
 from engine.core.tenants import num_public_tokens
 from engine.core.types import (
     Assignment,
@@ -96,14 +99,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         token_budget=st.integers(1, 12),
         max_requests=st.integers(1, 5),
         public_prefix=st.lists(TOKENS, max_size=9).map(tuple),
+        swap_blocks=st.sampled_from([0, 3, 100]),
+        swap_s=st.sampled_from([0.0, WorkerCosts().prefill_s(4, 0, 100, 0) / 2]),
     )
-    def build(self, block_size, num_blocks, spare, token_budget, max_requests, public_prefix) -> None:
+    def build(
+        self, block_size, num_blocks, spare, token_budget, max_requests, public_prefix, swap_blocks, swap_s
+    ) -> None:
         self.public_prefix: tuple[int, ...] = public_prefix
         self.pool = BlockPool(num_blocks, block_size)
         self.model = FakeModel(self.pool)
         self.limits = SchedulerLimits(token_budget, max_requests)
         self.max_model_len = max(2, num_blocks * block_size - spare)
-        self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len)
+        swapping = SwapPolicy(swap_blocks, costs=WorkerCosts(swap_s=swap_s))
+        self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len, swapping)
 
     # Requests come and go
 
@@ -267,9 +275,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._end()
 
     @precondition(lambda self: self.under_way is None)
-    @rule()
-    def begin_step(self) -> None:
-        self._begin()
+    @rule(failing=st.sampled_from([(), (), (SwapOut,), (SwapIn,), (SwapOut, SwapIn)]))
+    def begin_step(self, failing: tuple[type, ...]) -> None:
+        """Whatever is kept outside the pool may not be taken there, or not come back."""
+        self._begin(failing)
 
     @precondition(lambda self: self.under_way is not None)
     @rule()
@@ -352,10 +361,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         full = known.chain.hashes(sent)
         return hash_block(known.chain.parent(full, len(full)), sent[len(full) * block_size :])
 
-    def _begin(self) -> SchedulerOutput:
+    def _begin(self, failing: tuple[type, ...] = ()) -> SchedulerOutput:
         decoding = {request.request_id for request in self.scheduler.running.values() if request.num_remaining == 1}
         output = self.scheduler.schedule(self.now)
-        self.model.copy_blocks(output)
+        for move in output.moves:
+            if isinstance(move, failing):
+                self.model.swapped.pop(move.request_id, None)
+                output = self.scheduler.swap_failed(move.request_id, output)
+            else:
+                self.model.move(move)
+        swapped = {request.request_id for request in self.scheduler.preempted if request.swapped is not None}
+        assert self.model.swapped.keys() == swapped, "something else is kept outside than what is counted"
         scheduled = [chunk.request.request_id for chunk in output.chunks]
         assert output.num_tokens <= self.limits.token_budget
         assert all(chunk.num_tokens > 0 for chunk in output.chunks)
