@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from engine.core.block_pool import BlockContent, BlockPool
 from engine.core.early import EarlyMessages
+from engine.core.eviction.queue import Retention
 from engine.core.request import Request
 from engine.core.score_store import ScoreStore
 from engine.core.types import (
@@ -421,9 +422,13 @@ class Scheduler:
         for block_hash in request.hashes[request.num_sealed :]:
             if self._computing.get(block_hash) is request:
                 del self._computing[block_hash]
-        self.pool.retire(request.blocks)
+        self.pool.retire(request.blocks, self._retention(request))
         request.blocks = []
         request.num_computed = request.num_shared = request.num_sealed = 0
+
+    def _retention(self, request: Request) -> Retention:
+        wish = request.assignment.cache
+        return Retention(wish.tenant, wish.priority, None if wish.ttl_s is None else self.pool.now + wish.ttl_s)
 
     def _remove(self, request: Request) -> None:
         if request.request_id in self.running:
