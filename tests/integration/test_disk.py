@@ -12,7 +12,7 @@ from engine.model.sources import resolve_model
 from tests.integration.conftest import Server, eventually, random_prompt
 from tests.integration.test_serve_cli import READY_S, Terminal
 
-PROMPT, DAMAGED = random_prompt(1, 500), random_prompt(2, 500)
+PROMPT, DAMAGED = random_prompt(901, 500), random_prompt(902, 500)
 
 
 def start(config: Path) -> Terminal:
@@ -66,7 +66,7 @@ def test_a_restarted_server_hits_what_it_cached_before(tmp_path: Path, workers: 
     terminal = start(config)
     try:
         assert ask(terminal, PROMPT, 45) == (answer, 500 // 16 * 16)
-        follow_up = PROMPT + answer + random_prompt(3, 100)
+        follow_up = PROMPT + answer + random_prompt(903, 100)
         assert ask(terminal, follow_up)[1] == (500 + 44) // 16 * 16
         assert ask(terminal, DAMAGED) == (expected, 0)
     finally:
