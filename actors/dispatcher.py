@@ -223,6 +223,7 @@ class Dispatcher:
             awaited,
             self._model.await_timeout_s,
             num_scored=len(generation.prompt_logprobs),
+            cache=generation.cache,
         )
         self._assignments.setdefault(worker_id, []).append(assignment)
         self._flush_soon()

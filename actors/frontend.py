@@ -33,7 +33,7 @@ from engine.core.generation import Generation
 from engine.core.hashing import root_hash
 from engine.core.tenants import Tenant, num_public_tokens, salt_of
 from engine.core.transcripts import EncodedText
-from engine.core.types import FinishReason, TokenLogprobs
+from engine.core.types import CacheWish, FinishReason, TokenLogprobs
 from engine.model.build import DTYPES, kv_fingerprint, model_len
 from engine.model.config import ModelConfig
 from engine.model.sources import model_name, resolve_model
@@ -186,8 +186,9 @@ class Frontend:
             choice=index,
         )
         salt = salt_of(tenant.name, spec.cache_salt, num_public_tokens(prompt, self._public_prefixes))
+        cache = CacheWish(tenant.name, spec.cache_priority, spec.cache_ttl_s)
         generation = Generation(
-            f"{unique_id}-{index}", prompt, sampling, salt, tenant.name, session=spec.session_id or spec.user
+            f"{unique_id}-{index}", prompt, sampling, salt, cache, session=spec.session_id or spec.user
         )
         assembler = ChoiceAssembler(self._detokenizer(), spec.stop, spec.include_stop, spec.min_tokens)
         return Answer(generation, assembler, index, self._echo(spec.prompts[index // spec.n]) if spec.echo else "")

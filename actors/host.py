@@ -101,7 +101,13 @@ class ActorHost:
             prior=WorkerCosts(import_byte_s=1 / (placement.import_gib_per_s * GIB)),
         )
         actor: Any = ray.remote(KVCacheManager).options(**self._options(num_cpus=MANAGER_CPUS))
-        child: ActorHandle[Any] = actor.remote(costs, int(cache.segment_gib * GIB), int(cache.transcript_mib * MIB))
+        child: ActorHandle[Any] = actor.remote(
+            costs,
+            int(cache.segment_gib * GIB),
+            int(cache.transcript_mib * MIB),
+            int(cache.disk_gib * GIB),
+            cache.disk_path,
+        )
         return child
 
     def _create_worker(self, role: Role) -> ActorHandle[Any]:

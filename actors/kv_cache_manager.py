@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.calls import Background, quietly
+from actors.disk_tier import DiskTier
 from actors.messages import (
     INGRESS_SILENCE_S,
     Ended,
@@ -27,13 +28,27 @@ from actors.messages import (
 from actors.metrics import ManagerMetrics
 from engine.core.cache_events import CacheUpdate
 from engine.core.cache_report import cache_report
-from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
+from engine.core.directory import (
+    Deliver,
+    Directory,
+    DiskInstruction,
+    EraseFile,
+    Export,
+    Instruction,
+    Lost,
+    ReadFile,
+    Segment,
+    WriteFile,
+)
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
 from engine.core.transcripts import Found, TranscriptStore
 from engine.core.types import Admission, AdmitRequest
 
 logger = logging.getLogger(__name__)
+
+SAVE_S = 1.0
+"""How often blocks are looked for that are not on their way to disk."""
 
 
 @dataclass(slots=True)
@@ -49,8 +64,17 @@ class _Ingress:
 class KVCacheManager:
     """The prefix index of the cluster and the owner of its exported KV."""
 
-    def __init__(self, costs: CostModel, segment_budget_bytes: int, transcript_budget_bytes: int) -> None:
-        self._directory = Directory(costs, segment_budget_bytes)
+    def __init__(
+        self,
+        costs: CostModel,
+        segment_budget_bytes: int,
+        transcript_budget_bytes: int,
+        disk_budget_bytes: int = 0,
+        disk_path: str | None = None,
+    ) -> None:
+        """`disk_path` is where segments are kept on disk, if `disk_budget_bytes` is not 0."""
+        self._directory = Directory(costs, segment_budget_bytes, disk_budget_bytes)
+        self._disk = DiskTier(disk_path) if disk_budget_bytes else None
         self._transcripts = TranscriptStore(transcript_budget_bytes)
         self._handles: dict[str, ActorHandle[Any]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -60,9 +84,12 @@ class KVCacheManager:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Answers once the manager is up."""
+        """Answers once the manager is up, and knows what is on disk."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_ingresses())
+            if self._disk is not None:
+                self._carry_out(self._directory.files_found(await self._disk.scan()))
+                self._background.start(self._save_blocks())
 
     async def check(self) -> None:
         """Answers while the manager does not hang."""
@@ -175,6 +202,7 @@ class KVCacheManager:
             "num_blocks": self._directory.num_blocks,
             "num_segments": self._directory.num_segments,
             "segment_bytes": self._directory.segment_bytes,
+            "disk_bytes": self._directory.disk_bytes,
             "num_reservations": self._directory.num_reservations,
             "num_transcripts": len(self._transcripts),
             "transcript_bytes": self._transcripts.num_bytes,
@@ -231,14 +259,15 @@ class KVCacheManager:
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
-            handle = self._handles[instruction.worker_id]
             match instruction:
-                case Deliver(segment=segment):
-                    self._background.start(self._deliver(handle, segment))
-                case Export(hashes=hashes):
-                    self._background.start(quietly(handle.export_blocks.remote(hashes)))
-                case Lost(hashes=hashes):
-                    self._background.start(quietly(handle.blocks_lost.remote(hashes)))
+                case Deliver(worker_id=worker_id, segment=segment):
+                    self._background.start(self._deliver(self._handles[worker_id], segment))
+                case Export(worker_id=worker_id, hashes=hashes):
+                    self._background.start(quietly(self._handles[worker_id].export_blocks.remote(hashes)))
+                case Lost(worker_id=worker_id, hashes=hashes):
+                    self._background.start(quietly(self._handles[worker_id].blocks_lost.remote(hashes)))
+                case _:
+                    self._background.start(self._use_disk(instruction))
 
     async def _deliver(self, handle: ActorHandle[Any], segment: Segment) -> None:
         """Hand a segment to a worker; one that cannot be read is not promised to anybody any more."""
@@ -248,4 +277,25 @@ class KVCacheManager:
             logger.debug("segment not delivered: %s", type(error).__name__)
             return
         if not usable:
-            self._directory.segment_lost(segment.segment_id)
+            self._carry_out(self._directory.segment_lost(segment.segment_id))
+
+    async def _use_disk(self, instruction: DiskInstruction) -> None:
+        assert self._disk is not None
+        match instruction:
+            case WriteFile(segment=segment):
+                written = await self._disk.write(segment)
+                self._carry_out(self._directory.segment_written(segment.segment_id, written))
+            case ReadFile(segment=segment):
+                ref = await self._disk.read(segment.header)
+                if ref is None:
+                    self._carry_out(self._directory.segment_lost(segment.segment_id))
+                else:
+                    self._carry_out(self._directory.segment_read(segment.segment_id, ref))
+            case EraseFile(header=header):
+                await self._disk.erase(header)
+
+    async def _save_blocks(self) -> None:
+        """Get to disk what workers would not export by themselves."""
+        while True:
+            await asyncio.sleep(SAVE_S)
+            self._carry_out(self._directory.save())

@@ -49,6 +49,12 @@ class CacheSection(_Section):
         ge=0,
         description="KV of a worker's preempted requests kept in the object store, in GiB; 0: always computed again.",
     )
+    disk_gib: float = Field(
+        default=0.0, ge=0, description="Exported KV kept on the disk of the manager's node, in GiB; 0 turns it off."
+    )
+    disk_path: str | None = Field(
+        default=None, min_length=1, description="Folder of that KV, for this application alone; kv in RAYDIX_CACHE."
+    )
     transcript_mib: float = Field(
         default=64.0,
         ge=0,

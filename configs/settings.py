@@ -19,6 +19,7 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
         num_blocks=config.cache.num_blocks,
         pool_gib=config.cache.pool_gib,
         eviction=config.cache.eviction,
+        tenants=_tenants(config),
         limits=SchedulerLimits(worker.token_budget, worker.max_requests, int(config.cache.swap_gib * GIB)),
     )
 
@@ -26,9 +27,12 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
 def tenants(config: Config) -> Tenants:
     """Who may send requests, and by which keys they are known."""
     return Tenants(
-        [
-            Tenant(tenant.name, tenant.admin, tenant.cache_min, tenant.cache_max, tenant.max_requests)
-            for tenant in config.tenants
-        ],
-        {key_hash: tenant.name for tenant in config.tenants for key_hash in tenant.key_hashes},
+        _tenants(config), {key_hash: tenant.name for tenant in config.tenants for key_hash in tenant.key_hashes}
+    )
+
+
+def _tenants(config: Config) -> tuple[Tenant, ...]:
+    return tuple(
+        Tenant(tenant.name, tenant.admin, tenant.cache_min, tenant.cache_max, tenant.max_requests)
+        for tenant in config.tenants
     )

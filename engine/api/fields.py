@@ -22,6 +22,8 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
 """Choices of one response: prompts times `n`."""
+MAX_PRIORITY = 10
+MAX_TTL_S = 366 * 86_400
 
 Defaults = Mapping[str, float | int]
 """Values for sampling fields that a request leaves out; see `check_defaults`."""
@@ -270,6 +272,12 @@ class SamplingFields(StrictModel):
     cache_salt: Label | None = Field(
         default=None, description="Share cached prefixes only with requests of the same salt."
     )
+    cache_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+        default=None, description="KV of lower priorities is evicted before that of higher ones; 0."
+    )
+    cache_ttl_s: Annotated[float, Field(gt=0, le=MAX_TTL_S)] | None = Field(
+        default=None, description="So many seconds after the request its KV is evicted before any other."
+    )
 
 
 def build_spec(
@@ -341,6 +349,8 @@ def build_spec(
         user=fields.user or None,
         session_id=session_id or fields.session_id,
         cache_salt=fields.cache_salt,
+        cache_priority=fields.cache_priority or 0,
+        cache_ttl_s=fields.cache_ttl_s,
         request_id=request_id,
     )
 

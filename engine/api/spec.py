@@ -64,6 +64,8 @@ class GenerationSpec:
     user: str | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    cache_priority: int = 0
+    cache_ttl_s: float | None = None
     request_id: str | None = None
 
     @property

@@ -6,7 +6,13 @@ admitted, reaches its first token, ends) and instructions go out:
 
 * `Deliver`: hand this segment to that worker;
 * `Export`: ask this worker to export blocks that only workers hold;
-* `Lost`: tell that worker that blocks it waits for will not come.
+* `Lost`: tell that worker that blocks it waits for will not come;
+* `WriteFile`, `ReadFile`, `EraseFile`: copy this segment to disk, bring it back into the object store, forget its file.
+
+A segment is in the object store, on disk, or both. It is written as soon as it is known, so that it survives a restart,
+and leaves the store without a loss once it is written. Both are bounded, and the least recently used segment leaves
+first. A segment is a run of one request's blocks, so instead of sorting out leaves, a request that ends uses its
+segments in reverse: the end of a prompt goes before its beginning, without which it could not be hit.
 
 Nothing here is needed for correctness. A worker that gets less than it was promised computes the rest itself, so the
 directory may forget anything at any time, and a stale entry costs time, never a wrong token.
@@ -33,6 +39,12 @@ from engine.core.types import (
 
 MAX_REMEMBERED = 1 << 17
 """Blocks that are gone, and continuations of blocks, remembered to explain misses by."""
+MAX_WRITING_BYTES = 256 << 20
+"""Segments that are being written cannot leave the object store; when the disk does not keep up, others stay off it."""
+MIN_SAVED_BLOCKS = 16
+"""A busy worker is not asked to export fewer blocks than this for the disk's sake, ..."""
+MAX_SAVED_BLOCKS = 64
+"""... and no worker more at a time."""
 US_PER_S = 1_000_000
 
 _Key = TypeVar("_Key")
@@ -63,7 +75,30 @@ class Lost:
     hashes: tuple[BlockHash, ...]
 
 
-Instruction: TypeAlias = Deliver | Export | Lost
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Copy a segment to disk, and answer with `segment_written`."""
+
+    segment: "Segment"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Put a segment's file into the object store, and answer with `segment_read` or `segment_lost`."""
+
+    segment: "Segment"
+
+
+@dataclass(frozen=True, slots=True)
+class EraseFile:
+    """Remove the file with this header."""
+
+    header: SegmentHeader
+
+
+WorkerInstruction: TypeAlias = Deliver | Export | Lost
+DiskInstruction: TypeAlias = WriteFile | ReadFile | EraseFile
+Instruction: TypeAlias = WorkerInstruction | DiskInstruction
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +110,11 @@ class Segment:
     ref: object
     leases: int = 0
     """Admitted requests that were promised blocks of it; it is not dropped while there are any."""
+    is_in_store: bool = True
+    file: SegmentHeader | None = None
+    """The header of its copy on disk, which has no tail."""
+    wanted_by: set[str] = field(default_factory=set)
+    """Workers that get it when it has been read from disk."""
 
 
 @dataclass(slots=True)
@@ -112,6 +152,8 @@ class WorkerRecord:
     """Those of `requests` that decode here, now or once their prefill is done."""
     queued_us: int = 0
     """Predicted time of the prefills promised to it and not done yet."""
+    unsaved: list[BlockHash] = field(default_factory=list)
+    """Blocks that it sealed and no segment contained, to be exported for the disk."""
 
 
 @dataclass(slots=True)
@@ -119,6 +161,7 @@ class Reservation:
     """An admitted request: what it was promised and what load it puts on whom."""
 
     admission: Admission
+    hashes: tuple[BlockHash, ...]
     queued_us: int
     producing: set[BlockHash]
     leased: list[Segment]
@@ -127,10 +170,16 @@ class Reservation:
 class Directory:
     """The index, the reservations and the segments of one cluster."""
 
-    def __init__(self, costs: CostModel, segment_budget_bytes: int) -> None:
+    def __init__(self, costs: CostModel, segment_budget_bytes: int, disk_budget_bytes: int = 0) -> None:
         self.costs = costs
         self.segment_budget_bytes = segment_budget_bytes
         self.segment_bytes = 0
+        """In the object store."""
+        self.disk_budget_bytes = disk_budget_bytes
+        self.disk_bytes = 0
+        """Of payloads in files, those that are being written included."""
+        self._writing: dict[int, int] = {}
+        """Bytes reserved for each segment that is being written."""
         self.workers: dict[str, WorkerRecord] = {}
         self._blocks: defaultdict[BlockHash, BlockRecord] = defaultdict(BlockRecord)
         self._segments: OrderedDict[int, Segment] = OrderedDict()
@@ -235,11 +284,13 @@ class Directory:
             if reservation is not None and reservation.admission.attempt == header.handover.attempt:
                 receivers.add(reservation.admission.decode)
         receivers.discard(worker_id)
+        instructions: list[Instruction] = []
         if header.full_hashes and header.num_bytes:
             self._segments[segment.segment_id] = segment
             self.segment_bytes += header.num_bytes
+            instructions += self._write(segment)
             self._drop_segments()
-        return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
+        return instructions + self._deliver(receivers, segment)
 
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
@@ -252,11 +303,75 @@ class Directory:
         self._forget_unknown(failed)
         return instructions + self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed)
 
-    def segment_lost(self, segment_id: int) -> None:
+    def segment_lost(self, segment_id: int) -> list[Instruction]:
         """A segment could not be read, or was not what it says: nobody is promised it any more."""
         segment = self._segments.get(segment_id)
-        if segment is not None:
-            self._drop_segment(segment, "segment lost")
+        if segment is None:
+            return []
+        self._drop_segment(segment, "segment lost")
+        erased: list[Instruction] = [] if segment.file is None else [EraseFile(segment.file)]
+        waiting = [worker_id for worker_id in sorted(segment.wanted_by) if worker_id in self.workers]
+        return erased + [Lost(worker_id, segment.header.full_hashes) for worker_id in waiting]
+
+    # Disk
+
+    def files_found(self, headers: Iterable[SegmentHeader]) -> list[Instruction]:
+        """Segments that an earlier process has written, the least recently used first.
+
+        Those of other models do no harm: no request has their hashes, and they are the first to go.
+        """
+        unused: list[Instruction] = []
+        for header in headers:
+            segment = Segment(self._num_segments, header, None, is_in_store=False, file=header)
+            self._num_segments += 1
+            new = [h for h in header.hashes if h not in self._blocks or self._blocks[h].segment is None]
+            for block_hash in new:
+                record = self._blocks[block_hash]
+                self._came(block_hash, record)
+                record.segment = segment
+            if new:
+                self._segments[segment.segment_id] = segment
+                self.disk_bytes += header.num_bytes
+            else:
+                unused.append(EraseFile(header))
+        return unused + self._make_room_on_disk(0)
+
+    def segment_written(self, segment_id: int, file: SegmentHeader | None) -> list[Instruction]:
+        """A segment is on disk now, under this header; None if it could not be written."""
+        self.disk_bytes -= self._writing.pop(segment_id)
+        segment = self._segments.get(segment_id)
+        if segment is None:
+            return [] if file is None else [EraseFile(file)]
+        if file is not None:
+            segment.file = file
+            self.disk_bytes += file.num_bytes
+        self._drop_segments()
+        return []
+
+    def segment_read(self, segment_id: int, ref: object) -> list[Instruction]:
+        """A segment has come from disk into the object store."""
+        segment = self._segments.get(segment_id)
+        if segment is None or segment.is_in_store:
+            return []
+        segment.ref, segment.is_in_store = ref, True
+        self.segment_bytes += segment.header.num_bytes
+        self._segments.move_to_end(segment_id)
+        receivers, segment.wanted_by = segment.wanted_by, set()
+        self._drop_segments()
+        return self._deliver(receivers, segment)
+
+    def save(self) -> list[Instruction]:
+        """Have blocks exported that no segment contains, so that they get to disk; to be called now and then."""
+        instructions: list[Instruction] = []
+        for worker in self.workers.values():
+            worker.unsaved = [h for h in worker.unsaved if h in worker.blocks and self._blocks[h].segment is None]
+            ready = [h for h in worker.unsaved if self._blocks[h].producer is None][:MAX_SAVED_BLOCKS]
+            if not ready or (len(ready) < MIN_SAVED_BLOCKS and worker.requests):
+                continue
+            for block_hash in ready:
+                self._blocks[block_hash].producer = worker.worker_id
+            instructions.append(Export(worker.worker_id, tuple(ready)))
+        return instructions
 
     # Requests
 
@@ -288,7 +403,7 @@ class Directory:
             prefill_awaited,
             decode_awaited,
         )
-        reservation = Reservation(admission, int(placement.chosen.compute_s * US_PER_S), set(), [])
+        reservation = Reservation(admission, request.hashes, int(placement.chosen.compute_s * US_PER_S), set(), [])
         self._reservations[request.request_id] = reservation
         self.workers[prefill].queued_us += reservation.queued_us
         self.workers[decode].decoding.add(request.request_id)
@@ -323,6 +438,7 @@ class Directory:
                 self.workers[worker_id].decoding.discard(request_id)
         for segment in reservation.leased:
             segment.leases -= 1
+        self._used(reservation.hashes)
         self._drop_segments()
         return self._stop_producing(reservation)
 
@@ -376,9 +492,14 @@ class Directory:
             for block_hash in reservation.producing:
                 assert self._blocks[block_hash].producer == reservation.admission.request_id
         leases = [segment for reservation in self._reservations.values() for segment in reservation.leased]
-        for segment in self._segments.values():
+        segments = self._segments.values()
+        for segment in segments:
             assert segment.leases == leases.count(segment)
-        assert self.segment_bytes == sum(segment.header.num_bytes for segment in self._segments.values())
+            assert segment.is_in_store or segment.file is not None
+            assert not (segment.is_in_store and segment.wanted_by)
+        assert self.segment_bytes == sum(segment.header.num_bytes for segment in segments if segment.is_in_store)
+        files = sum(segment.file.num_bytes for segment in segments if segment.file is not None)
+        assert self.disk_bytes == files + sum(self._writing.values()) <= self.disk_budget_bytes
 
     # Inside
 
@@ -396,6 +517,8 @@ class Directory:
         reservation = self._reservations.get(record.producer) if record.producer else None
         if reservation is not None and reservation.admission.prefill == worker.worker_id:
             self._produced(block_hash, record)
+        if self.disk_budget_bytes and record.segment is None:
+            worker.unsaved.append(block_hash)
         if not record.wanted_by or record.producer is not None or record.segment is not None:
             return False
         record.producer = worker.worker_id
@@ -486,7 +609,7 @@ class Directory:
             elif index >= num_cached:
                 yield BlockSource.RECOMPUTED
             elif record.segment is not None:
-                yield BlockSource.STORE
+                yield BlockSource.STORE if record.segment.is_in_store else BlockSource.DISK
             else:
                 yield BlockSource.WORKER if record.workers else BlockSource.PENDING
             parent = block_hash
@@ -526,8 +649,12 @@ class Directory:
         for segment in segments.values():
             segment.leases += 1
             reservation.leased.append(segment)
-            self._segments.move_to_end(segment.segment_id)
-            instructions.append(Deliver(worker_id, segment))
+            if segment.is_in_store:
+                instructions.append(Deliver(worker_id, segment))
+            else:
+                if not segment.wanted_by:
+                    instructions.append(ReadFile(segment))
+                segment.wanted_by.add(worker_id)
         instructions += [Export(owner, tuple(owned)) for owner, owned in exports.items()]
         return instructions
 
@@ -562,18 +689,75 @@ class Directory:
             if record is not None and not record.is_known:
                 del self._blocks[block_hash]
 
+    def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
+        return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
+
+    def _used(self, hashes: Iterable[BlockHash]) -> None:
+        """A request has used these blocks: their segments are the most recent ones, the first block's above all."""
+        records = (self._blocks.get(block_hash) for block_hash in hashes)
+        segments = {r.segment.segment_id: None for r in records if r is not None and r.segment is not None}
+        for segment_id in reversed(segments):
+            self._segments.move_to_end(segment_id)
+
     def _drop_segments(self) -> None:
         """Keep exported bytes within the budget: the least recently used segment that nobody leases goes first."""
         if self.segment_bytes <= self.segment_budget_bytes:
             return
-        for segment in [segment for segment in self._segments.values() if segment.leases == 0]:
+        for segment in [s for s in self._segments.values() if s.is_in_store and s.leases == 0]:
             if self.segment_bytes <= self.segment_budget_bytes:
                 break
+            if segment.segment_id not in self._writing:
+                self._leave_store(segment)
+
+    def _leave_store(self, segment: Segment) -> None:
+        """Drop a segment's bytes; in its place stays what is on disk. Deliveries under way keep the old one."""
+        if segment.file is None:
             self._drop_segment(segment, "object store full")
+            return
+        on_disk = Segment(segment.segment_id, segment.file, None, is_in_store=False, file=segment.file)
+        self._segments[segment.segment_id] = on_disk
+        self.segment_bytes -= segment.header.num_bytes
+        for block_hash in on_disk.header.hashes:
+            record = self._blocks.get(block_hash)
+            if record is not None and record.segment is segment:
+                record.segment = on_disk
+
+    def _write(self, segment: Segment) -> list[Instruction]:
+        """Have a new segment written, unless its blocks are in others or the disk has no room or does not keep up."""
+        num_bytes = segment.header.num_bytes
+        is_indexed = any(self._blocks[block_hash].segment is segment for block_hash in segment.header.full_hashes)
+        keeps_up = not self._writing or sum(self._writing.values()) + num_bytes <= MAX_WRITING_BYTES
+        if not is_indexed or not keeps_up or num_bytes > self.disk_budget_bytes:
+            return []
+        instructions = self._make_room_on_disk(num_bytes)
+        if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
+            self._writing[segment.segment_id] = num_bytes
+            self.disk_bytes += num_bytes
+            instructions.append(WriteFile(segment))
+        return instructions
+
+    def _make_room_on_disk(self, num_bytes: int) -> list[Instruction]:
+        """Give up files until so many bytes fit: the least recently used segment that nobody leases goes first."""
+        erased: list[Instruction] = []
+        if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
+            return erased
+        for segment in [s for s in self._segments.values() if s.leases == 0 and not s.wanted_by]:
+            if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
+                break
+            if segment.file is None:
+                continue
+            erased.append(EraseFile(segment.file))
+            if segment.is_in_store:
+                self.disk_bytes -= segment.file.num_bytes
+                segment.file = None
+            else:
+                self._drop_segment(segment, "disk full")
+        return erased
 
     def _drop_segment(self, segment: Segment, reason: str) -> None:
         del self._segments[segment.segment_id]
-        self.segment_bytes -= segment.header.num_bytes
+        self.segment_bytes -= segment.header.num_bytes if segment.is_in_store else 0
+        self.disk_bytes -= 0 if segment.file is None else segment.file.num_bytes
         for block_hash in segment.header.full_hashes:
             record = self._blocks.get(block_hash)
             if record is not None and record.segment is segment:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from engine.core.errors import ModelFailedError, ServiceError
 from engine.core.types import (
     Admission,
+    CacheWish,
     FinishReason,
     PromptEvent,
     Salt,
@@ -28,7 +29,7 @@ class Generation:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     salt: Salt
-    tenant: str
+    cache: CacheWish
     session: str | None = None
     tokens: list[int] = field(default_factory=list)
     """Generated and delivered."""
@@ -50,6 +51,10 @@ class Generation:
     """The worker that sent the last token; it has forgotten the request already."""
     early: dict[int, TokenEvent] = field(default_factory=dict)
     """Events whose predecessors have not come yet: the first token and the others come from different workers."""
+
+    @property
+    def tenant(self) -> str:
+        return self.cache.tenant
 
     @property
     def is_over(self) -> bool:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.core.block_pool import BlockContent, BlockPool
 from engine.core.early import EarlyMessages
+from engine.core.eviction.queue import Retention
 from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.request import Request
 from engine.core.score_store import ScoreStore
@@ -454,7 +455,7 @@ class Scheduler:
         for block_hash in request.hashes[request.num_sealed :]:
             if self._computing.get(block_hash) is request:
                 del self._computing[block_hash]
-        self.pool.retire(request.blocks)
+        self.pool.retire(request.blocks, self._retention(request))
         request.blocks = []
         request.num_computed = request.num_shared = request.num_sealed = 0
 
@@ -499,6 +500,10 @@ class Scheduler:
 
     def _num_swapped_blocks(self) -> int:
         return sum(request.swapped.num_blocks for request in self.preempted if request.swapped is not None)
+
+    def _retention(self, request: Request) -> Retention:
+        wish = request.assignment.cache
+        return Retention(wish.tenant, wish.priority, None if wish.ttl_s is None else self.pool.now + wish.ttl_s)
 
     def _remove(self, request: Request) -> None:
         self._drop_swapped(request)

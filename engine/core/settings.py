@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from engine.core.eviction.policies import EvictionPolicy
 from engine.core.scheduler import SchedulerLimits
+from engine.core.tenants import Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,5 @@ class EngineSettings:
     pool_gib: float
     limits: SchedulerLimits
     eviction: EvictionPolicy = EvictionPolicy.ADAPTIVE
+    tenants: tuple[Tenant, ...] = ()
+    """Whose shares of the pool are to be kept."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 
 from engine.core.errors import AuthenticationError, RequestError
+from engine.core.eviction.queue import Quota
 from engine.core.hashing import DIGEST_BYTES
 from engine.core.types import Salt
 
@@ -74,6 +75,17 @@ class Tenants:
         if tenant is None:
             raise RequestError(f"There is no tenant '{name}'.", param="tenant")
         return tenant
+
+
+def quotas(tenants: Iterable[Tenant], num_blocks: int) -> dict[str, Quota]:
+    """What the tenants' fractions come to in a cache of `num_blocks`; those without any are left out."""
+    return {
+        tenant.name: Quota(
+            int(tenant.cache_min * num_blocks), int(tenant.cache_max * num_blocks) if tenant.cache_max < 1 else None
+        )
+        for tenant in tenants
+        if (tenant.cache_min, tenant.cache_max) != (0, 1)
+    }
 
 
 def key_hash(key: str) -> str:

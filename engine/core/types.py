@@ -80,6 +80,17 @@ class Salt:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheWish:
+    """How a request would have its KV kept once it has ended."""
+
+    tenant: str = ""
+    """Whose quota it counts against."""
+    priority: int = 0
+    ttl_s: float | None = None
+    """From the end of the request on; None for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """One request as a worker gets it. A failed-over request comes again with a higher `attempt` and more tokens."""
 
@@ -99,6 +110,7 @@ class Assignment:
     """How long to wait without any of them arriving."""
     num_scored: int = 0
     """Prompt tokens behind the first whose log-probabilities were delivered by earlier attempts."""
+    cache: CacheWish = CacheWish()
 
 
 class TokenEvent(NamedTuple):

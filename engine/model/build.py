@@ -10,6 +10,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
 from engine.core.eviction.policies import make_queue
 from engine.core.settings import EngineSettings
+from engine.core.tenants import quotas
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
@@ -52,6 +53,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     config = ModelConfig.from_folder(folder)
     max_model_len = model_len(config, settings.max_model_len)
     num_blocks = pool_blocks(config, settings)
+    shares = quotas(settings.tenants, num_blocks)
     kv_pool = KVPool(config, num_blocks, settings.block_size, dtype, device)
     runner: Runner = NullRunner()
     if not settings.source.startswith(NULL):
@@ -59,7 +61,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     return Engine(
         runner,
         kv_pool,
-        BlockPool(num_blocks, settings.block_size, make_queue(settings.eviction)),
+        BlockPool(num_blocks, settings.block_size, make_queue(settings.eviction, shares)),
         settings.limits,
         max_model_len,
         kv_fingerprint(folder, dtype, settings.block_size),

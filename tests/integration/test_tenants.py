@@ -27,6 +27,7 @@ CONFIG = {
         {"name": "alice", "key_hashes": [key_hash("rdx-alice"), key_hash("rdx-alice-2")]},
         {"name": "bob", "key_hashes": [key_hash("rdx-bob")]},
         {"name": "carol", "key_hashes": [key_hash("rdx-carol")], "max_requests": 1},
+        {"name": "dora", "key_hashes": [key_hash("rdx-dora")], "cache_min": 0.1},
     ],
 }
 NUM_TRIALS = 64
@@ -164,6 +165,34 @@ def test_a_tenant_s_own_limit(alice: Server) -> None:
     assert carol.request("POST", "/v1/completions", body)[0] == 200
     assert carol.request("POST", "/v1/completions", {**body, "n": 2})[0] == 429
     assert alice.request("POST", "/v1/completions", {**body, "n": 2})[0] == 200
+
+
+def test_a_flood_takes_neither_a_higher_priority_nor_a_tenant_s_floor(alice: Server, bob: Server) -> None:
+    dora = replace(alice, api_key="rdx-dora")
+    plain, prior, floor = (random_prompt(seed, 512) for seed in (20, 21, 22))
+    alice.complete(plain, max_tokens=1)
+    alice.complete(prior, max_tokens=1, cache_priority=1)
+    dora.complete(floor, max_tokens=1)
+    fill_pool(bob, 30)
+    assert cached(alice.complete(prior, max_tokens=1, cache_priority=1)) == 511
+    assert cached(dora.complete(floor, max_tokens=1)) == 511
+    assert cached(alice.complete(plain, max_tokens=1)) == 0
+
+
+def test_what_has_expired_goes_before_what_was_used_earlier(alice: Server, bob: Server) -> None:
+    earlier, brief = random_prompt(50, 512), random_prompt(51, 512)
+    fill_pool(bob, 52)
+    alice.complete(earlier, max_tokens=1, cache_priority=2)
+    alice.complete(brief, max_tokens=1, cache_priority=3, cache_ttl_s=0.001)
+    bob.complete(random_prompt(53, 512), max_tokens=1, cache_priority=3)
+    assert cached(alice.complete(earlier, max_tokens=1, cache_priority=2)) == 511
+    assert cached(alice.complete(brief, max_tokens=1)) == 0
+
+
+def fill_pool(tenant: Server, seed: int) -> None:
+    """Ask for more blocks than the pool has."""
+    for number in range(5):
+        tenant.complete(random_prompt(1000 * seed + number, 1536), max_tokens=1)
 
 
 @pytest.mark.slow

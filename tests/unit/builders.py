@@ -26,6 +26,7 @@ from engine.core.scheduler import (
 from engine.core.types import (
     Assignment,
     BlockHash,
+    CacheWish,
     FinishReason,
     Salt,
     SamplingParams,
@@ -37,6 +38,7 @@ from engine.core.types import (
 FINGERPRINT = "test-model"
 ROOT = root_hash(FINGERPRINT)
 UNSALTED = Salt()
+NO_WISH = CacheWish()
 VOCAB = 4
 KEY_BYTES = 8
 _MASK = (1 << 63) - 1
@@ -166,6 +168,7 @@ def make_assignment(
     await_timeout_s: float = 30.0,
     prompt_logprobs: int | None = None,
     num_scored: int = 0,
+    cache: CacheWish = NO_WISH,
 ) -> Assignment:
     return Assignment(
         request_id,
@@ -179,6 +182,7 @@ def make_assignment(
         tuple(awaited),
         await_timeout_s,
         num_scored,
+        cache,
     )
 
 

@@ -68,6 +68,8 @@ def test_every_field_arrives() -> None:
         user="u",
         session_id="s",
         cache_salt="salt",
+        cache_priority=-3,
+        cache_ttl_s=90,
     )
     assert spec == GenerationSpec(
         kind="chat",
@@ -96,6 +98,8 @@ def test_every_field_arrives() -> None:
         user="u",
         session_id="s",
         cache_salt="salt",
+        cache_priority=-3,
+        cache_ttl_s=90.0,
     )
 
 
@@ -265,6 +269,13 @@ BAD = [
     ({"user": 5}, "user", "must be a string"),
     ({"session_id": ""}, "session_id", "must not be empty"),
     ({"cache_salt": ""}, "cache_salt", "must not be empty"),
+    ({"cache_priority": 11}, "cache_priority", "must be at most 10, got 11"),
+    ({"cache_priority": -11}, "cache_priority", "must be at least -10, got -11"),
+    ({"cache_priority": 0.5}, "cache_priority", "must be an integer"),
+    ({"cache_ttl_s": 0}, "cache_ttl_s", "must be greater than 0, got 0"),
+    ({"cache_ttl_s": -1}, "cache_ttl_s", "must be greater than 0, got -1"),
+    ({"cache_ttl_s": 1e9}, "cache_ttl_s", "must be at most 31622400"),
+    ({"cache_ttl_s": "long"}, "cache_ttl_s", "must be a number"),
     ({"model": None}, "model", "must be a string, got null"),
     ({"model": ""}, "model", "must not be empty"),
     ({"model": 1}, "model", "must be a string"),

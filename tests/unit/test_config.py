@@ -137,6 +137,8 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, cont
         ("cache", "num_blocks", 1),
         ("cache", "pool_gib", 0),
         ("cache", "segment_gib", -1),
+        ("cache", "disk_gib", -1),
+        ("cache", "disk_path", ""),
         ("cache", "await_timeout_s", 0),
         ("http", "port", 65536),
         ("http", "host", ""),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.costs import WorkerCosts
-from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
+from engine.core.directory import Deliver, Directory, EraseFile, Export, Instruction, Lost, ReadFile, Segment, WriteFile
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
 from engine.core.types import Admission, AdmitRequest, BlockHash, Handover, Role, SegmentHeader
@@ -64,15 +64,21 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.last_epoch: dict[str, int] = {}
         self.admitted: dict[str, Admitted] = {}
         self.num_requests = 0
+        self.writing: list[Segment] = []
+        self.reading: list[Segment] = []
 
     @initialize(
         budget_blocks=st.integers(0, 8),
+        disk_blocks=st.integers(0, 8),
+        files=st.lists(PATHS.filter(bool), max_size=3),
         import_bytes_per_s=st.sampled_from([1e9, 1e9, 1.0]),
         workers=st.lists(st.sampled_from(Role), min_size=1, max_size=4),
     )
-    def build(self, budget_blocks: int, import_bytes_per_s: float, workers: list[Role]) -> None:
+    def build(self, budget_blocks, disk_blocks, files, import_bytes_per_s, workers) -> None:
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
-        self.directory = Directory(costs, budget_blocks * BLOCK_BYTES)
+        self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES)
+        headers = [SegmentHeader("model", path, len(path) * BLOCK_BYTES, 0) for path in files]
+        self._carry_out(self.directory.files_found(headers))
         for worker_id, role in zip(WORKERS, workers, strict=False):
             self._register(worker_id, role, 1, set())
 
@@ -191,11 +197,27 @@ class DirectoryMachine(RuleBasedStateMachine):
         """Somebody could not read it."""
         segments = self.directory._segments
         segment = segments[data.draw(st.sampled_from(sorted(segments)))]
-        self.directory.segment_lost(segment.segment_id)
+        self._carry_out(self.directory.segment_lost(segment.segment_id))
         assert segment.segment_id not in segments
-        self.directory.segment_lost(segment.segment_id)
+        assert self.directory.segment_lost(segment.segment_id) == []
         for known in self.admitted.values():
             known.leased = [leased for leased in known.leased if leased is not segment]
+
+    # Disk
+
+    @precondition(lambda self: self.writing)
+    @rule(succeeds=st.booleans())
+    def finish_writing(self, succeeds) -> None:
+        self._finish_writing(succeeds)
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data(), succeeds=st.booleans())
+    def finish_reading(self, data, succeeds) -> None:
+        self._finish_reading(data.draw(st.integers(0, len(self.reading) - 1)), succeeds)
+
+    @rule()
+    def save(self) -> None:
+        self._carry_out(self.directory.save())
 
     # What must always hold
 
@@ -210,7 +232,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         kept = list(directory._segments.values())
         for known in self.admitted.values():
             assert all(segment in kept for segment in known.leased), "a leased segment was dropped"
-        assert directory.segment_bytes <= directory.segment_budget_bytes or all(segment.leases for segment in kept)
+        busy = {id(segment) for segment in self.writing}
+        assert directory.segment_bytes <= directory.segment_budget_bytes or all(
+            segment.leases or id(segment) in busy for segment in kept if segment.is_in_store
+        )
 
     @invariant()
     def check_promises(self) -> None:
@@ -219,6 +244,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             for block in worker.owed:
                 record = self.directory._blocks.get(block)
                 assert record is not None, f"{worker_id} waits for {block!r}, which is forgotten"
+                if record.segment in self.reading and worker_id in record.segment.wanted_by:
+                    continue
                 assert worker_id in record.wanted_by
                 producer = self.workers.get(record.producer or "")
                 assert record.producer in self.admitted or (
@@ -235,6 +262,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         while any(worker.orders for worker in self.workers.values()):
             for worker_id in [worker_id for worker_id, worker in self.workers.items() if worker.orders]:
                 self._serve_order(worker_id)
+        while self.reading:
+            self._finish_reading(0, succeeds=True)
+        while self.writing:
+            self._finish_writing(succeeds=True)
         self.check()
         assert not any(worker.owed for worker in self.workers.values())
         assert not any(worker.queued_us or worker.requests for worker in self.directory.workers.values())
@@ -307,11 +338,34 @@ class DirectoryMachine(RuleBasedStateMachine):
         instructions = self.directory.segment_exported(worker_id, epoch, header, None)
         if handover is not None:
             decode = self.admitted[handover.request_id].admission.decode
-            assert decode not in self.workers or decode in {i.worker_id for i in instructions}
+            assert decode not in self.workers or decode in {i.worker_id for i in instructions if isinstance(i, Deliver)}
         self._carry_out(instructions)
+
+    def _finish_writing(self, succeeds: bool) -> None:
+        segment = self.writing.pop(0)
+        full = segment.header.full_hashes
+        file = SegmentHeader("model", full, len(full) * BLOCK_BYTES, 0) if succeeds else None
+        self._carry_out(self.directory.segment_written(segment.segment_id, file))
+
+    def _finish_reading(self, index: int, succeeds: bool) -> None:
+        segment = self.reading.pop(index)
+        if succeeds:
+            self._carry_out(self.directory.segment_read(segment.segment_id, None))
+        else:
+            self._carry_out(self.directory.segment_lost(segment.segment_id))
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
+            if isinstance(instruction, WriteFile):
+                assert instruction.segment.is_in_store
+                self.writing.append(instruction.segment)
+                continue
+            if isinstance(instruction, ReadFile):
+                assert instruction.segment not in self.reading, "read twice"
+                self.reading.append(instruction.segment)
+                continue
+            if isinstance(instruction, EraseFile):
+                continue
             assert instruction.worker_id in self.workers, "an instruction for a dead worker"
             worker = self.workers[instruction.worker_id]
             match instruction:

@@ -140,6 +140,14 @@ def test_the_most_generous_wish_counts(queue: EvictionQueue[str]) -> None:
     assert evict_all(queue, now=3)[:2] == ["dx", "d"]
 
 
+def test_the_first_request_s_wishes_count_for_an_imported_block(queue: EvictionQueue[str]) -> None:
+    """It came before any request used it."""
+    queue.release(path_of("ax"), 0)
+    use(queue, "ax", retention=Retention(tenant="a", priority=-1, expires_at=10))
+    use(queue, "c" + "x" * 20, now=1)
+    assert "a" in evict_all(queue, now=2)[-2:], "the floor of its tenant keeps it"
+
+
 def test_lower_priorities_go_first(queue: EvictionQueue[str]) -> None:
     use(queue, "cx", retention=Retention(priority=1))
     use(queue, "dx", now=1)

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from engine.core.errors import ModelFailedError
 from engine.core.generation import Generation
-from engine.core.types import Admission, FinishReason, Salt, SamplingParams, TokenEvent
+from engine.core.types import Admission, CacheWish, FinishReason, Salt, SamplingParams, TokenEvent
 
 ANSWER = [7, 7, 8, 9, 7]
 
 
 def make_generation(prefill: str = "p", decode: str = "d") -> Generation:
-    generation = Generation("r", (1, 2, 3), SamplingParams(max_tokens=len(ANSWER)), Salt(), "anonymous")
+    generation = Generation("r", (1, 2, 3), SamplingParams(max_tokens=len(ANSWER)), Salt(), CacheWish("anonymous"))
     generation.place(admission(prefill, decode), block_size=4, now=0.0)
     return generation
 
@@ -107,4 +107,4 @@ def test_who_is_needed(lost: str, num_tokens: int, dies: bool, loses_kv: bool) -
 
 def test_a_request_that_is_not_split_awaits_nobody() -> None:
     assert not make_generation("m", "m").awaits_prefill
-    assert not Generation("r", (1,), SamplingParams(max_tokens=1), Salt(), "anonymous").awaits_prefill
+    assert not Generation("r", (1,), SamplingParams(max_tokens=1), Salt(), CacheWish("anonymous")).awaits_prefill

@@ -5,7 +5,8 @@ from itertools import combinations
 import pytest
 
 from engine.core.errors import AuthenticationError, RequestError
-from engine.core.tenants import ANONYMOUS, EVERYONE, Tenant, Tenants, key_hash, num_public_tokens, salt_of
+from engine.core.eviction.queue import Quota
+from engine.core.tenants import ANONYMOUS, EVERYONE, Tenant, Tenants, key_hash, num_public_tokens, quotas, salt_of
 
 ALICE, BOB = Tenant("alice", is_admin=True, cache_min=0.25), Tenant("bob", max_requests=2)
 TENANTS = Tenants([ALICE, BOB], {key_hash("rdx-a"): "alice", key_hash("rdx-a2"): "alice", key_hash("rdx-b"): "bob"})
@@ -74,3 +75,8 @@ def test_the_longest_public_prefix_counts_if_it_is_there_as_a_whole() -> None:
     prompts = [(1, 2, 3, 4, 5), (1, 2, 3, 5), (1, 3), (5, 1), (1,), ()]
     assert [num_public_tokens(prompt, prefixes) for prompt in prompts] == [4, 2, 0, 1, 0, 0]
     assert num_public_tokens((1,), []) == 0
+
+
+def test_fractions_become_blocks() -> None:
+    tenants = [ALICE, BOB, Tenant("carol", cache_max=0.5), Tenant("dora", cache_min=0.1, cache_max=0.2)]
+    assert quotas(tenants, 101) == {"alice": Quota(25), "carol": Quota(0, 50), "dora": Quota(10, 20)}

@@ -1,8 +1,9 @@
 """Eviction policies by the names that the configuration has for them."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 
-from engine.core.eviction.queue import EvictionQueue
+from engine.core.eviction.queue import EvictionQueue, Quota
 from engine.core.eviction.ranking import Key, LeastRecent, Ranking
 from engine.core.eviction.survival import Survival
 
@@ -15,7 +16,7 @@ class EvictionPolicy(StrEnum):
     LRU = "lru"
 
 
-def make_queue(policy: EvictionPolicy) -> EvictionQueue[Key]:
-    """An empty queue of that policy, without quotas."""
+def make_queue(policy: EvictionPolicy, quotas: Mapping[str, Quota] | None = None) -> EvictionQueue[Key]:
+    """An empty queue of that policy, with the quotas of the tenants that have any."""
     ranking: Ranking[Key] = Survival() if policy is EvictionPolicy.ADAPTIVE else LeastRecent()
-    return EvictionQueue(ranking)
+    return EvictionQueue(ranking, quotas)

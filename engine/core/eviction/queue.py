@@ -39,13 +39,26 @@ DEFAULT_RETENTION = Retention()
 
 
 class _Block(Generic[Key]):
-    __slots__ = ("expires_at", "is_evictable", "key", "num_children", "parent", "priority", "stamp", "tenant", "visit")
+    __slots__ = (
+        "expires_at",
+        "is_claimed",
+        "is_evictable",
+        "key",
+        "num_children",
+        "parent",
+        "priority",
+        "stamp",
+        "tenant",
+        "visit",
+    )
 
-    def __init__(self, key: Key, retention: Retention, visit: Visit[Key]) -> None:
+    def __init__(self, key: Key, visit: Visit[Key]) -> None:
         self.key = key
-        self.tenant = retention.tenant
-        self.priority = retention.priority
-        self.expires_at = retention.expires_at
+        self.is_claimed = False
+        """Whether a request has used it and its wishes are known; an imported block waits for the first one."""
+        self.tenant = ""
+        self.priority = 0
+        self.expires_at: float | None = None
         self.visit = visit
         self.parent: _Block[Key] | None = None
         self.num_children = 0
@@ -57,6 +70,17 @@ class _Block(Generic[Key]):
     @property
     def is_leaf(self) -> bool:
         return self.is_evictable and self.num_children == 0
+
+    def claim(self, retention: Retention) -> None:
+        """Take up a request's wishes: the tenant is the first one's."""
+        if self.is_claimed:
+            self.priority = max(self.priority, retention.priority)
+            self.expires_at = _later(self.expires_at, retention.expires_at)
+        else:
+            self.is_claimed = True
+            self.tenant = retention.tenant
+            self.priority = retention.priority
+            self.expires_at = retention.expires_at
 
 
 class EvictionQueue(Generic[Key]):
@@ -169,11 +193,9 @@ class EvictionQueue(Generic[Key]):
         for key in path:
             block = blocks.get(key)
             if block is None:
-                block = blocks[key] = _Block(key, retention, visit)
-            else:
-                block.visit = visit
-                block.priority = max(block.priority, retention.priority)
-                block.expires_at = _later(block.expires_at, retention.expires_at)
+                block = blocks[key] = _Block(key, visit)
+            block.visit = visit
+            block.claim(retention)
             if block.parent is not parent and not block.is_evictable:
                 block.parent = parent
             parent = block
@@ -185,7 +207,7 @@ class EvictionQueue(Generic[Key]):
             for key in keys:
                 known = self._blocks.get(key)
                 if known is None:
-                    self._blocks[key] = _Block(key, DEFAULT_RETENTION, visit)
+                    self._blocks[key] = _Block(key, visit)
                 else:
                     known.visit = visit
 

@@ -1,0 +1,118 @@
+"""Segments as files: each a line of JSON, the header, and behind it the payload.
+
+A file appears under its name when it is complete. What a crash or a bit error does to it afterwards, the checksum tells
+the worker that imports it; here only sizes are compared. Files are the user's alone, since KV tells what was asked.
+"""
+
+import json
+import os
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from engine.core.types import SegmentHeader
+from engine.model.segments import Bytes, checksum
+from engine.model.sources import cache_folder
+
+SUFFIX = ".kv"
+UNFINISHED = ".kv-unfinished"
+FORMAT = 1
+MAX_HEADER_BYTES = 8 << 20
+
+
+class SegmentFiles:
+    """The files of one folder, `kv` in `$RAYDIX_CACHE` unless another is given. One process may use it at a time."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = cache_folder() / "kv" if folder is None else folder
+
+    def scan(self) -> list[SegmentHeader]:
+        """The headers of all whole files, the least recently used first. Others of our suffixes are removed.
+
+        Raises:
+            OSError: the folder cannot be made or read.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = []
+        for path in self.folder.iterdir():
+            header = _header_of(path) if path.suffix == SUFFIX else None
+            if header is not None and path == self._path(header):
+                found.append((path.stat().st_mtime_ns, path.name, header))
+            elif path.suffix in (SUFFIX, UNFINISHED):
+                path.unlink(missing_ok=True)
+        return [header for _, _, header in sorted(found, key=lambda file: file[:2])]
+
+    def write(self, header: SegmentHeader, payload: Bytes) -> SegmentHeader:
+        """Write a segment's full blocks; returns the header of the file.
+
+        Raises:
+            OSError: there is no room, or the like; then nothing is left behind.
+            ValueError: the payload is not what the header says.
+        """
+        if payload.nbytes != header.num_bytes or checksum(payload) != header.checksum:
+            raise ValueError("size or checksum differ")
+        hashes = header.full_hashes
+        full = payload[: len(hashes) * (header.num_bytes // len(header.hashes))]
+        own = SegmentHeader(header.fingerprint, hashes, full.nbytes, checksum(full))
+        path = self._path(own)
+        unfinished = path.with_suffix(UNFINISHED)
+        try:
+            with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(_line_of(own))
+                file.write(full.data)
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        return own
+
+    def read(self, header: SegmentHeader) -> Bytes:
+        """The payload of the file with this header, which is the most recently used one then.
+
+        Raises:
+            OSError: it is not there any more.
+            ValueError: it is not as long as it was.
+        """
+        path = self._path(header)
+        start = len(_line_of(header))
+        if path.stat().st_size != start + header.num_bytes:
+            raise ValueError("its size differs")
+        os.utime(path)
+        return np.fromfile(path, np.uint8, offset=start)
+
+    def erase(self, header: SegmentHeader) -> None:
+        """Remove the file with this header, if it is there."""
+        self._path(header).unlink(missing_ok=True)
+
+    def _path(self, header: SegmentHeader) -> Path:
+        """Equal blocks have equal names, so that they are there once."""
+        name = blake2b(header.fingerprint.encode(), digest_size=16)
+        for block_hash in header.hashes:
+            name.update(block_hash)
+        return self.folder / f"{name.hexdigest()}{SUFFIX}"
+
+
+def _line_of(header: SegmentHeader) -> bytes:
+    fields = {
+        "format": FORMAT,
+        "fingerprint": header.fingerprint,
+        "num_bytes": header.num_bytes,
+        "checksum": header.checksum,
+        "hashes": [block_hash.hex() for block_hash in header.hashes],
+    }
+    return json.dumps(fields).encode() + b"\n"
+
+
+def _header_of(path: Path) -> SegmentHeader | None:
+    """The header of a file of the right size; None if it is no such file."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(MAX_HEADER_BYTES)
+        fields = json.loads(line)
+        hashes = tuple(bytes.fromhex(block_hash) for block_hash in fields["hashes"])
+        header = SegmentHeader(fields["fingerprint"], hashes, fields["num_bytes"], fields["checksum"])
+        whole = hashes and _line_of(header) == line and path.stat().st_size == len(line) + header.num_bytes
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return header if whole else None

