@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.core.block_pool import BlockPool
+from engine.core.costs import WorkerCosts
 from engine.core.errors import StartupError
 from engine.core.scheduler import SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
@@ -32,10 +33,12 @@ def decoder() -> Decoder:
     return Decoder.from_folder(folder, torch.bfloat16, "cpu", MAX_LEN)
 
 
-def make_engine(decoder: Decoder, budget: int = 512, max_requests: int = 64, num_blocks: int = 600) -> Engine:
+def make_engine(
+    decoder: Decoder, budget: int = 512, max_requests: int = 64, num_blocks: int = 600, swap_bytes: int = 0
+) -> Engine:
     config: ModelConfig = decoder.config
     store = KVPool(config, num_blocks, BLOCK_SIZE, torch.bfloat16)
-    limits = SchedulerLimits(budget, max_requests)
+    limits = SchedulerLimits(budget, max_requests, swap_bytes)
     max_len = min(MAX_LEN, num_blocks * BLOCK_SIZE)
     return Engine(ModelRunner(decoder, store), store, BlockPool(num_blocks, BLOCK_SIZE), limits, max_len, "model")
 
@@ -128,20 +131,24 @@ def test_in_a_batch_of_sixty_four(decoder: Decoder, cold: dict[int, dict[str, Ou
             assert together[f"{name} {length}"] == cold[length][name]
 
 
-def test_preempted_and_resumed(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
-    engine = make_engine(decoder, num_blocks=64)
-    prompts = {f"r{index}": prompt(300, 300) if index % 2 else prompt(2000 + index, 250) for index in range(6)}
-    alone = {name: run(make_engine(decoder), [assignment(name, ids, 60)])[name] for name, ids in prompts.items()}
-    num_preempted = 0
-    for name, ids in prompts.items():
-        engine.submit(assignment(name, ids, 60), 0.0)
-    outputs: dict[str, Output] = {}
-    while (step := engine.step(0.0)) is not None:
-        num_preempted += step.num_preempted
-        for event in step.events:
-            outputs.setdefault(event.request_id, []).append((event.token_id, event.logprobs))  # type: ignore[arg-type]
-    assert num_preempted > 0
-    assert outputs == alone
+STORM = {f"r{index}": prompt(300, 300) if index % 2 else prompt(2000 + index, 250) for index in range(6)}
+NUM_STORM_BLOCKS = sum(-(-(len(ids) + 60) // BLOCK_SIZE) for ids in STORM.values())
+
+
+@pytest.fixture(scope="module")
+def calm(decoder: Decoder) -> dict[str, Output]:
+    return {name: run(make_engine(decoder), [assignment(name, ids, 60)])[name] for name, ids in STORM.items()}
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 30])
+def test_preempted_and_resumed(decoder: Decoder, calm: dict[str, Output], swap_bytes: int) -> None:
+    """By computing again and by swapping, in 30 % of the blocks to run everybody at once."""
+    engine = make_engine(decoder, num_blocks=int(0.3 * NUM_STORM_BLOCKS), swap_bytes=swap_bytes)
+    engine.scheduler.swapping.costs = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)
+    assert run(engine, [assignment(name, ids, 60) for name, ids in STORM.items()]) == calm
+    counts = engine.preemptions
+    assert (counts.num_swapped > 0) == (counts.swapped_in_bytes > 0) == (swap_bytes > 0)
+    assert (counts.num_recomputed > 0) == (swap_bytes == 0)
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 300])

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from configs import Config, load_config
 from configs.load import CONFIG_FOLDER
-from configs.settings import tenants
+from configs.settings import engine_settings, tenants
 from engine.core.errors import StartupError
 from engine.core.tenants import Tenant, key_hash
 
@@ -139,6 +139,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, cont
         ("cache", "segment_gib", -1),
         ("cache", "disk_gib", -1),
         ("cache", "disk_path", ""),
+        ("cache", "swap_gib", -1),
         ("cache", "await_timeout_s", 0),
         ("http", "port", 65536),
         ("http", "host", ""),
@@ -200,6 +201,13 @@ def test_which_roles_go_together(tmp_path: Path, roles: tuple[str, ...], is_vali
 
 def complaint_about(tmp_path: Path, *tenants: dict[str, Any]) -> str:
     return complaint(tmp_path, {**MIXED, "tenants": list(tenants)})
+
+
+def test_every_worker_may_swap_on_top_of_the_segments() -> None:
+    workers = {"prefill": {"replicas": 2}, "decode": {}, "mixed": {"replicas": 3}}
+    config = Config.model_validate({"workers": workers, "cache": {"segment_gib": 1.5, "swap_gib": 0.5}})
+    assert config.stored_gib == 1.5 + 6 * 0.5
+    assert engine_settings(config, config.workers.sections["mixed"]).limits.swap_bytes == 1 << 29
 
 
 def test_tenants_become_values_and_keys(tmp_path: Path) -> None:

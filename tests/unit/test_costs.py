@@ -73,3 +73,13 @@ def test_a_prefill_costs_its_steps_its_tokens_and_what_they_attend_to() -> None:
     assert costs.prefill_s(100, 50, token_budget=64, num_decodes=14) == pytest.approx(
         2 * (0.01 + 14 * 0.002) + 0.1 + 100 * 100 * 1e-6
     )
+
+
+def test_what_swapping_costs_is_learnt_from_steps() -> None:
+    fit, source = CostFit(WorkerCosts()), random.Random(3)
+    for shape in shapes(4, 500):
+        num_swaps = source.choice([0, 0, 1, 2])
+        num_bytes = num_swaps * source.randint(0, 1 << 23)
+        swapping = StepShape(shape.num_prefill_tokens, shape.num_decodes, shape.num_pairs, num_swaps, num_bytes)
+        fit.step(swapping, step_s(shape) + num_swaps * 2e-3 + num_bytes * 5e-10)
+    assert fit.costs().swap_once_s(1 << 23) == pytest.approx(2e-3 + (1 << 23) * 5e-10, rel=0.05)

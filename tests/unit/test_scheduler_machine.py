@@ -151,6 +151,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         )
 
+    @rule(prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=6), min_size=2, max_size=5), steps=st.integers(1, 9))
+    def crowd(self, prompts, steps) -> None:
+        """More than the pool holds once they have grown: somebody is preempted."""
+        for prompt in prompts:
+            max_tokens = self.max_model_len // len(prompts) + 4
+            request_id = f"r{len(self.expected)}"
+            self._submit(make_assignment(request_id, prompt[: self.max_model_len - 1], max_tokens=max_tokens))
+        for _ in range(steps if self.under_way is None else 0):
+            self._begin()
+            self._end()
+
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), stage=st.sampled_from(Stage), awaits=st.booleans(), is_overtaken=st.booleans())
     def submit_again(self, data, stage, awaits, is_overtaken) -> None:

@@ -22,6 +22,8 @@ FREE = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)
 DEAR = WorkerCosts(swap_s=1e9)
 OLD = make_assignment("old", (0, 1, 2, 3, 0, 1, 2, 3, 0), max_tokens=12)
 LATE = make_assignment("late", (3, 3, 2, 2, 1, 1, 0), max_tokens=12)
+EVEN = make_assignment("even", (3, 3, 2, 2, 1, 1, 0, 0, 2), max_tokens=12)
+"""It has as much computed when it is preempted as fills its blocks."""
 
 
 def make(num_blocks: int, max_blocks: int = 100, costs: WorkerCosts = FREE) -> tuple[Scheduler, FakeModel]:
@@ -43,11 +45,13 @@ def swaps(output: SchedulerOutput) -> list[type]:
     return [type(move) for move in output.moves if isinstance(move, SwapOut | SwapIn | SwapDrop)]
 
 
-def preempted(max_blocks: int = 100, costs: WorkerCosts = FREE) -> tuple[Scheduler, FakeModel, SchedulerOutput]:
-    """Two requests in six blocks, the later one preempted in mid-block."""
+def preempted(
+    max_blocks: int = 100, costs: WorkerCosts = FREE, late: Assignment = LATE
+) -> tuple[Scheduler, FakeModel, SchedulerOutput]:
+    """Two requests in six blocks, the later one preempted."""
     scheduler, model = make(6, max_blocks, costs)
     submit(scheduler, OLD)
-    submit(scheduler, LATE)
+    submit(scheduler, late)
     return scheduler, model, until_preempted(scheduler, model)
 
 
@@ -125,6 +129,55 @@ def test_what_no_longer_meets_the_pool_is_dropped() -> None:
     assert swaps(output) == [SwapDrop] and not model.swapped
     [chunk] = output.chunks
     assert chunk.start == 0
+    run_all(scheduler, model)
+
+
+def test_one_that_must_go_again_before_it_has_computed_anything_stays_outside() -> None:
+    scheduler, model, _ = preempted(late=EVEN)
+    even = scheduler.get("even")
+    assert even is not None and even.swapped is not None
+    before = even.swapped
+    assert before.num_computed == before.num_blocks * 4, "the next token needs another block"
+    scheduler.abort("old")
+    scheduler.pool.reset()
+    held = scheduler.pool.allocate(6 - before.num_blocks)
+    output, _ = step(scheduler, model)
+    assert output.preempted == ("even",) and output.chunks == output.moves == ()
+    assert even.swapped == before and "even" in model.swapped
+    scheduler.check_integrity(held)
+    scheduler.pool.release(held)
+    run_all(scheduler, model)
+    assert not model.swapped
+
+
+def test_what_does_not_fit_in_any_more_is_computed_again_in_chunks() -> None:
+    """Exports hold the blocks that it would need at once."""
+    scheduler, model, _ = preempted()
+    scheduler.abort("old")
+    scheduler.pool.reset()
+    held = scheduler.pool.allocate(5)
+    output, _ = step(scheduler, model)
+    assert swaps(output) == [SwapDrop]
+    scheduler.check_integrity(held)
+    scheduler.pool.release(held)
+    run_all(scheduler, model)
+
+
+def test_a_swapped_request_does_not_wait_for_others_to_compute_what_it_has() -> None:
+    scheduler, model, _ = preempted()
+    late = scheduler.get("late")
+    assert late is not None
+    scheduler.abort("old")
+    scheduler.pool.reset()
+    late.swapped, kept = None, late.swapped
+    scheduler.preempted.clear()
+    submit(scheduler, make_assignment("same", LATE.token_ids, max_tokens=1))
+    scheduler.limits = SchedulerLimits(3, 8)
+    step(scheduler, model)  # the first of the prompt's seven tokens
+    late.swapped = kept
+    scheduler.preempted.append(late)
+    output, _ = step(scheduler, model)
+    assert swaps(output) == [SwapIn]
     run_all(scheduler, model)
 
 
