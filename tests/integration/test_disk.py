@@ -1,6 +1,8 @@
 """KV on disk: what was computed before a restart is hit after it, and damage costs time only."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,14 @@ from tests.integration.test_serve_cli import READY_S, Terminal
 PROMPT, DAMAGED = random_prompt(901, 500), random_prompt(902, 500)
 
 
-def start(config: Path) -> Terminal:
+@contextmanager
+def server(config: Path) -> Iterator[Terminal]:
     terminal = Terminal("--config", str(config))
-    eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
-    return terminal
+    try:
+        eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+        yield terminal
+    finally:
+        terminal.close()
 
 
 def ask(terminal: Terminal, prompt: list[int], num_answer: int = 8) -> tuple[list[int], int]:
@@ -48,26 +54,20 @@ def test_a_restarted_server_hits_what_it_cached_before(tmp_path: Path, workers: 
     folder, config = tmp_path / "kv", tmp_path / "disk.yaml"
     cache = {"num_blocks": 200, "segment_gib": 0.1, "disk_gib": 0.5, "disk_path": str(folder)}
     config.write_text(yaml.safe_dump({"model": {"max_model_len": 2048}, "cache": cache, "workers": workers}))
-    terminal = start(config)
-    try:
+    with server(config) as terminal:
         answer, num_cached = ask(terminal, PROMPT, 45)
         assert num_cached == 0
         eventually(lambda: num_blocks_in(folder) >= (500 + 44) // 16, "prompt and answer on disk", 30)
         undamaged = set(folder.iterdir())
         expected, _ = ask(terminal, DAMAGED)
         eventually(lambda: num_blocks_in(folder) >= (500 + 44) // 16 + 500 // 16, "the other prompt on disk", 30)
-    finally:
-        terminal.close()
     damaged = set(folder.iterdir()) - undamaged
     for path in damaged:
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-    terminal = start(config)
-    try:
+    with server(config) as terminal:
         assert ask(terminal, PROMPT, 45) == (answer, 500 // 16 * 16)
         follow_up = PROMPT + answer + random_prompt(903, 100)
         assert ask(terminal, follow_up)[1] == (500 + 44) // 16 * 16
         assert ask(terminal, DAMAGED) == (expected, 0)
-    finally:
-        terminal.close()
