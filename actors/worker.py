@@ -73,6 +73,7 @@ class Worker:
         self._background = Background()
         self._costs = CostFit(WorkerCosts())
         self._has_measured = False
+        self._num_prefill_tokens = 0
 
     async def start(self) -> str:
         """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
@@ -204,6 +205,7 @@ class Worker:
                 "num_cached_blocks": engine.pool.num_cached,
                 "num_running": len(engine.scheduler.running),
                 "num_waiting": engine.scheduler.num_waiting,
+                "num_prefill_tokens": self._num_prefill_tokens,
             }
 
         result: dict[str, Any] = await self._ask(collect)
@@ -277,6 +279,7 @@ class Worker:
         self._metrics.step(step.shape, step.num_preempted)
         self._costs.step(step.shape, step_s)
         self._has_measured = True
+        self._num_prefill_tokens += step.shape.num_prefill_tokens
 
     def _state(self) -> WorkerState:
         return WorkerState(self._costs.costs() if self._has_measured else None, self._engine.pool.num_available)
