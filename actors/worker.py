@@ -74,6 +74,7 @@ class Worker:
         self._background = Background()
         self._costs = CostFit(WorkerCosts())
         self._has_measured = False
+        self._num_prefill_tokens = 0
 
     async def start(self) -> str:
         """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
@@ -207,6 +208,7 @@ class Worker:
                 "num_waiting": engine.scheduler.num_waiting,
                 "num_swapped": engine.scheduler.num_swapped,
                 "preemptions": asdict(engine.preemptions),
+                "num_prefill_tokens": self._num_prefill_tokens,
             }
 
         result: dict[str, Any] = await self._ask(collect)
@@ -280,6 +282,7 @@ class Worker:
         self._metrics.step(step.shape)
         self._costs.step(step.shape, step_s)
         self._has_measured = True
+        self._num_prefill_tokens += step.shape.num_prefill_tokens
 
     def _state(self) -> WorkerState:
         return WorkerState(self._costs.costs() if self._has_measured else None, self._engine.pool.num_available)

@@ -163,8 +163,11 @@ class Reservation:
     admission: Admission
     hashes: tuple[BlockHash, ...]
     queued_us: int
-    producing: set[BlockHash]
+    producing: dict[BlockHash, None]
+    """Blocks, in order, that others may rely on it to compute."""
     leased: list[Segment]
+    lacking: dict[BlockHash, None]
+    """Blocks, in order, that its prefill worker may have to compute yet: others are to send it some of them."""
 
 
 class Directory:
@@ -271,6 +274,7 @@ class Directory:
         segment = Segment(self._num_segments, header, ref)
         self._num_segments += 1
         receivers = set()
+        instructions: list[Instruction] = []
         for block_hash in header.full_hashes:
             record = self._blocks[block_hash]
             receivers |= record.wanted_by
@@ -283,8 +287,9 @@ class Directory:
             reservation = self._reservations.get(header.handover.request_id)
             if reservation is not None and reservation.admission.attempt == header.handover.attempt:
                 receivers.add(reservation.admission.decode)
+                reservation.lacking.clear()
+                instructions = self._stop_producing(reservation)
         receivers.discard(worker_id)
-        instructions: list[Instruction] = []
         if header.full_hashes and header.num_bytes:
             self._segments[segment.segment_id] = segment
             self.segment_bytes += header.num_bytes
@@ -299,9 +304,9 @@ class Directory:
         failed = [h for h in hashes if h in self._blocks and self._blocks[h].producer == worker_id]
         for block_hash in failed:
             self._blocks[block_hash].producer = None
-        instructions = self._fail(failed)
+        instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed) + self._fail(failed)
         self._forget_unknown(failed)
-        return instructions + self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed)
+        return instructions
 
     def segment_lost(self, segment_id: int) -> list[Instruction]:
         """A segment could not be read, or was not what it says: nobody is promised it any more."""
@@ -403,7 +408,9 @@ class Directory:
             prefill_awaited,
             decode_awaited,
         )
-        reservation = Reservation(admission, request.hashes, int(placement.chosen.compute_s * US_PER_S), set(), [])
+        lacking = dict.fromkeys(request.hashes[num_local:])
+        compute_us = int(placement.chosen.compute_s * US_PER_S)
+        reservation = Reservation(admission, request.hashes, compute_us, {}, [], lacking)
         self._reservations[request.request_id] = reservation
         self.workers[prefill].queued_us += reservation.queued_us
         self.workers[decode].decoding.add(request.request_id)
@@ -413,7 +420,7 @@ class Directory:
             record = self._blocks[block_hash]
             if record.producer is None and record.segment is None:
                 record.producer = request.request_id
-                reservation.producing.add(block_hash)
+                reservation.producing[block_hash] = None
         instructions += self._promise(reservation, prefill, prefill_awaited)
         instructions += self._promise(reservation, decode, decode_awaited)
         return admission, instructions
@@ -424,6 +431,7 @@ class Directory:
         reservation = self._reservations.get(request_id)
         if reservation is not None and reservation.admission.attempt == attempt:
             self._unqueue(reservation)
+            reservation.lacking.clear()
         return self.decisions.first_token(request_id, attempt, ttft_s)
 
     def release(self, request_id: str) -> list[Instruction]:
@@ -514,8 +522,7 @@ class Directory:
         self._came(block_hash, record)
         record.workers.add(worker.worker_id)
         record.wanted_by.discard(worker.worker_id)
-        reservation = self._reservations.get(record.producer) if record.producer else None
-        if reservation is not None and reservation.admission.prefill == worker.worker_id:
+        if record.producer not in self.workers:
             self._produced(block_hash, record)
         if self.disk_budget_bytes and record.segment is None:
             worker.unsaved.append(block_hash)
@@ -528,7 +535,7 @@ class Directory:
         """Nobody needs to compute or export this block any more."""
         reservation = self._reservations.get(record.producer) if record.producer else None
         if reservation is not None:
-            reservation.producing.discard(block_hash)
+            reservation.producing.pop(block_hash, None)
         record.producer = None
 
     def _lacking(self, worker_id: str, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
@@ -665,23 +672,60 @@ class Directory:
         reservation.queued_us = 0
 
     def _stop_producing(self, reservation: Reservation) -> list[Instruction]:
-        abandoned, reservation.producing = reservation.producing, set()
+        """The request computes no more. Its worker may have blocks that it has not told of yet: where somebody waits
+        for one, it is asked, and says which ones will not come."""
+        abandoned, reservation.producing = reservation.producing, {}
         for block_hash in abandoned:
             self._blocks[block_hash].producer = None
-        instructions = self._fail(abandoned)
+        worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
+        instructions: list[Instruction] = []
+        if worker is None:
+            instructions = self._fail(abandoned)
+        elif wanted := tuple(block_hash for block_hash in abandoned if self._blocks[block_hash].wanted_by):
+            for block_hash in wanted:
+                self._blocks[block_hash].producer = worker.worker_id
+            instructions = [Export(worker.worker_id, wanted)]
         self._forget_unknown(abandoned)
         return instructions
 
     def _fail(self, hashes: Iterable[BlockHash]) -> list[Instruction]:
-        """Tell those who want blocks that nobody is about to send any more; others may still hold them."""
+        """Nobody is about to send these blocks any more. Where some are wanted, find who does it instead: a worker that
+        holds them, or else the request that was admitted first of those that lack them, whose worker is told not to
+        wait for them. Without either, whoever wants them is told.
+
+        The first, because then requests only wait for earlier ones, and never in a circle.
+        """
+        exports: dict[str, list[BlockHash]] = {}
         lost: dict[str, list[BlockHash]] = {}
         for block_hash in hashes:
             record = self._blocks.get(block_hash)
-            if record is not None and record.producer is None and record.wanted_by:
-                for worker_id in record.wanted_by:
-                    lost.setdefault(worker_id, []).append(block_hash)
-                record.wanted_by = set()
-        return [Lost(worker_id, tuple(missing)) for worker_id, missing in lost.items() if worker_id in self.workers]
+            if record is None or record.producer is not None or not record.wanted_by:
+                continue
+            if record.workers:
+                record.producer = min(record.workers)
+                exports.setdefault(record.producer, []).append(block_hash)
+                continue
+            told = record.wanted_by
+            successor = self._first_lacking(block_hash)
+            if successor is not None:
+                successor.producing[block_hash] = None
+                record.producer = successor.admission.request_id
+                told = told & {successor.admission.prefill}
+            record.wanted_by = record.wanted_by - told
+            for worker_id in told & self.workers.keys():
+                lost.setdefault(worker_id, []).append(block_hash)
+        return [
+            *(Export(worker_id, tuple(held)) for worker_id, held in exports.items()),
+            *(Lost(worker_id, tuple(missing)) for worker_id, missing in lost.items()),
+        ]
+
+    def _first_lacking(self, block_hash: BlockHash) -> Reservation | None:
+        """The request that was admitted first of those that could compute a block."""
+        for request_id, reservation in self._reservations.items():
+            worker = self.workers.get(reservation.admission.prefill)
+            if worker is not None and request_id in worker.requests and block_hash in reservation.lacking:
+                return reservation
+        return None
 
     def _forget_unknown(self, hashes: Iterable[BlockHash]) -> None:
         for block_hash in hashes:

@@ -91,3 +91,19 @@ def test_many_at_once_answer_as_each_alone(server: Server) -> None:
         assert cached(alone) == 0
         assert token_ids(alone) == token_ids(answer)
         assert alone["choices"][0]["logprobs"] == answer["choices"][0]["logprobs"]
+
+
+def test_sixteen_at_once_compute_their_prefix_once(server: Server) -> None:
+    """1,024 cold tokens, then 17 to 32, of which no two begin alike; the counters say what was computed."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def num_prefilled() -> int:
+        return sum(worker["num_prefill_tokens"] for worker in server.workers().values())
+
+    shared = random_prompt(8, 1024)
+    suffixes = [[1000 + index, *random_prompt(200 + index, 16 + index)] for index in range(16)]
+    before = num_prefilled()
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda suffix: server.complete(shared + suffix, max_tokens=4), suffixes))
+    assert num_prefilled() - before == len(shared) + sum(map(len, suffixes))
+    assert sorted(map(cached, answers)) == [0] + 15 * [1024]

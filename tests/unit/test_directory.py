@@ -97,13 +97,36 @@ def test_what_another_request_computes_is_awaited(split: Directory) -> None:
     assert delivered(export(split, "p", A, B)) == [("d", (A, B)), ("d2", (A, B))]
 
 
-def test_when_the_one_who_computes_ends_those_who_wait_are_told(split: Directory) -> None:
+def test_when_the_one_who_computes_ends_the_next_one_takes_over(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    workers = []
+    for request_id, worker_id in (("r1", "a"), ("r2", "b"), ("r3", "c")):
+        join(directory, worker_id, Role.MIXED)
+        workers.append(admit(directory, request_id, A, B)[0].prefill)
+    assert workers == ["a", "b", "c"], "each goes where nothing is queued"
+    assert directory.release("r1") == [Export("a", (A, B))], "they may be there and not reported yet"
+    assert delivered(export(directory, "a", A)) == [("b", (A,)), ("c", (A,))]
+    assert directory.export_failed("a", 1, [B]) == [Lost("b", (B,))], "c goes on waiting"
+    assert seal(directory, "b", A, B) == [Export("b", (B,))]
+    assert delivered(export(directory, "b", B)) == [("c", (B,))]
+
+
+def test_when_nobody_is_left_to_compute_those_who_wait_are_told(split: Directory) -> None:
     admit(split, "r1", A)
-    join(split, "d2", Role.DECODE)
-    admit(split, "r2", A)
-    lost = split.release("r1")
-    assert {(i.worker_id, i.hashes) for i in lost if isinstance(i, Lost)} == {("p", (A,)), ("d", (A,)), ("d2", (A,))}
+    assert split.release("r1") == [Export("p", (A,))]
+    assert split.export_failed("p", 1, [A]) == [Lost("d", (A,))]
     assert split.num_blocks == 0
+
+
+def test_whoever_computes_it_first_sends_it(make_directory: MakeDirectory) -> None:
+    """Another than the one that was to compute it gave up waiting."""
+    directory = make_directory()
+    join(directory, "a", Role.MIXED)
+    admit(directory, "r1", A)
+    join(directory, "b", Role.MIXED)
+    join(directory, "c", Role.MIXED)
+    directory._blocks[A].wanted_by |= {"b", "c"}
+    assert seal(directory, "b", A) == [Export("b", (A,))]
 
 
 def test_blocks_in_a_segment_are_delivered_at_once(split: Directory) -> None:
@@ -156,8 +179,10 @@ def test_an_export_that_fails_is_lost(make_directory: MakeDirectory, evicted_bef
     if evicted_before:
         assert evict(directory, "d", A) == [], "the answer to the order is still to come"
     assert directory.export_failed("d", 1, [A]) == [Lost("p", (A,))]
+    assert directory._blocks[A].producer == "r", "it computes it for everybody"
     directory.check_integrity()
     directory.release("r")
+    directory.export_failed("p", 1, [A, B])
     assert directory.num_blocks == 0, "nothing is known that nobody has"
 
 
@@ -188,6 +213,7 @@ def test_an_order_dies_with_its_worker(make_directory: MakeDirectory) -> None:
     evict(directory, "d", A)
     assert directory.remove_worker("d", 1) == [Lost("p", (A,))]
     directory.release("r")
+    directory.export_failed("p", 1, [A, B])
     assert directory.num_blocks == 0
 
 
@@ -288,8 +314,10 @@ def test_an_admission_that_is_repeated_replaces_the_first(split: Directory) -> N
     admit(split, "r", A, B)
     admit(split, "r", A, B, attempt=1)
     assert split.num_reservations == 1
-    assert split.workers["p"].queued_us == 12_000
+    assert split.workers["p"].queued_us == 4_000, "the load of the second alone, which waits for the first's blocks"
+    assert split.export_failed("p", 1, [A, B]) == [Lost("p", (A, B))], "and computes those that do not come"
     split.release("r")
+    split.export_failed("p", 1, [A, B])
     assert split.num_blocks == 0
 
 

@@ -375,7 +375,6 @@ class DirectoryMachine(RuleBasedStateMachine):
                     worker.unreported |= arrived - worker.pool
                     worker.pool |= arrived
                 case Export(hashes=hashes):
-                    assert set(hashes) <= self.directory.workers[instruction.worker_id].blocks
                     worker.orders.append(hashes)
                 case Lost(hashes=hashes):
                     worker.owed -= set(hashes)

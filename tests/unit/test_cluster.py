@@ -1,0 +1,123 @@
+"""What many requests of one prefix compute together, on however many workers: each block once."""
+
+from random import Random
+
+import pytest
+from cluster import Cluster, Sizes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.types import Role
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+WORKER_SETS = [(M,), (M, M), (M, M, M, M), (P, D), (P, P, D, D), (P, P, P, D)]
+SIZES = Sizes(block_size=16, num_blocks=256, token_budget=256, max_requests=16)
+NUM_REQUESTS = 16
+PREFIX = tuple(range(1000, 2024))
+"""1,024 tokens: 64 blocks."""
+SUFFIXES = [tuple(range(5000 + 100 * index, 5000 + 103 * index + 7)) for index in range(NUM_REQUESTS)]
+"""From 7 to 52 tokens; no two begin with the same one, so that nothing of a block's beginning can be copied."""
+
+every_worker_set = pytest.mark.parametrize("roles", WORKER_SETS, ids=lambda roles: "+".join(role[0] for role in roles))
+seeds = st.integers(0, 1 << 30)
+
+
+def start(cluster: Cluster, prompts: list[tuple[int, ...]], random: Random, at_once: bool) -> None:
+    """Requests r0, r1 ... in one batch, or one by one while the others are under way."""
+    named = {f"r{index}": prompt for index, prompt in enumerate(prompts)}
+    if at_once:
+        cluster.request(named)
+        return
+    for name, prompt in named.items():
+        cluster.request({name: prompt})
+        for _ in range(random.randrange(8)):
+            cluster.turn(random)
+
+
+def run(roles: tuple[Role, ...], prompts: list[tuple[int, ...]], seed: int, at_once: bool) -> Cluster:
+    """All requests from their arrival to their end; nothing goes wrong, so nobody may wait for time to pass."""
+    random, cluster = Random(seed), Cluster(roles, SIZES)
+    # A partial block that is sent to a decode worker before its request is there gets lost, and is computed again.
+    cluster.calls_are_prompt = D in roles
+    start(cluster, prompts, random, at_once)
+    cluster.drain(random)
+    assert len(cluster.ended) == len(prompts)
+    assert cluster.num_timeouts == 0
+    return cluster
+
+
+@every_worker_set
+@given(seed=seeds, at_once=st.booleans())
+@settings(max_examples=8)
+def test_a_cold_prefix_is_computed_once(roles: tuple[Role, ...], seed: int, at_once: bool) -> None:
+    cluster = run(roles, [PREFIX + suffix for suffix in SUFFIXES], seed, at_once)
+    assert cluster.num_prefill_tokens == len(PREFIX) + sum(map(len, SUFFIXES))
+
+
+@every_worker_set
+@given(seed=seeds, at_once=st.booleans())
+@settings(max_examples=8)
+def test_the_suffix_begins_at_the_last_full_shared_block(roles: tuple[Role, ...], seed: int, at_once: bool) -> None:
+    """Eleven tokens more are the same, and so few follow that no block gets full that another could begin with."""
+    prompts = [(*PREFIX, *range(11), 100 + index) for index in range(NUM_REQUESTS)]
+    assert run(roles, prompts, seed, at_once).num_prefill_tokens == len(PREFIX) + NUM_REQUESTS * 12
+
+
+@every_worker_set
+@given(seed=seeds, at_once=st.booleans())
+@settings(max_examples=8)
+def test_of_identical_prompts_the_last_token_is_computed(roles: tuple[Role, ...], seed: int, at_once: bool) -> None:
+    assert run(roles, [PREFIX] * NUM_REQUESTS, seed, at_once).num_prefill_tokens == len(PREFIX) + NUM_REQUESTS - 1
+
+
+@pytest.mark.parametrize("roles", [(M,), (P, D)])
+@given(seed=seeds)
+@settings(max_examples=8)
+def test_the_beginning_of_a_block_is_copied(roles: tuple[Role, ...], seed: int) -> None:
+    """One after the other on one prefilling worker: eleven tokens of the next block are found in the first's."""
+    random, cluster = Random(seed), Cluster(roles, SIZES)
+    cluster.calls_are_prompt = True
+    for index in range(NUM_REQUESTS):
+        cluster.request({f"r{index}": (*PREFIX, *range(11), *range(100 + 20 * index, 120 + 20 * index))})
+        cluster.drain(random)
+    assert cluster.num_prefill_tokens == len(PREFIX) + 31 + (NUM_REQUESTS - 1) * 20
+
+
+@every_worker_set
+@given(seed=seeds, num_steps=st.integers(1, 3))
+@settings(max_examples=8)
+def test_who_computes_leaves_and_another_goes_on(roles: tuple[Role, ...], seed: int, num_steps: int) -> None:
+    """The blocks that were full stay where they are; only the rest of the prefix is computed, by one other."""
+    random, cluster = Random(seed), Cluster(roles, SIZES)
+    cluster.calls_are_prompt = True
+    start(cluster, [PREFIX + suffix for suffix in SUFFIXES], random, at_once=True)
+    while cluster.num_prefill_tokens < num_steps * SIZES.token_budget:
+        cluster.turn(random)
+    cluster.leave("r0")
+    cluster.drain(random)
+    assert cluster.num_prefill_tokens == len(PREFIX) + sum(map(len, SUFFIXES[1:]))
+    assert cluster.num_timeouts == 0
+
+
+@every_worker_set
+@given(seed=seeds, num_steps=st.integers(1, 3), loses_mail=st.booleans(), comes_back=st.booleans())
+@settings(max_examples=8)
+def test_a_worker_that_computes_dies(
+    roles: tuple[Role, ...], seed: int, num_steps: int, loses_mail: bool, comes_back: bool
+) -> None:
+    random, cluster = Random(seed), Cluster(roles, SIZES)
+    cluster.calls_are_prompt = True
+    start(cluster, [PREFIX + suffix for suffix in SUFFIXES], random, at_once=True)
+    while cluster.num_prefill_tokens < num_steps * SIZES.token_budget:
+        cluster.turn(random)
+    lost = cluster.num_prefill_tokens
+    worker = cluster.workers[cluster.active["r0"].prefill or ""]
+    cluster.kill(worker.worker_id, loses_mail)
+    if comes_back or len(roles) == 1:
+        # A new one takes longer to start than the others take to notice.
+        while worker.worker_id in cluster.manager.directory.workers or cluster.admitting:
+            cluster.turn(random)
+        cluster.start_worker(worker.worker_id, worker.role, worker.epoch + 1)
+    cluster.drain(random)
+    assert len(cluster.ended) == NUM_REQUESTS
+    assert cluster.num_prefill_tokens <= len(PREFIX) + sum(map(len, SUFFIXES)) + lost

@@ -1,0 +1,122 @@
+"""Whatever happens to a cluster, in whatever order: each request is answered as if it had been alone, and all end.
+
+See `cluster.Cluster` for what is real here. `builders.FakeModel` finds out who reads KV that is not its own.
+"""
+
+from random import Random
+
+from cluster import Cluster, Sizes
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.types import Role
+
+MAX_WORKERS = 4
+MAX_PROMPT = 30
+PROMPTS = st.tuples(
+    st.integers(1, 20), st.integers(0, 1), st.lists(st.integers(0, 1), min_size=0, max_size=MAX_PROMPT - 20)
+)
+
+
+def prompt_of(num_shared: int, branch: int, rest: list[int]) -> tuple[int, ...]:
+    """One of two families of prompts; those of a family begin alike."""
+    return (*range(10 * branch, 10 * branch + num_shared), *rest)
+
+
+class ClusterMachine(RuleBasedStateMachine):
+    """A cluster and everything that may happen to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+        self.is_disturbed = False
+        """Whether anything happened after which somebody may have to wait until time passes."""
+
+    @initialize(
+        roles=st.lists(st.sampled_from(Role), min_size=1, max_size=MAX_WORKERS),
+        num_blocks=st.sampled_from([10, 14, 200]),
+        token_budget=st.integers(2, 16),
+        segment_budget_bytes=st.sampled_from([0, 200, 1 << 20]),
+    )
+    def build(self, roles: list[Role], num_blocks: int, token_budget: int, segment_budget_bytes: int) -> None:
+        sizes = Sizes(4, num_blocks, token_budget, max_requests=6)
+        self.cluster = Cluster(roles, sizes, segment_budget_bytes)
+        self.is_disturbed = num_blocks < 200
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), max_tokens=st.integers(1, 5))
+    def request(self, prompts, max_tokens) -> None:
+        named = {f"r{self.num_requests + index}": prompt_of(*prompt) for index, prompt in enumerate(prompts)}
+        self.num_requests += len(named)
+        self.cluster.request(named, max_tokens)
+
+    @rule(seed=st.integers(0, 1 << 20), num_turns=st.integers(1, 30))
+    def go_on(self, seed, num_turns) -> None:
+        random = Random(seed)
+        for _ in range(num_turns):
+            self.cluster.turn(random)
+
+    @precondition(lambda self: self.cluster.mail)
+    @rule(data=st.data())
+    def deliver(self, data) -> None:
+        self.cluster.deliver(data.draw(st.sampled_from(list(self.cluster.mail))))
+
+    @precondition(lambda self: self.cluster.active)
+    @rule(data=st.data())
+    def leave(self, data) -> None:
+        self.cluster.leave(data.draw(st.sampled_from(list(self.cluster.active))))
+
+    @rule(data=st.data(), loses_mail=st.booleans(), role=st.sampled_from(Role))
+    def kill_or_restart(self, data, loses_mail, role) -> None:
+        worker = data.draw(st.sampled_from(list(self.cluster.workers.values())))
+        self.is_disturbed = True
+        if worker.is_alive:
+            self.cluster.kill(worker.worker_id, loses_mail)
+        else:
+            self.cluster.start_worker(worker.worker_id, role, worker.epoch + 1)
+
+    @rule()
+    def restart_manager(self) -> None:
+        self.is_disturbed = True
+        self.cluster.restart_manager()
+
+    @precondition(lambda self: self.cluster.manager.directory.num_segments)
+    @rule(data=st.data())
+    def lose_segment(self, data) -> None:
+        self.is_disturbed = True
+        manager = self.cluster.manager
+        manager.unreadable.add(data.draw(st.sampled_from(sorted(manager.directory._segments))))
+
+    @rule(data=st.data(), is_stalled=st.booleans())
+    def stall(self, data, is_stalled) -> None:
+        """A worker does not step for a while."""
+        data.draw(st.sampled_from(list(self.cluster.workers.values()))).is_stalled = is_stalled
+
+    @rule(seconds=st.sampled_from([0.1, 6.0, 31.0]))
+    def time_passes(self, seconds) -> None:
+        self.cluster.now += seconds
+
+    @rule()
+    def ping(self) -> None:
+        self.cluster.ping()
+
+    @invariant()
+    def check(self) -> None:
+        if hasattr(self, "cluster"):
+            self.cluster.check_integrity()
+
+    def teardown(self) -> None:
+        """What is dead comes back, what is stalled goes on, and everything ends; undisturbed, it does so at once."""
+        if not hasattr(self, "cluster"):
+            return
+        for worker in list(self.cluster.workers.values()):
+            worker.is_stalled = False
+            if not worker.is_alive:
+                self.cluster.start_worker(worker.worker_id, worker.role, worker.epoch + 1)
+        self.cluster.drain(Random(self.num_requests))
+        assert len(self.cluster.ended) == self.num_requests
+        assert self.is_disturbed or self.cluster.num_timeouts == 0, "somebody waited in vain"
+
+
+TestCluster = ClusterMachine.TestCase
+TestCluster.settings = settings(max_examples=100, stateful_step_count=30)
