@@ -120,4 +120,7 @@ def test_a_worker_that_computes_dies(
         cluster.start_worker(worker.worker_id, worker.role, worker.epoch + 1)
     cluster.drain(random)
     assert len(cluster.ended) == NUM_REQUESTS
-    assert cluster.num_prefill_tokens <= len(PREFIX) + sum(map(len, SUFFIXES)) + lost
+    # A decode worker that has just heard that blocks are lost does not wait when they are promised anew
+    # (`EarlyMessages`); if then the handover overtakes an import, it computes the missing part of the prefix, too.
+    again = len(PREFIX) if D in roles else 0
+    assert cluster.num_prefill_tokens <= len(PREFIX) + sum(map(len, SUFFIXES)) + lost + again
