@@ -241,15 +241,16 @@ class Dispatcher:
             # Who left meanwhile has been aborted already, and that call must not be overtaken by this one.
             batch = [each for each in batch if each.request_id in self._active]
             if batch and worker_id in self._workers:
-                self._background.start(self._submit(worker_id, self._workers[worker_id], batch))
+                call = self._workers[worker_id].submit.remote(batch)
+                self._background.start(self._submitted(call, worker_id, batch))
         if (self._first_tokens or self._ended) and self._manager.handle is not None:
             first_tokens, self._first_tokens = self._first_tokens, []
             ended, self._ended = self._ended, []
             self._background.start(self._settle(self._manager.handle, first_tokens, ended))
 
-    async def _submit(self, worker_id: str, worker: ActorHandle[Any], assignments: list[Assignment]) -> None:
+    async def _submitted(self, call: Any, worker_id: str, assignments: list[Assignment]) -> None:
         try:
-            await worker.submit.remote(assignments)
+            await call
         except RayError as error:
             logger.warning("%s took no requests: %s", worker_id, type(error).__name__)
             for assignment in assignments:
