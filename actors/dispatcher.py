@@ -241,7 +241,7 @@ class Dispatcher:
             # Who left meanwhile has been aborted already, and that call must not be overtaken by this one.
             batch = [each for each in batch if each.request_id in self._active]
             if batch and worker_id in self._workers:
-                call = self._workers[worker_id].submit.remote(batch)
+                call: Any = self._workers[worker_id].submit.remote(batch)
                 self._background.start(self._submitted(call, worker_id, batch))
         if (self._first_tokens or self._ended) and self._manager.handle is not None:
             first_tokens, self._first_tokens = self._first_tokens, []
