@@ -605,7 +605,7 @@ class Directory:
             if index < num_local:
                 yield BlockSource.LOCAL
             elif record is None:
-                others = self._continuations.get(parent)
+                others = self._continuations.get(parent) if index else None
                 if block_hash in self._gone:
                     yield BlockSource.EVICTED
                 elif others is not None and others != block_hash:

@@ -23,7 +23,7 @@ def last_attempt(server: Server, request_id: str) -> dict[str, Any]:
 
 
 def test_a_request_is_explained(server: Server) -> None:
-    prompt = random_prompt(400, 200)
+    prompt = random_prompt(7400, 200)
     cold = server.complete(prompt, max_tokens=2, cache_salt="explain")
     eventually(server.is_idle, "the first request is over")
     warm = server.complete(prompt, max_tokens=2, cache_salt="explain")
@@ -41,13 +41,14 @@ def test_a_request_is_explained(server: Server) -> None:
 
 
 def test_a_prompt_without_a_block_and_one_that_parts(server: Server) -> None:
-    short = server.complete(random_prompt(401, 9), max_tokens=1)
+    short = server.complete(random_prompt(7401, 9), max_tokens=1)
     assert last_attempt(server, short["id"])["note"] == "shorter than a block: nothing to share"
-    prompt = random_prompt(402, 64)
+    prompt = random_prompt(7402, 64)
     server.complete(prompt, max_tokens=1, cache_salt="fork")
-    fork = server.complete([*prompt[:32], *random_prompt(403, 32)], max_tokens=1, cache_salt="fork")
+    eventually(server.is_idle, "the first request is over")
+    fork = server.complete([*prompt[:32], *random_prompt(7403, 32)], max_tokens=1, cache_salt="fork")
     runs = last_attempt(server, fork["id"])["blocks"]
-    assert [run["hit"] for run in runs] == [True, False, False][: len(runs)]
+    assert [(run["hit"], run["count"]) for run in runs] == [(True, 2), (False, 1), (False, 1)]
     assert runs[1]["source"] == "diverged"
 
 
@@ -60,7 +61,7 @@ def test_an_unknown_request_is_not_found(server: Server, request_id: str) -> Non
 
 
 def test_the_cache_is_shown_and_reset(server: Server) -> None:
-    prompt = random_prompt(404, 300)
+    prompt = random_prompt(7404, 300)
     for _ in range(2):
         server.complete(prompt, max_tokens=2)
     eventually(server.is_idle, "the requests are over")
@@ -70,7 +71,7 @@ def test_the_cache_is_shown_and_reset(server: Server) -> None:
     assert report["hit_blocks"] and report["missed_blocks"] and report["object_store"]["bytes"] > 0
     assert any(prefix["hit_tokens"] >= 288 and prefix["preview"] for prefix in report["hottest_prefixes"])
 
-    running = server.stream(random_prompt(405, 100), max_tokens=120)
+    running = server.stream(random_prompt(7405, 100), max_tokens=120)
     seen = [next(running)]
     status, _, body = server.request("POST", "/v1/cache/reset")
     dropped = json.loads(body)
@@ -86,7 +87,7 @@ def test_events_of_the_cache_can_be_followed(server: Server) -> None:
     events = server.events("/v1/cache/events")
     kind, first = next(events)
     assert kind == "snapshot"
-    server.complete(random_prompt(406, 48), max_tokens=1, cache_salt="events")
+    server.complete(random_prompt(7406, 48), max_tokens=1, cache_salt="events")
     kind, stored = next(events)
     assert kind == "stored" and stored["next"] > first["next"] and stored["blocks"][0] not in first["blocks"]
     events.close()
