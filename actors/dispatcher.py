@@ -203,14 +203,17 @@ class Dispatcher:
             return False
         generation.place(admission, self._model.block_size, time.monotonic())
         self._known_workers.setdefault(admission.decode, Role.DECODE)
+        first, second = admission.prefill_epoch, admission.decode_epoch
         if admission.prefill == admission.decode:
-            self._assign(generation, admission.decode, Stage.WHOLE, admission.prefill_awaited)
+            self._assign(generation, admission.decode, Stage.WHOLE, admission.prefill_awaited, first)
         else:
-            self._assign(generation, admission.prefill, Stage.PREFILL, admission.prefill_awaited)
-            self._assign(generation, admission.decode, Stage.DECODE, admission.decode_awaited)
+            self._assign(generation, admission.prefill, Stage.PREFILL, admission.prefill_awaited, first)
+            self._assign(generation, admission.decode, Stage.DECODE, admission.decode_awaited, second)
         return True
 
-    def _assign(self, generation: Generation, worker_id: str, stage: Stage, awaited: tuple[bytes, ...]) -> None:
+    def _assign(
+        self, generation: Generation, worker_id: str, stage: Stage, awaited: tuple[bytes, ...], epoch: int
+    ) -> None:
         assignment = Assignment(
             generation.request_id,
             generation.attempt,
@@ -224,6 +227,7 @@ class Dispatcher:
             self._model.await_timeout_s,
             num_scored=len(generation.prompt_logprobs),
             cache=generation.cache,
+            promised_to=epoch,
         )
         self._assignments.setdefault(worker_id, []).append(assignment)
         self._flush_soon()

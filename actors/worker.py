@@ -237,6 +237,8 @@ class Worker:
         for assignment in assignments:
             try:
                 engine.submit(assignment, now)
+                if assignment.promised_to not in (0, self._epoch):  # what was sent went to an earlier incarnation
+                    engine.scheduler.stop_awaiting([assignment.request_id])
             except Exception as error:  # its ingress must hear that nothing will come
                 logger.exception("%s not taken on", assignment.request_id)
                 position = len(assignment.token_ids) - assignment.num_prompt_tokens

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from engine.core.types import BlockHash, Handover
 
-KEEP_S = 5.0
+KEEP_S = 1.0
 """Messages overtake each other by milliseconds; what is older belongs to a request that will not come."""
 
 

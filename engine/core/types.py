@@ -111,6 +111,8 @@ class Assignment:
     num_scored: int = 0
     """Prompt tokens behind the first whose log-probabilities were delivered by earlier attempts."""
     cache: CacheWish = CacheWish()
+    promised_to: int = 0
+    """Epoch of the worker incarnation that blocks and handover were promised to; 0 if none were."""
 
 
 class TokenEvent(NamedTuple):
