@@ -24,7 +24,7 @@ from actors.calls import Background, answer, quietly
 from actors.manager_link import ManagerLink
 from actors.messages import Ended, FirstToken
 from actors.names import find_actor
-from engine.core.errors import NoWorkerError, OverloadedError, ServiceError
+from engine.core.errors import NoWorkerError, OverloadedError, RequestError, ServiceError
 from engine.core.generation import Generation
 from engine.core.hashing import BlockChain, root_hash
 from engine.core.placement import rank_by_session
@@ -101,6 +101,8 @@ class Dispatcher:
                 "try again later",
                 retry_after_s=1,
             )
+        if tenant.max_requests is not None and count > tenant.max_requests:
+            raise RequestError(f"{count} answers are more than the {tenant.max_requests} that are accepted at a time.")
         if tenant.max_requests is not None:
             num_own = sum(delivery.generation.tenant == tenant.name for delivery in self._active.values())
             if num_own + count > tenant.max_requests:
@@ -360,6 +362,7 @@ class Dispatcher:
             for worker_id in list(self._workers):
                 self._call(worker_id, "ping", self._ingress_id, self._awaiting_at(worker_id))
             await self.workers()
+            self._flush_soon()  # what could not be told while the manager was away
             await asyncio.sleep(PING_S)
 
     def _awaiting_at(self, worker_id: str) -> list[str]:

@@ -112,7 +112,7 @@ class Frontend:
         self._public_prefixes = _public_prefixes(self._tokenizer, cache.public_prefixes)
         self.tenants = tenants(config)
         self._metrics = IngressMetrics()
-        self._fingerprint = kv_fingerprint(folder, DTYPES[model.dtype], cache.block_size)
+        self._fingerprint = kv_fingerprint(model.source, folder, DTYPES[model.dtype], cache.block_size)
         manager = ManagerLink(app_name)
         self._transcripts = Transcripts(manager, self._metrics.looked_up) if cache.transcript_mib else None
         self.cache = CacheControl(manager, self._tokenizer.decode)

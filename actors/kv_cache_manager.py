@@ -187,7 +187,8 @@ class KVCacheManager:
 
     async def reset_cache(self) -> dict[str, int]:
         """Forget all KV that no request holds or was promised, everywhere, and the transcripts; returns the counts."""
-        blocks = self._directory.reset()
+        blocks, erased = self._directory.reset()
+        self._carry_out(erased)
         self._transcripts.clear()
         calls = [quietly(handle.reset_cache.remote()) for handle in self._handles.values()]
         dropped = await asyncio.gather(*calls)

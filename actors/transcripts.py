@@ -57,7 +57,9 @@ class Transcripts:
     async def _look_up(self, names: list[bytes]) -> Found:
         try:
             found: Found = await asyncio.wait_for(self._lookups.add(names), TIMEOUT_S)
-        except (RayError, ServiceError, TimeoutError):
+        except TimeoutError:
+            return None
+        except (RayError, ServiceError):
             self._manager.forget()
             return None
         return found

@@ -189,8 +189,13 @@ class Worker:
         self._loop_thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
 
     async def reset_cache(self) -> int:
-        """Forget every block that no request holds; returns how many."""
-        return int(await self._ask(lambda engine: engine.pool.reset()))
+        """Forget every block that no request holds, and the scores of prompts; returns how many blocks."""
+
+        def reset(engine: "Engine") -> int:
+            engine.scheduler.scores.clear()
+            return engine.pool.reset()
+
+        return int(await self._ask(reset))
 
     async def statistics(self) -> dict[str, Any]:
         """Counts of requests and blocks, for health checks and tests; checks the engine's integrity on the way."""
@@ -348,11 +353,9 @@ class Worker:
         while True:
             self._metrics.flush(self._engine)
             if self._has_measured:
-                self._loop_thread.post(self._set_costs)
+                costs = self._costs.costs()
+                self._loop_thread.post(lambda engine, now=costs: setattr(engine.scheduler.swapping, "costs", now))  # type: ignore[misc]
             await asyncio.sleep(REPORT_S)
-
-    def _set_costs(self, engine: "Engine") -> None:
-        engine.scheduler.swapping.costs = self._costs.costs()
 
     async def _watch_ingresses(self) -> None:
         """Abort what belongs to ingress replicas that are gone."""

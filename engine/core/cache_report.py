@@ -7,28 +7,13 @@ NUM_HOTTEST = 10
 
 
 def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str, object]:
-    """Plain values. Counts are since the manager started; `hit_rate` is over the last admissions, in tokens. What all
-    tenants together hit, missed and lost is for administrators."""
+    """Plain values. Counts are since the manager started; `hit_rate` is over the last admissions, in tokens. What the
+    cache holds, and what all tenants together hit, missed and lost, is for administrators."""
     statistics = directory.statistics
     report: dict[str, object] = {
         "object": "cache",
         "block_size": directory.costs.block_size,
         "block_bytes": directory.costs.block_bytes,
-        "known_blocks": directory.num_blocks,
-        "workers": [
-            {
-                "id": worker.worker_id,
-                "role": str(worker.role),
-                "cached_blocks": len(worker.blocks),
-                "available_blocks": worker.num_free_blocks,
-            }
-            for worker in directory.workers.values()
-        ],
-        "object_store": {
-            "segments": directory.num_segments,
-            "bytes": directory.segment_bytes,
-            "budget_bytes": directory.segment_budget_bytes,
-        },
         "hit_rate": statistics.hit_rate(None if is_admin else tenant),
         "tenants": {
             name: {
@@ -50,6 +35,22 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
         ],
     }
     if is_admin:
+        report["known_blocks"] = directory.num_blocks
+        report["workers"] = [
+            {
+                "id": worker.worker_id,
+                "role": str(worker.role),
+                "cached_blocks": len(worker.blocks),
+                "available_blocks": worker.num_free_blocks,
+            }
+            for worker in directory.workers.values()
+        ]
+        report["object_store"] = {
+            "segments": directory.num_segments,
+            "bytes": directory.segment_bytes,
+            "budget_bytes": directory.segment_budget_bytes,
+        }
+        report["disk"] = {"bytes": directory.disk_bytes, "budget_bytes": directory.disk_budget_bytes}
         sources = sorted(statistics.sources.items())
         report["hit_blocks"] = {str(source): count for source, count in sources if source in HITS}
         report["missed_blocks"] = {str(source): count for source, count in sources if source not in HITS}

@@ -1,6 +1,6 @@
 """How well the cache does: hits by source and tenant, over all time and lately, and the prefixes that are hit most."""
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,13 +10,13 @@ from engine.core.types import BlockHash
 WINDOW = 1000
 """Admissions that count as lately."""
 MAX_PREFIXES = 1000
+"""Remembered of each tenant."""
 
 
 @dataclass(slots=True)
 class HotPrefix:
     """Prompts that begin with the same block."""
 
-    tenant: str
     preview: tuple[int, ...]
     """The first tokens."""
     num_requests: int = 0
@@ -43,7 +43,9 @@ class CacheStatistics:
     """Blocks that left a place, by reason."""
     tenants: dict[str, TenantUse] = field(default_factory=dict)
     _lately: deque[tuple[str, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _prefixes: OrderedDict[tuple[str, BlockHash], HotPrefix] = field(default_factory=OrderedDict)
+    _prefixes: defaultdict[str, OrderedDict[BlockHash, HotPrefix]] = field(
+        default_factory=lambda: defaultdict(OrderedDict)
+    )
 
     def admitted(
         self,
@@ -62,13 +64,13 @@ class CacheStatistics:
         use.num_hit_tokens += num_hits
         self._lately.append((tenant, num_tokens, num_hits))
         if hashes:
-            key = tenant, hashes[0]
-            prefix = self._prefixes.pop(key, None) or HotPrefix(tenant, preview)
+            own = self._prefixes[tenant]
+            prefix = own.pop(hashes[0], None) or HotPrefix(preview)
             prefix.num_requests += 1
             prefix.num_hit_tokens += num_hits
-            self._prefixes[key] = prefix
-            if len(self._prefixes) > MAX_PREFIXES:
-                self._prefixes.popitem(last=False)
+            own[hashes[0]] = prefix
+            if len(own) > MAX_PREFIXES:
+                own.popitem(last=False)
 
     def hit_rate(self, tenant: str | None = None) -> float | None:
         """Share of prompt tokens found in the cache, over the last admissions; None if there were none."""
@@ -78,5 +80,5 @@ class CacheStatistics:
 
     def hottest(self, tenant: str, count: int) -> list[HotPrefix]:
         """The tenant's prefixes that saved the most tokens, best first."""
-        own = [prefix for prefix in self._prefixes.values() if prefix.tenant == tenant]
-        return sorted(own, key=lambda prefix: prefix.num_hit_tokens, reverse=True)[:count]
+        own = self._prefixes[tenant]
+        return sorted(own.values(), key=lambda prefix: prefix.num_hit_tokens, reverse=True)[:count]

@@ -190,8 +190,8 @@ class Directory:
         self._num_segments = 0
         self._gone: OrderedDict[BlockHash, None] = OrderedDict()
         """Blocks that were somewhere once."""
-        self._continuations: OrderedDict[BlockHash, BlockHash] = OrderedDict()
-        """For a block, the one that followed it in the last prompt with new blocks."""
+        self._continuations: OrderedDict[tuple[str, BlockHash], BlockHash] = OrderedDict()
+        """For a tenant and a block, the one that followed it in the tenant's last prompt with new blocks."""
         self._events = CacheEvents()
         self.statistics = CacheStatistics(costs.block_size)
         self.decisions = Decisions()
@@ -452,13 +452,13 @@ class Directory:
 
     # What others may ask
 
-    def reset(self) -> int:
-        """Drop every segment that nobody was promised; returns how many blocks they had."""
-        count = 0
-        for segment in [segment for segment in self._segments.values() if segment.leases == 0]:
-            count += len(segment.header.full_hashes)
+    def reset(self) -> tuple[int, list[Instruction]]:
+        """Drop every segment that nobody was promised, from disk too; returns how many blocks they had."""
+        unused = [s for s in self._segments.values() if s.leases == 0 and not s.wanted_by]
+        for segment in unused:
             self._drop_segment(segment, "reset")
-        return count
+        erased: list[Instruction] = [EraseFile(segment.file) for segment in unused if segment.file is not None]
+        return sum(len(segment.header.full_hashes) for segment in unused), erased
 
     def events_since(self, sequence: int | None) -> CacheUpdate:
         """What was stored and removed since then, or all that is stored now (`CacheEvents.since`)."""
@@ -583,7 +583,7 @@ class Directory:
 
     def _record(self, request: AdmitRequest, placement: Placement) -> None:
         """Keep what explains this placement."""
-        sources = tuple(self._sources(request.hashes, placement))
+        sources = tuple(self._sources(request.hashes, placement, request.tenant))
         decision = Decision(
             request.attempt,
             request.tenant,
@@ -596,7 +596,7 @@ class Directory:
         self.decisions.admitted(request.request_id, decision)
         self.statistics.admitted(request.tenant, request.num_tokens, request.hashes, sources, request.preview)
 
-    def _sources(self, hashes: Sequence[BlockHash], placement: Placement) -> Iterator[BlockSource]:
+    def _sources(self, hashes: Sequence[BlockHash], placement: Placement, tenant: str) -> Iterator[BlockSource]:
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
         parent = b""
@@ -605,14 +605,14 @@ class Directory:
             if index < num_local:
                 yield BlockSource.LOCAL
             elif record is None:
-                others = self._continuations.get(parent) if index else None
+                others = self._continuations.get((tenant, parent)) if index else None
                 if block_hash in self._gone:
                     yield BlockSource.EVICTED
                 elif others is not None and others != block_hash:
                     yield BlockSource.DIVERGED
                 else:
                     yield BlockSource.NEVER_SEEN
-                remember(self._continuations, parent, block_hash)
+                remember(self._continuations, (tenant, parent), block_hash)
             elif index >= num_cached:
                 yield BlockSource.RECOMPUTED
             elif record.segment is not None:

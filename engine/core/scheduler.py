@@ -213,6 +213,10 @@ class Scheduler:
 
     # One step
 
+    def forget_moves(self) -> None:
+        """What a step that failed had decided must not be done in a later one; what is kept outside may be dropped."""
+        self._moves = [move for move in self._moves if isinstance(move, SwapDrop)]
+
     def schedule(self, now: float) -> SchedulerOutput:
         """Choose the next step's chunks and make sure that each has its blocks."""
         self.pool.now = now

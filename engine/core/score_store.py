@@ -23,6 +23,11 @@ class ScoreStore:
         self._size = 0
         self._scores: OrderedDict[tuple[BlockHash, int], tuple[TokenLogprobs, ...]] = OrderedDict()
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._scores.clear()
+        self._size = 0
+
     def match(self, hashes: Iterable[BlockHash], num_top: int) -> list[TokenLogprobs]:
         """The scores, with `num_top` alternatives each, of the longest prefix of blocks that is here.
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
         BlockPool(num_blocks, settings.block_size, make_queue(settings.eviction, shares)),
         settings.limits,
         max_model_len,
-        kv_fingerprint(folder, dtype, settings.block_size),
+        kv_fingerprint(settings.source, folder, dtype, settings.block_size),
         swap_space,
     )
 
@@ -103,9 +104,11 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> 
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
 
 
-def kv_fingerprint(folder: Path, dtype: torch.dtype, block_size: int) -> str:
-    """What KV depends on: the model, its dtype, and the layout of a block."""
-    return f"{fingerprint(folder, dtype)}/{block_size}"
+def kv_fingerprint(source: str, folder: Path, dtype: torch.dtype, block_size: int) -> str:
+    """What KV depends on: the model and whether it is run at all, its dtype, the layout of a block, and the version of
+    what computes it, which matters where KV outlives a process."""
+    runs = "" if source.startswith(NULL) else "computed"
+    return f"{fingerprint(folder, dtype)}/{block_size}/{runs}/{version('raydix')}"
 
 
 def _device(wanted: str) -> str:

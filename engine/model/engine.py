@@ -152,7 +152,10 @@ class Engine:
         """End every request with an error event: a step could not be computed."""
         requests = list(self.scheduler.requests())
         events = [error_event(request.assignment, request.num_output, detail) for request in requests]
-        self.abort(request.request_id for request in requests)
+        self.scheduler.forget_moves()
+        for request in requests:
+            self.scheduler.abort(request.request_id)
+            self.swap_space.drop(request.request_id)
         return events
 
     def _move(self, move: Move, output: SchedulerOutput) -> SchedulerOutput:
