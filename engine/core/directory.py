@@ -548,7 +548,7 @@ class Directory:
         holders: set[str] = set()
         num_reachable = 0
         pending_us = 0
-        for index, record in enumerate(self._leading(request.hashes)):
+        for index, record in enumerate(self.leading(request.hashes)):
             still = record.workers if index == 0 else holders & record.workers
             for worker_id in holders - still:
                 num_local[worker_id] = index
@@ -573,7 +573,7 @@ class Directory:
             for worker in self.workers.values()
         ]
 
-    def _leading(self, hashes: Sequence[BlockHash]) -> Iterator[BlockRecord]:
+    def leading(self, hashes: Sequence[BlockHash]) -> Iterator[BlockRecord]:
         """The records of the leading blocks that are held or being computed anywhere."""
         for block_hash in hashes:
             record = self._blocks.get(block_hash)
