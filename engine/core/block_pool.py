@@ -114,11 +114,15 @@ class BlockPool:
         """
         if count > self.num_available:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.num_available} available")
-        blocks = []
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
-            self._ref_counts[block] = 1
-            blocks.append(block)
+        blocks: list[int] = []
+        try:
+            for _ in range(count):
+                block = self._free.pop() if self._free else self._evict()
+                self._ref_counts[block] = 1
+                blocks.append(block)
+        except BaseException:
+            self.release(blocks)
+            raise
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
