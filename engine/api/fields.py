@@ -273,7 +273,7 @@ class SamplingFields(StrictModel):
         default=None, description="Share cached prefixes only with requests of the same salt."
     )
     cache_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
-        default=None, description="KV of lower priorities is evicted before that of higher ones; 0."
+        default=None, description="The tenant's KV of lower priorities is evicted before that of higher ones; 0."
     )
     cache_ttl_s: Annotated[float, Field(gt=0, le=MAX_TTL_S)] | None = Field(
         default=None, description="So many seconds after the request its KV is evicted before any other."

@@ -114,11 +114,15 @@ class BlockPool:
         """
         if count > self.num_available:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.num_available} available")
-        blocks = []
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
-            self._ref_counts[block] = 1
-            blocks.append(block)
+        blocks: list[int] = []
+        try:
+            for _ in range(count):
+                block = self._free.pop() if self._free else self._evict()
+                self._ref_counts[block] = 1
+                blocks.append(block)
+        except BaseException:
+            self.release(blocks)
+            raise
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -132,13 +136,12 @@ class BlockPool:
 
     def retire(self, blocks: Sequence[int], retention: Retention = DEFAULT_RETENTION) -> None:
         """Release the blocks of a request that has used them, from its first block on: what eviction learns from."""
-        path: list[BlockHash] = []
-        for block in blocks:
-            block_hash = self._hashes[block]
-            if block_hash is None:
-                break
-            path.append(block_hash)
-        self._queue.visit(path, self.now, retention)
+        self._queue.visit(self._path(blocks), self.now, retention)
+        self.release(blocks)
+
+    def pause(self, blocks: Sequence[int], retention: Retention = DEFAULT_RETENTION) -> None:
+        """Release the blocks of a request, from its first block on, that has not ended: eviction learns nothing."""
+        self._queue.pause(self._path(blocks), self.now, retention)
         self.release(blocks)
 
     def seal(self, block: int, block_hash: BlockHash, content: BlockContent | None = None) -> None:
@@ -202,6 +205,16 @@ class BlockPool:
             for block in held:
                 counts[block] += 1
             assert counts == self._ref_counts, "reference counts differ from the holders"
+
+    def _path(self, blocks: Iterable[int]) -> list[BlockHash]:
+        """The hashes of the sealed blocks before the first that is not."""
+        path: list[BlockHash] = []
+        for block in blocks:
+            block_hash = self._hashes[block]
+            if block_hash is None:
+                break
+            path.append(block_hash)
+        return path
 
     def _give_back(self, block: int, cached: list[BlockHash]) -> None:
         """Drop one reference; the hash of a block that is only cached now is added to `cached`."""

@@ -168,7 +168,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._remove(request)
+        self._remove(request, has_ended=False)
         return True
 
     def blocks_settled(self, hashes: Iterable[BlockHash], now: float) -> None:
@@ -249,7 +249,7 @@ class Scheduler:
         request = self._requests[request_id]
         request.swapped = None
         if request_id in self.running:
-            self._leave_running(request)
+            self._leave_running(request, has_ended=False)
             self.preempted.appendleft(request)
         chunks = tuple(chunk for chunk in output.chunks if chunk.request is not request)
         return replace(output, chunks=chunks)
@@ -278,7 +278,7 @@ class Scheduler:
             if request.assignment.stage is Stage.PREFILL:
                 exports += self._export(request, first_new, event)
             if event is not None and (event.finish is not None or request.assignment.stage is Stage.PREFILL):
-                self._remove(request)
+                self._remove(request, has_ended=True)
                 finished.append(request)
         return StepOutcome(tuple(scores), tuple(events), tuple(exports), tuple(finished))
 
@@ -450,16 +450,18 @@ class Scheduler:
             self._swap_out(request)
         else:  # it would have come back in this step: what is kept stays where it is
             self._moves = [move for move in self._moves if not _swaps_in(move, request)]
-        self._leave_running(request)
+        self._leave_running(request, has_ended=False)
         request.num_preemptions += 1
         self.preempted.appendleft(request)
 
-    def _leave_running(self, request: Request) -> None:
+    def _leave_running(self, request: Request, *, has_ended: bool) -> None:
+        """Release its blocks. Only the end of a request teaches eviction who comes back, and when."""
         del self.running[request.request_id]
         for block_hash in request.hashes[request.num_sealed :]:
             if self._computing.get(block_hash) is request:
                 del self._computing[block_hash]
-        self.pool.retire(request.blocks, self._retention(request))
+        let_go = self.pool.retire if has_ended else self.pool.pause
+        let_go(request.blocks, self._retention(request))
         request.blocks = []
         request.num_computed = request.num_shared = request.num_sealed = 0
 
@@ -509,10 +511,10 @@ class Scheduler:
         wish = request.assignment.cache
         return Retention(wish.tenant, wish.priority, None if wish.ttl_s is None else self.pool.now + wish.ttl_s)
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: Request, *, has_ended: bool) -> None:
         self._drop_swapped(request)
         if request.request_id in self.running:
-            self._leave_running(request)
+            self._leave_running(request, has_ended=has_ended)
         else:
             (self.preempted if request in self.preempted else self.waiting).remove(request)
         self._drop_holds(request)

@@ -205,14 +205,15 @@ class Engine:
     def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> bool:
         missing = [index for index, block_hash in enumerate(hashes) if self.pool.lookup(block_hash) is None]
         missing = missing[: self.pool.num_available]
-        blocks = self.pool.allocate(len(missing))
+        blocks: list[int] = []
         try:
+            blocks = self.pool.allocate(len(missing))
             rows = payload.reshape(len(hashes), -1)
             self.store.import_blocks(rows[missing].reshape(-1) if len(missing) < len(hashes) else payload, blocks)
             for index, block in zip(missing, blocks, strict=True):
                 self.pool.seal(block, hashes[index])
         except Exception:  # whoever waits for these blocks must go on without them
-            logger.exception("%d blocks not imported", len(blocks))
+            logger.exception("%d blocks not imported", len(missing))
             return False
         finally:
             self.pool.release(blocks)

@@ -173,7 +173,7 @@ def test_a_flood_takes_neither_a_higher_priority_nor_a_tenant_s_floor(alice: Ser
     alice.complete(plain, max_tokens=1)
     alice.complete(prior, max_tokens=1, cache_priority=1)
     dora.complete(floor, max_tokens=1)
-    fill_pool(bob, 30)
+    fill_pool(alice, 30)
     assert cached(alice.complete(prior, max_tokens=1, cache_priority=1)) == 511
     assert cached(dora.complete(floor, max_tokens=1)) == 511
     assert cached(alice.complete(plain, max_tokens=1)) == 0

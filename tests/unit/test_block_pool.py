@@ -86,6 +86,21 @@ def test_too_many_blocks_take_nothing(pool: BlockPool) -> None:
     assert pool.allocate(0) == []
 
 
+def test_an_eviction_that_fails_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue: EvictionQueue[BlockHash] = make_queue(EvictionPolicy.LRU)
+    pool = BlockPool(4, 2, queue)
+    pool.release(fill(pool, b"a", b"b"))
+
+    def fail(now: float) -> BlockHash:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(queue, "evict", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        pool.allocate(3)
+    pool.check_integrity(())
+    assert (pool.num_available, pool.num_cached) == (4, 2)
+
+
 def test_equal_content_is_named_once(pool: BlockPool) -> None:
     first, second = fill(pool, b"a"), fill(pool, b"a")
     assert pool.lookup(b"a") == first[0]

@@ -205,6 +205,25 @@ def test_blocks_that_cannot_be_copied_in_are_lost(monkeypatch: pytest.MonkeyPatc
     assert tokens_of(events) == answer_to(make_assignment(prompt=PROMPT))
 
 
+def test_a_pool_that_cannot_evict_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, segments = prefill()
+    engine = awaiting_engine()
+
+    def fail(count: int) -> list[int]:
+        raise RuntimeError("nothing can be evicted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.pool, "allocate", fail)
+        for segment in segments:
+            engine.import_segment(segment.header, segment.payload, 0.0)
+    engine.scheduler.check_integrity()
+    assert not engine.pool.hashes()
+    events, _ = run(engine)
+    assert tokens_of(events) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))[1:], (
+        "the first came with the handover"
+    )
+
+
 def test_export_of_what_is_not_here() -> None:
     engine = make_engine()
     assert engine.export([b"absent"]) == (None, (b"absent",))

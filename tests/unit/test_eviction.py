@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, best_rates
 from engine.core.eviction.queue import EvictionQueue, Quota, Retention
 from engine.core.eviction.ranking import LeastRecent, Ranking
-from engine.core.eviction.survival import Survival
+from engine.core.eviction.survival import NUM_KINDS, Survival
 
 QUOTAS = {"a": Quota(floor=2), "b": Quota(floor=1, ceiling=3)}
 Path = tuple[str, ...]
@@ -34,13 +34,16 @@ def evict_all(queue: EvictionQueue[str], now: float = 0.0) -> list[str]:
 
 
 class EvictionMachine(RuleBasedStateMachine):
-    """A queue under requests of three tenants that share prefixes, run at the same time and let time pass."""
+    """A queue under requests of three tenants that share prefixes, their own and public ones, run at the same time,
+    end or pause, and let time pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.running: list[tuple[Path, Retention]] = []
         self.deadlines: dict[str, float] = {}
+        self.owners: dict[str, str] = {}
+        self.priorities: dict[str, int] = {}
         self.survival: Survival[str] = Survival(max_visits=5)
         self.queue: EvictionQueue[str] = EvictionQueue(self.survival, QUOTAS)
 
@@ -51,12 +54,13 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from("abc"),
+        is_public=st.booleans(),
         name=st.text("xyz", min_size=1, max_size=6),
         priority=st.integers(0, 2),
         ttl_s=st.just(float("inf")) | st.floats(0, 100),
     )
-    def start(self, tenant: str, name: str, priority: int, ttl_s: float) -> None:
-        path = path_of(tenant + name)
+    def start(self, tenant: str, is_public: bool, name: str, priority: int, ttl_s: float) -> None:
+        path = path_of(("p" if is_public else tenant) + name)
         for key in path:
             if key in self.queue:
                 self.queue.acquire(key)
@@ -64,13 +68,15 @@ class EvictionMachine(RuleBasedStateMachine):
         self.running.append((path, Retention(tenant, priority, expires_at)))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), has_ended=st.booleans())
+    def leave(self, data: st.DataObject, has_ended: bool) -> None:
         path, retention = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         expires_at = float("inf") if retention.expires_at is None else retention.expires_at
         for key in path:
             self.deadlines[key] = max(self.deadlines.get(key, 0.0), expires_at)
-        self.queue.visit(path, self.now, retention)
+            if self.owners.setdefault(key, retention.tenant) == retention.tenant:
+                self.priorities[key] = max(self.priorities.get(key, 0), retention.priority)
+        (self.queue.visit if has_ended else self.queue.pause)(path, self.now, retention)
         held = {key for other, _ in self.running for key in other}
         self.queue.release([key for key in path if key not in held], self.now)
 
@@ -88,15 +94,26 @@ class EvictionMachine(RuleBasedStateMachine):
             leaves = {key for key in before if not any(other != key and other.startswith(key) for other in before)}
             assert victim in leaves
             expired = {key for key in leaves if self.deadlines[key] <= self.now}
-            assert victim in expired if expired else self.respects_quotas(victim[0], before)
-            del self.deadlines[victim]
+            if expired:
+                assert victim in expired
+            else:
+                owner = self.owners[victim]
+                assert self.respects_quotas(owner, before, leaves)
+                assert self.priorities[victim] == min(
+                    self.priorities[leaf] for leaf in leaves if self.is_of(owner, leaf)
+                )
+            del self.deadlines[victim], self.owners[victim], self.priorities[victim]
 
-    def respects_quotas(self, tenant: str, before: set[str]) -> bool:
-        counts = {tenant: sum(key[0] == tenant for key in before) for tenant in "abc"}
-        if counts["b"] > 3:
-            return tenant == "b"
-        above = {tenant for tenant, count in counts.items() if count > QUOTAS.get(tenant, Quota()).floor}
-        return tenant in above or not above
+    def is_of(self, tenant: str, key: str) -> bool:
+        return self.owners[key] == tenant
+
+    def respects_quotas(self, payer: str, before: set[str], leaves: set[str]) -> bool:
+        counts = {tenant: sum(self.is_of(tenant, key) for key in before) for tenant in "abc"}
+        able = {self.owners[leaf] for leaf in leaves}
+        if counts["b"] > 3 and "b" in able:
+            return payer == "b"
+        above = {tenant for tenant in able if counts[tenant] > QUOTAS.get(tenant, Quota()).floor}
+        return payer in above or not above
 
     @invariant()
     def is_whole(self) -> None:
@@ -154,6 +171,69 @@ def test_lower_priorities_go_first(queue: EvictionQueue[str]) -> None:
     assert evict_all(queue, now=2) == ["dx", "d", "cx", "c"]
 
 
+def test_a_priority_counts_within_its_tenant_only(queue: EvictionQueue[str]) -> None:
+    use(queue, "dx", retention=Retention("d", priority=10))
+    use(queue, "cx", now=1, retention=Retention("c"))
+    use(queue, "ex", now=2, retention=Retention("d"))
+    assert evict_all(queue, now=3) == ["ex", "e", "dx", "d", "cx", "c"], "d's oldest came before c's"
+
+
+def test_another_tenant_cannot_raise_a_priority(queue: EvictionQueue[str]) -> None:
+    use(queue, "px", retention=Retention("c"))
+    use(queue, "px", retention=Retention("d", priority=10))
+    use(queue, "cx", now=1, retention=Retention("c", priority=1))
+    assert evict_all(queue, now=2)[:2] == ["px", "p"]
+
+
+def test_a_tenant_whose_blocks_are_all_parents_of_others_is_passed_over(queue: EvictionQueue[str]) -> None:
+    """A public prefix that one tenant used first and another went on from."""
+    use(queue, "px", retention=Retention("b"))
+    use(queue, "pxyz", now=1, retention=Retention("a"))
+    assert evict_all(queue, now=2) == ["pxyz", "pxy", "px", "p"]
+
+
+@pytest.mark.parametrize("ranking", [LeastRecent, Survival])
+def test_a_ceiling_without_a_leaf_to_pay_with_is_passed_over(ranking: type[LeastRecent[str]]) -> None:
+    queue: EvictionQueue[str] = EvictionQueue(ranking(), {"a": Quota(floor=9), "b": Quota(ceiling=0)})
+    use(queue, "p", retention=Retention("b"))
+    use(queue, "px", now=1, retention=Retention("a"))
+    assert evict_all(queue, now=2) == ["px", "p"]
+
+
+@pytest.mark.parametrize("expires_at", [None, 1e9])
+def test_what_is_queued_again_and_again_takes_no_more_room(queue: EvictionQueue[str], expires_at: float | None) -> None:
+    for number in range(1000):
+        use(queue, "cx", float(number), Retention(expires_at=expires_at))
+    heaps = [queue._expiring, *(heap for heaps in queue._heaps.values() for heap in heaps.values())]
+    assert all(len(heap) <= 2 * 2 + 65 for heap in heaps)
+
+
+def test_nothing_is_learnt_from_a_pause() -> None:
+    """A request that is preempted twice ranks and teaches like one that is not."""
+    survivals: list[Survival[str]] = [Survival(), Survival()]
+    for survival, num_pauses in zip(survivals, (0, 2), strict=True):
+        queue: EvictionQueue[str] = EvictionQueue(survival)
+        for _ in range(num_pauses):
+            queue.pause(path_of("cxyz"), 1)
+            queue.release(path_of("cxyz"), 1)
+            for key in path_of("cxyz"):
+                queue.acquire(key)
+        queue.visit(path_of("cxyz"), 2)
+        queue.check_integrity()
+        survival.check_integrity()
+    tables = [[survival._visit_table.chances(kind) for kind in range(NUM_KINDS)] for survival in survivals]
+    assert tables[0] == tables[1]
+    [plain], [resumed] = (list(survival._visits.values()) for survival in survivals)
+    assert (plain.kind, plain.landmark, plain.turn) == (resumed.kind, resumed.landmark, resumed.turn)
+
+
+def test_a_pause_keeps_leaves_first_and_ages(queue: EvictionQueue[str]) -> None:
+    queue.pause(path_of("cxyz"), 0)
+    queue.release(path_of("cxyz"), 0)
+    queue.check_integrity()
+    assert evict_all(queue, now=1e6) == ["cxyz", "cxy", "cx", "c"]
+
+
 def test_a_scan_of_others_leaves_a_tenant_its_floor(queue: EvictionQueue[str]) -> None:
     use(queue, "axyz", retention=Retention(tenant="a"))
     use(queue, "c" + "x" * 20, now=1)
@@ -161,10 +241,10 @@ def test_a_scan_of_others_leaves_a_tenant_its_floor(queue: EvictionQueue[str]) -
 
 
 def test_a_tenant_above_its_ceiling_pays_itself(queue: EvictionQueue[str]) -> None:
-    use(queue, "cx")
+    use(queue, "cxyz")
     use(queue, "bxyz", now=1, retention=Retention(tenant="b", priority=9))
     assert queue.evict(2) == "bxyz"
-    assert queue.evict(2) != "bxy"
+    assert queue.evict(2) == "cxyz"
 
 
 def test_lru_is_the_order_of_use() -> None:

@@ -250,6 +250,27 @@ def test_the_latest_is_preempted_and_resumes_before_anybody_new(make_scheduler: 
         assert tokens_of(events[assignment.request_id]) == answer_to(assignment)
 
 
+def test_eviction_learns_from_requests_that_end_only(
+    make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+    model = FakeModel(scheduler.pool)
+    left: list[str] = []
+    for name in ("retire", "pause"):
+        let_go = getattr(scheduler.pool, name)
+        monkeypatch.setattr(
+            scheduler.pool, name, lambda *args, name=name, let_go=let_go: (left.append(name), let_go(*args))
+        )
+    for index in range(2):
+        submit(scheduler, make_assignment(str(index), (index, 1, 2, 3, 0, 1), max_tokens=8))
+    run_all(scheduler, model, 0.0)
+    assert sorted(left) == ["pause", "retire", "retire"], "one was preempted"
+    submit(scheduler, make_assignment("2", (2, 1, 2, 3, 0, 1), max_tokens=8))
+    step(scheduler, model)
+    scheduler.abort("2")
+    assert left[3:] == ["pause"]
+
+
 def test_one_that_is_preempted_after_it_was_scheduled_is_not_run(make_scheduler: MakeScheduler) -> None:
     """A decode takes the last block, and then the chunk of an earlier request needs it."""
     scheduler = make_scheduler(num_blocks=4, max_model_len=16, token_budget=4)

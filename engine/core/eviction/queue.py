@@ -1,17 +1,21 @@
 """The order in which cached blocks that nobody holds are given up.
 
 Guarantees: a block is not evicted before a block that was reached through it and is evictable itself (leaf first);
-expired blocks go first, then lower priorities, then what the ranking finds least worth; a tenant above its ceiling pays
-with its own blocks, and nobody else's need takes a tenant's blocks below its floor while others are above theirs.
+expired blocks go first, then what the ranking finds least worth; a tenant above its ceiling pays with its own blocks,
+and nobody else's need takes a tenant's blocks below its floor while others above theirs have a leaf to give.
 
-A block costs O(log n) when it is evicted and O(1) when it is visited, acquired or released. Keys are whatever names a
-block to the owner: a hash in a worker's pool, a segment's number in the manager. The queue has no clock.
+Priorities count within a tenant only: the tenant that has the least worth leaf pays, with one of its lowest priority.
+So no wish of a tenant's makes another's blocks go sooner.
+
+A block costs O(log n) when it becomes a leaf, a look at each tenant and priority when it is evicted, and O(1) when it
+is visited, acquired or released. Keys are whatever names a block to the owner, such as a hash in a worker's pool. The
+queue has no clock.
 """
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, TypeAlias
 
 from engine.core.eviction.ranking import Key, Ranking, Visit
 
@@ -22,7 +26,7 @@ class Retention:
 
     tenant: str = ""
     priority: int = 0
-    """Blocks of a lower priority are evicted before those of a higher one."""
+    """A tenant's blocks of a lower priority are evicted before its blocks of a higher one."""
     expires_at: float | None = None
     """From then on the blocks are evicted before any other; None for never."""
 
@@ -43,6 +47,7 @@ class _Block(Generic[Key]):
         "expires_at",
         "is_claimed",
         "is_evictable",
+        "is_new",
         "key",
         "num_children",
         "parent",
@@ -56,6 +61,8 @@ class _Block(Generic[Key]):
         self.key = key
         self.is_claimed = False
         """Whether a request has used it and its wishes are known; an imported block waits for the first one."""
+        self.is_new = False
+        """Whether it was filled by a request that has paused, and none that used it has ended yet."""
         self.tenant = ""
         self.priority = 0
         self.expires_at: float | None = None
@@ -72,15 +79,20 @@ class _Block(Generic[Key]):
         return self.is_evictable and self.num_children == 0
 
     def claim(self, retention: Retention) -> None:
-        """Take up a request's wishes: the tenant is the first one's."""
+        """Take up a request's wishes: the tenant is the first one's, and only its own requests set the priority."""
         if self.is_claimed:
-            self.priority = max(self.priority, retention.priority)
+            if retention.tenant == self.tenant:
+                self.priority = max(self.priority, retention.priority)
             self.expires_at = _later(self.expires_at, retention.expires_at)
         else:
             self.is_claimed = True
             self.tenant = retention.tenant
             self.priority = retention.priority
             self.expires_at = retention.expires_at
+
+
+_Entry: TypeAlias = tuple[float, int, _Block[Key]]
+"""Of a heap: rank or expiry, the leaf's stamp, and the leaf."""
 
 
 class EvictionQueue(Generic[Key]):
@@ -90,10 +102,11 @@ class EvictionQueue(Generic[Key]):
         self._ranking = ranking
         self._quotas = dict(quotas or {})
         self._blocks: dict[Key, _Block[Key]] = {}
-        self._heaps: dict[str, list[tuple[int, float, int, _Block[Key]]]] = {}
-        """Leaves of each tenant that has a quota, those of all others under the empty name."""
+        self._heaps: dict[str, dict[int, list[_Entry[Key]]]] = {}
+        """Leaves by tenant and priority; the least worth ones come first."""
         self._num_evictable: dict[str, int] = {}
-        self._expiring: list[tuple[float, int, _Block[Key]]] = []
+        """By tenant."""
+        self._expiring: list[_Entry[Key]] = []
         self._num_pushed = 0
         self._aged_at: float | None = None
 
@@ -114,7 +127,7 @@ class EvictionQueue(Generic[Key]):
         if not path:
             return
         self._age(now)
-        num_known = next((index for index, key in enumerate(path) if key not in self._blocks), len(path))
+        num_known = self._num_known(path)
         visit = self._ranking.visit(path, num_known, now)
         previous, visit.previous = visit.previous, None
         if num_known:
@@ -124,6 +137,12 @@ class EvictionQueue(Generic[Key]):
         self._assign(path, visit, retention)
         if previous is not None:
             self._requeue(previous)
+
+    def pause(self, path: Sequence[Key], now: float, retention: Retention = DEFAULT_RETENTION) -> None:
+        """A request lets go of these blocks before its end: it says what it wishes for them, and is no visit."""
+        if path:
+            self._age(now)
+            self._assign(path, self._ranking.pause(path, self._num_known(path), now), retention, is_pause=True)
 
     def release(self, keys: Sequence[Key], now: float) -> None:
         """Nobody holds these blocks any more; `keys` are in sequence order."""
@@ -174,10 +193,18 @@ class EvictionQueue(Generic[Key]):
         for block in self._blocks.values():
             assert block.num_children == sum(parent is block for parent in children)
         leaves = [block for block in evictable if block.num_children == 0]
-        queued = {entry[3].key for heap in self._heaps.values() for entry in heap if _is_valid(entry[3], entry[2])}
-        assert queued == {block.key for block in leaves}
-        for name, count in self._num_evictable.items():
-            assert count == sum(self._account(block) == name for block in evictable)
+        queued = {
+            (tenant, priority, block.key)
+            for tenant, heaps in self._heaps.items()
+            for priority, heap in heaps.items()
+            for _, stamp, block in heap
+            if _is_valid(block, stamp)
+        }
+        assert queued == {(block.tenant, block.priority, block.key) for block in leaves}
+        expiring = {(expires_at, block.key) for expires_at, stamp, block in self._expiring if _is_valid(block, stamp)}
+        assert expiring == {(block.expires_at, block.key) for block in leaves if block.expires_at is not None}
+        for tenant, count in self._num_evictable.items():
+            assert count == sum(block.tenant == tenant for block in evictable)
 
     def _age(self, now: float) -> None:
         if now == self._aged_at:
@@ -186,15 +213,26 @@ class EvictionQueue(Generic[Key]):
         for visit in self._ranking.age(now):
             self._requeue(visit)
 
-    def _assign(self, path: Iterable[Key], visit: Visit[Key], retention: Retention) -> None:
-        """Make `visit` the last one of these blocks, and each the parent of the next."""
+    def _num_known(self, path: Sequence[Key]) -> int:
+        """How many blocks at the beginning of `path` were here before the request that uses them."""
+        blocks = self._blocks
+        for index, key in enumerate(path):
+            if key not in blocks or blocks[key].is_new:
+                return index
+        return len(path)
+
+    def _assign(self, path: Iterable[Key], visit: Visit[Key], retention: Retention, *, is_pause: bool = False) -> None:
+        """Make `visit` the last one of these blocks, a pause only of those without one; each is the next's parent."""
         blocks = self._blocks
         parent = None
         for key in path:
             block = blocks.get(key)
             if block is None:
                 block = blocks[key] = _Block(key, visit)
-            block.visit = visit
+                block.is_new = is_pause
+            if not is_pause or block.visit.is_over:
+                block.visit = visit
+            block.is_new &= is_pause
             block.claim(retention)
             if block.parent is not parent and not block.is_evictable:
                 block.parent = parent
@@ -211,26 +249,24 @@ class EvictionQueue(Generic[Key]):
                 else:
                     known.visit = visit
 
-    def _account(self, block: _Block[Key]) -> str:
-        return block.tenant if block.tenant in self._quotas else ""
-
     def _count(self, block: _Block[Key], change: int) -> None:
-        account = self._account(block)
-        self._num_evictable[account] = self._num_evictable.get(account, 0) + change
+        self._num_evictable[block.tenant] = self._num_evictable.get(block.tenant, 0) + change
 
     def _push(self, leaf: _Block[Key]) -> None:
         self._num_pushed += 1
         leaf.stamp = self._num_pushed
         leaf.visit.leaf = leaf.key
-        rank = self._ranking.rank(leaf.key, leaf.visit)
-        account = self._account(leaf)
-        heap = self._heaps.setdefault(account, [])
-        if len(heap) > 2 * self._num_evictable[account] + 64:
-            heap[:] = [entry for entry in heap if _is_valid(entry[3], entry[2])]
-            heapq.heapify(heap)
-        heapq.heappush(heap, (leaf.priority, rank, leaf.stamp, leaf))
+        heap = self._heaps.setdefault(leaf.tenant, {}).setdefault(leaf.priority, [])
+        self._put(heap, self._ranking.rank(leaf.key, leaf.visit), leaf)
         if leaf.expires_at is not None:
-            heapq.heappush(self._expiring, (leaf.expires_at, leaf.stamp, leaf))
+            self._put(self._expiring, leaf.expires_at, leaf)
+
+    def _put(self, heap: list[_Entry[Key]], order: float, leaf: _Block[Key]) -> None:
+        """Add an entry; those that no longer count are swept out when they are many."""
+        if len(heap) > 2 * len(self._blocks) + 64:
+            heap[:] = [entry for entry in heap if _is_valid(entry[2], entry[1])]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (order, leaf.stamp, leaf))
 
     def _requeue(self, visit: Visit[Key]) -> None:
         """The worth of a visit has changed, and with it the place of its leaf."""
@@ -247,35 +283,42 @@ class EvictionQueue(Generic[Key]):
         return None
 
     def _least_worth(self) -> _Block[Key]:
-        tops = [(self._top(account), account) for account, count in self._num_evictable.items() if count]
-        assert tops, "nothing can be evicted"
-        for allowed in (self._is_above_ceiling, self._is_above_floor):
-            chosen = [top for top, account in tops if allowed(account)]
-            if chosen:
-                return min(chosen)[3]
-        return min(tops)[0][3]
+        leaves = {tenant: tops for tenant in self._heaps if (tops := self._tops(tenant))}
+        assert leaves, "nothing can be evicted"
+        payers = (
+            [tenant for tenant in leaves if self._is_above_ceiling(tenant)]
+            or [tenant for tenant in leaves if self._is_above_floor(tenant)]
+            or list(leaves)
+        )
+        payer = min(payers, key=lambda tenant: min(leaves[tenant]))
+        return leaves[payer][0][2]
 
-    def _top(self, account: str) -> tuple[int, float, int, _Block[Key]]:
-        """The account's least worth leaf, with its rank of now."""
-        heap = self._heaps[account]
-        while True:
-            top = heap[0]
-            priority, rank, stamp, block = top
+    def _tops(self, tenant: str) -> list[_Entry[Key]]:
+        """The tenant's least worth leaf of each priority that has any, the lowest priority first."""
+        heaps = self._heaps[tenant]
+        tops = (self._top(heaps[priority]) for priority in sorted(heaps))
+        return [top for top in tops if top is not None]
+
+    def _top(self, heap: list[_Entry[Key]]) -> _Entry[Key] | None:
+        """The least worth leaf, with its rank of now; None if all entries are of blocks that are no leaves."""
+        while heap:
+            rank, stamp, block = heap[0]
             if not _is_valid(block, stamp):
                 heapq.heappop(heap)
-            elif (block.priority, self._ranking.rank(block.key, block.visit)) > (priority, rank):
+            elif self._ranking.rank(block.key, block.visit) > rank:
                 heapq.heappop(heap)
                 self._push(block)
             else:
-                return top
+                return heap[0]
+        return None
 
-    def _is_above_ceiling(self, account: str) -> bool:
-        quota = self._quotas.get(account)
-        return quota is not None and quota.ceiling is not None and self._num_evictable[account] > quota.ceiling
+    def _is_above_ceiling(self, tenant: str) -> bool:
+        quota = self._quotas.get(tenant)
+        return quota is not None and quota.ceiling is not None and self._num_evictable[tenant] > quota.ceiling
 
-    def _is_above_floor(self, account: str) -> bool:
-        quota = self._quotas.get(account)
-        return quota is None or self._num_evictable[account] > quota.floor
+    def _is_above_floor(self, tenant: str) -> bool:
+        quota = self._quotas.get(tenant)
+        return quota is None or self._num_evictable[tenant] > quota.floor
 
 
 def _is_valid(block: _Block[Key], stamp: int) -> bool:

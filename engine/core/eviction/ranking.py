@@ -28,13 +28,17 @@ class Visit(Generic[Key]):
 
 
 class Ranking(Protocol[Key]):
-    """A policy. Lower ranks are evicted first; ranks are compared within one priority of one tenant."""
+    """A policy. Lower ranks are evicted first."""
 
     is_renewed_by_release: bool
     """Whether a block counts as used whenever its last holder lets go, not only when a request ends."""
 
     def visit(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
         """A request has used `path`, from the root; its first `num_known` blocks were here before."""
+        ...
+
+    def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
+        """A request lets go of `path` before its end. Blocks are ranked by it until a visit; nothing is learnt."""
         ...
 
     def branch(self, key: Key, now: float) -> None:
@@ -61,6 +65,9 @@ class LeastRecent(Generic[Key]):
     def visit(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
         self._num_visits += 1
         return Visit(self._num_visits, 0, len(path), now, path[-1])
+
+    def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
+        return self.visit(path, num_known, now)
 
     def branch(self, key: Key, now: float) -> None:
         pass

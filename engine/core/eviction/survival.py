@@ -42,6 +42,11 @@ class Survival(Generic[Key]):
         """The last use of each trunk, by its block."""
         self._visit_ages: list[deque[Visit[Key]]] = [deque() for _ in range(NUM_BINS)]
         self._trunk_ages: list[deque[Visit[Key]]] = [deque() for _ in range(NUM_BINS)]
+        self._pauses: dict[Key, Visit[Key]] = {}
+        """Of requests that were preempted or aborted, by their last blocks. They age as visits do."""
+        self._pause_ages: list[deque[Visit[Key]]] = [deque() for _ in range(NUM_BINS)]
+        self._pause_table = LifeTable(NUM_KINDS)
+        """Apart, because what is seen of pauses says nothing of visits; no rank is read from it."""
         self._visit_table = LifeTable(NUM_KINDS)
         self._trunk_table = LifeTable(NUM_TRUNK_KINDS)
 
@@ -56,12 +61,18 @@ class Survival(Generic[Key]):
             self._visit_table.leave(previous.kind, previous.age_bin, returned=True)
             self._end(previous, self._visits)
         added = max(1, len(path) - num_known)
-        kind = min(turn, MAX_TURN) * (MAX_ADDED + 1) + min(added.bit_length() - 1, MAX_ADDED)
+        kind = _kind(turn, added)
         landmark = path[min(len(path) - 1, max(1, len(path) - added - 1 + added // 2))]
         visit = Visit(kind, turn, len(path), now, landmark)
         visit.previous = previous
         if len(path) > 1:  # a single block says nothing of who will come
             self._remember(visit, self._visits, self._visit_ages, self._visit_table)
+        return visit
+
+    def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
+        """Worth what a first visit of its kind is worth at its age."""
+        visit = Visit(_kind(0, max(1, len(path) - num_known)), 0, len(path), now, path[-1])
+        self._remember(visit, self._pauses, self._pause_ages, self._pause_table)
         return visit
 
     def branch(self, key: Key, now: float) -> None:
@@ -81,12 +92,14 @@ class Survival(Generic[Key]):
     def age(self, now: float) -> list[Visit[Key]]:
         """Move visits to the bins of their ages; those that nobody will wait for any longer end."""
         moved = self._age(self._visits, self._visit_ages, self._visit_table, now)
+        moved += self._age(self._pauses, self._pause_ages, self._pause_table, now)
         return moved + self._age(self._trunks, self._trunk_ages, self._trunk_table, now)
 
     def check_integrity(self) -> None:
         """Assert that the life tables count exactly what is remembered."""
         for known, ages, table in (
             (self._visits, self._visit_ages, self._visit_table),
+            (self._pauses, self._pause_ages, self._pause_table),
             (self._trunks, self._trunk_ages, self._trunk_table),
         ):
             table.check_integrity()
@@ -160,3 +173,7 @@ class Survival(Generic[Key]):
     def _end(visit: Visit[Key], known: dict[Key, Visit[Key]]) -> None:
         visit.is_over = True
         del known[visit.landmark]
+
+
+def _kind(turn: int, num_added: int) -> int:
+    return min(turn, MAX_TURN) * (MAX_ADDED + 1) + min(num_added.bit_length() - 1, MAX_ADDED)
