@@ -7,16 +7,13 @@ older decision. Reading waits for nobody.
 import asyncio
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from engine.core.directory import Segment
 from engine.core.types import SegmentHeader
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

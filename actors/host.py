@@ -25,12 +25,12 @@ from configs.schema import Config, WorkerSection
 from configs.settings import engine_settings
 from engine.core.costs import WorkerCosts
 from engine.core.placement import CostModel
+from engine.core.settings import GIB
 from engine.core.types import Role
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-GIB = 1 << 30
 MAX_CONCURRENT_CALLS = 10_000
 CHECK_TIMEOUT_S = 60
 """A child that answers nothing for so long hangs. An engine answers between two steps, and a step may take seconds."""

@@ -107,7 +107,7 @@ class ManagerMetrics:
         )
         self._regret_s = Histogram(
             "raydix_placement_regret_seconds",
-            description="How much later the chosen worker answered than the best other one was predicted to.",
+            description="How much later the chosen worker answered than the best candidate was predicted to.",
             boundaries=_LATENCY_S,
         )
 

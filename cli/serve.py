@@ -18,9 +18,9 @@ from rich.console import Console
 from configs import Config, load_config
 from configs.settings import engine_settings
 from engine.core.errors import StartupError
+from engine.core.settings import GIB
 
 APP_NAME = "raydix"
-GIB = 1 << 30
 STORE_RESERVE_GIB = 0.5
 """Object store beyond the exported KV: segments in flight, and what Ray itself puts there."""
 READY_TIMEOUT_S = 900.0

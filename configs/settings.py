@@ -2,10 +2,8 @@
 
 from configs.schema import Config, WorkerSection
 from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import EngineSettings
+from engine.core.settings import GIB, EngineSettings
 from engine.core.tenants import Tenant, Tenants
-
-GIB = 1 << 30
 
 
 def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:

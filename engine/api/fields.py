@@ -1,17 +1,15 @@
 """The fields that HTTP requests and the Python handle share, each with its bounds, and what they become.
 
-null always means the default. Defaults of the sampling fields come from the deployment (`defaults`, by field name)
-before they come from OpenAI.
+null always means the default.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, StringConstraints, ValidationError
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, StringConstraints
 
 from engine.api.spec import ChatMessage, GenerationSpec, Prompt
-from engine.api.validation import StrictModel, describe, only, problem, request_error
+from engine.api.validation import StrictModel, describe, only, problem
 from engine.core.errors import RequestError
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -24,22 +22,6 @@ MAX_CHOICES = 1024
 """Choices of one response: prompts times `n`."""
 MAX_PRIORITY = 10
 MAX_TTL_S = 366 * 86_400
-
-Defaults = Mapping[str, float | int]
-"""Values for sampling fields that a request leaves out; see `check_defaults`."""
-
-NO_DEFAULTS: Defaults = MappingProxyType({})
-
-DEFAULTABLE = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "max_tokens",
-)
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -295,13 +277,11 @@ def build_spec(
     include_usage: bool = False,
     session_id: str | None = None,
     request_id: str | None = None,
-    defaults: Defaults,
 ) -> GenerationSpec:
     """The normal form of a request whose fields are each valid. Raises RequestError where they contradict."""
 
-    def number(name: str, otherwise: float) -> float:
-        value = getattr(fields, name)
-        return float(defaults.get(name, otherwise) if value is None else value)
+    def number(value: float | None, otherwise: float) -> float:
+        return otherwise if value is None else value
 
     if n * len(prompts) > MAX_CHOICES:
         raise RequestError(
@@ -316,8 +296,6 @@ def build_spec(
             "'max_tokens' must be at least 1, got 0; with 'prompt_logprobs', or a completion's 'echo', it may be 0.",
             param="max_tokens",
         )
-    default_max_tokens = defaults.get("max_tokens")
-    top_k = defaults.get("top_k") if fields.top_k is None else fields.top_k
     return GenerationSpec(
         kind=kind,
         model=model,
@@ -325,15 +303,14 @@ def build_spec(
         messages=tuple(message.for_template() for message in messages or ()),
         n=n,
         max_tokens=max_tokens,
-        default_max_tokens=None if default_max_tokens is None else int(default_max_tokens),
-        temperature=number("temperature", 1.0),
-        top_p=number("top_p", 1.0),
-        top_k=int(top_k) if top_k is not None and top_k > 0 else None,
-        min_p=number("min_p", 0.0),
+        temperature=number(fields.temperature, 1.0),
+        top_p=number(fields.top_p, 1.0),
+        top_k=fields.top_k if fields.top_k is not None and fields.top_k > 0 else None,
+        min_p=number(fields.min_p, 0.0),
         seed=fields.seed,
-        presence_penalty=number("presence_penalty", 0.0),
-        frequency_penalty=number("frequency_penalty", 0.0),
-        repetition_penalty=number("repetition_penalty", 1.0),
+        presence_penalty=number(fields.presence_penalty, 0.0),
+        frequency_penalty=number(fields.frequency_penalty, 0.0),
+        repetition_penalty=number(fields.repetition_penalty, 1.0),
         logit_bias=tuple(sorted((fields.logit_bias or {}).items())),
         min_tokens=fields.min_tokens or 0,
         stop=tuple(dict.fromkeys(fields.stop or ())),
@@ -353,17 +330,3 @@ def build_spec(
         cache_ttl_s=fields.cache_ttl_s,
         request_id=request_id,
     )
-
-
-def check_defaults(defaults: Mapping[str, Any]) -> Defaults:
-    """A deployment's defaults, checked by the rules of requests. Raises ValueError with one line for the operator."""
-    for name in defaults:
-        if name not in DEFAULTABLE:
-            raise ValueError(f"no default can be given for {name!r}; possible are {', '.join(DEFAULTABLE)}")
-    if defaults.get("max_tokens") == 0:
-        raise ValueError("'max_tokens' must be at least 1, got 0.")
-    try:
-        SamplingFields.model_validate(dict(defaults))
-    except ValidationError as error:
-        raise ValueError(request_error(error, SamplingFields).message) from None
-    return {name: value for name, value in defaults.items() if value is not None}

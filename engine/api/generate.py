@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from engine.api.fields import NO_DEFAULTS, Defaults, Label, Message, OnePrompt, SamplingFields, build_spec
+from engine.api.fields import Label, Message, OnePrompt, SamplingFields, build_spec
 from engine.api.responses import Usage
 from engine.api.spec import GenerationSpec
 from engine.api.validation import request_error
@@ -36,7 +36,7 @@ class GenerateRequest(SamplingFields):
         default=None, description="The caller's name for the request, in answers and logs."
     )
 
-    def spec(self, defaults: Defaults = NO_DEFAULTS, *, stream: bool = False) -> GenerationSpec:
+    def spec(self, *, stream: bool = False) -> GenerationSpec:
         """The request in normal form. Raises RequestError where its fields contradict."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Give exactly one of 'prompt' and 'messages'.", param="prompt")
@@ -52,7 +52,6 @@ class GenerateRequest(SamplingFields):
             stream=stream,
             include_usage=True,
             request_id=self.request_id,
-            defaults=defaults,
         )
 
 

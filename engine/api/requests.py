@@ -8,15 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import FailFast, Field, ValidationError
 
-from engine.api.fields import (
-    NO_DEFAULTS,
-    Defaults,
-    Label,
-    Message,
-    Prompts,
-    SamplingFields,
-    build_spec,
-)
+from engine.api.fields import Label, Message, Prompts, SamplingFields, build_spec
 from engine.api.spec import GenerationSpec
 from engine.api.validation import StrictModel, only, request_error
 from engine.core.errors import RequestError
@@ -107,7 +99,7 @@ class CompletionRequest(HttpFields):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: UnlessTrue = None
 
-    def spec(self, defaults: Defaults = NO_DEFAULTS) -> GenerationSpec:
+    def spec(self) -> GenerationSpec:
         """The request in normal form."""
         n = self.n or 1
         if self.best_of not in (None, n):
@@ -124,7 +116,6 @@ class CompletionRequest(HttpFields):
             stream=self.streams(),
             include_usage=self.usage_in_stream(),
             session_id=self.session_id or self.prompt_cache_key,
-            defaults=defaults,
         )
 
 
@@ -155,7 +146,7 @@ class ChatCompletionRequest(HttpFields):
     continue_final_message: UnlessFalse = None
     add_special_tokens: UnlessFalse = None
 
-    def spec(self, defaults: Defaults = NO_DEFAULTS) -> GenerationSpec:
+    def spec(self) -> GenerationSpec:
         """The request in normal form."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
@@ -170,21 +161,20 @@ class ChatCompletionRequest(HttpFields):
             stream=self.streams(),
             include_usage=self.usage_in_stream(),
             session_id=self.session_id or self.prompt_cache_key,
-            defaults=defaults,
         )
 
 
 _Request = TypeVar("_Request", CompletionRequest, ChatCompletionRequest)
 
 
-def parse_completion(body: bytes, defaults: Defaults = NO_DEFAULTS) -> GenerationSpec:
+def parse_completion(body: bytes) -> GenerationSpec:
     """A body of `/v1/completions` in normal form. Raises RequestError naming the field at fault."""
-    return _parse(CompletionRequest, body).spec(defaults)
+    return _parse(CompletionRequest, body).spec()
 
 
-def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS) -> GenerationSpec:
+def parse_chat(body: bytes) -> GenerationSpec:
     """A body of `/v1/chat/completions` in normal form. Raises RequestError naming the field at fault."""
-    return _parse(ChatCompletionRequest, body).spec(defaults)
+    return _parse(ChatCompletionRequest, body).spec()
 
 
 def _parse(model: type[_Request], body: bytes) -> _Request:

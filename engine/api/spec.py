@@ -35,8 +35,6 @@ class GenerationSpec:
     """Choices per prompt."""
 
     max_tokens: int | None = None
-    default_max_tokens: int | None = None
-    """The deployment's choice where `max_tokens` is None; cut to what fits."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -151,8 +149,7 @@ def _max_tokens(spec: GenerationSpec, prompt_len: int, max_model_len: int) -> in
             param=spec.prompt_param,
         )
     if spec.max_tokens is None:
-        otherwise = room if spec.kind == "chat" else DEFAULT_COMPLETION_TOKENS
-        return min(room, spec.default_max_tokens or otherwise)
+        return room if spec.kind == "chat" else min(room, DEFAULT_COMPLETION_TOKENS)
     if spec.max_tokens > room:
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens, but you asked for "

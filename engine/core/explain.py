@@ -58,7 +58,7 @@ class Decision:
 
     @property
     def regret_s(self) -> float | None:
-        """How much sooner the best of the others was predicted to answer than the chosen one did."""
+        """How much sooner the best candidate was predicted to answer than the chosen one did."""
         if self.ttft_s is None:
             return None
         return max(0.0, self.ttft_s - min(prediction.ttft_s for prediction in self.considered))

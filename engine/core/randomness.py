@@ -11,11 +11,6 @@ def uniform(seed: int, position: int) -> float:
     return (_mix(_mix(seed & _MASK) ^ position) >> 40) / (1 << 24)
 
 
-def derive_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of a request with several; choice 0 keeps the request's own."""
-    return seed if index == 0 else _mix((seed & _MASK) ^ _mix(index)) >> 1
-
-
 def _mix(value: int) -> int:
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -6,6 +6,9 @@ from engine.core.eviction.policies import EvictionPolicy
 from engine.core.scheduler import SchedulerLimits
 from engine.core.tenants import Tenant
 
+GIB = 1 << 30
+"""Bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:

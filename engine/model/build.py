@@ -10,7 +10,7 @@ import torch
 from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
 from engine.core.eviction.policies import make_queue
-from engine.core.settings import EngineSettings
+from engine.core.settings import GIB, EngineSettings
 from engine.core.tenants import quotas
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -24,7 +24,6 @@ from kernels.cpp import cpu_ops
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 

@@ -46,17 +46,9 @@ class KVPool:
         self.block_bytes = self.data.stride(0) * self.data.element_size()
         self.layers = tuple((self.data[:, layer, 0], self.data[:, layer, 1]) for layer in range(config.num_layers))
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Views of one layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim]."""
-        return self.layers[index]
-
-    def export_blocks(self, block_ids: Sequence[int], out: ByteArray | None = None) -> ByteArray:
-        """The bytes of the given blocks one after the other: [len(block_ids) * block_bytes] uint8.
-
-        Into `out` if given (a view of shared memory, say), which must be writable and of exactly that size.
-        """
-        buffer = kv_pack(self.data, block_ids, None if out is None else torch.from_numpy(out))
-        return out if out is not None else buffer.cpu().numpy()
+    def export_blocks(self, block_ids: Sequence[int]) -> ByteArray:
+        """The bytes of the given blocks one after the other: [len(block_ids) * block_bytes] uint8."""
+        return kv_pack(self.data, block_ids).cpu().numpy()
 
     def import_blocks(self, buffer: ByteArray, block_ids: Sequence[int]) -> None:
         """Fill the given blocks, in order, with bytes that `export_blocks` gave. The buffer may be read-only."""

@@ -48,7 +48,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render_chat` works without a template of the caller's."""
+        """Whether `encode_chat` works."""
         return self._tokenizer.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -91,40 +91,22 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt that the model's chat template makes of the messages.
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> EncodedText:
+        """The prompt that the model's chat template makes of the messages, and its token ids.
 
-        Raises `RequestError` if there is no template, or the template refuses the messages.
+        The template writes special tokens itself: none are added. Raises `RequestError` if there is no template, or the
+        template refuses the messages.
         """
-        if chat_template is None and not self.has_chat_template:
+        if not self.has_chat_template:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **(template_kwargs or {}),
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # a template is a program of the model's publisher and may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RequestError(f"the chat template cannot take these messages: {reason}", param="messages") from error
-        return rendered
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> EncodedText:
-        """The text of `render_chat` and its token ids. The template writes special tokens itself: none are added."""
-        return self.encode_with_borders(self.render_chat(messages, **options))
+        return self.encode_with_borders(rendered)
 
     def chat_beginning(self, system: str) -> tuple[int, ...]:
         """The token ids with which every chat with this system message begins, whatever the user says.

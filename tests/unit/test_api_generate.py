@@ -31,7 +31,6 @@ def test_prompt_and_messages() -> None:
     assert GenerateRequest(prompt=(1, 2)).spec(stream=True).stream
     message = {"role": "user", "content": "hi"}
     assert GenerateRequest(messages=[message]).spec().messages == (message,)
-    assert GenerateRequest(prompt="x").spec({"temperature": 0.2}).temperature == 0.2
 
 
 def test_a_request_travels() -> None:

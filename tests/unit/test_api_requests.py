@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.fields import MAX_CHOICES, MAX_PROMPTS, check_defaults
+from engine.api.fields import MAX_CHOICES, MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.spec import GenerationSpec
 from engine.core.errors import RequestError
@@ -194,23 +194,6 @@ def test_messages() -> None:
         {"role": "tool", "content": "4", "tool_call_id": "c1"},
         {"role": "assistant", "content": ""},
     )
-
-
-def test_deployment_defaults() -> None:
-    defaults = check_defaults({"temperature": 0.6, "top_k": 50, "max_tokens": 100, "min_p": None})
-    body = {"model": "m", "messages": [USER]}
-
-    def parse(**fields: Any) -> GenerationSpec:
-        return parse_chat(json.dumps({**body, **fields}).encode(), defaults)
-
-    assert (parse().temperature, parse().top_k, parse().default_max_tokens) == (0.6, 50, 100)
-    assert (parse(temperature=0).temperature, parse(top_k=-1).top_k, parse(max_tokens=2).max_tokens) == (0, None, 2)
-
-
-@pytest.mark.parametrize("defaults", [{"temperature": 3}, {"seed": 1}, {"top_k": "x"}], ids=str)
-def test_bad_deployment_defaults(defaults: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(defaults))):
-        check_defaults(defaults)
 
 
 BAD = [

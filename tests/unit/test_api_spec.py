@@ -67,8 +67,6 @@ def test_ignore_eos_keeps_the_callers_own_stops() -> None:
         (completion(), 10, 16),
         (completion(), 95, 5),
         (chat(), 10, 90),
-        (chat(default_max_tokens=20), 10, 20),
-        (chat(default_max_tokens=20), 90, 10),
         (chat(max_tokens=90), 10, 90),
         (chat(), 99, 1),
     ],
