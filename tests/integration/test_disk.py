@@ -57,17 +57,18 @@ def test_a_restarted_server_hits_what_it_cached_before(tmp_path: Path, workers: 
     with server(config) as terminal:
         answer, num_cached = ask(terminal, PROMPT, 45)
         assert num_cached == 0
-        eventually(lambda: num_blocks_in(folder) >= (500 + 44) // 16, "prompt and answer on disk", 30)
+        eventually(lambda: num_blocks_in(folder) >= (500 + 44) // 16, "prompt and answer on disk")
         undamaged = set(folder.iterdir())
         expected, _ = ask(terminal, DAMAGED)
-        eventually(lambda: num_blocks_in(folder) >= (500 + 44) // 16 + 500 // 16, "the other prompt on disk", 30)
+        eventually(lambda: num_blocks_in(folder) >= (500 + 44) // 16 + 500 // 16, "the other prompt on disk")
     damaged = set(folder.iterdir()) - undamaged
     for path in damaged:
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
     with server(config) as terminal:
-        assert ask(terminal, PROMPT, 45) == (answer, 500 // 16 * 16)
+        again, num_cached = ask(terminal, PROMPT, 45)
+        assert again == answer and num_cached >= 500 // 16 * 16
         follow_up = PROMPT + answer + random_prompt(903, 100)
         assert ask(terminal, follow_up)[1] == (500 + 44) // 16 * 16
         assert ask(terminal, DAMAGED) == (expected, 0)

@@ -111,7 +111,7 @@ def test_prompt_logprobs_of_completions_and_chats(client: openai.OpenAI) -> None
 
 def test_the_cache_changes_nothing(server: Server) -> None:
     """Cold, with scores kept, with KV cached alone, split between two workers: the same figures."""
-    prompt = random_prompt(80, 500)
+    prompt = random_prompt(880, 500)
     cold = score(server, prompt)
     warm = score(server, prompt)
     assert (cached(cold), cached(warm)) == (0, 496)
@@ -130,7 +130,7 @@ def test_the_cache_changes_nothing(server: Server) -> None:
 
 def test_continuations_of_one_prefix(server: Server) -> None:
     """How a harness asks: many endings of the same examples, at once."""
-    shared = random_prompt(81, 400)
+    shared = random_prompt(881, 400)
     prompts = [shared + random_prompt(200 + index, 3 + index) for index in range(8)]
     together = score(server, prompts)
     assert [choice["index"] for choice in together["choices"]] == list(range(8))
@@ -142,15 +142,15 @@ def test_continuations_of_one_prefix(server: Server) -> None:
 
 def test_the_handle_scores_and_streams_scores(server: Server) -> None:
     handle = serve.get_app_handle(APP_NAME)
-    request = GenerateRequest(prompt=random_prompt(82, 100), max_tokens=0, prompt_logprobs=1)
+    request = GenerateRequest(prompt=random_prompt(882, 100), max_tokens=0, prompt_logprobs=1)
     answer = handle.generate.remote(request).result(timeout_s=60)
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("", (), FinishReason.LENGTH)
     assert answer.prompt_logprobs is not None
     assert answer.prompt_logprobs[0] is None
     assert len(answer.prompt_logprobs) == 100
-    over_http = score(server, random_prompt(82, 100))["choices"][0]["logprobs"]["token_logprobs"]
+    over_http = score(server, random_prompt(882, 100))["choices"][0]["logprobs"]["token_logprobs"]
     assert [None if at is None else at.chosen for at in answer.prompt_logprobs] == over_http
-    streamed = GenerateRequest(prompt=random_prompt(82, 100), max_tokens=3, prompt_logprobs=1, ignore_eos=True)
+    streamed = GenerateRequest(prompt=random_prompt(882, 100), max_tokens=3, prompt_logprobs=1, ignore_eos=True)
     chunks = list(handle.options(stream=True).stream.remote(streamed))
     assert chunks[0].prompt_logprobs == answer.prompt_logprobs
     assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
@@ -170,15 +170,15 @@ def peak_bytes(server: Server) -> int:
 
 def test_a_prompt_that_fills_the_context_takes_little_memory(server: Server) -> None:
     """All logits of 4,096 positions would be 400 MB in bfloat16."""
-    score(server, random_prompt(83, 600))
+    score(server, random_prompt(883, 600))
     before = peak_bytes(server)
-    answer = score(server, random_prompt(84, 4096))
+    answer = score(server, random_prompt(884, 4096))
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == 4096
     assert peak_bytes(server) - before < 100e6
 
 
 def test_scoring_survives_the_death_of_its_worker(server: Server) -> None:
-    prompt = random_prompt(85, 3000)
+    prompt = random_prompt(885, 3000)
     expected = score(server, prompt, cache_salt="reference")["choices"][0]["logprobs"]
     epoch = server.workers()["prefill"]["epoch"]
     with ThreadPoolExecutor(1) as pool:
@@ -190,7 +190,7 @@ def test_scoring_survives_the_death_of_its_worker(server: Server) -> None:
 
 
 def test_a_context_too_long_to_score_is_refused(server: Server) -> None:
-    body = {"model": MODEL, "prompt": random_prompt(86, 4097), "max_tokens": 0, "echo": True}
+    body = {"model": MODEL, "prompt": random_prompt(886, 4097), "max_tokens": 0, "echo": True}
     status, _, data = server.request("POST", "/v1/completions", body)
     assert status == 400
     assert json.loads(data)["error"]["code"] == "context_length_exceeded"
