@@ -25,6 +25,7 @@ STORE_RESERVE_GIB = 0.5
 """Object store beyond the exported KV: segments in flight, and what Ray itself puts there."""
 READY_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 10.0
+MAX_PORT = 65535
 
 SERVE_SWITCHES = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -40,6 +41,10 @@ loop; an object store without page faults; and workers that do not stand behind 
 
 HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 """Ports of HAProxy that Serve opens besides its front end; free ones, so that two servers fit on one machine."""
+REPLICA_PORTS = ("RAY_SERVE_DIRECT_INGRESS_{}_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_{}_GRPC_PORT")
+"""Where HAProxy finds the ingress replicas. Serve begins at the same port for everybody and shares ports, so without
+ranges of their own two servers would get each other's requests."""
+NUM_REPLICA_PORTS = 200
 
 
 def run(options: argparse.Namespace) -> int:
@@ -101,6 +106,10 @@ class LocalCluster:
             os.environ.setdefault(name, value)
         for name in HAPROXY_PORTS:
             os.environ.setdefault(name, str(free_port()))
+        for name in REPLICA_PORTS:
+            first = min(free_port(), MAX_PORT - NUM_REPLICA_PORTS)
+            os.environ.setdefault(name.format("MIN"), str(first))
+            os.environ.setdefault(name.format("MAX"), str(first + NUM_REPLICA_PORTS))
 
     def start(self) -> None:
         import ray
