@@ -5,11 +5,14 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -45,6 +48,14 @@ REPLICA_PORTS = ("RAY_SERVE_DIRECT_INGRESS_{}_HTTP_PORT", "RAY_SERVE_DIRECT_INGR
 """Where HAProxy finds the ingress replicas. Serve begins at the same port for everybody and shares ports, so without
 ranges of their own two servers would get each other's requests."""
 NUM_REPLICA_PORTS = 200
+HAPROXY_FILES = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+}
+"""Which servers HAProxy knows and how it is told of others: in a folder of its own, for the same reason."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,6 +113,7 @@ class LocalCluster:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._folder: str | None = None
         for name, value in SERVE_SWITCHES.items():
             os.environ.setdefault(name, value)
         for name in HAPROXY_PORTS:
@@ -112,6 +124,9 @@ class LocalCluster:
             os.environ.setdefault(name.format("MAX"), str(first + NUM_REPLICA_PORTS))
 
     def start(self) -> None:
+        folder = self._folder = tempfile.mkdtemp(prefix="raydix-")
+        for name, file in HAPROXY_FILES.items():
+            os.environ[name] = str(Path(folder, file))
         import ray
 
         ray.init(
@@ -159,6 +174,8 @@ class LocalCluster:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
