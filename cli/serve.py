@@ -116,17 +116,18 @@ class LocalCluster:
         self._folder: str | None = None
         for name, value in SERVE_SWITCHES.items():
             os.environ.setdefault(name, value)
+        # Not left as they are found: another server may have started this process.
         for name in HAPROXY_PORTS:
-            os.environ.setdefault(name, str(free_port()))
+            os.environ[name] = str(free_port())
         for name in REPLICA_PORTS:
             first = min(free_port(), MAX_PORT - NUM_REPLICA_PORTS)
-            os.environ.setdefault(name.format("MIN"), str(first))
-            os.environ.setdefault(name.format("MAX"), str(first + NUM_REPLICA_PORTS))
+            os.environ[name.format("MIN")] = str(first)
+            os.environ[name.format("MAX")] = str(first + NUM_REPLICA_PORTS)
 
     def start(self) -> None:
-        folder = self._folder = tempfile.mkdtemp(prefix="raydix-")
+        self._folder = tempfile.mkdtemp(prefix="raydix-")
         for name, file in HAPROXY_FILES.items():
-            os.environ[name] = str(Path(folder, file))
+            os.environ[name] = str(Path(self._folder, file))
         import ray
 
         ray.init(
