@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from actors.calls import Background
+
 
 class Batch:
     """Gathers calls made in the same turn of the event loop into one."""
@@ -11,19 +13,14 @@ class Batch:
     def __init__(self, send: Callable[[list[Any]], Any]) -> None:
         self._send = send
         self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     async def add(self, item: Any) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(lambda: self._background.start(self._run()))
         self._waiting.append((item, answer))
         return await answer
-
-    def _flush(self) -> None:
-        task = asyncio.ensure_future(self._run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _run(self) -> None:
         waiting, self._waiting = self._waiting, []

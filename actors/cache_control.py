@@ -50,13 +50,18 @@ class CacheControl:
         Raises:
             PermissionDeniedError: the tenant is no administrator.
         """
-        require_admin(tenant)
+        _require_admin(tenant)
         counts: Json = await self._manager.ask("reset_cache")
         return {"object": "cache.reset", **counts}
 
-    async def events(self, since: int | None) -> AsyncGenerator[bytes]:
+    async def events(self, since: int | None, tenant: Tenant) -> AsyncGenerator[bytes]:
         """Server-sent events: `snapshot` first unless everything from `since` on is known, then `stored` and `removed`,
-        each with the sequence number to go on from."""
+        each with the sequence number to go on from.
+
+        Raises:
+            PermissionDeniedError: the tenant is no administrator.
+        """
+        _require_admin(tenant)
         quiet_s = 0.0
         while True:
             update: CacheUpdate = await self._manager.ask("events_since", since)
@@ -72,8 +77,7 @@ class CacheControl:
             await asyncio.sleep(POLL_S)
 
 
-def require_admin(tenant: Tenant) -> None:
-    """Raises PermissionDeniedError unless the tenant is an administrator."""
+def _require_admin(tenant: Tenant) -> None:
     if not tenant.is_admin:
         raise PermissionDeniedError(f"The tenant '{tenant.name}' is no administrator.")
 

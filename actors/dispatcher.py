@@ -20,21 +20,20 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.batching import Batch
-from actors.calls import Background, answer, quietly
+from actors.calls import Background, quietly
 from actors.manager_link import ManagerLink
 from actors.messages import Ended, FirstToken
 from actors.names import find_actor
 from engine.core.errors import NoWorkerError, OverloadedError, RequestError, ServiceError
 from engine.core.generation import Generation
-from engine.core.hashing import BlockChain, root_hash
+from engine.core.hashing import BlockChain
 from engine.core.placement import rank_by_session
 from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, Assignment, PromptEvent, Role, Stage, TokenEvent
+from engine.core.types import Admission, AdmitRequest, Assignment, BlockHash, PromptEvent, Role, TokenEvent
 
 logger = logging.getLogger(__name__)
 
 PING_S = 2.0
-MANAGER_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 MAX_ATTEMPTS = 10
 NUM_PREVIEW_TOKENS = 32
@@ -56,7 +55,7 @@ class _Delivery:
 class ModelFacts:
     """What requests are hashed with; equal to the workers'."""
 
-    fingerprint: str
+    root: BlockHash
     block_size: int
     await_timeout_s: float
 
@@ -137,11 +136,8 @@ class Dispatcher:
     async def workers(self) -> dict[str, Role]:
         """The workers that the manager knows now; empty when it is out of reach."""
         try:
-            manager = await self._manager.find()
-            call: Any = manager.workers.remote(self._ingress_id, list(self._active))
-            infos = await answer(call, MANAGER_TIMEOUT_S)
-        except (RayError, TimeoutError, ServiceError):
-            self._manager.forget()
+            infos = await self._manager.ask("workers", self._ingress_id, list(self._active))
+        except ServiceError:
             return {}
         self._known_workers = {info.worker_id: info.role for info in infos}
         return self._known_workers
@@ -163,7 +159,7 @@ class Dispatcher:
 
     async def _admit(self, generation: Generation) -> Admission | None:
         token_ids = generation.token_ids
-        chain = BlockChain(root_hash(self._model.fingerprint), generation.salt, self._model.block_size)
+        chain = BlockChain(self._model.root, generation.salt, self._model.block_size)
         request = AdmitRequest(
             generation.request_id,
             generation.attempt,
@@ -176,14 +172,13 @@ class Dispatcher:
             generates=generation.sampling.max_tokens > 0,
         )
         try:
-            return await asyncio.wait_for(self._admits.add(request), MANAGER_TIMEOUT_S)
-        except (RayError, TimeoutError, ServiceError):
-            self._manager.forget()
+            admission: Admission | None = await self._admits.add(request)
+        except ServiceError:
             return self._place_alone(request)
+        return admission
 
     async def _admit_all(self, requests: list[AdmitRequest]) -> list[Admission | None]:
-        manager = await self._manager.find()
-        admissions: list[Admission | None] = await manager.admit.remote(requests)
+        admissions: list[Admission | None] = await self._manager.ask("admit", requests)
         # Whoever left meanwhile may have been settled before it was admitted.
         self._ended += [Ended(request.request_id) for request in requests if request.request_id not in self._active]
         return admissions
@@ -205,34 +200,11 @@ class Dispatcher:
             return False
         generation.place(admission, self._model.block_size, time.monotonic())
         self._known_workers.setdefault(admission.decode, Role.DECODE)
-        first, second = admission.prefill_epoch, admission.decode_epoch
-        if admission.prefill == admission.decode:
-            self._assign(generation, admission.decode, Stage.WHOLE, admission.prefill_awaited, first)
-        else:
-            self._assign(generation, admission.prefill, Stage.PREFILL, admission.prefill_awaited, first)
-            self._assign(generation, admission.decode, Stage.DECODE, admission.decode_awaited, second)
-        return True
-
-    def _assign(
-        self, generation: Generation, worker_id: str, stage: Stage, awaited: tuple[bytes, ...], epoch: int
-    ) -> None:
-        assignment = Assignment(
-            generation.request_id,
-            generation.attempt,
-            stage,
-            generation.token_ids,
-            len(generation.prompt),
-            generation.sampling,
-            self._ingress_id,
-            generation.salt,
-            awaited,
-            self._model.await_timeout_s,
-            num_scored=len(generation.prompt_logprobs),
-            cache=generation.cache,
-            promised_to=epoch,
-        )
-        self._assignments.setdefault(worker_id, []).append(assignment)
+        timeout_s = self._model.await_timeout_s
+        for worker_id, assignment in generation.assignments(admission, self._ingress_id, timeout_s):
+            self._assignments.setdefault(worker_id, []).append(assignment)
         self._flush_soon()
+        return True
 
     def _flush_soon(self) -> None:
         if not self._flush_scheduled:

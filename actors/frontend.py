@@ -112,7 +112,7 @@ class Frontend:
         self._public_prefixes = _public_prefixes(self._tokenizer, cache.public_prefixes)
         self.tenants = tenants(config)
         self._metrics = IngressMetrics()
-        self._fingerprint = kv_fingerprint(model.source, folder, DTYPES[model.dtype], cache.block_size)
+        self._root = root_hash(kv_fingerprint(model.source, folder, DTYPES[model.dtype], cache.block_size))
         manager = ManagerLink(app_name)
         self._transcripts = Transcripts(manager, self._metrics.looked_up) if cache.transcript_mib else None
         self.cache = CacheControl(manager, self._tokenizer.decode)
@@ -120,7 +120,7 @@ class Frontend:
             f"{replica_id}-{secrets.token_hex(4)}",
             app_name,
             manager,
-            ModelFacts(self._fingerprint, cache.block_size, cache.await_timeout_s),
+            ModelFacts(self._root, cache.block_size, cache.await_timeout_s),
             config.ingress.max_queued_requests,
             self._metrics.failed_over,
         )
@@ -215,7 +215,7 @@ class Frontend:
         """What a chat continues; asks for what it was if it has answers already."""
         if self._transcripts is None:
             return None
-        root = root_hash(self._fingerprint) + salt_of(tenant.name, spec.cache_salt).private
+        root = self._root + salt_of(tenant.name, spec.cache_salt).private
         answered = any(message["role"] == "assistant" for message in spec.messages)
         longest = self._max_model_len - (spec.max_tokens or 1)
         return await self._transcripts.resume(chat, root, ask=answered, max_tokens=longest)

@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from actors.cache_control import require_admin
 from actors.frontend import Frontend, Job
 from actors.http import (
     ClientGoneError,
@@ -147,11 +146,11 @@ class Ingress:
 
     @app.get("/v1/cache/events")
     async def cache_events(self, request: Request) -> Response:
-        require_admin(request.state.tenant)
         since = request.query_params.get("since", request.headers.get("last-event-id"))
         if since is not None and not since.isdecimal():
             raise RequestError(f"'since' must be a sequence number, not '{since}'.", param="since")
-        return EventStreamResponse(self._frontend.cache.events(None if since is None else int(since)))
+        number = None if since is None else int(since)
+        return EventStreamResponse(self._frontend.cache.events(number, request.state.tenant))
 
     @app.get("/health")
     async def health(self) -> Response:

@@ -116,18 +116,10 @@ class LocalCluster:
         self._folder: str | None = None
         for name, value in SERVE_SWITCHES.items():
             os.environ.setdefault(name, value)
-        # Not left as they are found: another server may have started this process.
-        for name in HAPROXY_PORTS:
-            os.environ[name] = str(free_port())
-        for name in REPLICA_PORTS:
-            first = min(free_port(), MAX_PORT - NUM_REPLICA_PORTS)
-            os.environ[name.format("MIN")] = str(first)
-            os.environ[name.format("MAX")] = str(first + NUM_REPLICA_PORTS)
 
     def start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="raydix-")
-        for name, file in HAPROXY_FILES.items():
-            os.environ[name] = str(Path(self._folder, file))
+        os.environ.update(own_places(Path(self._folder)))
         import ray
 
         ray.init(
@@ -177,6 +169,16 @@ class LocalCluster:
             psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def own_places(folder: Path) -> dict[str, str]:
+    """Ports and files for one server alone. Set anew for each: another server may have started this process."""
+    places = {name: str(folder / file) for name, file in HAPROXY_FILES.items()}
+    places |= {name: str(free_port()) for name in HAPROXY_PORTS}
+    for name in REPLICA_PORTS:
+        first = min(free_port(), MAX_PORT - NUM_REPLICA_PORTS)
+        places |= {name.format("MIN"): str(first), name.format("MAX"): str(first + NUM_REPLICA_PORTS)}
+    return places
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ directory may forget anything at any time, and a stale entry costs time, never a
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
@@ -27,7 +27,7 @@ from engine.core.cache_events import CacheEvents, CacheUpdate
 from engine.core.cache_statistics import CacheStatistics
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
-from engine.core.explain import BlockSource, Decision, Decisions, best_considered
+from engine.core.explain import BlockSource, Decision, Decisions, best_considered, runs_of
 from engine.core.placement import Candidate, CostModel, Demand, Placement, place
 from engine.core.types import (
     Admission,
@@ -589,7 +589,7 @@ class Directory:
             request.tenant,
             request.num_tokens,
             self.costs.block_size,
-            sources,
+            runs_of(sources),
             placement.chosen,
             best_considered(placement),
         )
@@ -745,13 +745,24 @@ class Directory:
 
     def _drop_segments(self) -> None:
         """Keep exported bytes within the budget: the least recently used segment that nobody leases goes first."""
-        if self.segment_bytes <= self.segment_budget_bytes:
-            return
-        for segment in [s for s in self._segments.values() if s.is_in_store and s.leases == 0]:
-            if self.segment_bytes <= self.segment_budget_bytes:
+
+        def gives(segment: Segment) -> int:
+            movable = segment.is_in_store and segment.segment_id not in self._writing
+            return segment.header.num_bytes if movable else 0
+
+        for segment in self._least_recent(self.segment_bytes - self.segment_budget_bytes, gives):
+            self._leave_store(segment)
+
+    def _least_recent(self, num_bytes: int, gives: Callable[[Segment], int]) -> list[Segment]:
+        """The least recently used segments that nobody leases and that give something, as many as it takes."""
+        chosen = []
+        for segment in self._segments.values():
+            if num_bytes <= 0:
                 break
-            if segment.segment_id not in self._writing:
-                self._leave_store(segment)
+            if segment.leases == 0 and (given := gives(segment)):
+                chosen.append(segment)
+                num_bytes -= given
+        return chosen
 
     def _leave_store(self, segment: Segment) -> None:
         """Drop a segment's bytes; in its place stays what is on disk. Deliveries under way keep the old one."""
@@ -783,13 +794,12 @@ class Directory:
     def _make_room_on_disk(self, num_bytes: int) -> list[Instruction]:
         """Give up files until so many bytes fit: the least recently used segment that nobody leases goes first."""
         erased: list[Instruction] = []
-        if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
-            return erased
-        for segment in [s for s in self._segments.values() if s.leases == 0 and not s.wanted_by]:
-            if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
-                break
-            if segment.file is None:
-                continue
+
+        def gives(segment: Segment) -> int:
+            return segment.file.num_bytes if segment.file is not None and not segment.wanted_by else 0
+
+        for segment in self._least_recent(self.disk_bytes + num_bytes - self.disk_budget_bytes, gives):
+            assert segment.file is not None
             erased.append(EraseFile(segment.file))
             if segment.is_in_store:
                 self.disk_bytes -= segment.file.num_bytes

@@ -4,7 +4,7 @@ Bounded: the oldest requests are forgotten first.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
@@ -47,8 +47,8 @@ class Decision:
     tenant: str
     num_tokens: int
     block_size: int
-    sources: tuple[BlockSource, ...]
-    """One per full block of the prompt."""
+    runs: tuple[tuple[BlockSource, int], ...]
+    """Of the prompt's full blocks, in order: how many in a row came from where."""
     chosen: Prediction
     considered: tuple[Prediction, ...]
     ttft_s: float | None = None
@@ -65,14 +65,14 @@ class Decision:
 
     def as_json(self) -> dict[str, object]:
         """For the explain endpoint. Times in seconds, blocks as runs of equal sources."""
-        runs = [(source, len(list(run))) for source, run in groupby(self.sources)]
+        num_hashed = sum(count for _, count in self.runs) * self.block_size
         return {
             "attempt": self.attempt,
             "prompt_tokens": self.num_tokens,
             "block_size": self.block_size,
-            "blocks": [{"source": str(source), "hit": source in HITS, "count": count} for source, count in runs],
-            "unhashed_tokens": self.num_tokens - len(self.sources) * self.block_size,
-            "note": "shorter than a block: nothing to share" if not self.sources else None,
+            "blocks": [{"source": str(source), "hit": source in HITS, "count": count} for source, count in self.runs],
+            "unhashed_tokens": self.num_tokens - num_hashed,
+            "note": "shorter than a block: nothing to share" if not self.runs else None,
             "prefill_worker": self.chosen.worker_id,
             "decode_worker": self.chosen.decode,
             "candidates": [_candidate(prediction) for prediction in self.considered],
@@ -122,6 +122,11 @@ class Decisions:
 
     def _of(self, request_id: str, attempt: int) -> Iterator[Decision]:
         return (decision for decision in self._by_request.get(request_id, ()) if decision.attempt == attempt)
+
+
+def runs_of(sources: Iterable[BlockSource]) -> tuple[tuple[BlockSource, int], ...]:
+    """Equal sources in a row, counted: long prompts have few changes."""
+    return tuple((source, len(list(run))) for source, run in groupby(sources))
 
 
 def best_considered(placement: Placement) -> tuple[Prediction, ...]:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from engine.core.errors import ModelFailedError, ServiceError
 from engine.core.types import (
     Admission,
+    Assignment,
     CacheWish,
     FinishReason,
     PromptEvent,
     Salt,
     SamplingParams,
+    Stage,
     TokenEvent,
     TokenLogprobs,
 )
@@ -63,7 +65,7 @@ class Generation:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """What the next attempt starts from: the prompt and all that was delivered."""
-        return (*self.prompt, *self.tokens)
+        return (*self.prompt, *self.tokens) if self.tokens else self.prompt
 
     @property
     def awaits_prefill(self) -> bool:
@@ -76,6 +78,35 @@ class Generation:
         self.placed_at = now
         if self.attempt == 0:
             self.imported_tokens = len(admission.prefill_awaited) * block_size
+
+    def assignments(self, admission: Admission, reply_to: str, await_timeout_s: float) -> list[tuple[str, Assignment]]:
+        """What each of this attempt's workers is asked to do."""
+        split = [
+            (admission.prefill, Stage.PREFILL, admission.prefill_awaited, admission.prefill_epoch),
+            (admission.decode, Stage.DECODE, admission.decode_awaited, admission.decode_epoch),
+        ]
+        whole = [(admission.prefill, Stage.WHOLE, admission.prefill_awaited, admission.prefill_epoch)]
+        return [
+            (
+                worker_id,
+                Assignment(
+                    self.request_id,
+                    self.attempt,
+                    stage,
+                    self.token_ids,
+                    len(self.prompt),
+                    self.sampling,
+                    reply_to,
+                    self.salt,
+                    awaited,
+                    await_timeout_s,
+                    num_scored=len(self.prompt_logprobs),
+                    cache=self.cache,
+                    promised_to=epoch,
+                ),
+            )
+            for worker_id, stage, awaited, epoch in (whole if admission.prefill == admission.decode else split)
+        ]
 
     def take(self, event: TokenEvent, worker_id: str) -> list[TokenEvent]:
         """The events that are due now that `worker_id` has sent this one, in order."""

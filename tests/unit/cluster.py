@@ -21,7 +21,7 @@ from engine.core.errors import NoWorkerError
 from engine.core.generation import Generation
 from engine.core.placement import CostModel, rank_by_session
 from engine.core.scheduler import SchedulerLimits
-from engine.core.types import Admission, AdmitRequest, Assignment, Role, Salt, SamplingParams, Stage, TokenEvent
+from engine.core.types import Admission, AdmitRequest, Assignment, CacheWish, Role, Salt, SamplingParams, TokenEvent
 from engine.model.engine import Engine, ExportedSegment
 
 AWAIT_TIMEOUT_S = 30.0
@@ -98,7 +98,7 @@ class Cluster:
         """New requests, which arrive in one turn of the ingress's event loop."""
         for request_id, prompt in prompts.items():
             sampling = SamplingParams(max_tokens)
-            self.active[request_id] = Generation(request_id, tuple(prompt), sampling, Salt(), "")
+            self.active[request_id] = Generation(request_id, tuple(prompt), sampling, Salt(), CacheWish())
         self._dispatch([self.active[request_id] for request_id in prompts])
 
     def leave(self, request_id: str) -> None:
@@ -285,26 +285,10 @@ class Cluster:
             self.retries.append(generation)
             return
         generation.place(admission, self.sizes.block_size, self.now)
-        if admission.prefill == admission.decode:
-            self._assign(generation, admission.decode, Stage.WHOLE, admission.prefill_awaited)
-        else:
-            self._assign(generation, admission.prefill, Stage.PREFILL, admission.prefill_awaited)
-            self._assign(generation, admission.decode, Stage.DECODE, admission.decode_awaited)
+        for worker_id, assignment in generation.assignments(admission, "ingress", AWAIT_TIMEOUT_S):
+            self._assign(self.followed[worker_id], assignment)
 
-    def _assign(self, generation: Generation, worker_id: str, stage: Stage, awaited: tuple[bytes, ...]) -> None:
-        assignment = Assignment(
-            generation.request_id,
-            generation.attempt,
-            stage,
-            generation.token_ids,
-            len(generation.prompt),
-            generation.sampling,
-            "ingress",
-            generation.salt,
-            awaited,
-            AWAIT_TIMEOUT_S,
-        )
-        worker = self.followed[worker_id]
+    def _assign(self, worker: SimWorker, assignment: Assignment) -> None:
         self._say(("calls", worker.worker_id, worker.epoch), lambda: self._submit(worker, assignment))
 
     def _submit(self, worker: SimWorker, assignment: Assignment) -> None:

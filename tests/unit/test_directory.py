@@ -378,7 +378,7 @@ def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: Mak
 
 def sources(directory: Directory, request_id: str) -> list[BlockSource]:
     ((*_, last),) = directory.decisions.of(request_id).values()
-    return list(last.sources)
+    return [source for source, count in last.runs for _ in range(count)]
 
 
 def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory) -> None:

@@ -59,7 +59,7 @@ def ask(directory: Directory, request_id: str, *hashes: BlockHash) -> list[Instr
 
 def source_of_first_block(directory: Directory, request_id: str) -> BlockSource:
     [[decision]] = directory.decisions.of(request_id).values()
-    return decision.sources[0]
+    return decision.runs[0][0]
 
 
 def test_without_a_disk_nothing_is_written(make: MakeDirectory) -> None:
@@ -135,7 +135,7 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(make: MakeDirectory) -> N
     export(directory, b"x")
     ask(directory, "s", A, B)
     [[decision]] = directory.decisions.of("s").values()
-    assert decision.sources == (BlockSource.STORE, BlockSource.EVICTED)
+    assert decision.runs == ((BlockSource.STORE, 1), (BlockSource.EVICTED, 1))
 
 
 def test_a_file_that_cannot_be_read_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -> None:
