@@ -42,8 +42,14 @@ SERVE_SWITCHES = {
 """For every Ray process: Serve's fast path (both switches or neither), though with handles that work outside an event
 loop; an object store without page faults; and workers that do not stand behind every other process of the machine."""
 
-HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
-"""Ports of HAProxy that Serve opens besides its front end; free ones, so that two servers fit on one machine."""
+SERVE_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+"""What Serve opens besides its front end; free ones, so that two servers fit on one machine. The fallback answers while
+no ingress replica is known to be healthy."""
 REPLICA_PORTS = ("RAY_SERVE_DIRECT_INGRESS_{}_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_{}_GRPC_PORT")
 """Where HAProxy finds the ingress replicas. Serve begins at the same port for everybody and shares ports, so without
 ranges of their own two servers would get each other's requests."""
@@ -174,7 +180,7 @@ class LocalCluster:
 def own_places(folder: Path) -> dict[str, str]:
     """Ports and files for one server alone. Set anew for each: another server may have started this process."""
     places = {name: str(folder / file) for name, file in HAPROXY_FILES.items()}
-    places |= {name: str(free_port()) for name in HAPROXY_PORTS}
+    places |= {name: str(free_port()) for name in SERVE_PORTS}
     for name in REPLICA_PORTS:
         first = min(free_port(), MAX_PORT - NUM_REPLICA_PORTS)
         places |= {name.format("MIN"): str(first), name.format("MAX"): str(first + NUM_REPLICA_PORTS)}

@@ -21,7 +21,7 @@ from tests.integration.test_serve_cli import READY_S, Terminal
 PUBLIC = "You are the help desk of a public library. Answer questions about opening hours, loans and fees. " * 3
 CONFIG = {
     "model": {"max_model_len": 2048},
-    "cache": {"num_blocks": 400, "segment_gib": 0.1, "public_prefixes": [PUBLIC]},
+    "cache": {"num_blocks": 400, "segment_gib": 0.1, "public_prefixes": [PUBLIC], "eviction": "lru"},
     "workers": {"mixed": {"token_budget": 256, "max_requests": 8}},
     "tenants": [
         {"name": "alice", "key_hashes": [key_hash("rdx-alice"), key_hash("rdx-alice-2")]},
