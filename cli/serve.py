@@ -110,7 +110,8 @@ def example(config: Config) -> str:
     key = '-H "Authorization: Bearer $OPENAI_API_KEY" ' if config.tenants else ""
     return (
         f"curl {_url(config)}/v1/chat/completions {key}-H 'Content-Type: application/json' -d "
-        f'\'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\''
+        f'\'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], '
+        '"temperature": 0, "max_tokens": 100}\''
     )
 
 
