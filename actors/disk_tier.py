@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from engine.core.directory import Segment
+from engine.core.block_index import Segment
 from engine.core.types import SegmentHeader
 
 logger = logging.getLogger(__name__)

@@ -26,22 +26,13 @@ from actors.messages import (
     WorkerState,
 )
 from actors.metrics import ManagerMetrics
+from engine.core.block_index import Segment
 from engine.core.cache_events import CacheUpdate
 from engine.core.cache_report import cache_report
-from engine.core.directory import (
-    Deliver,
-    Directory,
-    DiskInstruction,
-    EraseFile,
-    Export,
-    Instruction,
-    Lost,
-    ReadFile,
-    Segment,
-    WriteFile,
-)
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
+from engine.core.segment_store import DiskInstruction, EraseFile, ReadFile, WriteFile
 from engine.core.transcripts import Found, TranscriptStore
 from engine.core.types import Admission, AdmitRequest
 
@@ -88,7 +79,7 @@ class KVCacheManager:
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_ingresses())
             if self._disk is not None:
-                self._carry_out(self._directory.files_found(await self._disk.scan()))
+                self._carry_out(self._directory.segments.files_found(await self._disk.scan()))
                 self._background.start(self._save_blocks())
 
     async def check(self) -> None:
@@ -187,7 +178,7 @@ class KVCacheManager:
 
     async def reset_cache(self) -> dict[str, int]:
         """Forget all KV that no request holds or was promised, everywhere, and the transcripts; returns the counts."""
-        blocks, erased = self._directory.reset()
+        blocks, erased = self._directory.segments.reset()
         self._carry_out(erased)
         self._transcripts.clear()
         calls = [quietly(handle.reset_cache.remote()) for handle in self._handles.values()]
@@ -202,8 +193,8 @@ class KVCacheManager:
             "num_workers": len(self._directory.workers),
             "num_blocks": self._directory.num_blocks,
             "num_segments": self._directory.num_segments,
-            "segment_bytes": self._directory.segment_bytes,
-            "disk_bytes": self._directory.disk_bytes,
+            "segment_bytes": self._directory.segments.store_bytes,
+            "disk_bytes": self._directory.segments.disk_bytes,
             "num_reservations": self._directory.num_reservations,
             "num_transcripts": len(self._transcripts),
             "transcript_bytes": self._transcripts.num_bytes,
@@ -285,7 +276,7 @@ class KVCacheManager:
         match instruction:
             case WriteFile(segment=segment):
                 written = await self._disk.write(segment)
-                self._carry_out(self._directory.segment_written(segment.segment_id, written))
+                self._carry_out(self._directory.segments.written(segment.segment_id, written))
             case ReadFile(segment=segment):
                 ref = await self._disk.read(segment.header)
                 if ref is None:

@@ -15,8 +15,9 @@ from typing import TypeAlias
 
 from builders import FINGERPRINT, FakeModel, chain_of, expected_answer
 
+from engine.core.block_index import Segment
 from engine.core.block_pool import BlockPool
-from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.generation import Generation
 from engine.core.placement import CostModel, rank_by_session
@@ -207,7 +208,7 @@ class Cluster:
         self.check_integrity()
         assert not self.active, f"{list(self.active)} never end"
         assert self.manager.directory.num_reservations == 0
-        assert all(segment.leases == 0 for segment in self.manager.directory._segments.values())
+        assert all(segment.leases == 0 for segment in self.manager.directory.segments._segments.values())
         for worker in self.workers.values():
             if worker.is_alive:
                 assert worker.engine.scheduler.num_requests == 0
@@ -414,7 +415,7 @@ class Cluster:
         if not worker.is_alive:
             return
         manager = self.manager
-        is_readable = manager.directory._segments.get(segment.segment_id) is not segment or (
+        is_readable = manager.directory.segments._segments.get(segment.segment_id) is not segment or (
             segment.segment_id not in manager.unreadable
         )
         payload = segment.ref if is_readable else None

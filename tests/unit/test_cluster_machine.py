@@ -85,7 +85,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def lose_segment(self, data) -> None:
         self.is_disturbed = True
         manager = self.cluster.manager
-        manager.unreadable.add(data.draw(st.sampled_from(sorted(manager.directory._segments))))
+        manager.unreadable.add(data.draw(st.sampled_from(sorted(manager.directory.segments._segments))))
 
     @rule(data=st.data(), is_stalled=st.booleans())
     def stall(self, data, is_stalled) -> None:

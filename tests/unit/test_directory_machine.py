@@ -12,10 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.core.block_index import Segment
 from engine.core.costs import WorkerCosts
-from engine.core.directory import Deliver, Directory, EraseFile, Export, Instruction, Lost, ReadFile, Segment, WriteFile
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
+from engine.core.segment_store import EraseFile, ReadFile, WriteFile
 from engine.core.types import Admission, AdmitRequest, BlockHash, Handover, Role, SegmentHeader
 
 BLOCK_SIZE = 4
@@ -78,7 +80,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
         self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES)
         headers = [SegmentHeader("model", path, len(path) * BLOCK_BYTES, 0) for path in files]
-        self._carry_out(self.directory.files_found(headers))
+        self._carry_out(self.directory.segments.files_found(headers))
         for worker_id, role in zip(WORKERS, workers, strict=False):
             self._register(worker_id, role, 1, set())
 
@@ -195,7 +197,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose_segment(self, data) -> None:
         """Somebody could not read it."""
-        segments = self.directory._segments
+        segments = self.directory.segments._segments
         segment = segments[data.draw(st.sampled_from(sorted(segments)))]
         self._carry_out(self.directory.segment_lost(segment.segment_id))
         assert segment.segment_id not in segments
@@ -229,11 +231,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert all(directory.workers[worker_id].epoch == worker.epoch for worker_id, worker in self.workers.items())
         assert all(worker.queued_us >= 0 for worker in directory.workers.values())
         assert directory.num_reservations == len(self.admitted)
-        kept = list(directory._segments.values())
+        kept = list(directory.segments._segments.values())
         for known in self.admitted.values():
             assert all(segment in kept for segment in known.leased), "a leased segment was dropped"
         busy = {id(segment) for segment in self.writing}
-        assert directory.segment_bytes <= directory.segment_budget_bytes or all(
+        assert directory.segments.store_bytes <= directory.segments.store_budget_bytes or all(
             segment.leases or id(segment) in busy for segment in kept if segment.is_in_store
         )
 
@@ -273,7 +275,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             del self.workers[worker_id]
             self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
         self.check()
-        exported = {block for segment in self.directory._segments.values() for block in segment.header.full_hashes}
+        exported = {
+            block for segment in self.directory.segments._segments.values() for block in segment.header.full_hashes
+        }
         assert self.directory.num_blocks <= len(exported), "blocks are known that nobody has"
 
     # Inside
@@ -345,7 +349,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         segment = self.writing.pop(0)
         full = segment.header.full_hashes
         file = SegmentHeader("model", full, len(full) * BLOCK_BYTES, 0) if succeeds else None
-        self._carry_out(self.directory.segment_written(segment.segment_id, file))
+        self._carry_out(self.directory.segments.written(segment.segment_id, file))
 
     def _finish_reading(self, index: int, succeeds: bool) -> None:
         segment = self.reading.pop(index)
