@@ -243,6 +243,7 @@ class KVCacheManager:
                     self._carry_out(self._directory.segment_exported(worker_id, epoch, item.header, payload))
                 self._carry_out(self._directory.blocks_changed(worker_id, epoch, item.sealed, item.evicted))
                 self._carry_out(self._directory.export_failed(worker_id, epoch, item.missing))
+                self._carry_out(self._directory.blocks_unsent(worker_id, epoch, item.unsent))
         except Exception as error:  # whatever it was, nobody reads this worker's stream any more
             logger.warning("%s is gone: %s", worker_id, type(error).__name__)
         self._carry_out(self._directory.remove_worker(worker_id, epoch))

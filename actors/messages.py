@@ -18,6 +18,8 @@ class ExportItem:
     evicted: tuple[BlockHash, ...] = ()
     missing: tuple[BlockHash, ...] = ()
     """Blocks that were asked for and are not here any more."""
+    unsent: tuple[BlockHash, ...] = ()
+    """Blocks that could not be sent; what becomes of them here, `evicted` tells."""
 
 
 @dataclass(frozen=True, slots=True)

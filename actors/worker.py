@@ -171,11 +171,12 @@ class Worker:
         """Export blocks of the pool; what is not here any more is reported as missing."""
 
         def export(engine: "Engine") -> None:
-            segment, missing = None, tuple(hashes)
             try:
                 segment, missing = engine.export(hashes)
             except Exception:  # who waits for these blocks must hear that they do not come
                 logger.exception("%d blocks not exported", len(hashes))
+                self._in_event_loop(self._exports_put, ExportItem(unsent=tuple(hashes)))
+                return
             if segment is not None:
                 self._in_event_loop(self._exports_put, segment)
             if missing:
@@ -299,7 +300,7 @@ class Worker:
         if not isinstance(item, ExportItem):
             if self._queued_export_bytes + item.header.num_bytes > MAX_QUEUED_EXPORT_BYTES:
                 header = replace(item.header, hashes=(), num_bytes=0) if item.header.handover is not None else None
-                item = ExportItem(header=header, missing=item.header.full_hashes)
+                item = ExportItem(header=header, unsent=item.header.full_hashes)
             else:
                 self._queued_export_bytes += item.header.num_bytes
         self._exports.put_nowait(item)

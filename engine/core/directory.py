@@ -211,12 +211,16 @@ class Directory:
 
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
-        if self._worker(worker_id, epoch) is None:
-            return []
-        failed = [h for h in hashes if h in self._blocks and self._blocks[h].producer == worker_id]
-        for block_hash in failed:
-            self._blocks[block_hash].producer = None
+        failed = self._take_back(worker_id, epoch, hashes)
         instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed) + self._fail(failed)
+        self._blocks.forget_unknown(failed)
+        return instructions
+
+    def blocks_unsent(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """A worker could not send blocks that it was asked to export, and may hold them still. Nobody is asked again
+        for those who wait now, since that could fail for ever: they compute."""
+        failed = self._take_back(worker_id, epoch, hashes)
+        instructions = self._fail(failed, asks_holders=False)
         self._blocks.forget_unknown(failed)
         return instructions
 
@@ -524,7 +528,16 @@ class Directory:
         self._blocks.forget_unknown(abandoned)
         return instructions
 
-    def _fail(self, hashes: Iterable[BlockHash]) -> list[Instruction]:
+    def _take_back(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """Those of `hashes` that this worker was asked to export; it is not any more."""
+        if self._worker(worker_id, epoch) is None:
+            return []
+        ordered = [h for h in hashes if h in self._blocks and self._blocks[h].producer == worker_id]
+        for block_hash in ordered:
+            self._blocks[block_hash].producer = None
+        return ordered
+
+    def _fail(self, hashes: Iterable[BlockHash], *, asks_holders: bool = True) -> list[Instruction]:
         """Nobody is about to send these blocks any more. Where some are wanted, find who does it instead: a worker that
         holds them, or else the request that was admitted first of those that lack them, whose worker is told not to
         wait for them. Without either, whoever wants them is told.
@@ -537,7 +550,7 @@ class Directory:
             record = self._blocks.get(block_hash)
             if record is None or record.producer is not None or not record.wanted_by:
                 continue
-            if record.workers:
+            if record.workers and asks_holders:
                 record.producer = min(record.workers)
                 exports.setdefault(record.producer, []).append(block_hash)
                 continue
@@ -556,10 +569,15 @@ class Directory:
         ]
 
     def _first_lacking(self, block_hash: BlockHash) -> Reservation | None:
-        """The request that was admitted first of those that could compute a block."""
+        """The request that was admitted first of those that could compute a block and whose worker does not hold it."""
         for request_id, reservation in self._reservations.items():
             worker = self.workers.get(reservation.admission.prefill)
-            if worker is not None and request_id in worker.requests and block_hash in reservation.lacking:
+            if (
+                worker is not None
+                and request_id in worker.requests
+                and block_hash in reservation.lacking
+                and block_hash not in worker.blocks
+            ):
                 return reservation
         return None
 

@@ -9,7 +9,7 @@ answer has a channel of its own, so that they may overtake each other. Time pass
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TypeAlias
 
@@ -53,6 +53,8 @@ class SimWorker:
     engine: Engine
     is_alive: bool = True
     is_stalled: bool = False
+    num_unsent: int = 0
+    """Segments that it cannot send next."""
 
 
 @dataclass(eq=False)
@@ -403,13 +405,18 @@ class Cluster:
         )
 
     def _send_segment(self, worker: SimWorker, segment: ExportedSegment) -> None:
-        manager = self.manager
-        self._say(
-            _exports(worker),
-            lambda: self._carry_out(
-                manager.directory.segment_exported(worker.worker_id, worker.epoch, segment.header, segment.payload)
-            ),
-        )
+        directory, header, unsent = self.manager.directory, segment.header, ()
+        if worker.num_unsent:
+            worker.num_unsent -= 1
+            header, unsent = replace(header, hashes=(), num_bytes=0), header.full_hashes
+
+        def arrive() -> None:
+            speaker = worker.worker_id, worker.epoch
+            if not unsent or header.handover is not None:
+                self._carry_out(directory.segment_exported(*speaker, header, segment.payload))
+            self._carry_out(directory.blocks_unsent(*speaker, unsent))
+
+        self._say(_exports(worker), arrive)
 
     def _import(self, worker: SimWorker, segment: Segment) -> None:
         if not worker.is_alive:

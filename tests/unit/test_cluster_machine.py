@@ -92,6 +92,11 @@ class ClusterMachine(RuleBasedStateMachine):
         """A worker does not step for a while."""
         data.draw(st.sampled_from(list(self.cluster.workers.values()))).is_stalled = is_stalled
 
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def cannot_send(self, data, count) -> None:
+        """A worker's next segments are not sent."""
+        data.draw(st.sampled_from(list(self.cluster.workers.values()))).num_unsent = count
+
     @rule(seconds=st.sampled_from([0.1, 6.0, 31.0]))
     def time_passes(self, seconds) -> None:
         self.cluster.now += seconds

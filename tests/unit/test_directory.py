@@ -279,6 +279,30 @@ def test_measured_rates_decide(make_directory: MakeDirectory) -> None:
 # Requests
 
 
+def test_blocks_that_cannot_be_sent_are_computed_and_stay_known(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A, B)
+    join(directory, "p", Role.PREFILL)
+    assert admit(directory, "r", A, B)[1] == [Export("d", (A, B))]
+    assert directory.blocks_unsent("d", 1, [A, B]) == [Lost("p", (A, B))], "it is not asked again for this request"
+    assert seal(directory, "p", A, B) == []
+    directory.release("r")
+    directory.remove_worker("p")
+    join(directory, "p2", Role.PREFILL)
+    assert admit(directory, "s", A, B)[1] == [Export("d", (A, B))], "but for the next one"
+
+
+def test_who_holds_what_cannot_be_sent_does_not_compute_it_for_others(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A)
+    join(directory, "p", Role.PREFILL)
+    admit(directory, "r", A, B)
+    seal(directory, "p", A)
+    directory._blocks[A].wanted_by.add("x")
+    join(directory, "x", Role.MIXED)
+    assert directory.blocks_unsent("d", 1, [A]) == [Lost("x", (A,))]
+
+
 def test_without_a_worker_nothing_changes(split: Directory) -> None:
     admit(split, "r", A)
     for worker_id in ("p", "d"):

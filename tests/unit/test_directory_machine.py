@@ -114,6 +114,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             *self.directory.blocks_changed(worker_id, epoch, blocks, blocks),
             *self.directory.segment_exported(worker_id, epoch, header, None),
             *self.directory.export_failed(worker_id, epoch, blocks),
+            *self.directory.blocks_unsent(worker_id, epoch, blocks),
             *self.directory.remove_worker(worker_id, epoch),
         ]
         assert said == [] and self._sizes() == before
@@ -137,10 +138,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._carry_out(self.directory.blocks_changed(worker_id, worker.epoch, (), evicted))
 
     @precondition(lambda self: any(worker.orders for worker in self.workers.values()))
-    @rule(data=st.data())
-    def export(self, data) -> None:
+    @rule(data=st.data(), can_send=st.booleans())
+    def export(self, data, can_send) -> None:
         busy = [worker_id for worker_id, worker in self.workers.items() if worker.orders]
-        self._serve_order(data.draw(st.sampled_from(busy)))
+        self._serve_order(data.draw(st.sampled_from(busy)), can_send)
         for worker_id in list(self.workers):
             self._report(worker_id)
 
@@ -325,13 +326,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.workers[decode].owed |= set(admission.decode_awaited) - self.workers[decode].pool
         self._carry_out(instructions)
 
-    def _serve_order(self, worker_id: str) -> None:
+    def _serve_order(self, worker_id: str, can_send: bool = True) -> None:
         worker = self.workers[worker_id]
         order = worker.orders.pop(0)
         here = tuple(block for block in order if block in worker.pool)
         missing = tuple(block for block in order if block not in worker.pool)
-        if here:
+        if here and can_send:
             self._export(worker_id, here, None)
+        elif here:
+            self._carry_out(self.directory.blocks_unsent(worker_id, worker.epoch, here))
         if missing:
             self._carry_out(self.directory.export_failed(worker_id, worker.epoch, missing))
 
