@@ -21,6 +21,7 @@ from actors.messages import (
     Ended,
     ExportItem,
     FirstToken,
+    Imported,
     Registration,
     WorkerInfo,
     WorkerState,
@@ -32,7 +33,7 @@ from engine.core.cache_report import cache_report
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
-from engine.core.segment_store import DiskInstruction, EraseFile, ReadFile, WriteFile
+from engine.core.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
 from engine.core.transcripts import Found, TranscriptStore
 from engine.core.types import Admission, AdmitRequest
 
@@ -79,7 +80,7 @@ class KVCacheManager:
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_ingresses())
             if self._disk is not None:
-                self._carry_out(self._directory.segments.files_found(await self._disk.scan()))
+                self._carry_out(self._directory.segments.files_found(await self._disk.open()))
                 self._background.start(self._save_blocks())
 
     async def check(self) -> None:
@@ -263,13 +264,15 @@ class KVCacheManager:
                     self._background.start(self._use_disk(instruction))
 
     async def _deliver(self, handle: ActorHandle[Any], segment: Segment) -> None:
-        """Hand a segment to a worker; one that cannot be read is not promised to anybody any more."""
+        """Hand a segment to a worker; one that it could not take is not promised from there to anybody any more."""
         try:
-            usable = await handle.import_segment.remote(segment.header, [] if segment.ref is None else [segment.ref])
+            outcome = await handle.import_segment.remote(segment.header, [] if segment.ref is None else [segment.ref])
         except RayError as error:  # the worker is gone; its stream tells
             logger.debug("segment not delivered: %s", type(error).__name__)
             return
-        if not usable:
+        if outcome is Imported.NOT_FETCHED:
+            self._directory.segments.undelivered(segment)
+        elif outcome is Imported.DAMAGED:
             self._carry_out(self._directory.segment_lost(segment.segment_id))
 
     async def _use_disk(self, instruction: DiskInstruction) -> None:
@@ -279,13 +282,19 @@ class KVCacheManager:
                 written = await self._disk.write(segment)
                 self._carry_out(self._directory.segments.written(segment.segment_id, written))
             case ReadFile(segment=segment):
-                ref = await self._disk.read(segment.header)
-                if ref is None:
-                    self._carry_out(self._directory.segment_lost(segment.segment_id))
-                else:
-                    self._carry_out(self._directory.segment_read(segment.segment_id, ref))
+                self._carry_out(await self._read(self._disk, segment))
             case EraseFile(header=header):
                 await self._disk.erase(header)
+
+    async def _read(self, disk: DiskTier, segment: Segment) -> list[Instruction]:
+        """Bring a segment back from disk. Its file is given up only if it is damaged."""
+        try:
+            ref = await disk.read(segment.header)
+        except DamagedFileError:
+            return self._directory.segment_lost(segment.segment_id)
+        if ref is None:
+            return self._directory.segment_unread(segment)
+        return self._directory.segment_read(segment.segment_id, ref)
 
     async def _save_blocks(self) -> None:
         """Get to disk what workers would not export by themselves."""

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors.calls import Background, answer
-from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration, WorkerState
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, Registration, WorkerState
 from actors.metrics import WorkerMetrics
 from actors.names import MANAGER, find_actor
 from actors.swap_space import ObjectStoreSwap
@@ -148,11 +148,8 @@ class Worker:
                 self._metrics.exported_bytes(item.header.num_bytes)
                 yield item.payload
 
-    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef[Any]]) -> bool:
-        """Fetch a segment and take its blocks into the pool; False if it cannot be had or is not what it says.
-
-        `payload` holds one reference, or none for no bytes.
-        """
+    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef[Any]]) -> Imported:
+        """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
         content = None
         started = time.monotonic()
         try:
@@ -162,10 +159,14 @@ class Worker:
         except (RayError, TimeoutError) as error:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
         now = time.monotonic()
-        usable = bool(await self._ask(lambda engine: engine.import_segment(header, content, now)))
-        if usable and content is not None:
+        intact = await self._ask(lambda engine: engine.import_segment(header, content, now))
+        if payload and content is None:
+            return Imported.NOT_FETCHED
+        if not intact:
+            return Imported.DAMAGED
+        if content is not None:
             self._costs.imported(header.num_bytes, time.monotonic() - started)
-        return usable
+        return Imported.TAKEN
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Export blocks of the pool; what is not here any more is reported as missing."""

@@ -225,12 +225,17 @@ class Directory:
         return instructions
 
     def segment_lost(self, segment_id: int) -> list[Instruction]:
-        """A segment could not be read, or was not what it says: nobody is promised it any more."""
+        """A segment is damaged, or its file is gone: nobody is promised it any more."""
         segment = self.segments.get(segment_id)
         if segment is None:
             return []
-        waiting = [worker_id for worker_id in sorted(segment.wanted_by) if worker_id in self.workers]
-        return [*self.segments.lost(segment), *(Lost(worker_id, segment.header.full_hashes) for worker_id in waiting)]
+        return [*self.segments.lost(segment), *self.segment_unread(segment)]
+
+    def segment_unread(self, segment: Segment) -> list[Instruction]:
+        """A segment could not be read from disk now: who waits for it is told, and the next one may try again."""
+        waiting, segment.wanted_by = segment.wanted_by, set()
+        hashes = segment.header.full_hashes
+        return [Lost(worker_id, hashes) for worker_id in sorted(waiting) if worker_id in self.workers]
 
     def segment_read(self, segment_id: int, ref: object) -> list[Instruction]:
         """A segment has come from disk into the object store."""

@@ -30,9 +30,14 @@ class WriteFile:
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """Put a segment's file into the object store, and answer with `Directory.segment_read` or `segment_lost`."""
+    """Put a segment's file into the object store, and answer with `Directory.segment_read`, `segment_unread` or
+    `segment_lost`."""
 
     segment: Segment
+
+
+class DamagedFileError(Exception):
+    """A segment's file is gone, or not what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class SegmentStore:
         self.disk_bytes -= self._writing.pop(segment_id)
         segment = self._segments.get(segment_id)
         if segment is None:
-            return [] if file is None else [EraseFile(file)]
+            return [] if file is None or self._has_file_of(file.hashes) else [EraseFile(file)]
         if file is not None:
             segment.file = file
             self.disk_bytes += file.num_bytes
@@ -117,8 +122,14 @@ class SegmentStore:
         self._shrink()
         return receivers
 
+    def undelivered(self, segment: Segment) -> None:
+        """A worker could not fetch a segment from the object store: what is on disk stays there, what is not is
+        forgotten. One that is being written is kept, and the writer finds out whether it can be read."""
+        if segment.segment_id not in self._writing and self._segments.get(segment.segment_id) is segment:
+            self._leave_store(segment, "segment lost")
+
     def lost(self, segment: Segment) -> list[DiskInstruction]:
-        """A segment could not be read, or was not what it says."""
+        """A segment is damaged, or its file is gone."""
         self._drop(segment, "segment lost")
         return [] if segment.file is None else [EraseFile(segment.file)]
 
@@ -180,7 +191,7 @@ class SegmentStore:
             return segment.header.num_bytes if movable else 0
 
         for segment in self._least_recent(self.store_bytes - self.store_budget_bytes, gives):
-            self._leave_store(segment)
+            self._leave_store(segment, "object store full")
 
     def _least_recent(self, num_bytes: int, gives: Callable[[Segment], int]) -> list[Segment]:
         """The least recently used segments that nobody leases and that give something, as many as it takes."""
@@ -193,10 +204,10 @@ class SegmentStore:
                 num_bytes -= given
         return chosen
 
-    def _leave_store(self, segment: Segment) -> None:
+    def _leave_store(self, segment: Segment, reason: str) -> None:
         """Drop a segment's bytes; in its place stays what is on disk. Deliveries under way keep the old one."""
         if segment.file is None:
-            self._drop(segment, "object store full")
+            self._drop(segment, reason)
             return
         on_disk = Segment(segment.segment_id, segment.file, None, is_in_store=False, file=segment.file)
         self._segments[segment.segment_id] = on_disk
@@ -218,6 +229,13 @@ class SegmentStore:
             self.disk_bytes += num_bytes
             instructions.append(WriteFile(segment))
         return instructions
+
+    def _has_file_of(self, hashes: tuple[BlockHash, ...]) -> bool:
+        """Whether a segment of exactly these blocks is on disk, or will be: in the file that all of them share."""
+        return any(
+            segment.header.full_hashes == hashes and (segment.file is not None or segment.segment_id in self._writing)
+            for segment in self._segments.values()
+        )
 
     def _make_room_on_disk(self, num_bytes: int) -> list[DiskInstruction]:
         """Give up files until so many bytes fit: the least recently used segment that nobody leases goes first."""

@@ -112,7 +112,7 @@ class Engine:
             goes_on_here = header.handover is not None and self.scheduler.get(header.handover.request_id) is not None
             hashes = header.hashes if goes_on_here else header.full_hashes
             if hashes:
-                intact = self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
+                self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
         self.scheduler.blocks_settled(header.hashes, now)
         if header.handover is not None:
             self.scheduler.handed_over(header.handover, now)
@@ -202,7 +202,7 @@ class Engine:
             logger.warning("segment of %d blocks refused: model, size or checksum differ", len(header.hashes))
         return intact
 
-    def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> bool:
+    def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> None:
         missing = [index for index, block_hash in enumerate(hashes) if self.pool.lookup(block_hash) is None]
         missing = missing[: self.pool.num_available]
         blocks: list[int] = []
@@ -214,10 +214,8 @@ class Engine:
                 self.pool.seal(block, hashes[index])
         except Exception:  # whoever waits for these blocks must go on without them
             logger.exception("%d blocks not imported", len(missing))
-            return False
         finally:
             self.pool.release(blocks)
-        return True
 
     def _pack_all(self, exports: Iterable[ExportedBlocks]) -> tuple[ExportedSegment, ...]:
         """The segments of a step. One that cannot be made is sent without its blocks; the pool still has them."""

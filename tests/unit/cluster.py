@@ -426,8 +426,9 @@ class Cluster:
             segment.segment_id not in manager.unreadable
         )
         payload = segment.ref if is_readable else None
-        if not worker.engine.import_segment(segment.header, payload, self.now):  # type: ignore[arg-type]
-            self._answer("to manager", lambda: manager.directory.segment_lost(segment.segment_id))
+        worker.engine.import_segment(segment.header, payload, self.now)  # type: ignore[arg-type]
+        if not is_readable:
+            self._answer("to manager", lambda: manager.directory.segments.undelivered(segment))
 
     def _export(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
         if not worker.is_alive:

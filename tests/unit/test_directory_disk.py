@@ -129,7 +129,62 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(make: MakeDirectory) -> N
     assert decision.runs == ((BlockSource.STORE, 1), (BlockSource.EVICTED, 1))
 
 
-def test_a_file_that_cannot_be_read_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -> None:
+def test_a_file_that_cannot_be_read_now_stays_for_the_next_one(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0)
+    write(directory, A, B)
+    [read] = ask(directory, "r", A, B)
+    assert isinstance(read, ReadFile)
+    assert directory.segment_unread(read.segment) == [Lost("d", (A, B)), Lost("p", (A, B))]
+    assert directory.segment_unread(read.segment) == []
+    assert ask(directory, "s", A, B) == [read]
+    delivered = directory.segment_read(read.segment.segment_id, "ref")
+    assert {type(i) for i in delivered} == {Deliver} and directory.segments.disk_bytes == 20
+
+
+def test_what_cannot_be_fetched_stays_on_disk(make: MakeDirectory) -> None:
+    directory = make()
+    write(directory, A, B)
+    deliver = ask(directory, "r", A, B)[0]
+    assert isinstance(deliver, Deliver)
+    directory.segments.undelivered(deliver.segment)
+    assert (directory.segments.store_bytes, directory.segments.disk_bytes) == (0, 20)
+    [read] = ask(directory, "s", A, B)
+    assert isinstance(read, ReadFile)
+    directory.segment_read(read.segment.segment_id, "ref again")
+    directory.segments.undelivered(deliver.segment)
+    assert directory.segments.store_bytes == 20, "that was about the reference of before"
+    for request_id in ("r", "s"):
+        directory.release(request_id)
+
+
+def test_what_cannot_be_fetched_while_it_is_written_is_kept(make: MakeDirectory) -> None:
+    directory = make()
+    [instruction] = export(directory, A, B)
+    assert isinstance(instruction, WriteFile)
+    directory.segments.undelivered(instruction.segment)
+    assert directory.segments.written(instruction.segment.segment_id, file_of(A, B)) == []
+    directory.segments.undelivered(instruction.segment)
+    assert (directory.num_segments, directory.segments.store_bytes, directory.segments.disk_bytes) == (1, 0, 20)
+
+
+def test_a_file_that_is_written_again_is_not_erased(make: MakeDirectory) -> None:
+    """Equal blocks have one file."""
+    directory = make()
+    [first] = export(directory, A, B)
+    directory.segments.reset()
+    [second] = export(directory, A, B)
+    assert isinstance(first, WriteFile) and isinstance(second, WriteFile)
+    assert directory.segments.written(first.segment.segment_id, file_of(A, B)) == []
+    assert directory.segments.written(second.segment.segment_id, file_of(A, B)) == []
+    assert directory.segments.disk_bytes == 20
+    directory.segments.reset()
+    [third] = export(directory, A, B)
+    assert isinstance(third, WriteFile)
+    directory.segments.reset()
+    assert directory.segments.written(third.segment.segment_id, file_of(A, B)) == [EraseFile(file_of(A, B))]
+
+
+def test_a_damaged_file_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -> None:
     directory = make(segment_budget_bytes=0)
     write(directory, A, B)
     [read] = ask(directory, "r", A, B)

@@ -197,12 +197,25 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.directory.num_segments)
     @rule(data=st.data())
     def lose_segment(self, data) -> None:
-        """Somebody could not read it."""
+        """It is damaged."""
         segments = self.directory.segments._segments
         segment = segments[data.draw(st.sampled_from(sorted(segments)))]
         self._carry_out(self.directory.segment_lost(segment.segment_id))
         assert segment.segment_id not in segments
         assert self.directory.segment_lost(segment.segment_id) == []
+        for known in self.admitted.values():
+            known.leased = [leased for leased in known.leased if leased is not segment]
+
+    @precondition(lambda self: self.directory.segments.store_bytes)
+    @rule(data=st.data())
+    def cannot_fetch_segment(self, data) -> None:
+        """Only what is not on disk may be forgotten."""
+        segments = self.directory.segments._segments
+        in_store = [segment for segment in segments.values() if segment.is_in_store]
+        segment = data.draw(st.sampled_from(in_store))
+        self.directory.segments.undelivered(segment)
+        is_kept = segment.file is not None or segment in self.writing
+        assert (segment.segment_id in segments) is is_kept
         for known in self.admitted.values():
             known.leased = [leased for leased in known.leased if leased is not segment]
 
@@ -214,9 +227,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._finish_writing(succeeds)
 
     @precondition(lambda self: self.reading)
-    @rule(data=st.data(), succeeds=st.booleans())
-    def finish_reading(self, data, succeeds) -> None:
-        self._finish_reading(data.draw(st.integers(0, len(self.reading) - 1)), succeeds)
+    @rule(data=st.data(), succeeds=st.booleans(), is_damaged=st.booleans())
+    def finish_reading(self, data, succeeds, is_damaged) -> None:
+        self._finish_reading(data.draw(st.integers(0, len(self.reading) - 1)), succeeds, is_damaged)
 
     @rule()
     def save(self) -> None:
@@ -354,12 +367,14 @@ class DirectoryMachine(RuleBasedStateMachine):
         file = SegmentHeader("model", full, len(full) * BLOCK_BYTES, 0) if succeeds else None
         self._carry_out(self.directory.segments.written(segment.segment_id, file))
 
-    def _finish_reading(self, index: int, succeeds: bool) -> None:
+    def _finish_reading(self, index: int, succeeds: bool, is_damaged: bool = False) -> None:
         segment = self.reading.pop(index)
         if succeeds:
             self._carry_out(self.directory.segment_read(segment.segment_id, None))
-        else:
+        elif is_damaged:
             self._carry_out(self.directory.segment_lost(segment.segment_id))
+        else:
+            self._carry_out(self.directory.segment_unread(segment))
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
