@@ -287,11 +287,11 @@ class Dispatcher:
     def _end(self, generation: Generation) -> None:
         """The request is over: free what it holds."""
         del self._active[generation.request_id]
-        self._abort(generation, generation.workers_to_abort())
+        self._abort(generation, generation.workers_to_abort(), generation.has_ended)
         self._release(generation)
 
     def _release(self, generation: Generation) -> None:
-        how = "finished" if generation.finished_by else "failed" if generation.failure else "aborted"
+        how = "finished" if generation.has_ended else "failed" if generation.failure else "aborted"
         self._ended.append(Ended(generation.request_id, generation.attempt, how, generation.num_preemptions))
         self._flush_soon()
 
@@ -307,9 +307,9 @@ class Dispatcher:
                 assert generation.decode is not None
                 self._call(generation.decode, "stop_awaiting", [generation.request_id])
 
-    def _abort(self, generation: Generation, workers: set[str]) -> None:
+    def _abort(self, generation: Generation, workers: set[str], has_ended: bool = False) -> None:
         for worker_id in workers:
-            self._call(worker_id, "abort", [generation.request_id])
+            self._call(worker_id, "abort", [generation.request_id], has_ended)
 
     def _fail_over(self, generation: Generation) -> None:
         """Go on elsewhere from the last token delivered."""

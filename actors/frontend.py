@@ -246,6 +246,7 @@ class Frontend:
                 answer.token_ids += piece.token_ids
                 answer.text.append(piece.text)
                 answer.finish = piece.finish
+                answer.generation.is_stopped = piece.finish is FinishReason.STOP
                 yield piece
                 if piece.finish is not None:
                     self._remember(answer)

@@ -103,11 +103,11 @@ class Worker:
         now = time.monotonic()
         self._loop_thread.post(lambda engine: self._take_on(engine, assignments, now))
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; unknown ones have ended already."""
+    async def abort(self, request_ids: Sequence[str], has_ended: bool = False) -> None:
+        """Forget requests; unknown ones have ended already. `has_ended`: they have got all they wanted."""
         for request_id in request_ids:
             self._reply_to.pop(request_id, None)
-        self._loop_thread.post(lambda engine: engine.abort(request_ids))
+        self._loop_thread.post(lambda engine: engine.abort(request_ids, has_ended=has_ended))
 
     async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
         """The prefill worker of these requests is gone: compute what has not arrived."""

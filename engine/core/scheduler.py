@@ -163,12 +163,13 @@ class Scheduler:
         if handover is not None:
             self.handed_over(handover, now)
 
-    def abort(self, request_id: str) -> bool:
-        """Forget a request and release what it holds; False if it is not here."""
+    def abort(self, request_id: str, *, has_ended: bool = False) -> bool:
+        """Forget a request and release what it holds; False if it is not here. `has_ended`: it has got all it wanted,
+        at a stop string say, which to eviction is an end like any other."""
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._remove(request, has_ended=False)
+        self._remove(request, has_ended=has_ended)
         return True
 
     def blocks_settled(self, hashes: Iterable[BlockHash], now: float) -> None:

@@ -96,10 +96,10 @@ class Engine:
         """Queue a request; its events come out of later steps."""
         self.scheduler.submit(assignment, self._root, now)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests and free their blocks. Unknown ids are requests that ended already."""
+    def abort(self, request_ids: Iterable[str], *, has_ended: bool = False) -> None:
+        """Forget requests and free their blocks (`Scheduler.abort`). Unknown ids are requests that ended already."""
         for request_id in request_ids:
-            self.scheduler.abort(request_id)
+            self.scheduler.abort(request_id, has_ended=has_ended)
 
     def import_segment(self, header: SegmentHeader, payload: Bytes | None, now: float) -> bool:
         """Take a segment's blocks into the pool, then its handover; False if its content was not what it says.

@@ -210,7 +210,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data) -> None:
         known = self._draw(data, self.expected)
-        assert self.scheduler.abort(known.assignment.request_id) == known.is_live
+        has_ended = data.draw(st.booleans())
+        assert self.scheduler.abort(known.assignment.request_id, has_ended=has_ended) == known.is_live
         known.is_live = False
 
     # Imports
