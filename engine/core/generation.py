@@ -23,7 +23,7 @@ from engine.core.types import (
 )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Generation:
     """A request under way. Its ingress alone writes to it."""
 
