@@ -333,10 +333,12 @@ class Scheduler:
     # Admission
 
     def _admit(self, now: float) -> None:
-        """Start waiting requests while their blocks fit: preempted ones first, and nobody overtakes them."""
+        """Start requests while their blocks fit: swapped ones, then those to be computed again, then waiting ones.
+        Nobody overtakes an earlier kind, except while its next request is about to find its blocks computed."""
         room = self.pool.num_available - sum(self._num_missing_blocks(request) for request in self.running.values())
-        for queue in (self.preempted, self.waiting):
-            for request in list(queue):
+        preempted = sorted(self.preempted, key=lambda request: request.swapped is None)
+        for queue, candidates in ((self.preempted, preempted), (self.waiting, list(self.waiting))):
+            for request in candidates:
                 if len(self.running) >= self.limits.max_requests:
                     return
                 if not _is_ready(request, now):

@@ -200,6 +200,24 @@ def test_nobody_who_waits_overtakes_a_swapped_request() -> None:
     assert started == ["old", "late", "new"]
 
 
+def test_a_swapped_request_resumes_before_an_earlier_one_that_is_computed_again() -> None:
+    scheduler, model = make(9, max_blocks=3)
+    submit(scheduler, OLD)
+    submit(scheduler, make_assignment("again", (2, 2, 3, 0, 1, 2, 0), max_tokens=16))
+    submit(scheduler, LATE)
+    while len(scheduler.preempted) < 2:
+        step(scheduler, model)
+    submit(scheduler, make_assignment("new", (2,), max_tokens=1))
+    by_id = {request.request_id: request for request in scheduler.preempted}
+    assert by_id["late"].swapped is not None and by_id["again"].swapped is None
+    started = []
+    while scheduler.num_requests:
+        output, _ = step(scheduler, model)
+        started += [chunk.request.request_id for chunk in output.chunks if chunk.request.request_id not in started]
+        scheduler.check_integrity()
+    assert started == ["old", "late", "again", "new"]
+
+
 class Unreliable(ProcessMemory):
     """Every third call fails."""
 
