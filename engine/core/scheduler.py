@@ -47,8 +47,6 @@ class SchedulerLimits:
     """Tokens computed in one step, decodes and prefill chunks together."""
     max_requests: int
     """Requests that hold blocks at the same time."""
-    swap_bytes: int = 0
-    """KV of preempted requests that is kept outside the pool; 0: they are always computed again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class PreemptionCounts:
 
 
 class Engine:
-    """Scheduler, runner and pool of one worker. Preempted requests' KV goes to `swap_space`, if `limits` allow any."""
+    """Scheduler, runner and pool of one worker. Up to `swap_bytes` of preempted requests' KV go to `swap_space`."""
 
     def __init__(
         self,
@@ -81,12 +81,13 @@ class Engine:
         max_model_len: int,
         fingerprint: str,
         swap_space: SwapSpace | None = None,
+        swap_bytes: int = 0,
     ) -> None:
         self.runner = runner
         self.store = store
         self.pool = pool
         self.swap_space: SwapSpace = ProcessMemory() if swap_space is None else swap_space
-        swapping = SwapPolicy(limits.swap_bytes // store.block_bytes, store.block_bytes)
+        swapping = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes)
         self.scheduler = Scheduler(pool, limits, max_model_len, swapping)
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint

@@ -286,7 +286,7 @@ def test_in_a_third_of_the_blocks_everybody_is_answered_as_ever(
     assignments = storm(token_budget)
     pool = BlockPool(int(0.3 * num_needed(assignments)), 4)
     model, kept = FakeModel(pool), space()
-    engine = Engine(model, model, pool, SchedulerLimits(token_budget, 24, swap_bytes), 64, FINGERPRINT, kept)
+    engine = Engine(model, model, pool, SchedulerLimits(token_budget, 24), 64, FINGERPRINT, kept, swap_bytes)
     engine.scheduler.swapping.costs = FREE
     engines.append(engine)
     for each in assignments:
