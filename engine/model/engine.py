@@ -1,10 +1,11 @@
 """One worker's engine: scheduler, runner and KV pool behind `submit`, `abort`, `import_segment` and `step`.
 
-Single-threaded: whoever owns an engine calls it from one thread. Nothing here knows of Ray or of time passing; the
-owner brings `now` and moves what `step` returns.
+Single-threaded: whoever owns an engine calls it from one thread. Nothing here knows of Ray, and nothing is decided by a
+clock: the owner brings `now` and moves what `step` returns. How long swapping took is only counted.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,6 +68,8 @@ class PreemptionCounts:
     """Preemptions after which it was not."""
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    swapped_out_s: float = 0.0
+    swapped_in_s: float = 0.0
 
 
 class Engine:
@@ -176,14 +179,16 @@ class Engine:
         return output
 
     def _swap(self, move: SwapOut | SwapIn) -> None:
-        num_bytes = len(move.blocks) * self.store.block_bytes
+        num_bytes, started = len(move.blocks) * self.store.block_bytes, time.perf_counter()
         if isinstance(move, SwapOut):
             self.swap_space.put(move.request_id, self.store.export_blocks(move.blocks))
             self.preemptions.swapped_out_bytes += num_bytes
+            self.preemptions.swapped_out_s += time.perf_counter() - started
         else:
             payload = self.swap_space.take(move.request_id)
             self.store.import_blocks(payload[payload.nbytes - num_bytes :], move.blocks)
             self.preemptions.swapped_in_bytes += num_bytes
+            self.preemptions.swapped_in_s += time.perf_counter() - started
 
     def _count(self, preempted: Iterable[str]) -> None:
         for request_id in preempted:

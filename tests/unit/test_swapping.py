@@ -301,6 +301,7 @@ def test_in_a_third_of_the_blocks_everybody_is_answered_as_ever(
     assert answers == {each.request_id: answer_to(each) for each in assignments}
     counts = asdict(engine.preemptions)
     assert (counts["num_swapped"] > 0) == (counts["swapped_out_bytes"] > 0) == (swap_bytes > 0)
+    assert (counts["swapped_out_s"] > 0) == (swap_bytes > 0) == (counts["swapped_in_s"] > 0)
     assert counts["num_recomputed"] > 0 or swap_bytes > 300
     assert counts["swapped_in_bytes"] <= counts["swapped_out_bytes"]
     assert not isinstance(kept, Unreliable) or bool(kept.num_failures) == (swap_bytes > 0)
