@@ -169,7 +169,7 @@ class Worker:
         return Imported.TAKEN
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
-        """Export blocks of the pool; what is not here any more is reported as missing."""
+        """Export blocks of the pool; of the others the manager hears whether they are missing or could not be sent."""
 
         def export(engine: "Engine") -> None:
             try:
