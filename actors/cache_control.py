@@ -9,12 +9,14 @@ import orjson
 from actors.manager_link import ManagerLink
 from engine.api.responses import Json
 from engine.core.cache_events import CacheUpdate
-from engine.core.errors import NotFoundError, PermissionDeniedError
+from engine.core.errors import NotFoundError, OverloadedError, PermissionDeniedError
 from engine.core.tenants import Tenant
 
 POLL_S = 0.2
 KEEP_ALIVE_S = 15.0
 """A follower of events hears at least that nothing has happened."""
+MAX_FOLLOWERS = 16
+"""Each asks the manager five times a second."""
 ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -24,6 +26,7 @@ class CacheControl:
     def __init__(self, manager: ManagerLink, decode: Callable[[Sequence[int]], str]) -> None:
         self._manager = manager
         self._decode = decode
+        self._num_followers = 0
 
     async def explain(self, request_id: str, tenant: Tenant) -> Json:
         """Why a request of this tenant went where it went.
@@ -60,21 +63,33 @@ class CacheControl:
 
         Raises:
             PermissionDeniedError: the tenant is no administrator.
+            OverloadedError: others follow already, as many as a replica takes.
         """
         _require_admin(tenant)
+        if self._num_followers >= MAX_FOLLOWERS:
+            raise OverloadedError(
+                f"{MAX_FOLLOWERS} clients follow the cache's events and no more are accepted; try again later",
+                retry_after_s=5,
+            )
+        self._num_followers += 1
         quiet_s = 0.0
-        while True:
-            update: CacheUpdate = await self._manager.ask("events_since", since)
-            if update.snapshot is not None:
-                yield _event("snapshot", update.next_sequence, [block_hash.hex() for block_hash in update.snapshot])
-            for event in update.events:
-                yield _event("stored" if event.is_stored else "removed", event.sequence + 1, [event.block_hash.hex()])
-            quiet_s = 0.0 if since != update.next_sequence else quiet_s + POLL_S
-            since = update.next_sequence
-            if quiet_s >= KEEP_ALIVE_S:
-                quiet_s = 0.0
-                yield b": nothing new\n\n"
-            await asyncio.sleep(POLL_S)
+        try:
+            while True:
+                update: CacheUpdate = await self._manager.ask("events_since", since)
+                if update.snapshot is not None:
+                    yield _event("snapshot", update.next_sequence, [block_hash.hex() for block_hash in update.snapshot])
+                for event in update.events:
+                    yield _event(
+                        "stored" if event.is_stored else "removed", event.sequence + 1, [event.block_hash.hex()]
+                    )
+                quiet_s = 0.0 if since != update.next_sequence else quiet_s + POLL_S
+                since = update.next_sequence
+                if quiet_s >= KEEP_ALIVE_S:
+                    quiet_s = 0.0
+                    yield b": nothing new\n\n"
+                await asyncio.sleep(POLL_S)
+        finally:
+            self._num_followers -= 1
 
 
 def _require_admin(tenant: Tenant) -> None:

@@ -6,16 +6,20 @@ older decision. Reading waits for nobody.
 
 import asyncio
 import logging
-from pathlib import Path
+import time
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from engine.core.directory import Segment
+from engine.core.block_index import Segment
+from engine.core.errors import StartupError
 from engine.core.types import SegmentHeader
 
 logger = logging.getLogger(__name__)
+
+TAKE_OVER_S = 5.0
+"""How long a folder may be kept by a manager that has died and whose process is still ending."""
 
 
 class DiskTier:
@@ -24,12 +28,25 @@ class DiskTier:
     def __init__(self, folder: str | None) -> None:
         from engine.model.segment_files import SegmentFiles  # with numpy, which a manager without a disk can spare
 
-        self._files: SegmentFiles = SegmentFiles(None if folder is None else Path(folder).expanduser())
+        self._files = SegmentFiles(folder)
         self._writing = asyncio.Lock()
 
-    async def scan(self) -> list[SegmentHeader]:
-        """What is there, the least recently used first. Raises OSError if the folder cannot be used."""
-        return await asyncio.to_thread(self._files.scan)
+    async def open(self) -> list[SegmentHeader]:
+        """Take the folder; what is there, the least recently used first.
+
+        Raises:
+            StartupError: another server has the folder, and not only a manager that is ending.
+            OSError: it cannot be read.
+        """
+        deadline = time.monotonic() + TAKE_OVER_S
+        while True:
+            try:
+                self._files.open()
+                return await asyncio.to_thread(self._files.scan)
+            except StartupError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(TAKE_OVER_S / 20)
 
     async def write(self, segment: Segment) -> SegmentHeader | None:
         """Copy a segment into a file; the file's header, or None if that is not possible."""
@@ -42,10 +59,14 @@ class DiskTier:
                 return None
 
     async def read(self, header: SegmentHeader) -> Any | None:
-        """A reference to a file's payload in the object store; None if it cannot be had."""
+        """A reference to a file's payload in the object store; None if it cannot be had now.
+
+        Raises:
+            DamagedFileError: nor later.
+        """
         try:
             return await asyncio.to_thread(lambda: ray.put(self._files.read(header)))
-        except (RayError, OSError, ValueError) as error:
+        except (RayError, OSError) as error:
             logger.warning("segment of %d blocks not read: %s", len(header.hashes), error)
             return None
 

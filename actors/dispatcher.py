@@ -24,11 +24,11 @@ from actors.calls import Background, quietly
 from actors.manager_link import ManagerLink
 from actors.messages import Ended, FirstToken
 from actors.names import find_actor
-from engine.core.errors import NoWorkerError, OverloadedError, RequestError, ServiceError
+from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.generation import Generation
 from engine.core.hashing import BlockChain
 from engine.core.placement import rank_by_session
-from engine.core.tenants import Tenant
+from engine.core.room import Room
 from engine.core.types import Admission, AdmitRequest, Assignment, BlockHash, PromptEvent, Role, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -69,13 +69,13 @@ class Dispatcher:
         app_name: str,
         manager: ManagerLink,
         model: ModelFacts,
-        max_active: int,
+        room: Room,
         on_failover: Callable[[], None],
     ) -> None:
         self._ingress_id = ingress_id
         self._app_name = app_name
         self._model = model
-        self._max_active = max_active
+        self._room = room
         self._on_failover = on_failover
         self._active: dict[str, _Delivery] = {}
         self._workers: dict[str, ActorHandle[Any]] = {}
@@ -92,25 +92,6 @@ class Dispatcher:
         """Begin to tell workers that this ingress is alive. Needs a running event loop."""
         self._background.start(self._keep_alive())
 
-    def require_room(self, count: int, tenant: Tenant) -> None:
-        """Raises OverloadedError if `count` more requests would be too many, in all or of this tenant."""
-        if len(self._active) + count > self._max_active:
-            raise OverloadedError(
-                f"{len(self._active)} requests are under way and at most {self._max_active} are accepted; "
-                "try again later",
-                retry_after_s=1,
-            )
-        if tenant.max_requests is not None and count > tenant.max_requests:
-            raise RequestError(f"{count} answers are more than the {tenant.max_requests} that are accepted at a time.")
-        if tenant.max_requests is not None:
-            num_own = sum(delivery.generation.tenant == tenant.name for delivery in self._active.values())
-            if num_own + count > tenant.max_requests:
-                raise OverloadedError(
-                    f"{num_own} requests of '{tenant.name}' are under way and at most {tenant.max_requests} are "
-                    "accepted; try again later",
-                    retry_after_s=1,
-                )
-
     async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
         """Run a request; yields the tokens in order, each once, as many at a time as have arrived.
 
@@ -118,6 +99,7 @@ class Dispatcher:
             ServiceError: no worker could take it, or every attempt failed.
         """
         delivery = self._active[generation.request_id] = _Delivery(generation)
+        self._room.begin(generation)
         try:
             await self._dispatch(generation)
             while True:
@@ -287,11 +269,12 @@ class Dispatcher:
     def _end(self, generation: Generation) -> None:
         """The request is over: free what it holds."""
         del self._active[generation.request_id]
-        self._abort(generation, generation.workers_to_abort())
+        self._room.end(generation)
+        self._abort(generation, generation.workers_to_abort(), generation.has_ended)
         self._release(generation)
 
     def _release(self, generation: Generation) -> None:
-        how = "finished" if generation.finished_by else "failed" if generation.failure else "aborted"
+        how = "finished" if generation.has_ended else "failed" if generation.failure else "aborted"
         self._ended.append(Ended(generation.request_id, generation.attempt, how, generation.num_preemptions))
         self._flush_soon()
 
@@ -307,9 +290,9 @@ class Dispatcher:
                 assert generation.decode is not None
                 self._call(generation.decode, "stop_awaiting", [generation.request_id])
 
-    def _abort(self, generation: Generation, workers: set[str]) -> None:
+    def _abort(self, generation: Generation, workers: set[str], has_ended: bool = False) -> None:
         for worker_id in workers:
-            self._call(worker_id, "abort", [generation.request_id])
+            self._call(worker_id, "abort", [generation.request_id], has_ended)
 
     def _fail_over(self, generation: Generation) -> None:
         """Go on elsewhere from the last token delivered."""

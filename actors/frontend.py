@@ -31,6 +31,7 @@ from engine.core.detokenizer import ByteDetokenizer, Detokenizer, PrefixDetokeni
 from engine.core.errors import ModelNotFoundError, RequestError, ServiceError, StartupError
 from engine.core.generation import Generation
 from engine.core.hashing import root_hash
+from engine.core.room import Room
 from engine.core.tenants import Tenant, num_public_tokens, salt_of
 from engine.core.transcripts import EncodedText
 from engine.core.types import CacheWish, FinishReason, TokenLogprobs
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 LogprobsRenderer = Callable[[Sequence[int], Sequence[TokenLogprobs | None]], Json]
 
 LONG_TEXT = 20_000
-"""Characters from which on a prompt is tokenized beside the event loop."""
+"""Characters from which on a request's prompts are tokenized beside the event loop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,12 +117,13 @@ class Frontend:
         manager = ManagerLink(app_name)
         self._transcripts = Transcripts(manager, self._metrics.looked_up) if cache.transcript_mib else None
         self.cache = CacheControl(manager, self._tokenizer.decode)
+        self._room = Room(config.ingress.max_queued_requests)
         self._dispatcher = Dispatcher(
             f"{replica_id}-{secrets.token_hex(4)}",
             app_name,
             manager,
             ModelFacts(self._root, cache.block_size, cache.await_timeout_s),
-            config.ingress.max_queued_requests,
+            self._room,
             self._metrics.failed_over,
         )
 
@@ -144,20 +146,25 @@ class Frontend:
         """
         if spec.model is not None:
             self.check_model(spec.model)
-        self._dispatcher.require_room(spec.num_choices, tenant)
         arrived_at = time.monotonic()
-        prompts = [await self._token_ids(prompt, spec.prompt_param) for prompt in spec.prompts]
+        if spec.request_id is not None:
+            request_id = spec.request_id
+        elif request_id is None or not re.fullmatch(REQUEST_ID_PATTERN, request_id):
+            request_id = uuid.uuid4().hex
+        head = ResponseHead(spec.kind, response_id(spec.kind, request_id), int(time.time()), self._model_name)
+        with self._room.reserve(spec.num_choices, tenant):
+            answers = await self._answers(spec, tenant, f"{request_id}-{secrets.token_hex(4)}")
+            self._room.expect(answer.generation for answer in answers)
+        return Job(request_id, spec, tenant, head, answers, arrived_at)
+
+    async def _answers(self, spec: GenerationSpec, tenant: Tenant, unique_id: str) -> list[Answer]:
+        """One for each choice of each prompt."""
+        prompts = await self._token_ids(spec)
         conversation = None
         if spec.kind == "chat":
             chat = await self._encode_chat(spec)
             conversation = await self._conversation(spec, tenant, chat)
             prompts = [tuple(chat.token_ids) if conversation is None else conversation.token_ids]
-        if spec.request_id is not None:
-            request_id = spec.request_id
-        elif request_id is None or not re.fullmatch(REQUEST_ID_PATTERN, request_id):
-            request_id = uuid.uuid4().hex
-        unique_id = f"{request_id}-{secrets.token_hex(4)}"
-        head = ResponseHead(spec.kind, response_id(spec.kind, request_id), int(time.time()), self._model_name)
         default_seed = secrets.randbits(62)
         answers = [
             self._answer(spec, tenant, unique_id, prompts[index // spec.n], index, default_seed)
@@ -165,7 +172,7 @@ class Frontend:
         ]
         for answer in answers:
             answer.conversation = conversation
-        return Job(request_id, spec, tenant, head, answers, arrived_at)
+        return answers
 
     def _answer(
         self,
@@ -196,12 +203,20 @@ class Frontend:
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
-    async def _token_ids(self, prompt: Prompt, param: str) -> tuple[int, ...]:
+    async def _token_ids(self, spec: GenerationSpec) -> list[tuple[int, ...]]:
+        """Of each prompt of a completion."""
+
+        def encode() -> list[tuple[int, ...]]:
+            return [self._encode(prompt, spec.prompt_param) for prompt in spec.prompts]
+
+        length = sum(len(prompt) for prompt in spec.prompts if isinstance(prompt, str))
+        return await asyncio.to_thread(encode) if length > LONG_TEXT else encode()
+
+    def _encode(self, prompt: Prompt, param: str) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             require_token_ids(prompt, self._model_config.vocab_size, param)
             return prompt
-        encode = self._tokenizer.encode
-        token_ids = await asyncio.to_thread(encode, prompt) if len(prompt) > LONG_TEXT else encode(prompt)
+        token_ids = self._tokenizer.encode(prompt)
         if not token_ids:
             raise RequestError(f"'{param}' has no tokens.", param=param)
         return tuple(token_ids)
@@ -246,6 +261,7 @@ class Frontend:
                 answer.token_ids += piece.token_ids
                 answer.text.append(piece.text)
                 answer.finish = piece.finish
+                answer.generation.is_stopped = piece.finish is FinishReason.STOP
                 yield piece
                 if piece.finish is not None:
                     self._remember(answer)

@@ -21,27 +21,19 @@ from actors.messages import (
     Ended,
     ExportItem,
     FirstToken,
+    Imported,
     Registration,
     WorkerInfo,
     WorkerState,
 )
 from actors.metrics import ManagerMetrics
+from engine.core.block_index import Segment
 from engine.core.cache_events import CacheUpdate
 from engine.core.cache_report import cache_report
-from engine.core.directory import (
-    Deliver,
-    Directory,
-    DiskInstruction,
-    EraseFile,
-    Export,
-    Instruction,
-    Lost,
-    ReadFile,
-    Segment,
-    WriteFile,
-)
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
+from engine.core.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
 from engine.core.transcripts import Found, TranscriptStore
 from engine.core.types import Admission, AdmitRequest
 
@@ -88,7 +80,7 @@ class KVCacheManager:
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_ingresses())
             if self._disk is not None:
-                self._carry_out(self._directory.files_found(await self._disk.scan()))
+                self._carry_out(self._directory.segments.files_found(await self._disk.open()))
                 self._background.start(self._save_blocks())
 
     async def check(self) -> None:
@@ -187,7 +179,7 @@ class KVCacheManager:
 
     async def reset_cache(self) -> dict[str, int]:
         """Forget all KV that no request holds or was promised, everywhere, and the transcripts; returns the counts."""
-        blocks, erased = self._directory.reset()
+        blocks, erased = self._directory.segments.reset()
         self._carry_out(erased)
         self._transcripts.clear()
         calls = [quietly(handle.reset_cache.remote()) for handle in self._handles.values()]
@@ -202,8 +194,8 @@ class KVCacheManager:
             "num_workers": len(self._directory.workers),
             "num_blocks": self._directory.num_blocks,
             "num_segments": self._directory.num_segments,
-            "segment_bytes": self._directory.segment_bytes,
-            "disk_bytes": self._directory.disk_bytes,
+            "segment_bytes": self._directory.segments.store_bytes,
+            "disk_bytes": self._directory.segments.disk_bytes,
             "num_reservations": self._directory.num_reservations,
             "num_transcripts": len(self._transcripts),
             "transcript_bytes": self._transcripts.num_bytes,
@@ -252,6 +244,7 @@ class KVCacheManager:
                     self._carry_out(self._directory.segment_exported(worker_id, epoch, item.header, payload))
                 self._carry_out(self._directory.blocks_changed(worker_id, epoch, item.sealed, item.evicted))
                 self._carry_out(self._directory.export_failed(worker_id, epoch, item.missing))
+                self._carry_out(self._directory.blocks_unsent(worker_id, epoch, item.unsent))
         except Exception as error:  # whatever it was, nobody reads this worker's stream any more
             logger.warning("%s is gone: %s", worker_id, type(error).__name__)
         self._carry_out(self._directory.remove_worker(worker_id, epoch))
@@ -271,13 +264,15 @@ class KVCacheManager:
                     self._background.start(self._use_disk(instruction))
 
     async def _deliver(self, handle: ActorHandle[Any], segment: Segment) -> None:
-        """Hand a segment to a worker; one that cannot be read is not promised to anybody any more."""
+        """Hand a segment to a worker; one that it could not take is not promised from there to anybody any more."""
         try:
-            usable = await handle.import_segment.remote(segment.header, [] if segment.ref is None else [segment.ref])
+            outcome = await handle.import_segment.remote(segment.header, [] if segment.ref is None else [segment.ref])
         except RayError as error:  # the worker is gone; its stream tells
             logger.debug("segment not delivered: %s", type(error).__name__)
             return
-        if not usable:
+        if outcome is Imported.NOT_FETCHED:
+            self._directory.segments.undelivered(segment)
+        elif outcome is Imported.DAMAGED:
             self._carry_out(self._directory.segment_lost(segment.segment_id))
 
     async def _use_disk(self, instruction: DiskInstruction) -> None:
@@ -285,15 +280,21 @@ class KVCacheManager:
         match instruction:
             case WriteFile(segment=segment):
                 written = await self._disk.write(segment)
-                self._carry_out(self._directory.segment_written(segment.segment_id, written))
+                self._carry_out(self._directory.segments.written(segment.segment_id, written))
             case ReadFile(segment=segment):
-                ref = await self._disk.read(segment.header)
-                if ref is None:
-                    self._carry_out(self._directory.segment_lost(segment.segment_id))
-                else:
-                    self._carry_out(self._directory.segment_read(segment.segment_id, ref))
+                self._carry_out(await self._read(self._disk, segment))
             case EraseFile(header=header):
                 await self._disk.erase(header)
+
+    async def _read(self, disk: DiskTier, segment: Segment) -> list[Instruction]:
+        """Bring a segment back from disk. Its file is given up only if it is damaged."""
+        try:
+            ref = await disk.read(segment.header)
+        except DamagedFileError:
+            return self._directory.segment_lost(segment.segment_id)
+        if ref is None:
+            return self._directory.segment_unread(segment)
+        return self._directory.segment_read(segment.segment_id, ref)
 
     async def _save_blocks(self) -> None:
         """Get to disk what workers would not export by themselves."""

@@ -1,6 +1,7 @@
 """Values that actors send each other, beyond those of `engine.core.types`."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from engine.core.costs import WorkerCosts
 from engine.core.types import BlockHash, Role, SegmentHeader
@@ -18,6 +19,18 @@ class ExportItem:
     evicted: tuple[BlockHash, ...] = ()
     missing: tuple[BlockHash, ...] = ()
     """Blocks that were asked for and are not here any more."""
+    unsent: tuple[BlockHash, ...] = ()
+    """Blocks that could not be sent; what becomes of them here, `evicted` tells."""
+
+
+class Imported(Enum):
+    """What became of a segment at the worker that was to take it."""
+
+    TAKEN = auto()
+    NOT_FETCHED = auto()
+    """It could not be had from the object store, or not in time."""
+    DAMAGED = auto()
+    """It was not what its header says."""
 
 
 @dataclass(frozen=True, slots=True)

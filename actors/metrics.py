@@ -42,6 +42,7 @@ class WorkerMetrics:
             "raydix_preemptions", "Requests that lost their blocks to make room, by what became of their KV.", "way"
         )
         self._swapped = counter("raydix_swapped_bytes", "KV bytes of preempted requests, by where to.", "direction")
+        self._swap_s = counter("raydix_swap_seconds", "Time that steps took for these copies.", "direction")
         self._running = gauge("raydix_running_requests", "Requests that hold blocks.")
         self._waiting = gauge("raydix_waiting_requests", "Requests that wait for blocks, imports or their turn.")
         self._available = gauge("raydix_available_blocks", "Blocks that are free or cached by nobody's request.")
@@ -52,7 +53,7 @@ class WorkerMetrics:
         self._queue_s.set_default_tags(tags)
         self._num_prefilled = 0
         self._num_decoded = 0
-        self._preemptions: dict[str, int] = {}
+        self._preemptions: dict[str, float] = {}
 
     def step(self, shape: StepShape) -> None:
         """Count one engine step."""
@@ -71,13 +72,15 @@ class WorkerMetrics:
         self._available.set(engine.pool.num_available)
         self._cached.set(engine.pool.num_cached)
 
-    def _flush_preemptions(self, counts: dict[str, int]) -> None:
+    def _flush_preemptions(self, counts: dict[str, float]) -> None:
         """Report what these counts have grown by."""
         for name, metric, tags in (
             ("num_swapped", self._preempted, {"way": "swap"}),
             ("num_recomputed", self._preempted, {"way": "recompute"}),
             ("swapped_out_bytes", self._swapped, {"direction": "out"}),
             ("swapped_in_bytes", self._swapped, {"direction": "in"}),
+            ("swapped_out_s", self._swap_s, {"direction": "out"}),
+            ("swapped_in_s", self._swap_s, {"direction": "in"}),
         ):
             grown = counts[name] - self._preemptions.get(name, 0)
             if grown:

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors.calls import Background, answer
-from actors.messages import INGRESS_SILENCE_S, ExportItem, Registration, WorkerState
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, Registration, WorkerState
 from actors.metrics import WorkerMetrics
 from actors.names import MANAGER, find_actor
 from actors.swap_space import ObjectStoreSwap
@@ -103,11 +103,11 @@ class Worker:
         now = time.monotonic()
         self._loop_thread.post(lambda engine: self._take_on(engine, assignments, now))
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; unknown ones have ended already."""
+    async def abort(self, request_ids: Sequence[str], has_ended: bool = False) -> None:
+        """Forget requests; unknown ones have ended already. `has_ended`: they have got all they wanted."""
         for request_id in request_ids:
             self._reply_to.pop(request_id, None)
-        self._loop_thread.post(lambda engine: engine.abort(request_ids))
+        self._loop_thread.post(lambda engine: engine.abort(request_ids, has_ended=has_ended))
 
     async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
         """The prefill worker of these requests is gone: compute what has not arrived."""
@@ -148,11 +148,8 @@ class Worker:
                 self._metrics.exported_bytes(item.header.num_bytes)
                 yield item.payload
 
-    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef[Any]]) -> bool:
-        """Fetch a segment and take its blocks into the pool; False if it cannot be had or is not what it says.
-
-        `payload` holds one reference, or none for no bytes.
-        """
+    async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef[Any]]) -> Imported:
+        """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
         content = None
         started = time.monotonic()
         try:
@@ -162,20 +159,25 @@ class Worker:
         except (RayError, TimeoutError) as error:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
         now = time.monotonic()
-        usable = bool(await self._ask(lambda engine: engine.import_segment(header, content, now)))
-        if usable and content is not None:
+        intact = await self._ask(lambda engine: engine.import_segment(header, content, now))
+        if payload and content is None:
+            return Imported.NOT_FETCHED
+        if not intact:
+            return Imported.DAMAGED
+        if content is not None:
             self._costs.imported(header.num_bytes, time.monotonic() - started)
-        return usable
+        return Imported.TAKEN
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
-        """Export blocks of the pool; what is not here any more is reported as missing."""
+        """Export blocks of the pool; of the others the manager hears whether they are missing or could not be sent."""
 
         def export(engine: "Engine") -> None:
-            segment, missing = None, tuple(hashes)
             try:
                 segment, missing = engine.export(hashes)
             except Exception:  # who waits for these blocks must hear that they do not come
                 logger.exception("%d blocks not exported", len(hashes))
+                self._in_event_loop(self._exports_put, ExportItem(unsent=tuple(hashes)))
+                return
             if segment is not None:
                 self._in_event_loop(self._exports_put, segment)
             if missing:
@@ -299,7 +301,7 @@ class Worker:
         if not isinstance(item, ExportItem):
             if self._queued_export_bytes + item.header.num_bytes > MAX_QUEUED_EXPORT_BYTES:
                 header = replace(item.header, hashes=(), num_bytes=0) if item.header.handover is not None else None
-                item = ExportItem(header=header, missing=item.header.full_hashes)
+                item = ExportItem(header=header, unsent=item.header.full_hashes)
             else:
                 self._queued_export_bytes += item.header.num_bytes
         self._exports.put_nowait(item)

@@ -19,6 +19,7 @@ import psutil
 from rich.console import Console
 
 from configs import Config, load_config
+from configs.schema import CacheSection
 from configs.settings import engine_settings
 from engine.core.errors import StartupError
 from engine.core.settings import GIB
@@ -78,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
     cluster = LocalCluster(config)
     with console.status("starting") as status:
         _check_port(config.http.host, config.http.port)
+        _check_disk(config.cache)
         prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
         started = time.monotonic()
         try:
@@ -208,6 +210,15 @@ def _check_port(host: str, port: int) -> None:
         except OSError as error:
             reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
             raise StartupError(f"{host}:{port} {reason}; choose another with --port or --host") from None
+
+
+def _check_disk(cache: CacheSection) -> None:
+    from engine.model.segment_files import SegmentFiles
+
+    if cache.disk_gib:
+        files = SegmentFiles(cache.disk_path)
+        files.open()
+        files.close()  # the manager's from now on
 
 
 def free_port() -> int:

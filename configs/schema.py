@@ -53,7 +53,7 @@ class CacheSection(_Section):
         default=0.0, ge=0, description="Exported KV kept on the disk of the manager's node, in GiB; 0 turns it off."
     )
     disk_path: str | None = Field(
-        default=None, min_length=1, description="Folder of that KV, for this application alone; kv in RAYDIX_CACHE."
+        default=None, min_length=1, description="Folder of that KV, for one server; kv in RAYDIX_CACHE."
     )
     transcript_mib: float = Field(
         default=64.0,

@@ -18,7 +18,8 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
         pool_gib=config.cache.pool_gib,
         eviction=config.cache.eviction,
         tenants=_tenants(config),
-        limits=SchedulerLimits(worker.token_budget, worker.max_requests, int(config.cache.swap_gib * GIB)),
+        limits=SchedulerLimits(worker.token_budget, worker.max_requests),
+        swap_bytes=int(config.cache.swap_gib * GIB),
     )
 
 

@@ -47,10 +47,10 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
         ]
         report["object_store"] = {
             "segments": directory.num_segments,
-            "bytes": directory.segment_bytes,
-            "budget_bytes": directory.segment_budget_bytes,
+            "bytes": directory.segments.store_bytes,
+            "budget_bytes": directory.segments.store_budget_bytes,
         }
-        report["disk"] = {"bytes": directory.disk_bytes, "budget_bytes": directory.disk_budget_bytes}
+        report["disk"] = {"bytes": directory.segments.disk_bytes, "budget_bytes": directory.segments.disk_budget_bytes}
         sources = sorted(statistics.sources.items())
         report["hit_blocks"] = {str(source): count for source, count in sources if source in HITS}
         report["missed_blocks"] = {str(source): count for source, count in sources if source not in HITS}

@@ -7,28 +7,25 @@ admitted, reaches its first token, ends) and instructions go out:
 * `Deliver`: hand this segment to that worker;
 * `Export`: ask this worker to export blocks that only workers hold;
 * `Lost`: tell that worker that blocks it waits for will not come;
-* `WriteFile`, `ReadFile`, `EraseFile`: copy this segment to disk, bring it back into the object store, forget its file.
-
-A segment is in the object store, on disk, or both. It is written as soon as it is known, so that it survives a restart,
-and leaves the store without a loss once it is written. Both are bounded, and the least recently used segment leaves
-first. A segment is a run of one request's blocks, so instead of sorting out leaves, a request that ends uses its
-segments in reverse: the end of a prompt goes before its beginning, without which it could not be hit.
+* those of `engine.core.segment_store`, which decides which segments are kept, and where.
 
 Nothing here is needed for correctness. A worker that gets less than it was promised computes the rest itself, so the
 directory may forget anything at any time, and a stale entry costs time, never a wrong token.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from engine.core.cache_events import CacheEvents, CacheUpdate
+from engine.core.block_index import BlockIndex, BlockRecord, Segment, remember
+from engine.core.cache_events import CacheUpdate
 from engine.core.cache_statistics import CacheStatistics
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.explain import BlockSource, Decision, Decisions, best_considered, runs_of
 from engine.core.placement import Candidate, CostModel, Demand, Placement, place
+from engine.core.segment_store import DiskInstruction, ReadFile, SegmentStore
 from engine.core.types import (
     Admission,
     AdmitRequest,
@@ -37,18 +34,11 @@ from engine.core.types import (
     SegmentHeader,
 )
 
-MAX_REMEMBERED = 1 << 17
-"""Blocks that are gone, and continuations of blocks, remembered to explain misses by."""
-MAX_WRITING_BYTES = 256 << 20
-"""Segments that are being written cannot leave the object store; when the disk does not keep up, others stay off it."""
 MIN_SAVED_BLOCKS = 16
 """A busy worker is not asked to export fewer blocks than this for the disk's sake, ..."""
 MAX_SAVED_BLOCKS = 64
 """... and no worker more at a time."""
 US_PER_S = 1_000_000
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +46,7 @@ class Deliver:
     """Hand a segment to a worker."""
 
     worker_id: str
-    segment: "Segment"
+    segment: Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,65 +65,8 @@ class Lost:
     hashes: tuple[BlockHash, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFile:
-    """Copy a segment to disk, and answer with `segment_written`."""
-
-    segment: "Segment"
-
-
-@dataclass(frozen=True, slots=True)
-class ReadFile:
-    """Put a segment's file into the object store, and answer with `segment_read` or `segment_lost`."""
-
-    segment: "Segment"
-
-
-@dataclass(frozen=True, slots=True)
-class EraseFile:
-    """Remove the file with this header."""
-
-    header: SegmentHeader
-
-
 WorkerInstruction: TypeAlias = Deliver | Export | Lost
-DiskInstruction: TypeAlias = WriteFile | ReadFile | EraseFile
 Instruction: TypeAlias = WorkerInstruction | DiskInstruction
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """An exported run of blocks. `ref` is the object store's reference, opaque here; dropping it frees the bytes."""
-
-    segment_id: int
-    header: SegmentHeader
-    ref: object
-    leases: int = 0
-    """Admitted requests that were promised blocks of it; it is not dropped while there are any."""
-    is_in_store: bool = True
-    file: SegmentHeader | None = None
-    """The header of its copy on disk, which has no tail."""
-    wanted_by: set[str] = field(default_factory=set)
-    """Workers that get it when it has been read from disk."""
-
-
-@dataclass(slots=True)
-class BlockRecord:
-    """What is known of one block. A record without worker, segment and producer does not exist."""
-
-    workers: set[str] = field(default_factory=set)
-    segment: Segment | None = None
-    producer: str | None = None
-    """The admitted request that is about to compute it, or the worker that was asked to export it."""
-    wanted_by: set[str] = field(default_factory=set)
-
-    @property
-    def is_stored(self) -> bool:
-        return bool(self.workers) or self.segment is not None
-
-    @property
-    def is_known(self) -> bool:
-        return self.is_stored or self.producer is not None
 
 
 @dataclass(slots=True)
@@ -175,25 +108,13 @@ class Directory:
 
     def __init__(self, costs: CostModel, segment_budget_bytes: int, disk_budget_bytes: int = 0) -> None:
         self.costs = costs
-        self.segment_budget_bytes = segment_budget_bytes
-        self.segment_bytes = 0
-        """In the object store."""
-        self.disk_budget_bytes = disk_budget_bytes
-        self.disk_bytes = 0
-        """Of payloads in files, those that are being written included."""
-        self._writing: dict[int, int] = {}
-        """Bytes reserved for each segment that is being written."""
+        self.statistics = CacheStatistics(costs.block_size)
+        self._blocks = BlockIndex(self.statistics)
+        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes)
         self.workers: dict[str, WorkerRecord] = {}
-        self._blocks: defaultdict[BlockHash, BlockRecord] = defaultdict(BlockRecord)
-        self._segments: OrderedDict[int, Segment] = OrderedDict()
         self._reservations: dict[str, Reservation] = {}
-        self._num_segments = 0
-        self._gone: OrderedDict[BlockHash, None] = OrderedDict()
-        """Blocks that were somewhere once."""
         self._continuations: OrderedDict[tuple[str, BlockHash], BlockHash] = OrderedDict()
         """For a tenant and a block, the one that followed it in the tenant's last prompt with new blocks."""
-        self._events = CacheEvents()
-        self.statistics = CacheStatistics(costs.block_size)
         self.decisions = Decisions()
 
     # Workers
@@ -234,7 +155,7 @@ class Directory:
         for block_hash in exported:
             self._blocks[block_hash].producer = None
         instructions += self._fail(exported)
-        self._forget_unknown([*worker.blocks, *exported])
+        self._blocks.forget_unknown([*worker.blocks, *exported])
         return instructions
 
     def is_current(self, worker_id: str, epoch: int) -> bool:
@@ -260,7 +181,7 @@ class Directory:
             worker.blocks.discard(block_hash)
             self._leave_worker(block_hash, worker_id, "pool full")
         instructions = self._fail(lost)
-        self._forget_unknown(lost)
+        self._blocks.forget_unknown(lost)
         if wanted:
             instructions.append(Export(worker_id, tuple(wanted)))
         return instructions
@@ -271,8 +192,6 @@ class Directory:
         """A worker exported blocks: index them and hand them to everybody who waits for one of them."""
         if self._worker(worker_id, epoch) is None:
             return []
-        segment = Segment(self._num_segments, header, ref)
-        self._num_segments += 1
         receivers = set()
         instructions: list[Instruction] = []
         for block_hash in header.full_hashes:
@@ -280,9 +199,6 @@ class Directory:
             receivers |= record.wanted_by
             record.wanted_by = set()
             self._produced(block_hash, record)
-            if record.segment is None:
-                self._came(block_hash, record)
-                record.segment = segment
         if header.handover is not None:
             reservation = self._reservations.get(header.handover.request_id)
             if reservation is not None and reservation.admission.attempt == header.handover.attempt:
@@ -290,80 +206,43 @@ class Directory:
                 reservation.lacking.clear()
                 instructions = self._stop_producing(reservation)
         receivers.discard(worker_id)
-        if header.full_hashes and header.num_bytes:
-            self._segments[segment.segment_id] = segment
-            self.segment_bytes += header.num_bytes
-            instructions += self._write(segment)
-            self._drop_segments()
-        return instructions + self._deliver(receivers, segment)
+        segment, disk_instructions = self.segments.exported(header, ref)
+        return instructions + disk_instructions + self._deliver(receivers, segment)
 
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
-        if self._worker(worker_id, epoch) is None:
-            return []
-        failed = [h for h in hashes if h in self._blocks and self._blocks[h].producer == worker_id]
-        for block_hash in failed:
-            self._blocks[block_hash].producer = None
+        failed = self._take_back(worker_id, epoch, hashes)
         instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed) + self._fail(failed)
-        self._forget_unknown(failed)
+        self._blocks.forget_unknown(failed)
+        return instructions
+
+    def blocks_unsent(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """A worker could not send blocks that it was asked to export, and may hold them still. Nobody is asked again
+        for those who wait now, since that could fail for ever: they compute."""
+        failed = self._take_back(worker_id, epoch, hashes)
+        instructions = self._fail(failed, asks_holders=False)
+        self._blocks.forget_unknown(failed)
         return instructions
 
     def segment_lost(self, segment_id: int) -> list[Instruction]:
-        """A segment could not be read, or was not what it says: nobody is promised it any more."""
-        segment = self._segments.get(segment_id)
+        """A segment is damaged, or its file is gone: nobody is promised it any more."""
+        segment = self.segments.get(segment_id)
         if segment is None:
             return []
-        self._drop_segment(segment, "segment lost")
-        erased: list[Instruction] = [] if segment.file is None else [EraseFile(segment.file)]
-        waiting = [worker_id for worker_id in sorted(segment.wanted_by) if worker_id in self.workers]
-        return erased + [Lost(worker_id, segment.header.full_hashes) for worker_id in waiting]
+        return [*self.segments.lost(segment), *self.segment_unread(segment)]
 
-    # Disk
-
-    def files_found(self, headers: Iterable[SegmentHeader]) -> list[Instruction]:
-        """Segments that an earlier process has written, the least recently used first.
-
-        Those of other models do no harm: no request has their hashes, and they are the first to go.
-        """
-        unused: list[Instruction] = []
-        for header in headers:
-            segment = Segment(self._num_segments, header, None, is_in_store=False, file=header)
-            self._num_segments += 1
-            new = [h for h in header.hashes if h not in self._blocks or self._blocks[h].segment is None]
-            for block_hash in new:
-                record = self._blocks[block_hash]
-                self._came(block_hash, record)
-                record.segment = segment
-            if new:
-                self._segments[segment.segment_id] = segment
-                self.disk_bytes += header.num_bytes
-            else:
-                unused.append(EraseFile(header))
-        return unused + self._make_room_on_disk(0)
-
-    def segment_written(self, segment_id: int, file: SegmentHeader | None) -> list[Instruction]:
-        """A segment is on disk now, under this header; None if it could not be written."""
-        self.disk_bytes -= self._writing.pop(segment_id)
-        segment = self._segments.get(segment_id)
-        if segment is None:
-            return [] if file is None else [EraseFile(file)]
-        if file is not None:
-            segment.file = file
-            self.disk_bytes += file.num_bytes
-        self._drop_segments()
-        return []
+    def segment_unread(self, segment: Segment) -> list[Instruction]:
+        """A segment could not be read from disk now: who waits for it is told, and the next one may try again."""
+        waiting, segment.wanted_by = segment.wanted_by, set()
+        hashes = segment.header.full_hashes
+        return [Lost(worker_id, hashes) for worker_id in sorted(waiting) if worker_id in self.workers]
 
     def segment_read(self, segment_id: int, ref: object) -> list[Instruction]:
         """A segment has come from disk into the object store."""
-        segment = self._segments.get(segment_id)
+        segment = self.segments.get(segment_id)
         if segment is None or segment.is_in_store:
             return []
-        segment.ref, segment.is_in_store = ref, True
-        self.segment_bytes += segment.header.num_bytes
-        self._segments.move_to_end(segment_id)
-        receivers, segment.wanted_by = segment.wanted_by, set()
-        self._drop_segments()
-        return self._deliver(receivers, segment)
+        return self._deliver(self.segments.read(segment, ref), segment)
 
     def save(self) -> list[Instruction]:
         """Have blocks exported that no segment contains, so that they get to disk; to be called now and then."""
@@ -444,26 +323,14 @@ class Directory:
             if worker_id in self.workers:
                 self.workers[worker_id].requests.discard(request_id)
                 self.workers[worker_id].decoding.discard(request_id)
-        for segment in reservation.leased:
-            segment.leases -= 1
-        self._used(reservation.hashes)
-        self._drop_segments()
+        self.segments.released(reservation.leased, reservation.hashes)
         return self._stop_producing(reservation)
 
     # What others may ask
 
-    def reset(self) -> tuple[int, list[Instruction]]:
-        """Drop every segment that nobody was promised, from disk too; returns how many blocks they had."""
-        unused = [s for s in self._segments.values() if s.leases == 0 and not s.wanted_by]
-        for segment in unused:
-            self._drop_segment(segment, "reset")
-        erased: list[Instruction] = [EraseFile(segment.file) for segment in unused if segment.file is not None]
-        return sum(len(segment.header.full_hashes) for segment in unused), erased
-
     def events_since(self, sequence: int | None) -> CacheUpdate:
-        """What was stored and removed since then, or all that is stored now (`CacheEvents.since`)."""
-        stored = (block_hash for block_hash, record in self._blocks.items() if record.is_stored)
-        return self._events.since(sequence, stored)
+        """What was stored and removed (`BlockIndex.events_since`)."""
+        return self._blocks.events_since(sequence)
 
     @property
     def num_blocks(self) -> int:
@@ -471,7 +338,7 @@ class Directory:
 
     @property
     def num_segments(self) -> int:
-        return len(self._segments)
+        return len(self.segments)
 
     @property
     def num_reservations(self) -> int:
@@ -482,7 +349,6 @@ class Directory:
         for block_hash, record in self._blocks.items():
             assert record.is_known, "a record that knows nothing"
             assert all(block_hash in self.workers[worker].blocks for worker in record.workers)
-            assert record.segment is None or record.segment.segment_id in self._segments
             producer = record.producer
             assert producer is None or producer in self.workers or producer in self._reservations
         for worker in self.workers.values():
@@ -499,15 +365,7 @@ class Directory:
         for reservation in self._reservations.values():
             for block_hash in reservation.producing:
                 assert self._blocks[block_hash].producer == reservation.admission.request_id
-        leases = [segment for reservation in self._reservations.values() for segment in reservation.leased]
-        segments = self._segments.values()
-        for segment in segments:
-            assert segment.leases == leases.count(segment)
-            assert segment.is_in_store or segment.file is not None
-            assert not (segment.is_in_store and segment.wanted_by)
-        assert self.segment_bytes == sum(segment.header.num_bytes for segment in segments if segment.is_in_store)
-        files = sum(segment.file.num_bytes for segment in segments if segment.file is not None)
-        assert self.disk_bytes == files + sum(self._writing.values()) <= self.disk_budget_bytes
+        self.segments.check_integrity([leased for r in self._reservations.values() for leased in r.leased])
 
     # Inside
 
@@ -519,12 +377,12 @@ class Directory:
         """Note that a worker holds a block; whether others want it and the worker should export it."""
         worker.blocks.add(block_hash)
         record = self._blocks[block_hash]
-        self._came(block_hash, record)
+        self._blocks.came(block_hash, record)
         record.workers.add(worker.worker_id)
         record.wanted_by.discard(worker.worker_id)
         if record.producer not in self.workers:
             self._produced(block_hash, record)
-        if self.disk_budget_bytes and record.segment is None:
+        if self.segments.disk_budget_bytes and record.segment is None:
             worker.unsaved.append(block_hash)
         if not record.wanted_by or record.producer is not None or record.segment is not None:
             return False
@@ -606,7 +464,7 @@ class Directory:
                 yield BlockSource.LOCAL
             elif record is None:
                 others = self._continuations.get((tenant, parent)) if index else None
-                if block_hash in self._gone:
+                if block_hash in self._blocks.gone:
                     yield BlockSource.EVICTED
                 elif others is not None and others != block_hash:
                     yield BlockSource.DIVERGED
@@ -621,23 +479,10 @@ class Directory:
                 yield BlockSource.WORKER if record.workers else BlockSource.PENDING
             parent = block_hash
 
-    def _came(self, block_hash: BlockHash, record: BlockRecord) -> None:
-        """The block is about to be in a place; note it if it was in none."""
-        if not record.is_stored:
-            self._gone.pop(block_hash, None)
-            self._events.add(True, block_hash)
-
     def _leave_worker(self, block_hash: BlockHash, worker_id: str, reason: str) -> None:
         record = self._blocks[block_hash]
         record.workers.discard(worker_id)
-        self._left(block_hash, record, reason)
-
-    def _left(self, block_hash: BlockHash, record: BlockRecord, reason: str) -> None:
-        """The block left a place; note it if it was the last one."""
-        self.statistics.evicted_blocks[reason] += 1
-        if not record.is_stored:
-            remember(self._gone, block_hash, None)
-            self._events.add(False, block_hash)
+        self._blocks.left(block_hash, record, reason)
 
     def _promise(self, reservation: Reservation, worker_id: str, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """Arrange that `worker_id` gets `hashes`: from segments now, from other workers or producers when ready."""
@@ -685,10 +530,19 @@ class Directory:
             for block_hash in wanted:
                 self._blocks[block_hash].producer = worker.worker_id
             instructions = [Export(worker.worker_id, wanted)]
-        self._forget_unknown(abandoned)
+        self._blocks.forget_unknown(abandoned)
         return instructions
 
-    def _fail(self, hashes: Iterable[BlockHash]) -> list[Instruction]:
+    def _take_back(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """Those of `hashes` that this worker was asked to export; it is not any more."""
+        if self._worker(worker_id, epoch) is None:
+            return []
+        ordered = [h for h in hashes if h in self._blocks and self._blocks[h].producer == worker_id]
+        for block_hash in ordered:
+            self._blocks[block_hash].producer = None
+        return ordered
+
+    def _fail(self, hashes: Iterable[BlockHash], *, asks_holders: bool = True) -> list[Instruction]:
         """Nobody is about to send these blocks any more. Where some are wanted, find who does it instead: a worker that
         holds them, or else the request that was admitted first of those that lack them, whose worker is told not to
         wait for them. Without either, whoever wants them is told.
@@ -701,7 +555,7 @@ class Directory:
             record = self._blocks.get(block_hash)
             if record is None or record.producer is not None or not record.wanted_by:
                 continue
-            if record.workers:
+            if record.workers and asks_holders:
                 record.producer = min(record.workers)
                 exports.setdefault(record.producer, []).append(block_hash)
                 continue
@@ -720,108 +574,17 @@ class Directory:
         ]
 
     def _first_lacking(self, block_hash: BlockHash) -> Reservation | None:
-        """The request that was admitted first of those that could compute a block."""
+        """The request that was admitted first of those that could compute a block and whose worker does not hold it."""
         for request_id, reservation in self._reservations.items():
             worker = self.workers.get(reservation.admission.prefill)
-            if worker is not None and request_id in worker.requests and block_hash in reservation.lacking:
+            if (
+                worker is not None
+                and request_id in worker.requests
+                and block_hash in reservation.lacking
+                and block_hash not in worker.blocks
+            ):
                 return reservation
         return None
 
-    def _forget_unknown(self, hashes: Iterable[BlockHash]) -> None:
-        for block_hash in hashes:
-            record = self._blocks.get(block_hash)
-            if record is not None and not record.is_known:
-                del self._blocks[block_hash]
-
     def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
         return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
-
-    def _used(self, hashes: Iterable[BlockHash]) -> None:
-        """A request has used these blocks: their segments are the most recent ones, the first block's above all."""
-        records = (self._blocks.get(block_hash) for block_hash in hashes)
-        segments = {r.segment.segment_id: None for r in records if r is not None and r.segment is not None}
-        for segment_id in reversed(segments):
-            self._segments.move_to_end(segment_id)
-
-    def _drop_segments(self) -> None:
-        """Keep exported bytes within the budget: the least recently used segment that nobody leases goes first."""
-
-        def gives(segment: Segment) -> int:
-            movable = segment.is_in_store and segment.segment_id not in self._writing
-            return segment.header.num_bytes if movable else 0
-
-        for segment in self._least_recent(self.segment_bytes - self.segment_budget_bytes, gives):
-            self._leave_store(segment)
-
-    def _least_recent(self, num_bytes: int, gives: Callable[[Segment], int]) -> list[Segment]:
-        """The least recently used segments that nobody leases and that give something, as many as it takes."""
-        chosen = []
-        for segment in self._segments.values():
-            if num_bytes <= 0:
-                break
-            if segment.leases == 0 and (given := gives(segment)):
-                chosen.append(segment)
-                num_bytes -= given
-        return chosen
-
-    def _leave_store(self, segment: Segment) -> None:
-        """Drop a segment's bytes; in its place stays what is on disk. Deliveries under way keep the old one."""
-        if segment.file is None:
-            self._drop_segment(segment, "object store full")
-            return
-        on_disk = Segment(segment.segment_id, segment.file, None, is_in_store=False, file=segment.file)
-        self._segments[segment.segment_id] = on_disk
-        self.segment_bytes -= segment.header.num_bytes
-        for block_hash in on_disk.header.hashes:
-            record = self._blocks.get(block_hash)
-            if record is not None and record.segment is segment:
-                record.segment = on_disk
-
-    def _write(self, segment: Segment) -> list[Instruction]:
-        """Have a new segment written, unless its blocks are in others or the disk has no room or does not keep up."""
-        num_bytes = segment.header.num_bytes
-        is_indexed = any(self._blocks[block_hash].segment is segment for block_hash in segment.header.full_hashes)
-        keeps_up = not self._writing or sum(self._writing.values()) + num_bytes <= MAX_WRITING_BYTES
-        if not is_indexed or not keeps_up or num_bytes > self.disk_budget_bytes:
-            return []
-        instructions = self._make_room_on_disk(num_bytes)
-        if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
-            self._writing[segment.segment_id] = num_bytes
-            self.disk_bytes += num_bytes
-            instructions.append(WriteFile(segment))
-        return instructions
-
-    def _make_room_on_disk(self, num_bytes: int) -> list[Instruction]:
-        """Give up files until so many bytes fit: the least recently used segment that nobody leases goes first."""
-        erased: list[Instruction] = []
-
-        def gives(segment: Segment) -> int:
-            return segment.file.num_bytes if segment.file is not None and not segment.wanted_by else 0
-
-        for segment in self._least_recent(self.disk_bytes + num_bytes - self.disk_budget_bytes, gives):
-            assert segment.file is not None
-            erased.append(EraseFile(segment.file))
-            if segment.is_in_store:
-                self.disk_bytes -= segment.file.num_bytes
-                segment.file = None
-            else:
-                self._drop_segment(segment, "disk full")
-        return erased
-
-    def _drop_segment(self, segment: Segment, reason: str) -> None:
-        del self._segments[segment.segment_id]
-        self.segment_bytes -= segment.header.num_bytes if segment.is_in_store else 0
-        self.disk_bytes -= 0 if segment.file is None else segment.file.num_bytes
-        for block_hash in segment.header.full_hashes:
-            record = self._blocks.get(block_hash)
-            if record is not None and record.segment is segment:
-                record.segment = None
-                self._left(block_hash, record, reason)
-        self._forget_unknown(segment.header.full_hashes)
-
-
-def remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Put something into a memory of bounded size, which forgets what came first."""
-    memory[key] = value
-    if len(memory) > MAX_REMEMBERED:
-        memory.popitem(last=False)

@@ -23,7 +23,7 @@ from engine.core.types import (
 )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Generation:
     """A request under way. Its ingress alone writes to it."""
 
@@ -51,6 +51,8 @@ class Generation:
     failure: ServiceError | None = None
     finished_by: str | None = None
     """The worker that sent the last token; it has forgotten the request already."""
+    is_stopped: bool = False
+    """Whether a stop string has ended it, of which its workers do not know."""
     early: dict[int, TokenEvent] = field(default_factory=dict)
     """Events whose predecessors have not come yet: the first token and the others come from different workers."""
 
@@ -59,8 +61,13 @@ class Generation:
         return self.cache.tenant
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has got all that it wanted."""
+        return self.finished_by is not None or self.is_stopped
+
+    @property
     def is_over(self) -> bool:
-        return self.finished_by is not None or self.failure is not None
+        return self.has_ended or self.failure is not None
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from engine.core.eviction.queue import Retention
 from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.request import Request
 from engine.core.score_store import ScoreStore
+from engine.core.scoring import report_scores, take_scores
 from engine.core.swapping import Swapped, SwapPolicy
 from engine.core.types import (
     Assignment,
@@ -47,8 +48,6 @@ class SchedulerLimits:
     """Tokens computed in one step, decodes and prefill chunks together."""
     max_requests: int
     """Requests that hold blocks at the same time."""
-    swap_bytes: int = 0
-    """KV of preempted requests that is kept outside the pool; 0: they are always computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +162,13 @@ class Scheduler:
         if handover is not None:
             self.handed_over(handover, now)
 
-    def abort(self, request_id: str) -> bool:
-        """Forget a request and release what it holds; False if it is not here."""
+    def abort(self, request_id: str, *, has_ended: bool = False) -> bool:
+        """Forget a request and release what it holds; False if it is not here. `has_ended`: it has got all it wanted,
+        at a stop string say, which to eviction is an end like any other."""
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._remove(request, has_ended=False)
+        self._remove(request, has_ended=has_ended)
         return True
 
     def blocks_settled(self, hashes: Iterable[BlockHash], now: float) -> None:
@@ -267,7 +267,7 @@ class Scheduler:
             request.num_computed = chunk.start + chunk.num_tokens
             first_new = self._seal_full_blocks(request)
             self._blocks_here(request.hashes[first_new : request.num_sealed], now)
-            scores += self._report_scores(request, computed.scores.get(request.request_id, ()))
+            scores += report_scores(self.scores, request, computed.scores.get(request.request_id, ()))
             event = None
             if chunk.samples:
                 event = self._append(request, computed.sampled[request.request_id])
@@ -332,10 +332,12 @@ class Scheduler:
     # Admission
 
     def _admit(self, now: float) -> None:
-        """Start waiting requests while their blocks fit: preempted ones first, and nobody overtakes them."""
+        """Start requests while their blocks fit: swapped ones, then those to be computed again, then waiting ones.
+        Nobody overtakes an earlier kind, except while its next request is about to find its blocks computed."""
         room = self.pool.num_available - sum(self._num_missing_blocks(request) for request in self.running.values())
-        for queue in (self.preempted, self.waiting):
-            for request in list(queue):
+        preempted = sorted(self.preempted, key=lambda request: request.swapped is None)
+        for queue, candidates in ((self.preempted, preempted), (self.waiting, list(self.waiting))):
+            for request in candidates:
                 if len(self.running) >= self.limits.max_requests:
                     return
                 if not _is_ready(request, now):
@@ -376,7 +378,7 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed, request.assignment.num_prompt_tokens)
             request.started_at = now
-        self._take_scores(request)
+        take_scores(self.scores, request)
         self.running[request.request_id] = request
 
     def _take_tail(self, request: Request) -> None:
@@ -408,15 +410,6 @@ class Scheduler:
             self._moves.append(CopyBlock(source, target))
             request.blocks.append(target)
             request.num_computed += num_same
-
-    def _take_scores(self, request: Request) -> None:
-        """Take the scores that are kept, and go back to the first position that must be computed for its own."""
-        num_top = request.assignment.sampling.prompt_logprobs
-        if num_top is not None and request.num_scored < request.num_to_score:
-            kept = self.scores.match(request.full_hashes(), num_top)
-            request.scores += kept[request.num_scored : request.num_to_score]
-        if request.num_scored < request.num_to_score:
-            request.num_computed = min(request.num_computed, request.num_scored)
 
     # Blocks
 
@@ -563,28 +556,6 @@ class Scheduler:
             self.pool.seal(request.blocks[index], hashes[index], content)
             request.num_sealed = index + 1
         return first
-
-    def _report_scores(self, request: Request, new: Sequence[TokenLogprobs]) -> list[PromptEvent]:
-        """Record new scores, keep those of whole blocks for others, and report what has not been reported."""
-        first_new = request.num_scored
-        request.scores += new
-        if len(request.scores) == request.num_reported:
-            return []
-        self._keep_scores(request, first_new)
-        sent, request.num_reported = request.num_reported, len(request.scores)
-        position = request.assignment.num_scored + sent + 1
-        return [PromptEvent(request.request_id, request.assignment.attempt, position, tuple(request.scores[sent:]))]
-
-    def _keep_scores(self, request: Request, first_new: int) -> None:
-        """Keep the scores of the blocks that have become complete. A block's first token is scored before it."""
-        num_top, block_size = request.assignment.sampling.prompt_logprobs, self.pool.block_size
-        assert num_top is not None
-        first = (first_new + 1) // block_size if first_new else 0
-        for index in range(first, (request.num_scored + 1) // block_size):
-            begin = max(0, index * block_size - 1) - request.assignment.num_scored
-            end = (index + 1) * block_size - 1 - request.assignment.num_scored
-            if begin >= 0:
-                self.scores.put(request.full_hashes()[index], num_top, request.scores[begin:end])
 
     def _append(self, request: Request, sampled: SampledToken) -> TokenEvent:
         position = request.num_output

@@ -24,6 +24,8 @@ class EngineSettings:
     """None: as many as `pool_gib` holds."""
     pool_gib: float
     limits: SchedulerLimits
+    swap_bytes: int = 0
+    """KV of preempted requests that is kept outside the pool; 0: they are always computed again."""
     eviction: EvictionPolicy = EvictionPolicy.ADAPTIVE
     tenants: tuple[Tenant, ...] = ()
     """Whose shares of the pool are to be kept."""

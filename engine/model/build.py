@@ -66,6 +66,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
         max_model_len,
         kv_fingerprint(settings.source, folder, dtype, settings.block_size),
         swap_space,
+        settings.swap_bytes,
     )
 
 

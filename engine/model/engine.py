@@ -1,10 +1,11 @@
 """One worker's engine: scheduler, runner and KV pool behind `submit`, `abort`, `import_segment` and `step`.
 
-Single-threaded: whoever owns an engine calls it from one thread. Nothing here knows of Ray or of time passing; the
-owner brings `now` and moves what `step` returns.
+Single-threaded: whoever owns an engine calls it from one thread. Nothing here knows of Ray, and nothing is decided by a
+clock: the owner brings `now` and moves what `step` returns. How long swapping took is only counted.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,10 +68,12 @@ class PreemptionCounts:
     """Preemptions after which it was not."""
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    swapped_out_s: float = 0.0
+    swapped_in_s: float = 0.0
 
 
 class Engine:
-    """Scheduler, runner and pool of one worker. Preempted requests' KV goes to `swap_space`, if `limits` allow any."""
+    """Scheduler, runner and pool of one worker. Up to `swap_bytes` of preempted requests' KV go to `swap_space`."""
 
     def __init__(
         self,
@@ -81,12 +84,13 @@ class Engine:
         max_model_len: int,
         fingerprint: str,
         swap_space: SwapSpace | None = None,
+        swap_bytes: int = 0,
     ) -> None:
         self.runner = runner
         self.store = store
         self.pool = pool
         self.swap_space: SwapSpace = ProcessMemory() if swap_space is None else swap_space
-        swapping = SwapPolicy(limits.swap_bytes // store.block_bytes, store.block_bytes)
+        swapping = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes)
         self.scheduler = Scheduler(pool, limits, max_model_len, swapping)
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
@@ -96,10 +100,10 @@ class Engine:
         """Queue a request; its events come out of later steps."""
         self.scheduler.submit(assignment, self._root, now)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests and free their blocks. Unknown ids are requests that ended already."""
+    def abort(self, request_ids: Iterable[str], *, has_ended: bool = False) -> None:
+        """Forget requests and free their blocks (`Scheduler.abort`). Unknown ids are requests that ended already."""
         for request_id in request_ids:
-            self.scheduler.abort(request_id)
+            self.scheduler.abort(request_id, has_ended=has_ended)
 
     def import_segment(self, header: SegmentHeader, payload: Bytes | None, now: float) -> bool:
         """Take a segment's blocks into the pool, then its handover; False if its content was not what it says.
@@ -112,7 +116,7 @@ class Engine:
             goes_on_here = header.handover is not None and self.scheduler.get(header.handover.request_id) is not None
             hashes = header.hashes if goes_on_here else header.full_hashes
             if hashes:
-                intact = self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
+                self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
         self.scheduler.blocks_settled(header.hashes, now)
         if header.handover is not None:
             self.scheduler.handed_over(header.handover, now)
@@ -175,14 +179,16 @@ class Engine:
         return output
 
     def _swap(self, move: SwapOut | SwapIn) -> None:
-        num_bytes = len(move.blocks) * self.store.block_bytes
+        num_bytes, started = len(move.blocks) * self.store.block_bytes, time.perf_counter()
         if isinstance(move, SwapOut):
             self.swap_space.put(move.request_id, self.store.export_blocks(move.blocks))
             self.preemptions.swapped_out_bytes += num_bytes
+            self.preemptions.swapped_out_s += time.perf_counter() - started
         else:
             payload = self.swap_space.take(move.request_id)
             self.store.import_blocks(payload[payload.nbytes - num_bytes :], move.blocks)
             self.preemptions.swapped_in_bytes += num_bytes
+            self.preemptions.swapped_in_s += time.perf_counter() - started
 
     def _count(self, preempted: Iterable[str]) -> None:
         for request_id in preempted:
@@ -202,7 +208,7 @@ class Engine:
             logger.warning("segment of %d blocks refused: model, size or checksum differ", len(header.hashes))
         return intact
 
-    def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> bool:
+    def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> None:
         missing = [index for index, block_hash in enumerate(hashes) if self.pool.lookup(block_hash) is None]
         missing = missing[: self.pool.num_available]
         blocks: list[int] = []
@@ -214,10 +220,8 @@ class Engine:
                 self.pool.seal(block, hashes[index])
         except Exception:  # whoever waits for these blocks must go on without them
             logger.exception("%d blocks not imported", len(missing))
-            return False
         finally:
             self.pool.release(blocks)
-        return True
 
     def _pack_all(self, exports: Iterable[ExportedBlocks]) -> tuple[ExportedSegment, ...]:
         """The segments of a step. One that cannot be made is sent without its blocks; the pool still has them."""

@@ -4,16 +4,22 @@ A file appears under its name when it is complete. What a crash or a bit error d
 the worker that imports it; here only sizes are compared. Files are the user's alone, since KV tells what was asked.
 """
 
+import fcntl
 import json
+import logging
 import os
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
+from engine.core.errors import StartupError
+from engine.core.segment_store import DamagedFileError
 from engine.core.types import SegmentHeader
 from engine.model.segments import Bytes, checksum
 from engine.model.sources import cache_folder
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
 UNFINISHED = ".kv-unfinished"
@@ -24,23 +30,47 @@ MAX_HEADER_BYTES = 8 << 20
 class SegmentFiles:
     """The files of one folder, `kv` in `$RAYDIX_CACHE` unless another is given. One process may use it at a time."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = cache_folder() / "kv" if folder is None else folder
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = cache_folder() / "kv" if folder is None else Path(folder).expanduser()
+        self._lock: int | None = None
 
-    def scan(self) -> list[SegmentHeader]:
-        """The headers of all whole files, the least recently used first. Others of our suffixes are removed.
+    def open(self) -> None:
+        """Make the folder, if it is not there, and keep others out until `close` or the end of this process.
 
         Raises:
-            OSError: the folder cannot be made or read.
+            StartupError: it cannot be made, or another process uses it.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            is_taken = isinstance(error, BlockingIOError)
+            reason = "is used by another server; each needs a folder of its own" if is_taken else error.strerror
+            raise StartupError(f"cache.disk_path: {self.folder}: {reason}") from None
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def scan(self) -> list[SegmentHeader]:
+        """The headers of all whole files, the least recently used first. Damaged and unfinished ones are removed.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
         found = []
         for path in self.folder.iterdir():
-            header = _header_of(path) if path.suffix == SUFFIX else None
-            if header is not None and path == self._path(header):
-                found.append((path.stat().st_mtime_ns, path.name, header))
-            elif path.suffix in (SUFFIX, UNFINISHED):
-                path.unlink(missing_ok=True)
+            try:
+                header = _header_of(path) if path.suffix == SUFFIX else None
+                if header is not None and path == self._path(header):
+                    found.append((path.stat().st_mtime_ns, path.name, header))
+                elif path.suffix in (SUFFIX, UNFINISHED):
+                    path.unlink(missing_ok=True)
+            except OSError as error:  # what cannot be read now need not be damaged
+                logger.warning("%s is left alone: %s", path, error)
         return [header for _, _, header in sorted(found, key=lambda file: file[:2])]
 
     def write(self, header: SegmentHeader, payload: Bytes) -> SegmentHeader:
@@ -71,15 +101,18 @@ class SegmentFiles:
         """The payload of the file with this header, which is the most recently used one then.
 
         Raises:
-            OSError: it is not there any more.
-            ValueError: it is not as long as it was.
+            DamagedFileError: it is not there any more, or not as long as it was.
+            OSError: it cannot be read now.
         """
         path = self._path(header)
         start = len(_line_of(header))
-        if path.stat().st_size != start + header.num_bytes:
-            raise ValueError("its size differs")
-        os.utime(path)
-        return np.fromfile(path, np.uint8, offset=start)
+        try:
+            if path.stat().st_size != start + header.num_bytes:
+                raise DamagedFileError(f"the size of {path} differs")
+            os.utime(path)
+            return np.fromfile(path, np.uint8, offset=start)
+        except FileNotFoundError:
+            raise DamagedFileError(f"{path} is gone") from None
 
     def erase(self, header: SegmentHeader) -> None:
         """Remove the file with this header, if it is there."""
@@ -105,14 +138,15 @@ def _line_of(header: SegmentHeader) -> bytes:
 
 
 def _header_of(path: Path) -> SegmentHeader | None:
-    """The header of a file of the right size; None if it is no such file."""
+    """The header of a file of the right size; None if it is no such file. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        line = file.readline(MAX_HEADER_BYTES)
+    size = path.stat().st_size
     try:
-        with path.open("rb") as file:
-            line = file.readline(MAX_HEADER_BYTES)
         fields = json.loads(line)
         hashes = tuple(bytes.fromhex(block_hash) for block_hash in fields["hashes"])
         header = SegmentHeader(fields["fingerprint"], hashes, fields["num_bytes"], fields["checksum"])
-        whole = hashes and _line_of(header) == line and path.stat().st_size == len(line) + header.num_bytes
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        whole = hashes and _line_of(header) == line and size == len(line) + header.num_bytes
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return header if whole else None

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from engine.core.errors import StartupError
+from engine.model.segment_files import SegmentFiles
 from engine.model.sources import resolve_model
 from tests.integration.conftest import Server, eventually, random_prompt
 from tests.integration.test_serve_cli import READY_S, Terminal
@@ -36,6 +37,20 @@ def ask(terminal: Terminal, prompt: list[int], num_answer: int = 8) -> tuple[lis
 def num_blocks_in(folder: Path) -> int:
     files = [path.read_bytes().split(b"\n", 1)[0] for path in folder.glob("*.kv")]
     return sum(len(json.loads(header)["hashes"]) for header in files)
+
+
+def test_a_second_server_does_not_start_on_the_same_folder(tmp_path: Path) -> None:
+    folder, config = tmp_path / "kv", tmp_path / "disk.yaml"
+    config.write_text(yaml.safe_dump({"cache": {"disk_gib": 0.5, "disk_path": str(folder)}, "workers": {"mixed": {}}}))
+    first = SegmentFiles(folder)
+    first.open()
+    second = Terminal("--config", str(config))
+    try:
+        assert second.wait() == 2
+        assert "is used by another server" in " ".join(second.screen.split())
+    finally:
+        second.close()
+        first.close()
 
 
 @pytest.mark.parametrize(

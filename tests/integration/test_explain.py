@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from actors.cache_control import MAX_FOLLOWERS
 from tests.integration.conftest import Server, eventually, random_prompt
 
 
@@ -81,6 +82,35 @@ def test_the_cache_is_shown_and_reset(server: Server) -> None:
     assert len(tokens) == 120, "what was under way went on"
     cold = server.complete(prompt, max_tokens=2)
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_stop_string_is_an_end(server: Server) -> None:
+    prompt = random_prompt(7407, 40)
+    text = server.complete(prompt, max_tokens=60)["choices"][0]["text"]
+    stopped = server.complete(prompt, max_tokens=60, stop=text[10:13])
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    eventually(lambda: last_attempt(server, stopped["id"])["ended"] == "finished", "its end is known")
+
+
+def test_not_too_many_follow_the_cache(server: Server) -> None:
+    followers = [server.events("/v1/cache/events") for _ in range(MAX_FOLLOWERS)]
+    assert {next(events)[0] for events in followers} == {"snapshot"}
+    status, headers, body = server.request("GET", "/v1/cache/events")
+    assert (status, json.loads(body)["error"]["code"]) == (429, "overloaded") and headers["retry-after"]
+    followers.pop().close()
+
+    def has_room() -> bool:
+        events = server.events("/v1/cache/events")
+        try:
+            return next(events)[0] == "snapshot"
+        except AssertionError:
+            return False
+        finally:
+            events.close()
+
+    eventually(has_room, "room for another")
+    for events in followers:
+        events.close()
 
 
 def test_events_of_the_cache_can_be_followed(server: Server) -> None:

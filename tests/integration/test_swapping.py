@@ -25,6 +25,7 @@ def test_a_storm_of_preemptions_changes_no_answer(server: Server) -> None:
     grown = {name: count - before[name] for name, count in after["preemptions"].items()}
     assert grown["num_swapped"] > 0
     assert 0 < grown["swapped_in_bytes"] <= grown["swapped_out_bytes"]
+    assert grown["swapped_in_s"] > 0 and grown["swapped_out_s"] > 0
     some = prompts[-6:]
     assert answers(server, some, 6, "apart") == together[-6:]
     assert server.workers()["decode"]["preemptions"] == after["preemptions"], "six have room"

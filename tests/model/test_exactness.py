@@ -38,9 +38,9 @@ def make_engine(
 ) -> Engine:
     config: ModelConfig = decoder.config
     store = KVPool(config, num_blocks, BLOCK_SIZE, torch.bfloat16)
-    limits = SchedulerLimits(budget, max_requests, swap_bytes)
-    max_len = min(MAX_LEN, num_blocks * BLOCK_SIZE)
-    return Engine(ModelRunner(decoder, store), store, BlockPool(num_blocks, BLOCK_SIZE), limits, max_len, "model")
+    limits = SchedulerLimits(budget, max_requests)
+    pool, max_len = BlockPool(num_blocks, BLOCK_SIZE), min(MAX_LEN, num_blocks * BLOCK_SIZE)
+    return Engine(ModelRunner(decoder, store), store, pool, limits, max_len, "model", swap_bytes=swap_bytes)
 
 
 def assignment(name: str, prompt: Sequence[int], num_tokens: int = 24, seed: int | None = None) -> Assignment:

@@ -1,12 +1,15 @@
 """Segments on disk: whole or not there, and found again by another process."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from engine.core.errors import StartupError
+from engine.core.segment_store import DamagedFileError
 from engine.core.types import Handover, SegmentHeader
 from engine.model.segment_files import SegmentFiles
 from engine.model.segments import Bytes, checksum
@@ -21,10 +24,12 @@ def segment(*names: bytes, tail: bool = False) -> tuple[SegmentHeader, Bytes]:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> SegmentFiles:
+def files(tmp_path: Path) -> Iterator[SegmentFiles]:
     files = SegmentFiles(tmp_path / "deeper" / "kv")
+    files.open()
     assert files.scan() == []
-    return files
+    yield files
+    files.close()
 
 
 def names(files: SegmentFiles) -> list[str]:
@@ -41,6 +46,36 @@ def test_another_process_finds_and_reads_them(files: SegmentFiles) -> None:
     assert (content == payload).all() and checksum(content) == found.checksum
     assert files.folder.stat().st_mode & 0o077 == 0
     assert next(files.folder.iterdir()).stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_is_one_process_s(files: SegmentFiles) -> None:
+    other = SegmentFiles(files.folder)
+    with pytest.raises(StartupError, match="is used by another server"):
+        other.open()
+    files.close()
+    other.open()
+    other.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match=r"cache\.disk_path: .*file/kv: Not a directory"):
+        SegmentFiles(tmp_path / "file" / "kv").open()
+
+
+def test_what_cannot_be_read_now_is_left_alone(files: SegmentFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = files.write(*segment(b"a"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fail)
+        patch.setattr(np, "fromfile", fail)
+        assert files.scan() == []
+        with pytest.raises(OSError, match="Input/output"):
+            files.read(header)
+    assert files.scan() == [header]
 
 
 def test_a_tail_is_left_out(files: SegmentFiles) -> None:
@@ -76,7 +111,7 @@ def test_damaged_files_are_removed(files: SegmentFiles, damage) -> None:
     [path] = files.folder.iterdir()
     path.write_bytes(damage(path.read_bytes()))
     assert files.scan() == [] and names(files) == []
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(DamagedFileError, match="gone"):
         files.read(header)
 
 
@@ -108,7 +143,7 @@ def test_a_file_that_was_cut_is_not_read(files: SegmentFiles) -> None:
     header = files.write(*segment(b"a"))
     [path] = files.folder.iterdir()
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ValueError, match="size"):
+    with pytest.raises(DamagedFileError, match="size"):
         files.read(header)
 
 

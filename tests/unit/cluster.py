@@ -9,14 +9,15 @@ answer has a channel of its own, so that they may overtake each other. Time pass
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TypeAlias
 
 from builders import FINGERPRINT, FakeModel, chain_of, expected_answer
 
+from engine.core.block_index import Segment
 from engine.core.block_pool import BlockPool
-from engine.core.directory import Deliver, Directory, Export, Instruction, Lost, Segment
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.generation import Generation
 from engine.core.placement import CostModel, rank_by_session
@@ -52,6 +53,8 @@ class SimWorker:
     engine: Engine
     is_alive: bool = True
     is_stalled: bool = False
+    num_unsent: int = 0
+    """Segments that it cannot send next."""
 
 
 @dataclass(eq=False)
@@ -207,7 +210,7 @@ class Cluster:
         self.check_integrity()
         assert not self.active, f"{list(self.active)} never end"
         assert self.manager.directory.num_reservations == 0
-        assert all(segment.leases == 0 for segment in self.manager.directory._segments.values())
+        assert all(segment.leases == 0 for segment in self.manager.directory.segments._segments.values())
         for worker in self.workers.values():
             if worker.is_alive:
                 assert worker.engine.scheduler.num_requests == 0
@@ -402,24 +405,30 @@ class Cluster:
         )
 
     def _send_segment(self, worker: SimWorker, segment: ExportedSegment) -> None:
-        manager = self.manager
-        self._say(
-            _exports(worker),
-            lambda: self._carry_out(
-                manager.directory.segment_exported(worker.worker_id, worker.epoch, segment.header, segment.payload)
-            ),
-        )
+        directory, header, unsent = self.manager.directory, segment.header, ()
+        if worker.num_unsent:
+            worker.num_unsent -= 1
+            header, unsent = replace(header, hashes=(), num_bytes=0), header.full_hashes
+
+        def arrive() -> None:
+            speaker = worker.worker_id, worker.epoch
+            if not unsent or header.handover is not None:
+                self._carry_out(directory.segment_exported(*speaker, header, segment.payload))
+            self._carry_out(directory.blocks_unsent(*speaker, unsent))
+
+        self._say(_exports(worker), arrive)
 
     def _import(self, worker: SimWorker, segment: Segment) -> None:
         if not worker.is_alive:
             return
         manager = self.manager
-        is_readable = manager.directory._segments.get(segment.segment_id) is not segment or (
+        is_readable = manager.directory.segments._segments.get(segment.segment_id) is not segment or (
             segment.segment_id not in manager.unreadable
         )
         payload = segment.ref if is_readable else None
-        if not worker.engine.import_segment(segment.header, payload, self.now):  # type: ignore[arg-type]
-            self._answer("to manager", lambda: manager.directory.segment_lost(segment.segment_id))
+        worker.engine.import_segment(segment.header, payload, self.now)  # type: ignore[arg-type]
+        if not is_readable:
+            self._answer("to manager", lambda: manager.directory.segments.undelivered(segment))
 
     def _export(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
         if not worker.is_alive:

@@ -85,12 +85,17 @@ class ClusterMachine(RuleBasedStateMachine):
     def lose_segment(self, data) -> None:
         self.is_disturbed = True
         manager = self.cluster.manager
-        manager.unreadable.add(data.draw(st.sampled_from(sorted(manager.directory._segments))))
+        manager.unreadable.add(data.draw(st.sampled_from(sorted(manager.directory.segments._segments))))
 
     @rule(data=st.data(), is_stalled=st.booleans())
     def stall(self, data, is_stalled) -> None:
         """A worker does not step for a while."""
         data.draw(st.sampled_from(list(self.cluster.workers.values()))).is_stalled = is_stalled
+
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def cannot_send(self, data, count) -> None:
+        """A worker's next segments are not sent."""
+        data.draw(st.sampled_from(list(self.cluster.workers.values()))).num_unsent = count
 
     @rule(seconds=st.sampled_from([0.1, 6.0, 31.0]))
     def time_passes(self, seconds) -> None:

@@ -207,7 +207,7 @@ def test_every_worker_may_swap_on_top_of_the_segments() -> None:
     workers = {"prefill": {"replicas": 2}, "decode": {}, "mixed": {"replicas": 3}}
     config = Config.model_validate({"workers": workers, "cache": {"segment_gib": 1.5, "swap_gib": 0.5}})
     assert config.stored_gib == 1.5 + 6 * 0.5
-    assert engine_settings(config, config.workers.sections["mixed"]).limits.swap_bytes == 1 << 29
+    assert engine_settings(config, config.workers.sections["mixed"]).swap_bytes == 1 << 29
 
 
 def test_tenants_become_values_and_keys(tmp_path: Path) -> None:

@@ -279,6 +279,30 @@ def test_measured_rates_decide(make_directory: MakeDirectory) -> None:
 # Requests
 
 
+def test_blocks_that_cannot_be_sent_are_computed_and_stay_known(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A, B)
+    join(directory, "p", Role.PREFILL)
+    assert admit(directory, "r", A, B)[1] == [Export("d", (A, B))]
+    assert directory.blocks_unsent("d", 1, [A, B]) == [Lost("p", (A, B))], "it is not asked again for this request"
+    assert seal(directory, "p", A, B) == []
+    directory.release("r")
+    directory.remove_worker("p")
+    join(directory, "p2", Role.PREFILL)
+    assert admit(directory, "s", A, B)[1] == [Export("d", (A, B))], "but for the next one"
+
+
+def test_who_holds_what_cannot_be_sent_does_not_compute_it_for_others(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A)
+    join(directory, "p", Role.PREFILL)
+    admit(directory, "r", A, B)
+    seal(directory, "p", A)
+    directory._blocks[A].wanted_by.add("x")
+    join(directory, "x", Role.MIXED)
+    assert directory.blocks_unsent("d", 1, [A]) == [Lost("x", (A,))]
+
+
 def test_without_a_worker_nothing_changes(split: Directory) -> None:
     admit(split, "r", A)
     for worker_id in ("p", "d"):
@@ -332,7 +356,7 @@ def test_the_least_recently_used_segment_goes_first(make_directory: MakeDirector
     admit(directory, "r", A)
     directory.release("r")
     export(directory, "p", b"z")
-    assert directory.segment_bytes == 30
+    assert directory.segments.store_bytes == 30
     assert delivered(admit(directory, "r", A)[1]) == [("p", (A,))]
     assert admit(directory, "r2", b"x")[1] == [], "dropped, and known to nobody"
 
@@ -343,7 +367,7 @@ def test_a_leased_segment_stays_over_the_budget(make_directory: MakeDirectory) -
     export(directory, "p", A, B)
     admit(directory, "r", A, B)
     export(directory, "p", b"x", b"y")
-    assert directory.segment_bytes == 20, "the one that nobody leases went"
+    assert directory.segments.store_bytes == 20, "the one that nobody leases went"
     assert delivered(admit(directory, "r2", A, B)[1]) == [("p", (A, B))]
     directory.release("r")
     directory.release("r2")
@@ -357,7 +381,7 @@ def test_without_a_budget_segments_pass_through(make_directory: MakeDirectory) -
     join(directory, "d", Role.DECODE)
     admit(directory, "r", A)
     assert delivered(export(directory, "p", A)) == [("d", (A,))]
-    assert directory.num_segments == directory.segment_bytes == 0
+    assert directory.num_segments == directory.segments.store_bytes == 0
 
 
 def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: MakeDirectory) -> None:
@@ -368,7 +392,7 @@ def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: Mak
     assert isinstance(instruction, Deliver)
     directory.segment_lost(instruction.segment.segment_id)
     directory.segment_lost(instruction.segment.segment_id)
-    assert directory.num_segments == directory.segment_bytes == directory.num_blocks == 0
+    assert directory.num_segments == directory.segments.store_bytes == directory.num_blocks == 0
     assert admit(directory, "r2", A)[1] == []
     assert directory.release("r") == directory.release("r2") == []
 

@@ -4,18 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.directory import (
-    MIN_SAVED_BLOCKS,
-    Deliver,
-    Directory,
-    EraseFile,
-    Export,
-    Instruction,
-    Lost,
-    ReadFile,
-    WriteFile,
-)
+from engine.core.directory import MIN_SAVED_BLOCKS, Deliver, Directory, Export, Instruction, Lost
 from engine.core.explain import BlockSource
+from engine.core.segment_store import EraseFile, ReadFile, WriteFile
 from engine.core.types import AdmitRequest, BlockHash, Handover, Role, SegmentHeader
 
 MakeDirectory = Callable[..., Directory]
@@ -50,7 +41,7 @@ def export(directory: Directory, *hashes: BlockHash, tail: bool = False) -> list
 def write(directory: Directory, *hashes: BlockHash) -> None:
     """Export blocks and have them on disk."""
     [instruction] = [i for i in export(directory, *hashes) if isinstance(i, WriteFile)]
-    assert directory.segment_written(instruction.segment.segment_id, file_of(*hashes)) == []
+    assert directory.segments.written(instruction.segment.segment_id, file_of(*hashes)) == []
 
 
 def ask(directory: Directory, request_id: str, *hashes: BlockHash) -> list[Instruction]:
@@ -73,7 +64,7 @@ def test_what_leaves_the_object_store_is_hit_on_disk(make: MakeDirectory) -> Non
     directory = make(segment_budget_bytes=20)
     write(directory, A, B)
     write(directory, C, D)
-    assert (directory.segment_bytes, directory.disk_bytes) == (20, 40)
+    assert (directory.segments.store_bytes, directory.segments.disk_bytes) == (20, 40)
     instructions = ask(directory, "r", A, B)
     [read] = instructions
     assert isinstance(read, ReadFile) and read.segment.header == file_of(A, B)
@@ -88,25 +79,25 @@ def test_what_leaves_the_object_store_is_hit_on_disk(make: MakeDirectory) -> Non
 def test_a_segment_that_is_being_written_stays_in_the_store(make: MakeDirectory) -> None:
     directory = make(segment_budget_bytes=0)
     [instruction] = export(directory, A, B)
-    assert isinstance(instruction, WriteFile) and directory.segment_bytes == 20
-    directory.segment_written(instruction.segment.segment_id, file_of(A, B))
-    assert (directory.segment_bytes, directory.num_segments) == (0, 1)
+    assert isinstance(instruction, WriteFile) and directory.segments.store_bytes == 20
+    directory.segments.written(instruction.segment.segment_id, file_of(A, B))
+    assert (directory.segments.store_bytes, directory.num_segments) == (0, 1)
 
 
 def test_what_cannot_be_written_is_as_without_a_disk(make: MakeDirectory) -> None:
     directory = make(segment_budget_bytes=0)
     [instruction] = export(directory, A, B)
     assert isinstance(instruction, WriteFile)
-    directory.segment_written(instruction.segment.segment_id, None)
-    assert (directory.num_segments, directory.num_blocks, directory.disk_bytes) == (0, 0, 0)
+    directory.segments.written(instruction.segment.segment_id, None)
+    assert (directory.num_segments, directory.num_blocks, directory.segments.disk_bytes) == (0, 0, 0)
 
 
 def test_a_tail_is_not_written(make: MakeDirectory) -> None:
     directory = make(segment_budget_bytes=0)
     [instruction] = export(directory, A, b"tail", tail=True)
-    assert isinstance(instruction, WriteFile) and directory.disk_bytes == 20
-    directory.segment_written(instruction.segment.segment_id, file_of(A))
-    assert directory.disk_bytes == 10
+    assert isinstance(instruction, WriteFile) and directory.segments.disk_bytes == 20
+    directory.segments.written(instruction.segment.segment_id, file_of(A))
+    assert directory.segments.disk_bytes == 10
 
 
 def test_the_disk_s_budget_holds_and_the_least_recently_used_goes(make: MakeDirectory) -> None:
@@ -116,7 +107,7 @@ def test_the_disk_s_budget_holds_and_the_least_recently_used_goes(make: MakeDire
     ask(directory, "r", A)
     directory.release("r")
     assert [type(i) for i in export(directory, C)] == [EraseFile, WriteFile]
-    assert directory.disk_bytes == 20
+    assert directory.segments.disk_bytes == 20
     assert [i for i in ask(directory, "s", B) if isinstance(i, ReadFile)] == []
     assert source_of_first_block(directory, "s") is BlockSource.EVICTED
 
@@ -138,7 +129,62 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(make: MakeDirectory) -> N
     assert decision.runs == ((BlockSource.STORE, 1), (BlockSource.EVICTED, 1))
 
 
-def test_a_file_that_cannot_be_read_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -> None:
+def test_a_file_that_cannot_be_read_now_stays_for_the_next_one(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0)
+    write(directory, A, B)
+    [read] = ask(directory, "r", A, B)
+    assert isinstance(read, ReadFile)
+    assert directory.segment_unread(read.segment) == [Lost("d", (A, B)), Lost("p", (A, B))]
+    assert directory.segment_unread(read.segment) == []
+    assert ask(directory, "s", A, B) == [read]
+    delivered = directory.segment_read(read.segment.segment_id, "ref")
+    assert {type(i) for i in delivered} == {Deliver} and directory.segments.disk_bytes == 20
+
+
+def test_what_cannot_be_fetched_stays_on_disk(make: MakeDirectory) -> None:
+    directory = make()
+    write(directory, A, B)
+    deliver = ask(directory, "r", A, B)[0]
+    assert isinstance(deliver, Deliver)
+    directory.segments.undelivered(deliver.segment)
+    assert (directory.segments.store_bytes, directory.segments.disk_bytes) == (0, 20)
+    [read] = ask(directory, "s", A, B)
+    assert isinstance(read, ReadFile)
+    directory.segment_read(read.segment.segment_id, "ref again")
+    directory.segments.undelivered(deliver.segment)
+    assert directory.segments.store_bytes == 20, "that was about the reference of before"
+    for request_id in ("r", "s"):
+        directory.release(request_id)
+
+
+def test_what_cannot_be_fetched_while_it_is_written_is_kept(make: MakeDirectory) -> None:
+    directory = make()
+    [instruction] = export(directory, A, B)
+    assert isinstance(instruction, WriteFile)
+    directory.segments.undelivered(instruction.segment)
+    assert directory.segments.written(instruction.segment.segment_id, file_of(A, B)) == []
+    directory.segments.undelivered(instruction.segment)
+    assert (directory.num_segments, directory.segments.store_bytes, directory.segments.disk_bytes) == (1, 0, 20)
+
+
+def test_a_file_that_is_written_again_is_not_erased(make: MakeDirectory) -> None:
+    """Equal blocks have one file."""
+    directory = make()
+    [first] = export(directory, A, B)
+    directory.segments.reset()
+    [second] = export(directory, A, B)
+    assert isinstance(first, WriteFile) and isinstance(second, WriteFile)
+    assert directory.segments.written(first.segment.segment_id, file_of(A, B)) == []
+    assert directory.segments.written(second.segment.segment_id, file_of(A, B)) == []
+    assert directory.segments.disk_bytes == 20
+    directory.segments.reset()
+    [third] = export(directory, A, B)
+    assert isinstance(third, WriteFile)
+    directory.segments.reset()
+    assert directory.segments.written(third.segment.segment_id, file_of(A, B)) == [EraseFile(file_of(A, B))]
+
+
+def test_a_damaged_file_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -> None:
     directory = make(segment_budget_bytes=0)
     write(directory, A, B)
     [read] = ask(directory, "r", A, B)
@@ -146,20 +192,20 @@ def test_a_file_that_cannot_be_read_is_erased_and_its_blocks_are_lost(make: Make
     erased, *lost = directory.segment_lost(read.segment.segment_id)
     assert erased == EraseFile(file_of(A, B))
     assert lost == [Lost("d", (A, B)), Lost("p", (A, B))]
-    assert (directory.num_blocks, directory.disk_bytes) == (0, 0)
+    assert (directory.num_blocks, directory.segments.disk_bytes) == (0, 0)
     assert directory.segment_read(read.segment.segment_id, "ref") == []
 
 
 def test_files_are_known_after_a_restart_and_bounded(make: MakeDirectory) -> None:
     directory = make(disk_budget_bytes=30)
-    assert directory.files_found([file_of(A), file_of(B), file_of(C, D)]) == [EraseFile(file_of(A))]
-    assert directory.disk_bytes == 30
+    assert directory.segments.files_found([file_of(A), file_of(B), file_of(C, D)]) == [EraseFile(file_of(A))]
+    assert directory.segments.disk_bytes == 30
     [read] = ask(directory, "r", C, D)
     assert isinstance(read, ReadFile) and source_of_first_block(directory, "r") is BlockSource.DISK
 
 
 def test_a_file_without_anything_new_is_erased(make: MakeDirectory) -> None:
-    assert make().files_found([file_of(A, B), file_of(A)]) == [EraseFile(file_of(A))]
+    assert make().segments.files_found([file_of(A, B), file_of(A)]) == [EraseFile(file_of(A))]
 
 
 def test_what_nobody_exports_is_saved_in_batches_or_when_the_worker_is_idle(make: MakeDirectory) -> None:

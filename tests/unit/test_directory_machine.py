@@ -12,10 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.core.block_index import Segment
 from engine.core.costs import WorkerCosts
-from engine.core.directory import Deliver, Directory, EraseFile, Export, Instruction, Lost, ReadFile, Segment, WriteFile
+from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
+from engine.core.segment_store import EraseFile, ReadFile, WriteFile
 from engine.core.types import Admission, AdmitRequest, BlockHash, Handover, Role, SegmentHeader
 
 BLOCK_SIZE = 4
@@ -78,7 +80,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
         self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES)
         headers = [SegmentHeader("model", path, len(path) * BLOCK_BYTES, 0) for path in files]
-        self._carry_out(self.directory.files_found(headers))
+        self._carry_out(self.directory.segments.files_found(headers))
         for worker_id, role in zip(WORKERS, workers, strict=False):
             self._register(worker_id, role, 1, set())
 
@@ -112,6 +114,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             *self.directory.blocks_changed(worker_id, epoch, blocks, blocks),
             *self.directory.segment_exported(worker_id, epoch, header, None),
             *self.directory.export_failed(worker_id, epoch, blocks),
+            *self.directory.blocks_unsent(worker_id, epoch, blocks),
             *self.directory.remove_worker(worker_id, epoch),
         ]
         assert said == [] and self._sizes() == before
@@ -135,10 +138,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._carry_out(self.directory.blocks_changed(worker_id, worker.epoch, (), evicted))
 
     @precondition(lambda self: any(worker.orders for worker in self.workers.values()))
-    @rule(data=st.data())
-    def export(self, data) -> None:
+    @rule(data=st.data(), can_send=st.booleans())
+    def export(self, data, can_send) -> None:
         busy = [worker_id for worker_id, worker in self.workers.items() if worker.orders]
-        self._serve_order(data.draw(st.sampled_from(busy)))
+        self._serve_order(data.draw(st.sampled_from(busy)), can_send)
         for worker_id in list(self.workers):
             self._report(worker_id)
 
@@ -194,12 +197,25 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.directory.num_segments)
     @rule(data=st.data())
     def lose_segment(self, data) -> None:
-        """Somebody could not read it."""
-        segments = self.directory._segments
+        """It is damaged."""
+        segments = self.directory.segments._segments
         segment = segments[data.draw(st.sampled_from(sorted(segments)))]
         self._carry_out(self.directory.segment_lost(segment.segment_id))
         assert segment.segment_id not in segments
         assert self.directory.segment_lost(segment.segment_id) == []
+        for known in self.admitted.values():
+            known.leased = [leased for leased in known.leased if leased is not segment]
+
+    @precondition(lambda self: self.directory.segments.store_bytes)
+    @rule(data=st.data())
+    def cannot_fetch_segment(self, data) -> None:
+        """Only what is not on disk may be forgotten."""
+        segments = self.directory.segments._segments
+        in_store = [segment for segment in segments.values() if segment.is_in_store]
+        segment = data.draw(st.sampled_from(in_store))
+        self.directory.segments.undelivered(segment)
+        is_kept = segment.file is not None or segment in self.writing
+        assert (segment.segment_id in segments) is is_kept
         for known in self.admitted.values():
             known.leased = [leased for leased in known.leased if leased is not segment]
 
@@ -211,9 +227,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._finish_writing(succeeds)
 
     @precondition(lambda self: self.reading)
-    @rule(data=st.data(), succeeds=st.booleans())
-    def finish_reading(self, data, succeeds) -> None:
-        self._finish_reading(data.draw(st.integers(0, len(self.reading) - 1)), succeeds)
+    @rule(data=st.data(), succeeds=st.booleans(), is_damaged=st.booleans())
+    def finish_reading(self, data, succeeds, is_damaged) -> None:
+        self._finish_reading(data.draw(st.integers(0, len(self.reading) - 1)), succeeds, is_damaged)
 
     @rule()
     def save(self) -> None:
@@ -229,11 +245,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert all(directory.workers[worker_id].epoch == worker.epoch for worker_id, worker in self.workers.items())
         assert all(worker.queued_us >= 0 for worker in directory.workers.values())
         assert directory.num_reservations == len(self.admitted)
-        kept = list(directory._segments.values())
+        kept = list(directory.segments._segments.values())
         for known in self.admitted.values():
             assert all(segment in kept for segment in known.leased), "a leased segment was dropped"
         busy = {id(segment) for segment in self.writing}
-        assert directory.segment_bytes <= directory.segment_budget_bytes or all(
+        assert directory.segments.store_bytes <= directory.segments.store_budget_bytes or all(
             segment.leases or id(segment) in busy for segment in kept if segment.is_in_store
         )
 
@@ -273,7 +289,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             del self.workers[worker_id]
             self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
         self.check()
-        exported = {block for segment in self.directory._segments.values() for block in segment.header.full_hashes}
+        exported = {
+            block for segment in self.directory.segments._segments.values() for block in segment.header.full_hashes
+        }
         assert self.directory.num_blocks <= len(exported), "blocks are known that nobody has"
 
     # Inside
@@ -321,13 +339,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.workers[decode].owed |= set(admission.decode_awaited) - self.workers[decode].pool
         self._carry_out(instructions)
 
-    def _serve_order(self, worker_id: str) -> None:
+    def _serve_order(self, worker_id: str, can_send: bool = True) -> None:
         worker = self.workers[worker_id]
         order = worker.orders.pop(0)
         here = tuple(block for block in order if block in worker.pool)
         missing = tuple(block for block in order if block not in worker.pool)
-        if here:
+        if here and can_send:
             self._export(worker_id, here, None)
+        elif here:
+            self._carry_out(self.directory.blocks_unsent(worker_id, worker.epoch, here))
         if missing:
             self._carry_out(self.directory.export_failed(worker_id, worker.epoch, missing))
 
@@ -345,14 +365,16 @@ class DirectoryMachine(RuleBasedStateMachine):
         segment = self.writing.pop(0)
         full = segment.header.full_hashes
         file = SegmentHeader("model", full, len(full) * BLOCK_BYTES, 0) if succeeds else None
-        self._carry_out(self.directory.segment_written(segment.segment_id, file))
+        self._carry_out(self.directory.segments.written(segment.segment_id, file))
 
-    def _finish_reading(self, index: int, succeeds: bool) -> None:
+    def _finish_reading(self, index: int, succeeds: bool, is_damaged: bool = False) -> None:
         segment = self.reading.pop(index)
         if succeeds:
             self._carry_out(self.directory.segment_read(segment.segment_id, None))
-        else:
+        elif is_damaged:
             self._carry_out(self.directory.segment_lost(segment.segment_id))
+        else:
+            self._carry_out(self.directory.segment_unread(segment))
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:

@@ -51,6 +51,15 @@ def test_every_token_comes_once_and_in_order(sent: list[tuple[int, int, bool]]) 
     assert generation.take(event(0, generation.attempt), "d") == []
 
 
+def test_after_a_stop_string_nothing_is_taken_and_the_workers_are_told() -> None:
+    generation = make_generation()
+    generation.take(event(0), "d")
+    assert not generation.has_ended
+    generation.is_stopped = True
+    assert generation.has_ended and generation.take(event(1), "d") == []
+    assert generation.workers_to_abort() == {"p", "d"} and not generation.dies_with("d")
+
+
 def test_an_early_event_waits_for_its_predecessors() -> None:
     generation = make_generation()
     assert generation.take(event(1), "d") == []

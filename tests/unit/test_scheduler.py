@@ -359,6 +359,21 @@ def test_abort_releases_everything(make_scheduler: MakeScheduler) -> None:
     assert scheduler.num_requests == 0
 
 
+@pytest.mark.parametrize(("has_ended", "expected"), [(False, "pause"), (True, "retire")])
+def test_only_an_end_is_a_visit_to_eviction(
+    make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch, has_ended: bool, expected: str
+) -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, make_assignment(prompt=PROMPT))
+    step(scheduler, FakeModel(scheduler.pool))
+    left = []
+    for name in ("retire", "pause"):
+        let_go = getattr(scheduler.pool, name)
+        monkeypatch.setattr(scheduler.pool, name, lambda *a, name=name, let_go=let_go: (left.append(name), let_go(*a)))
+    assert scheduler.abort("a", has_ended=has_ended)
+    assert left == [expected]
+
+
 def test_a_newer_attempt_replaces_an_older_one(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)

@@ -210,7 +210,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data) -> None:
         known = self._draw(data, self.expected)
-        assert self.scheduler.abort(known.assignment.request_id) == known.is_live
+        has_ended = data.draw(st.booleans())
+        assert self.scheduler.abort(known.assignment.request_id, has_ended=has_ended) == known.is_live
         known.is_live = False
 
     # Imports
@@ -374,7 +375,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _begin(self, failing: tuple[type, ...] = ()) -> SchedulerOutput:
         decoding = {request.request_id for request in self.scheduler.running.values() if request.num_remaining == 1}
+        before = {request.request_id for request in self.scheduler.preempted if request.swapped is not None}
+        running = set(self.scheduler.running)
         output = self.scheduler.schedule(self.now)
+        resumed = set(self.scheduler.running) - running
+        assert resumed <= before or before <= resumed or output.preempted, "a swapped request is overtaken"
         for move in output.moves:
             if isinstance(move, failing):
                 self.model.swapped.pop(move.request_id, None)

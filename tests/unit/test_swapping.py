@@ -200,6 +200,24 @@ def test_nobody_who_waits_overtakes_a_swapped_request() -> None:
     assert started == ["old", "late", "new"]
 
 
+def test_a_swapped_request_resumes_before_an_earlier_one_that_is_computed_again() -> None:
+    scheduler, model = make(9, max_blocks=3)
+    submit(scheduler, OLD)
+    submit(scheduler, make_assignment("again", (2, 2, 3, 0, 1, 2, 0), max_tokens=16))
+    submit(scheduler, LATE)
+    while len(scheduler.preempted) < 2:
+        step(scheduler, model)
+    submit(scheduler, make_assignment("new", (2,), max_tokens=1))
+    by_id = {request.request_id: request for request in scheduler.preempted}
+    assert by_id["late"].swapped is not None and by_id["again"].swapped is None
+    started = []
+    while scheduler.num_requests:
+        output, _ = step(scheduler, model)
+        started += [chunk.request.request_id for chunk in output.chunks if chunk.request.request_id not in started]
+        scheduler.check_integrity()
+    assert started == ["old", "late", "again", "new"]
+
+
 class Unreliable(ProcessMemory):
     """Every third call fails."""
 
@@ -268,7 +286,7 @@ def test_in_a_third_of_the_blocks_everybody_is_answered_as_ever(
     assignments = storm(token_budget)
     pool = BlockPool(int(0.3 * num_needed(assignments)), 4)
     model, kept = FakeModel(pool), space()
-    engine = Engine(model, model, pool, SchedulerLimits(token_budget, 24, swap_bytes), 64, FINGERPRINT, kept)
+    engine = Engine(model, model, pool, SchedulerLimits(token_budget, 24), 64, FINGERPRINT, kept, swap_bytes)
     engine.scheduler.swapping.costs = FREE
     engines.append(engine)
     for each in assignments:
@@ -283,6 +301,7 @@ def test_in_a_third_of_the_blocks_everybody_is_answered_as_ever(
     assert answers == {each.request_id: answer_to(each) for each in assignments}
     counts = asdict(engine.preemptions)
     assert (counts["num_swapped"] > 0) == (counts["swapped_out_bytes"] > 0) == (swap_bytes > 0)
+    assert (counts["swapped_out_s"] > 0) == (swap_bytes > 0) == (counts["swapped_in_s"] > 0)
     assert counts["num_recomputed"] > 0 or swap_bytes > 300
     assert counts["swapped_in_bytes"] <= counts["swapped_out_bytes"]
     assert not isinstance(kept, Unreliable) or bool(kept.num_failures) == (swap_bytes > 0)

@@ -1,0 +1,94 @@
+"""What the manager knows of each block of the cluster, and which blocks came and went."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from engine.core.cache_events import CacheEvents, CacheUpdate
+from engine.core.cache_statistics import CacheStatistics
+from engine.core.types import BlockHash, SegmentHeader
+
+MAX_REMEMBERED = 1 << 17
+"""Blocks that are gone, and continuations of blocks, remembered to explain misses by."""
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """An exported run of blocks. `ref` is the object store's reference, opaque here; dropping it frees the bytes."""
+
+    segment_id: int
+    header: SegmentHeader
+    ref: object
+    leases: int = 0
+    """Admitted requests that were promised blocks of it; it is not dropped while there are any."""
+    is_in_store: bool = True
+    file: SegmentHeader | None = None
+    """The header of its copy on disk, which has no tail."""
+    wanted_by: set[str] = field(default_factory=set)
+    """Workers that get it when it has been read from disk."""
+
+
+@dataclass(slots=True)
+class BlockRecord:
+    """What is known of one block. A record without worker, segment and producer does not exist."""
+
+    workers: set[str] = field(default_factory=set)
+    segment: Segment | None = None
+    producer: str | None = None
+    """The admitted request that is about to compute it, or the worker that was asked to export it."""
+    wanted_by: set[str] = field(default_factory=set)
+
+    @property
+    def is_stored(self) -> bool:
+        return bool(self.workers) or self.segment is not None
+
+    @property
+    def is_known(self) -> bool:
+        return self.is_stored or self.producer is not None
+
+
+class BlockIndex(defaultdict[BlockHash, BlockRecord]):
+    """The records, by block. Who changes where a block is says so: `came` before, `left` after."""
+
+    def __init__(self, statistics: CacheStatistics) -> None:
+        super().__init__(BlockRecord)
+        self._statistics = statistics
+        self._events = CacheEvents()
+        self.gone: OrderedDict[BlockHash, None] = OrderedDict()
+        """Blocks that were somewhere once."""
+
+    def came(self, block_hash: BlockHash, record: BlockRecord) -> None:
+        """The block is about to be in a place; note it if it was in none."""
+        if not record.is_stored:
+            self.gone.pop(block_hash, None)
+            self._events.add(True, block_hash)
+
+    def left(self, block_hash: BlockHash, record: BlockRecord, reason: str) -> None:
+        """The block left a place; note it if it was the last one."""
+        self._statistics.evicted_blocks[reason] += 1
+        if not record.is_stored:
+            remember(self.gone, block_hash, None)
+            self._events.add(False, block_hash)
+
+    def forget_unknown(self, hashes: Iterable[BlockHash]) -> None:
+        """Drop the records that know nothing any more."""
+        for block_hash in hashes:
+            record = self.get(block_hash)
+            if record is not None and not record.is_known:
+                del self[block_hash]
+
+    def events_since(self, sequence: int | None) -> CacheUpdate:
+        """What was stored and removed since then, or all that is stored now (`CacheEvents.since`)."""
+        stored = (block_hash for block_hash, record in self.items() if record.is_stored)
+        return self._events.since(sequence, stored)
+
+
+def remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Put something into a memory of bounded size, which forgets what came first."""
+    memory[key] = value
+    if len(memory) > MAX_REMEMBERED:
+        memory.popitem(last=False)
