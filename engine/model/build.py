@@ -10,6 +10,7 @@ import torch
 from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
 from engine.core.eviction.policies import make_queue
+from engine.core.scheduler import SchedulerLimits
 from engine.core.settings import GIB, EngineSettings
 from engine.core.tenants import quotas
 from engine.model.config import ModelConfig
@@ -61,7 +62,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     runner: Runner = NullRunner()
     if not settings.source.startswith(NULL):
         decoder = Decoder.from_folder(folder, dtype, device, max_model_len, deterministic=settings.deterministic)
-        runner = make_runner(decoder, kv_pool, settings.limits.max_requests)
+        runner = make_runner(decoder, kv_pool, settings.limits)
     return Engine(
         runner,
         kv_pool,
@@ -81,12 +82,14 @@ def make_pool(
     return kind(config, num_blocks, block_size, dtype, device)
 
 
-def make_runner(decoder: Decoder, kv_pool: KVPool, max_requests: int) -> ModelRunner:
-    """The runner for the device; on a GPU with the graphs of steps in which up to `max_requests` decode."""
+def make_runner(decoder: Decoder, kv_pool: KVPool, limits: SchedulerLimits) -> ModelRunner:
+    """The runner for the device; on a GPU warm, and with the graphs that steps within `limits` may take."""
     if decoder.device.type != "cuda":
         return ModelRunner(decoder, kv_pool)
-    shapes = graph_shapes(max_requests, decoder.max_position, kv_pool.block_size)
-    return CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device))
+    shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size)
+    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device))
+    runner.warm_up(limits.token_budget)
+    return runner
 
 
 def pool_blocks(config: ModelConfig, settings: EngineSettings) -> int:

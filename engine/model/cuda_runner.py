@@ -18,7 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.core.hashing import root_hash
+from engine.core.request import Request
 from engine.core.scheduler import RunnerOutput, ScheduledChunk, SchedulerOutput
+from engine.core.types import Assignment, SamplingParams, Stage
 from engine.model.cuda import Graphs
 from engine.model.decoder import Decoder, ForwardBatch
 from engine.model.kv_pool import KVPool
@@ -99,6 +102,17 @@ class CudaRunner(ModelRunner):
         fill(self._host, shape, chunks, self.kv_pool.block_size)
         self._input[: shape.size].copy_(self._host[: shape.size], non_blocking=True)
         return self._replays[shape]()[: len(chunks)]
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run a chunk of so many tokens that stores nothing: compiles the kernels of prefill and sampling before a
+        request waits for them, and finds out whether there is memory for them."""
+        block_size = self.kv_pool.block_size
+        num_tokens = min(num_tokens, self.decoder.max_position, self.kv_pool.num_blocks * block_size)
+        sampling = SamplingParams(max_tokens=1, logprobs=1)
+        assignment = Assignment("warm-up", 0, Stage.WHOLE, (0,) * num_tokens, num_tokens, sampling, "")
+        request = Request(assignment, root_hash("warm-up"), block_size, 0)
+        request.blocks += range(-(-num_tokens // block_size))
+        self.run(SchedulerOutput((ScheduledChunk(request, 0, num_tokens, num_tokens, samples=True),), ()))
 
     @torch.inference_mode()
     def _decode(self, shape: GraphShape) -> Tensor:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from kernels.silu_and_mul.triton import silu_and_mul_triton
 from tests.cuda_stand_ins import Repetition
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 24, 96
+LIMITS = SchedulerLimits(token_budget=96, max_requests=4)
 CONFIG = ModelConfig.from_hf(
     {
         "architectures": ["Qwen3ForCausalLM"],
@@ -95,7 +97,7 @@ def assignments() -> list[Assignment]:
 
 
 def run(runner: ModelRunner, wanted: Iterable[Assignment], budget: int = 96) -> Outputs:
-    limits = SchedulerLimits(budget, 4)
+    limits = replace(LIMITS, token_budget=budget)
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
     worker = Engine(runner, runner.kv_pool, pool, limits, MAX_LEN, "model")
     outputs: Outputs = {}
@@ -112,8 +114,8 @@ def run(runner: ModelRunner, wanted: Iterable[Assignment], budget: int = 96) -> 
 def make(decoder: Decoder) -> ModelRunner:
     pool = make_pool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
     if decoder.device.type == "cuda":
-        return make_runner(decoder, pool, 4)
-    return CudaRunner(decoder, pool, graph_shapes(4, MAX_LEN, BLOCK_SIZE), Repetition())
+        return make_runner(decoder, pool, LIMITS)
+    return CudaRunner(decoder, pool, graph_shapes(LIMITS.max_requests, MAX_LEN, BLOCK_SIZE), Repetition())
 
 
 def test_the_same_bits_alone_in_chunks_and_together(decoder: Decoder) -> None:

@@ -40,7 +40,7 @@ def make_engine(
     store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, torch.bfloat16, decoder.device)
     limits = SchedulerLimits(budget, max_requests, swap_bytes)
     max_len = min(MAX_LEN, num_blocks * BLOCK_SIZE)
-    runner = make_runner(decoder, store, max_requests)
+    runner = make_runner(decoder, store, limits)
     return Engine(runner, store, BlockPool(num_blocks, BLOCK_SIZE), limits, max_len, "model")
 
 
