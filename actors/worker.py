@@ -143,10 +143,16 @@ class Worker:
                 yield item
                 continue
             self._queued_export_bytes -= item.header.num_bytes
-            yield ExportItem(header=item.header)
-            if item.header.num_bytes:
-                self._metrics.exported_bytes(item.header.num_bytes)
-                yield item.payload
+            try:
+                segment = item if item.arriving is None else await asyncio.to_thread(item.arrived)
+            except Exception:  # who waits for these blocks must hear that they do not come
+                logger.exception("%d blocks not exported", len(item.header.hashes))
+                yield _without_blocks(item.header)
+                continue
+            yield ExportItem(header=segment.header)
+            if segment.header.num_bytes:
+                self._metrics.exported_bytes(segment.header.num_bytes)
+                yield segment.payload
 
     async def import_segment(self, header: SegmentHeader, payload: list[ray.ObjectRef[Any]]) -> Imported:
         """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
@@ -300,8 +306,7 @@ class Worker:
         """Queue an item for the manager. While nobody reads, only so many payloads are kept: the pool has the rest."""
         if not isinstance(item, ExportItem):
             if self._queued_export_bytes + item.header.num_bytes > MAX_QUEUED_EXPORT_BYTES:
-                header = replace(item.header, hashes=(), num_bytes=0) if item.header.handover is not None else None
-                item = ExportItem(header=header, unsent=item.header.full_hashes)
+                item = _without_blocks(item.header)
             else:
                 self._queued_export_bytes += item.header.num_bytes
         self._exports.put_nowait(item)
@@ -372,6 +377,12 @@ class Worker:
                 outbox.filled.set()
                 if orphans:
                     logger.warning("ingress %s is gone: %d requests aborted", ingress_id, len(orphans))
+
+
+def _without_blocks(header: SegmentHeader) -> ExportItem:
+    """What is sent of a segment whose blocks are not: that they stay behind, and the handover."""
+    bare = replace(header, hashes=(), num_bytes=0) if header.handover is not None else None
+    return ExportItem(header=bare, unsent=header.full_hashes)
 
 
 class PrefillWorker(Worker):

@@ -39,7 +39,8 @@ class Case:
     """One operation at one shape.
 
     `run` is what is timed; `error` gives the relative error of what it returns, at most `limit`. `flops` or
-    `num_bytes`, whichever bounds it, is what the operation needs at least.
+    `num_bytes`, whichever bounds it, is what the operation needs at least. `returns_when_done`: `run` waits for the
+    device itself and is timed from outside, else as the replay of a CUDA graph.
     """
 
     operation: str
@@ -50,6 +51,7 @@ class Case:
     flops: float = 0.0
     num_bytes: float = 0.0
     peers: dict[str, Callable[[], Peer]] = field(default_factory=dict)
+    returns_when_done: bool = False
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

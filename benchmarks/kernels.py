@@ -1,14 +1,16 @@
-"""Speed of the GPU kernels against the machine's own ceilings and against what else is installed.
+"""Speed of the GPU kernels and of a whole model on them, against the machine's own ceilings and what else is installed.
 
-`python -m benchmarks.kernels [--json FILE] [--quick]` needs an NVIDIA GPU, torch and triton, no Ray and no network.
-Each operation is checked against its float32 reference first, and only what passes is timed; peers whose result differs
-are not timed either. Exit code 0: all passed; 1: something did not; 2: there is no GPU.
+`python -m benchmarks.kernels [--json FILE] [--quick]` needs an NVIDIA GPU, torch and triton, no Ray and no network; the
+model needs numpy, too. Each operation is checked against its float32 reference first, the model with graphs against
+without and a whole prompt against chunks, and only what passes is timed; peers whose result differs are not timed
+either. Exit code 0: all passed; 1: something did not; 2: there is no GPU.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller shapes")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only operations whose name contains TEXT")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only operations whose name contains TEXT; model for the whole one"
+    )
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs an NVIDIA GPU that torch can use; found none", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    results, ceilings = run_all(arguments.quick, arguments.only)
+    results, ceilings = run_all(arguments.quick, arguments.only, with_model=arguments.only in "model")
     if arguments.json:
         report = describe("benchmarks.kernels", sys.argv[1:] if argv is None else argv)
         report |= {"ceilings": asdict(ceilings), "results": [asdict(result) for result in results]}
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def run_all(quick: bool, only: str) -> tuple[list[Result], Ceilings]:
+def run_all(quick: bool, only: str, with_model: bool) -> tuple[list[Result], Ceilings]:
     """Measures the ceilings, then every case, printing each line as it is known."""
     ceilings = measure_ceilings()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -85,9 +89,24 @@ def run_all(quick: bool, only: str) -> tuple[list[Result], Ceilings]:
         if only in case.operation:
             results.append(measure(case, ceilings))
             print(line(cells(results[-1])), flush=True)
+    if with_model:
+        for result in model_results(quick, ceilings):
+            results.append(result)
+            print(line(cells(result)), flush=True)
     failed = sum(not result.passed for result in results)
     print(f"\n{len(results) - failed} of {len(results)} passed")
     return results, ceilings
+
+
+def model_results(quick: bool, ceilings: Ceilings) -> Iterator[Result]:
+    """The whole model, if it fits; it also needs numpy, which the kernels do not."""
+    try:
+        from benchmarks.model_cases import model_cases
+
+        for case in model_cases(quick):
+            yield measure(case, ceilings)
+    except Exception as problem:
+        yield Result("model", "Llama-3-8B", None, False, failure=reason(problem))
 
 
 def measure_ceilings() -> Ceilings:
@@ -109,7 +128,7 @@ def measure(case: Case, ceilings: Ceilings) -> Result:
     if not error <= case.limit:
         failure = f"error {error:.2e} is over {case.limit:.0e}"
         return Result(case.operation, case.shape, error if error < float("inf") else None, False, failure=failure)
-    ms = time_ms(graphed(case.run))
+    ms = time_from_outside_ms(case.run) if case.returns_when_done else time_ms(graphed(case.run))
     tflops_per_s = case.flops / ms / 1e9 if case.flops else None
     gb_per_s = case.num_bytes / ms / 1e6 if case.num_bytes else None
     ceiling = ceilings.matmul_flops_per_s if case.flops else ceilings.copy_bytes_per_s
@@ -176,6 +195,19 @@ def time_ms(run: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(run, warmup=50, rep=200, return_mode="median"))
+
+
+def time_from_outside_ms(run: Callable[[], Any], at_least_s: float = 2.0) -> float:
+    """Median time of one call in milliseconds, by the clock on the wall."""
+    for _ in range(3):
+        run()
+    times: list[float] = []
+    while sum(times) < at_least_s or len(times) < 5:
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2] * 1e3
 
 
 def reason(problem: Exception) -> str:

@@ -29,6 +29,10 @@ class ModelSection(_Section):
     max_model_len: int | None = Field(
         default=None, ge=16, description="Longest prompt plus answer, in tokens; the model's own limit."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="On a GPU: the same bits whatever the batch, from slower products and attention.",
+    )
 
 
 class CacheSection(_Section):

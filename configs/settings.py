@@ -13,6 +13,7 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
         dtype=config.model.dtype,
         device=worker.device,
         max_model_len=config.model.max_model_len,
+        deterministic=config.model.deterministic,
         block_size=config.cache.block_size,
         num_blocks=config.cache.num_blocks,
         pool_gib=config.cache.pool_gib,

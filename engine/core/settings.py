@@ -29,3 +29,5 @@ class EngineSettings:
     eviction: EvictionPolicy = EvictionPolicy.ADAPTIVE
     tenants: tuple[Tenant, ...] = ()
     """Whose shares of the pool are to be kept."""
+    deterministic: bool = False
+    """On a GPU: the same bits whatever the batch, as a CPU gives them in bfloat16 anyway."""

@@ -10,9 +10,13 @@ import torch
 from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
 from engine.core.eviction.policies import make_queue
+from engine.core.scheduler import SchedulerLimits
 from engine.core.settings import GIB, EngineSettings
 from engine.core.tenants import quotas
 from engine.model.config import ModelConfig
+from engine.model.cuda import CudaGraphs
+from engine.model.cuda_kv_pool import CudaKVPool
+from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
 from engine.model.kv_pool import KVPool
@@ -54,20 +58,39 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     max_model_len = model_len(config, settings.max_model_len)
     num_blocks = pool_blocks(config, settings)
     shares = quotas(settings.tenants, num_blocks)
-    kv_pool = KVPool(config, num_blocks, settings.block_size, dtype, device)
+    kv_pool = make_pool(config, num_blocks, settings.block_size, dtype, device)
     runner: Runner = NullRunner()
     if not settings.source.startswith(NULL):
-        runner = ModelRunner(Decoder.from_folder(folder, dtype, device, max_model_len), kv_pool)
+        decoder = Decoder.from_folder(folder, dtype, device, max_model_len, deterministic=settings.deterministic)
+        runner = make_runner(decoder, kv_pool, settings.limits)
     return Engine(
         runner,
         kv_pool,
         BlockPool(num_blocks, settings.block_size, make_queue(settings.eviction, shares)),
         settings.limits,
         max_model_len,
-        kv_fingerprint(settings.source, folder, dtype, settings.block_size),
+        kv_fingerprint(settings.source, folder, dtype, settings.block_size, settings.deterministic),
         swap_space,
         settings.swap_bytes,
     )
+
+
+def make_pool(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVPool:
+    """The KV pool for the device."""
+    kind = CudaKVPool if device.type == "cuda" else KVPool
+    return kind(config, num_blocks, block_size, dtype, device)
+
+
+def make_runner(decoder: Decoder, kv_pool: KVPool, limits: SchedulerLimits) -> ModelRunner:
+    """The runner for the device; on a GPU warm, and with the graphs that steps within `limits` may take."""
+    if decoder.device.type != "cuda":
+        return ModelRunner(decoder, kv_pool)
+    shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size)
+    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device))
+    runner.warm_up(limits.token_budget)
+    return runner
 
 
 def pool_blocks(config: ModelConfig, settings: EngineSettings) -> int:
@@ -104,10 +127,10 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> 
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
 
 
-def kv_fingerprint(source: str, folder: Path, dtype: torch.dtype, block_size: int) -> str:
-    """What KV depends on: the model and whether it is run at all, its dtype, the layout of a block, and the version of
-    what computes it, which matters where KV outlives a process."""
-    runs = "" if source.startswith(NULL) else "computed"
+def kv_fingerprint(source: str, folder: Path, dtype: torch.dtype, block_size: int, deterministic: bool) -> str:
+    """What KV depends on: the model, whether it is run at all and by which products, its dtype, the layout of a block,
+    and the version of what computes it, which matters where KV outlives a process."""
+    runs = "" if source.startswith(NULL) else "deterministic" if deterministic else "computed"
     return f"{fingerprint(folder, dtype)}/{block_size}/{runs}/{version('raydix')}"
 
 

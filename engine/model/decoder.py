@@ -44,12 +44,16 @@ class ForwardBatch:
     """[S] int32: KV tokens of each sequence, its chunk included."""
     logits_rows: Tensor
     """[R] int64: the tokens of the batch whose logits are wanted."""
+    max_query_len: int | None = None
+    """Tokens of the longest chunk, where they are known."""
 
 
 class Decoder:
     """A loaded model. Stateless between calls: all that persists is in the KV pool it is given.
 
     `max_position` bounds the positions that can be served (and so the rotary tables); None: the model's context.
+    `deterministic` makes a row's bits on a GPU depend on its tokens alone, whatever the batch; in bfloat16 on CPU they
+    always do.
     """
 
     def __init__(
@@ -59,16 +63,19 @@ class Decoder:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         max_position: int | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.deterministic = deterministic
         self.device = torch.device(device)
         self.max_position = min(max_position or config.max_position, config.max_position)
-        loader = _Loader(config, weights, dtype, self.device, self.max_position)
+        loader = _Loader(config, weights, dtype, self.device, self.max_position, deterministic)
         with torch.inference_mode():
             self._embedding = loader.tensor("model.embed_tokens.weight").clone()
             head = None if config.tie_word_embeddings else loader.tensor("lm_head.weight")
-            self._lm_head = pack_weight(self._embedding if head is None else head)
+            self._lm_head = pack_weight(self._embedding if head is None else head, deterministic=deterministic)
             # In the model's dtype, as the published implementation rounds it.
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
             self._embedding_scale = scale if config.embedding_scale != 1.0 else None
@@ -83,10 +90,12 @@ class Decoder:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         max_position: int | None = None,
+        *,
+        deterministic: bool = False,
     ) -> "Decoder":
         """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used."""
         config = ModelConfig.from_folder(folder)
-        return cls(config, Checkpoint(folder, config), dtype, device, max_position)
+        return cls(config, Checkpoint(folder, config), dtype, device, max_position, deterministic=deterministic)
 
     @property
     def runs_in_one_call(self) -> bool:
@@ -173,6 +182,8 @@ class Decoder:
                 scale=scale,
                 sliding_window=layer.window,
                 soft_cap=soft_cap,
+                deterministic=self.deterministic,
+                max_query_len=batch.max_query_len,
             )
             attended_TE = attended_THD.flatten(1)
             if index == last:  # from here on T is R
@@ -193,13 +204,20 @@ class _Loader:
     """Turns named tensors into layers: converts, fuses q, k, v and gate, up, and packs, one layer at a time."""
 
     def __init__(
-        self, config: ModelConfig, weights: TensorSource, dtype: torch.dtype, device: torch.device, max_position: int
+        self,
+        config: ModelConfig,
+        weights: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_position: int,
+        deterministic: bool,
     ) -> None:
         self._config = config
         self._weights = weights
         self._dtype = dtype
         self._device = device
         self._max_position = max_position
+        self._deterministic = deterministic
         self._tables: list[tuple[RopeConfig, Tensor]] = []
 
     def tensor(self, name: str) -> Tensor:
@@ -236,7 +254,8 @@ class _Loader:
     def _packed(self, names: list[str], *, bias: bool) -> PackedLinear:
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
-        return pack_weight(torch.cat(weights), None if biases is None else torch.cat(biases))
+        all_biases = None if biases is None else torch.cat(biases)
+        return pack_weight(torch.cat(weights), all_biases, deterministic=self._deterministic)
 
     def _cos_sin(self, rope: RopeConfig) -> Tensor:
         """The rotary table, shared between the layers that rotate alike."""

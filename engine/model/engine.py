@@ -6,8 +6,8 @@ clock: the owner brings `now` and moves what `step` returns. How long swapping t
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +34,8 @@ class BlockStore(Protocol):
 
     def export_blocks(self, block_ids: Sequence[int]) -> Bytes: ...
 
+    def start_export(self, block_ids: Sequence[int]) -> Bytes | Callable[[], Bytes]: ...
+
     def import_blocks(self, buffer: Bytes, block_ids: Sequence[int]) -> None: ...
 
     def copy_block(self, source: int, target: int) -> None: ...
@@ -41,10 +43,21 @@ class BlockStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExportedSegment:
-    """A segment ready to be sent: header and payload, `num_blocks * block_bytes` bytes (empty for a bare handover)."""
+    """A segment ready to be sent: header and payload, `num_blocks * block_bytes` bytes (empty for a bare handover).
+
+    While a device still copies it, `arriving` waits for the payload, and that and the checksum are missing.
+    """
 
     header: SegmentHeader
     payload: Bytes
+    arriving: Callable[[], Bytes] | None = None
+
+    def arrived(self) -> "ExportedSegment":
+        """The complete segment. Waits for it if need be; any thread may call it, once."""
+        if self.arriving is None:
+            return self
+        payload = self.arriving()
+        return ExportedSegment(replace(self.header, checksum=checksum(payload)), payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +248,18 @@ class Engine:
         return tuple(segments)
 
     def _pack(self, export: ExportedBlocks) -> ExportedSegment:
-        """Copy blocks out and release them."""
+        """Copy blocks out, or begin to, and release them."""
+        nothing = np.empty(0, np.uint8)
         try:
-            payload = self.store.export_blocks(export.blocks) if export.blocks else np.empty(0, np.uint8)
+            payload = self.store.start_export(export.blocks) if export.blocks else nothing
         finally:
             self.pool.release(export.blocks)
-        header = SegmentHeader(self.fingerprint, export.hashes, payload.nbytes, checksum(payload), export.handover)
-        return ExportedSegment(header, payload)
+        if isinstance(payload, np.ndarray):
+            header = SegmentHeader(self.fingerprint, export.hashes, payload.nbytes, checksum(payload), export.handover)
+            return ExportedSegment(header, payload)
+        num_bytes = len(export.blocks) * self.store.block_bytes
+        header = SegmentHeader(self.fingerprint, export.hashes, num_bytes, 0, export.handover)
+        return ExportedSegment(header, nothing, payload)
 
 
 def bare_handover(fingerprint: str, handover: Handover | None) -> list[ExportedSegment]:

@@ -5,7 +5,7 @@ It knows positions in memory only; which request or prefix a block belongs to is
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -50,17 +50,24 @@ class KVPool:
         """The bytes of the given blocks one after the other: [len(block_ids) * block_bytes] uint8."""
         return kv_pack(self.data, block_ids).cpu().numpy()
 
+    def start_export(self, block_ids: Sequence[int]) -> ByteArray | Callable[[], ByteArray]:
+        """As `export_blocks`; or, where a device copies beside the computation, what waits for the bytes.
+
+        That may be called in any thread, once. Either way the blocks may be given to others at once.
+        """
+        return self.export_blocks(block_ids)
+
     def import_blocks(self, buffer: ByteArray, block_ids: Sequence[int]) -> None:
         """Fill the given blocks, in order, with bytes that `export_blocks` gave. The buffer may be read-only."""
         if block_ids:
-            kv_unpack(_as_tensor(buffer), self.data, block_ids)
+            kv_unpack(as_tensor(buffer), self.data, block_ids)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block onto another."""
         self.data[target].copy_(self.data[source])
 
 
-def _as_tensor(buffer: ByteArray) -> Tensor:
+def as_tensor(buffer: ByteArray) -> Tensor:
     """A tensor over the buffer's own memory, which the caller only reads and keeps alive.
 
     torch has no read-only tensors and warns of read-only arrays, hence the detour by the address.

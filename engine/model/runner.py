@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.core.scheduler import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
 from engine.core.types import TokenLogprobs
+from engine.model.cuda import upload
 from engine.model.decoder import Decoder, ForwardBatch
 from engine.model.kv_pool import KVPool
 from engine.model.sampler import sample_requests, score_tokens
@@ -34,14 +35,17 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunnerOutput:
         """Compute the step; KV is written to the pool, one token is sampled for each chunk that ends its sequence."""
-        batch = build_batch(output.chunks, self.kv_pool.block_size, self.kv_pool.device)
-        hidden = self.decoder.hidden(batch, self.kv_pool)
+        hidden = self.hidden(output.chunks)
         requests = [chunk.request for chunk in output.chunks if chunk.samples]
         sampled: dict[str, SampledToken] = {}
         if requests:
             tokens = sample_requests(self.decoder.logits(hidden[: len(requests)]), requests)
             sampled = {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
         return RunnerOutput(sampled, self._score(hidden[len(requests) :], output.chunks))
+
+    def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """What the step's logits are made of: a row per sampling chunk, then one per scored position."""
+        return self.decoder.hidden(build_batch(chunks, self.kv_pool.block_size, self.kv_pool.device), self.kv_pool)
 
     def _score(self, hidden: Tensor, chunks: Sequence[ScheduledChunk]) -> dict[str, list[TokenLogprobs]]:
         """The scores of each chunk; `hidden` has the rows of all their scored positions, [num_scored, hidden_size]."""
@@ -108,11 +112,12 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         if chunk.samples:
             sampled_rows.append(row - 1)
     return ForwardBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(slots).to(device),
-        block_tables=torch.from_numpy(block_tables).to(device),
-        query_start=torch.from_numpy(query_start).to(device),
-        context_lens=torch.from_numpy(context_lens).to(device),
-        logits_rows=torch.tensor(sampled_rows + scored_rows, dtype=torch.int64, device=device),
+        token_ids=upload(token_ids, torch.int64, device),
+        positions=upload(positions, torch.int64, device),
+        slot_mapping=upload(slots, torch.int64, device),
+        block_tables=upload(block_tables, torch.int32, device),
+        query_start=upload(query_start, torch.int32, device),
+        context_lens=upload(context_lens, torch.int32, device),
+        logits_rows=upload(sampled_rows + scored_rows, torch.int64, device),
+        max_query_len=max(chunk.num_tokens for chunk in chunks),
     )

@@ -9,6 +9,7 @@ from engine.core.randomness import uniform
 from engine.core.request import Request
 from engine.core.scheduler import SampledToken
 from engine.core.types import SamplingParams, TokenLogprobs
+from engine.model.cuda import download, upload
 from kernels.sample import LogitBias, Penalties, sample
 
 
@@ -18,26 +19,24 @@ def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> list[S
     device = logits.device
     output = sample(
         logits,
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        top_k=torch.tensor([p.top_k or 0 for p in params], dtype=torch.int32, device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        uniform=torch.tensor(
+        temperature=upload([p.temperature for p in params], torch.float32, device),
+        top_k=upload([p.top_k or 0 for p in params], torch.int32, device),
+        top_p=upload([p.top_p for p in params], torch.float32, device),
+        min_p=upload([p.min_p for p in params], torch.float32, device),
+        uniform=upload(
             [uniform(p.seed, request.num_output) for p, request in zip(params, requests, strict=True)],
-            dtype=torch.float32,
-            device=device,
+            torch.float32,
+            device,
         ),
         penalties=_penalties(requests, device),
         bias=_bias(requests, device),
         num_logprobs=[p.logprobs for p in params] if any(p.logprobs is not None for p in params) else None,
     )
-    token_ids = output.token_ids.tolist()
     if output.logprobs is None:
-        return [SampledToken(token_id) for token_id in token_ids]
+        return [SampledToken(token_id) for token_id in download([output.token_ids])[0].tolist()]
     assert output.top_ids is not None and output.top_logprobs is not None
-    rows = zip(
-        params, token_ids, output.logprobs.tolist(), output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True
-    )
+    columns = download([output.token_ids, output.logprobs, output.top_ids, output.top_logprobs])
+    rows = zip(params, *(column.tolist() for column in columns), strict=True)
     return [
         SampledToken(token_id)
         if p.logprobs is None
@@ -54,7 +53,7 @@ def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequen
     `num_top[row]` alternatives are named. The bits are those that a sampled token's log-probabilities have.
     """
     count, device = len(token_ids), logits.device
-    given = torch.tensor(token_ids, dtype=torch.int64, device=device)
+    given = upload(token_ids, torch.int64, device)
     neutral = torch.zeros(count, dtype=torch.float32, device=device)
     output = sample(
         logits,
@@ -68,14 +67,8 @@ def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequen
     )
     assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
     assert output.ranks is not None
-    rows = zip(
-        num_top,
-        output.logprobs.tolist(),
-        output.top_ids.tolist(),
-        output.top_logprobs.tolist(),
-        output.ranks.tolist(),
-        strict=True,
-    )
+    columns = download([output.logprobs, output.top_ids, output.top_logprobs, output.ranks])
+    rows = zip(num_top, *(column.tolist() for column in columns), strict=True)
     return [
         TokenLogprobs(chosen, tuple(top_ids[:k]), tuple(top_logprobs[:k]), rank)
         for k, chosen, top_ids, top_logprobs, rank in rows
@@ -100,12 +93,12 @@ def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties |
             counts += [generated[token_id] for token_id in seen]
         offsets.append(len(token_ids))
     return Penalties(
-        torch.tensor([p.presence_penalty for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32, device=device),
-        torch.tensor(offsets, dtype=torch.int64, device=device),
-        torch.tensor(token_ids, dtype=torch.int64, device=device),
-        torch.tensor(counts, dtype=torch.int32, device=device),
+        upload([p.presence_penalty for p in params], torch.float32, device),
+        upload([p.frequency_penalty for p in params], torch.float32, device),
+        upload([p.repetition_penalty for p in params], torch.float32, device),
+        upload(offsets, torch.int64, device),
+        upload(token_ids, torch.int64, device),
+        upload(counts, torch.int32, device),
     )
 
 
@@ -124,7 +117,7 @@ def _bias(requests: Sequence[Request], device: torch.device) -> LogitBias | None
     for row in rows:
         offsets.append(offsets[-1] + len(row))
     return LogitBias(
-        torch.tensor(offsets, dtype=torch.int64, device=device),
-        torch.tensor([token_id for row in rows for token_id in row], dtype=torch.int64, device=device),
-        torch.tensor([value for row in rows for value in row.values()], dtype=torch.float32, device=device),
+        upload(offsets, torch.int64, device),
+        upload([token_id for row in rows for token_id in row], torch.int64, device),
+        upload([value for row in rows for value in row.values()], torch.float32, device),
     )

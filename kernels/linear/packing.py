@@ -18,6 +18,7 @@ class Layout(Enum):
     PLAIN = "plain"  # [out_features, in_features]
     PANELS = "panels"  # [out_features / PANEL, in_features / 2, PANEL, 2], for our C++ product
     ONEDNN = "onednn"  # opaque, for oneDNN's
+    INVARIANT = "invariant"  # as PLAIN, for the GPU's product whose rows do not depend on their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,13 @@ class PackedLinear:
     layout: Layout
 
 
-def best_layout(weight: Tensor) -> Layout:
-    """Our own product where it is the fastest, oneDNN's where the CPU has matrix tiles, torch's for other types."""
+def best_layout(weight: Tensor, *, deterministic: bool = False) -> Layout:
+    """Our own product where it is the fastest, oneDNN's where the CPU has matrix tiles, torch's for other types.
+
+    On a GPU torch's product is the fastest; `deterministic` asks for our own.
+    """
+    if weight.is_cuda and deterministic:
+        return Layout.INVARIANT
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return Layout.PLAIN
     ops = cpu_ops()
@@ -41,14 +47,15 @@ def best_layout(weight: Tensor) -> Layout:
     return Layout.ONEDNN if torch.ops.mkldnn._is_mkldnn_bf16_supported() else Layout.PLAIN
 
 
-def pack_weight(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+def pack_weight(weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> PackedLinear:
     """Packs `weight` [out_features, in_features] and `bias` [out_features]; the originals may be dropped afterwards.
 
     bfloat16 on CPU takes a layout whose product gives each row the same bits whatever the number of rows (ours by
-    construction, oneDNN's as tested); anything else stays as it is.
+    construction, oneDNN's as tested), and so does anything on a GPU if it is to be `deterministic`; the rest stays as
+    it is.
     """
     out_features, in_features = weight.shape
-    weight, layout = weight.detach(), best_layout(weight)
+    weight, layout = weight.detach(), best_layout(weight, deterministic=deterministic)
     if layout is Layout.ONEDNN:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     elif layout is Layout.PANELS:

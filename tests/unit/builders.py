@@ -100,6 +100,9 @@ class FakeModel:
     def export_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         return self.cells[list(block_ids)].reshape(-1).view(np.uint8)
 
+    def start_export(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        return self.export_blocks(block_ids)
+
     def import_blocks(self, buffer: npt.NDArray[np.uint8], block_ids: Sequence[int]) -> None:
         self.cells[list(block_ids)] = buffer.view(np.int64).reshape(len(block_ids), self.pool.block_size)
 

@@ -1,6 +1,7 @@
 """Two engines that send each other KV, with a model whose KV says what it is of (`builders.FakeModel`)."""
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -291,3 +292,29 @@ def test_whatever_becomes_of_the_segments_the_answer_is_the_same(prompt, fates, 
     assert tokens_of(events) in (answer, answer[1:])
     assert first.token_id == answer[0]
     assert [event.position for event in events] == list(range(6))[-len(events) :]
+
+
+def test_a_segment_may_arrive_after_its_blocks_were_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(token_budget=64)
+    copy_out = engine.store.export_blocks
+
+    def start_export(blocks: Sequence[int]) -> Callable[[], np.ndarray]:
+        payload = copy_out(blocks).copy()
+        return lambda: payload
+
+    monkeypatch.setattr(engine.store, "start_export", start_export)
+    engine.submit(make_assignment(prompt=PROMPT, stage=Stage.PREFILL, max_tokens=6), 0.0)
+    [first], segments = run(engine)
+    assert engine.pool.num_available == engine.pool.num_blocks
+    engine.pool.reset()
+    engine.submit(make_assignment("other", tuple(reversed(PROMPT)), max_tokens=6), 0.0)
+    run(engine)
+
+    decode = awaiting_engine()
+    for segment in segments:
+        assert segment.payload.nbytes == segment.header.checksum == 0
+        assert segment.header.num_bytes == len(segment.header.hashes) * 32
+        complete = segment.arrived()
+        assert complete.arrived() is complete
+        assert decode.import_segment(complete.header, complete.payload, 0.0)
+    assert tokens_of([first, *run(decode)[0]]) == answer_to(make_assignment(prompt=PROMPT, max_tokens=6))

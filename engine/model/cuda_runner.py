@@ -1,0 +1,154 @@
+"""The runner of a GPU: a step in which every request decodes is the replay of a CUDA graph.
+
+A graph is the decoder's work on so many rows of so many blocks each; a step takes the smallest that it fits, and the
+rows left over are padding: a token that sees itself only, is stored nowhere, and whose result nobody reads. A graph has
+one input, an int32 matrix that one copy from pinned memory fills, [rows, 4 + max_blocks]:
+
+    token id, position, slot, context length, block table
+
+and gives the rows that logits are made of. Logits and sampling are launched after it, while it runs. Whatever else a
+step may be (a chunk of a prompt, scored positions, more than any graph takes) is launched kernel by kernel, as
+`ModelRunner` does it. Nothing waits for the device before the end of a step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.core.hashing import root_hash
+from engine.core.request import Request
+from engine.core.scheduler import RunnerOutput, ScheduledChunk, SchedulerOutput
+from engine.core.types import Assignment, SamplingParams, Stage
+from engine.model.cuda import Graphs
+from engine.model.decoder import Decoder, ForwardBatch
+from engine.model.kv_pool import KVPool
+from engine.model.runner import ModelRunner
+
+MAX_ROWS = 512
+MIN_TOKENS = 1024
+MAX_TOKENS = 1 << 24
+"""Rows times context of one graph: bounds what attention keeps between its two kernels."""
+FIELDS = 4
+PADDING = (0, 0, -1, 1)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphShape:
+    """What a graph has room for."""
+
+    rows: int
+    max_blocks: int
+
+    @property
+    def size(self) -> int:
+        """Entries of the input."""
+        return self.rows * (FIELDS + self.max_blocks)
+
+
+def graph_shapes(max_requests: int, max_model_len: int, block_size: int) -> tuple[GraphShape, ...]:
+    """The graphs of an engine, smallest first: rows by powers of two, contexts by powers of four."""
+    rows = _up_to(min(max_requests, MAX_ROWS), first=1, factor=2)
+    contexts = _up_to(max_model_len, first=MIN_TOKENS, factor=4)
+    return tuple(
+        GraphShape(num_rows, -(-context // block_size))
+        for num_rows in rows
+        for context in contexts
+        if num_rows * context <= MAX_TOKENS
+    )
+
+
+def smallest_fitting(shapes: Sequence[GraphShape], chunks: Sequence[ScheduledChunk]) -> GraphShape | None:
+    """The smallest of `shapes`, given in ascending order, that takes the step; None if none does."""
+    if not all(chunk.samples and chunk.num_tokens == 1 and not chunk.scored for chunk in chunks):
+        return None
+    num_rows, num_blocks = len(chunks), max(len(chunk.request.blocks) for chunk in chunks)
+    return next((shape for shape in shapes if shape.rows >= num_rows and shape.max_blocks >= num_blocks), None)
+
+
+class CudaRunner(ModelRunner):
+    """The decoder over a paged KV pool on a GPU, with `shapes` captured at the start."""
+
+    def __init__(self, decoder: Decoder, kv_pool: KVPool, shapes: Sequence[GraphShape], graphs: Graphs) -> None:
+        super().__init__(decoder, kv_pool)
+        self.shapes = tuple(sorted(shapes))
+        self._graphs = graphs
+        size = max((shape.size for shape in self.shapes), default=0)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=kv_pool.data.is_cuda)
+        self._input = torch.zeros(size, dtype=torch.int32, device=kv_pool.device)
+        count = max((shape.rows for shape in self.shapes), default=0) + 1
+        self._counting = torch.arange(count, dtype=torch.int64, device=kv_pool.device)
+        self._counting_int32 = self._counting.int()
+        self._replays: dict[GraphShape, Callable[[], Tensor]] = {}
+        for shape in reversed(self.shapes):  # the largest first: the others find room in its memory
+            fill(self._host, shape, (), kv_pool.block_size)
+            self._input.copy_(self._host)
+            self._replays[shape] = graphs.capture(partial(self._decode, shape))
+        graphs.wait()
+
+    def run(self, output: SchedulerOutput) -> RunnerOutput:
+        """As `ModelRunner.run`; returns when the device has done the step, so that its time is the step's."""
+        result = super().run(output)
+        self._graphs.wait()
+        return result
+
+    def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """As `ModelRunner.hidden`; of a graph the result lasts until the next step."""
+        shape = smallest_fitting(self.shapes, chunks)
+        if shape is None:
+            return super().hidden(chunks)
+        fill(self._host, shape, chunks, self.kv_pool.block_size)
+        self._input[: shape.size].copy_(self._host[: shape.size], non_blocking=True)
+        return self._replays[shape]()[: len(chunks)]
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run a chunk of so many tokens that stores nothing: compiles the kernels of prefill and sampling before a
+        request waits for them, and finds out whether there is memory for them."""
+        block_size = self.kv_pool.block_size
+        num_tokens = min(num_tokens, self.decoder.max_position, self.kv_pool.num_blocks * block_size)
+        sampling = SamplingParams(max_tokens=1, logprobs=1)
+        assignment = Assignment("warm-up", 0, Stage.WHOLE, (0,) * num_tokens, num_tokens, sampling, "")
+        request = Request(assignment, root_hash("warm-up"), block_size, 0)
+        request.blocks += range(-(-num_tokens // block_size))
+        self.run(SchedulerOutput((ScheduledChunk(request, 0, num_tokens, num_tokens, samples=True),), ()))
+
+    @torch.inference_mode()
+    def _decode(self, shape: GraphShape) -> Tensor:
+        """What a graph records: from the input to the rows that logits are made of, [rows, hidden_size]."""
+        rows = self._input[: shape.size].view(shape.rows, FIELDS + shape.max_blocks)
+        token_ids, positions, slots = rows.t()[:3].long().contiguous()
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=rows[:, FIELDS:],
+            query_start=self._counting_int32[: shape.rows + 1],
+            context_lens=rows[:, 3].contiguous(),
+            logits_rows=self._counting[: shape.rows],
+            max_query_len=1,
+        )
+        return self.decoder.hidden(batch, self.kv_pool)
+
+
+def fill(host: Tensor, shape: GraphShape, chunks: Sequence[ScheduledChunk], block_size: int) -> None:
+    """Write a step's decodes and the padding to the beginning of `host`. Behind a row's blocks anything may stay."""
+    rows = host[: shape.size].numpy().reshape(shape.rows, FIELDS + shape.max_blocks)
+    for row, chunk in zip(rows, chunks, strict=False):
+        request, position = chunk.request, chunk.start
+        slot = request.blocks[position // block_size] * block_size + position % block_size
+        stored = slot if chunk.store_from <= position else -1
+        row[:FIELDS] = request.token_ids[position], position, stored, position + 1
+        row[FIELDS : FIELDS + len(request.blocks)] = request.blocks
+    rows[len(chunks) :, :FIELDS] = PADDING
+    rows[len(chunks) :, FIELDS] = 0
+
+
+def _up_to(largest: int, *, first: int, factor: int) -> list[int]:
+    """first, first * factor ... as far as they are below `largest`, and `largest`."""
+    values = []
+    while first < largest:
+        values.append(first)
+        first *= factor
+    return [*values, largest]

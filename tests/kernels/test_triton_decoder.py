@@ -1,0 +1,137 @@
+"""A whole engine on the Triton kernels in deterministic mode: the same bits whatever the batch, close to the CPU's."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from triton_cases import DEVICE
+
+import engine.model.decoder
+import engine.model.sampler
+import kernels.linear
+import kernels.sample
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import SchedulerLimits
+from engine.core.types import Assignment, SamplingParams, Stage
+from engine.model.build import make_pool, make_runner
+from engine.model.config import ModelConfig
+from engine.model.cuda_runner import CudaRunner, graph_shapes
+from engine.model.decoder import Decoder
+from engine.model.engine import Engine
+from engine.model.runner import ModelRunner
+from engine.model.weights import RandomTensors
+from kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
+from kernels.linear import PackedLinear
+from kernels.linear.packing import Layout
+from kernels.paged_attention.triton import paged_attention_triton
+from kernels.rms_norm.triton import rms_norm_triton
+from kernels.rotary_kv_store.triton import rotary_kv_store_triton
+from kernels.sample.triton import sample_triton
+from kernels.silu_and_mul.triton import silu_and_mul_triton
+from tests.cuda_stand_ins import Repetition
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 24, 96
+LIMITS = SchedulerLimits(token_budget=96, max_requests=4)
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_LEN,
+    }
+)
+Outputs = dict[str, list[tuple[int | None, tuple[float, ...]]]]
+
+
+def invariant(weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> PackedLinear:
+    assert deterministic
+    return PackedLinear(weight, bias, weight.shape[1], weight.shape[0], Layout.INVARIANT)
+
+
+def sample_on_device(logits: Tensor, **given: object) -> object:
+    wanted = given.pop("num_logprobs") or ()
+    return sample_triton(logits, wanted=[-1 if n is None else n for n in wanted], **given)  # type: ignore
+
+
+def make_decoder(device: torch.device | str) -> Decoder:
+    return Decoder(CONFIG, RandomTensors(CONFIG), torch.bfloat16, device, deterministic=True)
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """A decoder on the GPU; without one, on the CPU with the kernels that a GPU would run."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(engine.model.decoder, "pack_weight", invariant)
+        monkeypatch.setattr(kernels.linear, "batch_invariant_matmul", batch_invariant_matmul_triton)
+        monkeypatch.setattr(engine.model.decoder, "rms_norm", rms_norm_triton)
+        monkeypatch.setattr(engine.model.decoder, "rotary_kv_store", rotary_kv_store_triton)
+        monkeypatch.setattr(engine.model.decoder, "paged_attention", paged_attention_triton)
+        monkeypatch.setattr(engine.model.decoder, "silu_and_mul", silu_and_mul_triton)
+        monkeypatch.setattr(engine.model.sampler, "sample", sample_on_device)
+    return make_decoder(DEVICE)
+
+
+def assignments() -> list[Assignment]:
+    generator = random.Random(0)
+    prompts = {"short": (5, 0.0), "block": (16, 1.0), "long": (70, 0.0)}
+    return [
+        Assignment(
+            name,
+            0,
+            Stage.WHOLE,
+            tuple(generator.randrange(96) for _ in range(length)),
+            length,
+            SamplingParams(max_tokens=6, temperature=temperature, seed=1, logprobs=2),
+            "ingress",
+        )
+        for name, (length, temperature) in prompts.items()
+    ]
+
+
+def run(runner: ModelRunner, wanted: Iterable[Assignment], budget: int = 96) -> Outputs:
+    limits = replace(LIMITS, token_budget=budget)
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    worker = Engine(runner, runner.kv_pool, pool, limits, MAX_LEN, "model")
+    outputs: Outputs = {}
+    for assignment in wanted:
+        worker.submit(assignment, 0.0)
+    while (step := worker.step(0.0)) is not None:
+        for event in step.events:
+            assert event.logprobs is not None
+            said = (event.token_id, (event.logprobs.chosen, *event.logprobs.top_logprobs))
+            outputs.setdefault(event.request_id, []).append(said)
+    return outputs
+
+
+def make(decoder: Decoder) -> ModelRunner:
+    pool = make_pool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
+    if decoder.device.type == "cuda":
+        return make_runner(decoder, pool, LIMITS)
+    return CudaRunner(decoder, pool, graph_shapes(LIMITS.max_requests, MAX_LEN, BLOCK_SIZE), Repetition())
+
+
+def test_the_same_bits_alone_in_chunks_and_together(decoder: Decoder) -> None:
+    alone: Outputs = {}
+    for assignment in assignments():
+        alone |= run(make(decoder), [assignment])
+    assert run(make(decoder), assignments()) == alone
+    assert run(make(decoder), reversed(assignments()), budget=16) == alone
+
+
+def test_close_to_the_cpu(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = run(make(decoder), assignments())
+    monkeypatch.undo()
+    on_cpu = make_decoder("cpu")
+    pool = make_pool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, on_cpu.device)
+    theirs = run(ModelRunner(on_cpu, pool), assignments())
+    for name, outputs in theirs.items():
+        assert ours[name][0][0] == outputs[0][0]
+        torch.testing.assert_close(torch.tensor(ours[name][0][1]), torch.tensor(outputs[0][1]), rtol=0.05, atol=0.05)

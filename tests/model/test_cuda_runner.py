@@ -1,0 +1,154 @@
+"""The runner of a GPU: that graphs and padding change nothing, and that no step waits for the device in between.
+
+On a CPU a graph is its work done again; with a GPU the real ones are compared.
+"""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import SchedulerLimits
+from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
+from engine.model.config import ModelConfig
+from engine.model.cuda import CudaGraphs
+from engine.model.cuda_kv_pool import PIECE_BYTES, CudaKVPool
+from engine.model.cuda_runner import CudaRunner, graph_shapes
+from engine.model.decoder import Decoder
+from engine.model.engine import Engine
+from engine.model.kv_pool import KVPool
+from engine.model.runner import ModelRunner
+from engine.model.weights import RandomTensors
+from tests.cuda_stand_ins import Repetition
+
+BLOCK_SIZE = 16
+MAX_LEN = 1500
+NUM_BLOCKS = 400
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": MAX_LEN,
+    }
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def make_decoder(device: str, *, deterministic: bool = False) -> Decoder:
+    return Decoder(CONFIG, RandomTensors(CONFIG), torch.bfloat16, device, deterministic=deterministic)
+
+
+def assignments() -> Iterator[Assignment]:
+    """Short and long, greedy and sampled, with and without penalties, bias, log-probabilities and scores."""
+    generator = random.Random(0)
+    for index, length in enumerate((1, 15, 16, 17, 40, 300, 1100)):
+        sampling = SamplingParams(
+            max_tokens=24 + index,
+            temperature=float(index % 2),
+            top_p=0.9 if index % 3 else 1.0,
+            seed=index,
+            logprobs=3 if index % 3 == 0 else None,
+            presence_penalty=0.5 if index == 4 else 0.0,
+            logit_bias=((7, 2.0),) if index == 5 else (),
+            prompt_logprobs=1 if index == 3 else None,
+        )
+        prompt = tuple(generator.randrange(512) for _ in range(length))
+        yield Assignment(f"r{index}", 0, Stage.WHOLE, prompt, length, sampling, "ingress")
+
+
+def answers(runner: ModelRunner) -> list[TokenEvent]:
+    """Everything that the engine says, in order."""
+    limits = SchedulerLimits(token_budget=256, max_requests=5)
+    engine = Engine(runner, runner.kv_pool, BlockPool(NUM_BLOCKS, BLOCK_SIZE), limits, MAX_LEN, "model")
+    for assignment in assignments():
+        engine.submit(assignment, 0.0)
+    events: list[TokenEvent] = []
+    while (step := engine.step(0.0)) is not None:
+        events += step.events
+    return events
+
+
+def test_steps_with_and_without_graphs_answer_alike() -> None:
+    decoder = make_decoder("cpu")
+    pools = [KVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16) for _ in range(2)]
+    graphs = Repetition()
+    runner = CudaRunner(decoder, pools[0], graph_shapes(5, MAX_LEN, BLOCK_SIZE), graphs)
+    assert answers(runner) == answers(ModelRunner(decoder, pools[1]))
+    assert graphs.num_replays > 20
+    assert torch.equal(pools[0].data, pools[1].data), "padding stores nothing"
+    runner.warm_up(10_000)
+    assert torch.equal(pools[0].data, pools[1].data)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_graphs_give_the_bits_of_their_work() -> None:
+    """Whatever the mode: the same kernels on the same memory."""
+    decoder = make_decoder("cuda")
+    pool = CudaKVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
+    pool.data.normal_()
+    runner = CudaRunner(decoder, pool, graph_shapes(64, MAX_LEN, BLOCK_SIZE), CudaGraphs(decoder.device))
+    for shape in runner.shapes:
+        rows = torch.randint(0, NUM_BLOCKS, (shape.rows, 4 + shape.max_blocks), dtype=torch.int32)
+        contexts = torch.randint(1, min(shape.max_blocks * BLOCK_SIZE, MAX_LEN), (shape.rows,))
+        rows[:, 1], rows[:, 2], rows[:, 3] = contexts - 1, -1, contexts
+        runner._input[: shape.size].copy_(rows.view(-1))
+        expected = runner._decode(shape).clone()
+        assert torch.isfinite(expected).all()
+        for _ in range(2):
+            assert torch.equal(runner._replays[shape](), expected), shape
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_deterministic_steps_with_and_without_graphs_answer_alike() -> None:
+    decoder = make_decoder("cuda", deterministic=True)
+    pools = [CudaKVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device) for _ in range(2)]
+    shapes = graph_shapes(5, MAX_LEN, BLOCK_SIZE)
+    assert answers(CudaRunner(decoder, pools[0], shapes, CudaGraphs(decoder.device))) == answers(
+        ModelRunner(decoder, pools[1])
+    )
+    assert torch.equal(pools[0].data, pools[1].data)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_no_step_waits_for_the_device_in_between() -> None:
+    """torch raises where it would wait; the one wait at the end of a step is asked for by name."""
+    decoder = make_decoder("cuda")
+    pool = CudaKVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
+    runner = CudaRunner(decoder, pool, graph_shapes(5, MAX_LEN, BLOCK_SIZE), CudaGraphs(decoder.device))
+    answers(runner)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert answers(runner)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_blocks_travel_through_pinned_memory_and_back() -> None:
+    device = torch.device("cuda")
+    pool = CudaKVPool(CONFIG, 8192, BLOCK_SIZE, torch.bfloat16, device)
+    pool.data.normal_()
+    ids = torch.randperm(8192)
+    for count in (1, 3, PIECE_BYTES // pool.block_bytes, 2000):
+        source, target = ids[:count].tolist(), ids[-count:].tolist()
+        expected = pool.data[source].clone()
+        arriving = pool.start_export(source)
+        pool.data[source] = 0
+        payload = arriving()
+        assert torch.equal(torch.from_numpy(payload), expected.view(-1).view(torch.uint8).cpu())
+        pool.import_blocks(payload, target)
+        payload[:] = 0
+        assert torch.equal(pool.data[target], expected)
+        pool.data[source] = expected

@@ -1,0 +1,56 @@
+"""What a worker's export stream says of segments whose bytes arrive later, or never. The worker has no engine here."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from actors.messages import ExportItem
+from actors.worker import Worker
+from engine.core.types import Handover, SegmentHeader
+from engine.model.engine import ExportedSegment
+from engine.model.segments import checksum
+
+PAYLOAD = np.arange(64, dtype=np.uint8)
+HEADER = SegmentHeader("model", (b"1", b"2"), PAYLOAD.nbytes, 0, Handover("r", 0, 5, None))
+
+
+def exported(count: int, *segments: ExportedSegment) -> list[object]:
+    """The first `count` items that the stream yields, which are all."""
+
+    async def read() -> list[object]:
+        worker = Worker.__new__(Worker)
+        worker._exports, worker._queued_export_bytes = asyncio.Queue(), 0
+        worker._metrics = SimpleNamespace(exported_bytes=lambda num_bytes: None)  # type: ignore[assignment]
+        for segment in segments:
+            worker._exports_put(segment)
+        stream = worker.export_stream()
+        items = [await anext(stream) for _ in range(count)]
+        assert worker._exports.empty() and worker._queued_export_bytes == 0
+        return items
+
+    return asyncio.run(read())
+
+
+def test_a_segment_is_sent_when_it_has_arrived() -> None:
+    complete = SegmentHeader("model", (b"3", b"4"), PAYLOAD.nbytes, checksum(PAYLOAD), None)
+    late = ExportedSegment(HEADER, np.empty(0, np.uint8), lambda: PAYLOAD)
+    first, first_payload, second, second_payload = exported(4, late, ExportedSegment(complete, PAYLOAD))
+    assert isinstance(first, ExportItem) and first.header is not None
+    assert first.header.checksum == checksum(PAYLOAD) and first.header.handover == HEADER.handover
+    assert first_payload is PAYLOAD is second_payload
+    assert isinstance(second, ExportItem) and second.header == complete
+
+
+def test_blocks_that_never_arrive_are_missing_and_the_handover_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> np.ndarray:
+        raise RuntimeError("the device is gone")
+
+    with caplog.at_level(logging.ERROR):
+        [item] = exported(1, ExportedSegment(HEADER, np.empty(0, np.uint8), fail))
+    assert isinstance(item, ExportItem) and item.header is not None
+    assert item.missing == HEADER.full_hashes
+    assert (item.header.hashes, item.header.num_bytes, item.header.handover) == ((), 0, HEADER.handover)
+    assert "2 blocks not exported" in caplog.text
