@@ -112,7 +112,8 @@ class Frontend:
         self._public_prefixes = _public_prefixes(self._tokenizer, cache.public_prefixes)
         self.tenants = tenants(config)
         self._metrics = IngressMetrics()
-        self._root = root_hash(kv_fingerprint(model.source, folder, DTYPES[model.dtype], cache.block_size))
+        dtype = DTYPES[model.dtype]
+        self._root = root_hash(kv_fingerprint(model.source, folder, dtype, model.quantization, cache.block_size))
         manager = ManagerLink(app_name)
         self._transcripts = Transcripts(manager, self._metrics.looked_up) if cache.transcript_mib else None
         self.cache = CacheControl(manager, self._tokenizer.decode)

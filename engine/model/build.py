@@ -10,7 +10,7 @@ import torch
 from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
 from engine.core.eviction.policies import make_queue
-from engine.core.settings import GIB, EngineSettings
+from engine.core.settings import GIB, EngineSettings, Quantization
 from engine.core.tenants import quotas
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -48,8 +48,8 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
         StartupError: the model cannot be found or used, or the pool cannot hold one longest request.
     """
     folder = resolve_model(settings.source)
-    dtype = DTYPES[settings.dtype]
-    device = torch.device(_device(settings.device))
+    dtype, quantization = DTYPES[settings.dtype], settings.quantization
+    device = torch.device(_device(settings))
     config = ModelConfig.from_folder(folder)
     max_model_len = model_len(config, settings.max_model_len)
     num_blocks = pool_blocks(config, settings)
@@ -57,14 +57,14 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     kv_pool = KVPool(config, num_blocks, settings.block_size, dtype, device)
     runner: Runner = NullRunner()
     if not settings.source.startswith(NULL):
-        runner = ModelRunner(Decoder.from_folder(folder, dtype, device, max_model_len), kv_pool)
+        runner = ModelRunner(Decoder.from_folder(folder, dtype, device, max_model_len, quantization), kv_pool)
     return Engine(
         runner,
         kv_pool,
         BlockPool(num_blocks, settings.block_size, make_queue(settings.eviction, shares)),
         settings.limits,
         max_model_len,
-        kv_fingerprint(settings.source, folder, dtype, settings.block_size),
+        kv_fingerprint(settings.source, folder, dtype, quantization, settings.block_size),
         swap_space,
     )
 
@@ -103,16 +103,18 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> 
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
 
 
-def kv_fingerprint(source: str, folder: Path, dtype: torch.dtype, block_size: int) -> str:
-    """What KV depends on: the model and whether it is run at all, its dtype, the layout of a block, and the version of
-    what computes it, which matters where KV outlives a process."""
-    runs = "" if source.startswith(NULL) else "computed"
+def kv_fingerprint(
+    source: str, folder: Path, dtype: torch.dtype, quantization: Quantization | None, block_size: int
+) -> str:
+    """What KV depends on: the model, what its weights are rounded to and whether it is run at all, its dtype, the
+    layout of a block, and the version of what computes it, which matters where KV outlives a process."""
+    runs = "" if source.startswith(NULL) else quantization or "computed"
     return f"{fingerprint(folder, dtype)}/{block_size}/{runs}/{version('raydix')}"
 
 
-def _device(wanted: str) -> str:
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
+def _device(settings: EngineSettings) -> str:
+    if settings.device == "auto":  # quantised products are fast on CPUs only
+        return "cuda" if torch.cuda.is_available() and settings.quantization is None else "cpu"
+    if settings.device == "cuda" and not torch.cuda.is_available():
         raise StartupError("workers.*.device is cuda, but torch sees no GPU here")
-    return wanted
+    return settings.device

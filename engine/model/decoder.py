@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.core.settings import Quantization
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.kv_pool import KVPool
 from engine.model.weights import Checkpoint, TensorSource
@@ -50,6 +51,7 @@ class Decoder:
     """A loaded model. Stateless between calls: all that persists is in the KV pool it is given.
 
     `max_position` bounds the positions that can be served (and so the rotary tables); None: the model's context.
+    `quantization` is of all matrix products; tokens are embedded in `dtype`, also where the table is the output's.
     """
 
     def __init__(
@@ -59,16 +61,17 @@ class Decoder:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         max_position: int | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
         self.max_position = min(max_position or config.max_position, config.max_position)
-        loader = _Loader(config, weights, dtype, self.device, self.max_position)
+        loader = _Loader(config, weights, dtype, self.device, self.max_position, quantization)
         with torch.inference_mode():
             self._embedding = loader.tensor("model.embed_tokens.weight").clone()
             head = None if config.tie_word_embeddings else loader.tensor("lm_head.weight")
-            self._lm_head = pack_weight(self._embedding if head is None else head)
+            self._lm_head = loader.pack(self._embedding if head is None else head)
             # In the model's dtype, as the published implementation rounds it.
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
             self._embedding_scale = scale if config.embedding_scale != 1.0 else None
@@ -83,10 +86,11 @@ class Decoder:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         max_position: int | None = None,
+        quantization: Quantization | None = None,
     ) -> "Decoder":
         """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used."""
         config = ModelConfig.from_folder(folder)
-        return cls(config, Checkpoint(folder, config), dtype, device, max_position)
+        return cls(config, Checkpoint(folder, config), dtype, device, max_position, quantization)
 
     @property
     def runs_in_one_call(self) -> bool:
@@ -193,18 +197,29 @@ class _Loader:
     """Turns named tensors into layers: converts, fuses q, k, v and gate, up, and packs, one layer at a time."""
 
     def __init__(
-        self, config: ModelConfig, weights: TensorSource, dtype: torch.dtype, device: torch.device, max_position: int
+        self,
+        config: ModelConfig,
+        weights: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_position: int,
+        quantization: Quantization | None,
     ) -> None:
         self._config = config
         self._weights = weights
         self._dtype = dtype
         self._device = device
         self._max_position = max_position
+        self._int8 = quantization == "int8"
         self._tables: list[tuple[RopeConfig, Tensor]] = []
 
     def tensor(self, name: str) -> Tensor:
         """A tensor in the model's dtype, on its device."""
         return self._weights.tensor(name).to(device=self._device, dtype=self._dtype)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """A product's weight as it is kept."""
+        return pack_weight(weight, bias, int8=self._int8)
 
     def norm(self, name: str) -> Tensor:
         """A norm's weight in float32, the family's offset added; a copy, so that no weight file stays in use."""
@@ -236,7 +251,7 @@ class _Loader:
     def _packed(self, names: list[str], *, bias: bool) -> PackedLinear:
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
-        return pack_weight(torch.cat(weights), None if biases is None else torch.cat(biases))
+        return self.pack(torch.cat(weights), None if biases is None else torch.cat(biases))
 
     def _cos_sin(self, rope: RopeConfig) -> Tensor:
         """The rotary table, shared between the layers that rotate alike."""
