@@ -114,7 +114,9 @@ class Frontend:
         self.tenants = tenants(config)
         self._metrics = IngressMetrics()
         dtype = DTYPES[model.dtype]
-        self._root = root_hash(kv_fingerprint(model.source, folder, dtype, cache.block_size, model.deterministic))
+        self._root = root_hash(
+            kv_fingerprint(model.source, folder, dtype, model.quantization, model.deterministic, cache.block_size)
+        )
         manager = ManagerLink(app_name)
         self._transcripts = Transcripts(manager, self._metrics.looked_up) if cache.transcript_mib else None
         self.cache = CacheControl(manager, self._tokenizer.decode)

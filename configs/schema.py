@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from engine.core.eviction.policies import EvictionPolicy
+from engine.core.settings import Quantization
 
 
 class _Section(BaseModel):
@@ -25,6 +26,10 @@ class ModelSection(_Section):
     name: str | None = Field(default=None, min_length=1, description="The model's name in the API; the source's own.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         default="bfloat16", description="Of weights, activations and KV."
+    )
+    quantization: Quantization | None = Field(
+        default=None,
+        description="int8: the weights of matrix products in 8 bits with a scale for each output channel, on CPUs.",
     )
     max_model_len: int | None = Field(
         default=None, ge=16, description="Longest prompt plus answer, in tokens; the model's own limit."
@@ -200,6 +205,12 @@ class Config(_Section):
         """What all parts together keep in the object store at most."""
         num_workers = sum(section.replicas for section in self.workers.sections.values())
         return self.cache.segment_gib + num_workers * self.cache.swap_gib
+
+    @model_validator(mode="after")
+    def _quantized_on_cpus(self) -> Self:
+        if self.model.quantization and any(section.device == "cuda" for section in self.workers.sections.values()):
+            raise ValueError(f"model.quantization {self.model.quantization} is for CPUs, and a worker's device is cuda")
+        return self
 
     @field_validator("tenants")
     @classmethod

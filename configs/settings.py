@@ -11,6 +11,7 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
     return EngineSettings(
         source=config.model.source,
         dtype=config.model.dtype,
+        quantization=config.model.quantization,
         device=worker.device,
         max_model_len=config.model.max_model_len,
         deterministic=config.model.deterministic,

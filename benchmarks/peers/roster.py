@@ -1,7 +1,8 @@
 """The engines that are compared: where each lives, its settings, and the environment its process gets.
 
 Each peer has what measured best for it on a small machine; all have the same weights, all cores, and KV pools of the
-same size, in bfloat16 (llama.cpp's, in float16, with weights in the GGUF file's own quantisation).
+same size, in bfloat16 (llama.cpp's, in float16, with weights in the GGUF file's own quantisation). raydix is there a
+second time, with int8 weights.
 """
 
 import ctypes.util
@@ -49,6 +50,8 @@ class Peer:
     environment: Callable[[Site], Mapping[str, str]] = lambda site: {}
     """Added to its process's."""
     most_streams: int = MAX_REQUESTS
+    engine: str = ""
+    """Its file in `engines`, where that has another name."""
 
     def python(self, site: Site) -> Path:
         return environment_python(site.home, self.name) if self.own_environment else Path(sys.executable)
@@ -80,6 +83,14 @@ def ir_folder(home: Path, model: Path) -> Path:
 
 def _raydix(site: Site) -> dict[str, Any]:
     return {"model": str(site.model), "pool_gib": POOL_GIB, "token_budget": 512, "max_requests": MAX_REQUESTS}
+
+
+def _raydix_int8(site: Site) -> dict[str, Any]:
+    return _raydix(site) | {"quantization": "int8"}
+
+
+def _raydix_environment(site: Site) -> dict[str, str]:
+    return {"PYTHONPATH": str(ROOT)}
 
 
 def _openvino(site: Site) -> dict[str, Any]:
@@ -128,11 +139,12 @@ def _vllm_environment(site: Site) -> dict[str, str]:
     }
 
 
-RAYDIX = Peer("raydix", "raydix", False, _raydix, environment=lambda site: {"PYTHONPATH": str(ROOT)})
+RAYDIX = Peer("raydix", "raydix", False, _raydix, environment=_raydix_environment)
 
 PEERS = {
     peer.name: peer
     for peer in (
+        Peer("raydix_int8", "raydix int8", False, _raydix_int8, environment=_raydix_environment, engine="raydix"),
         Peer("openvino", "OpenVINO", True, _openvino, _no_ir),
         Peer("vllm", "vLLM CPU", True, _vllm, environment=_vllm_environment),
         Peer("transformers", "transformers", False, _transformers),

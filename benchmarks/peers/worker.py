@@ -43,7 +43,7 @@ class Worker:
         self._closed = False
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [str(peer.python(site)), "-P", str(SERVE), peer.name],
+                [str(peer.python(site)), "-P", str(SERVE), peer.engine or peer.name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

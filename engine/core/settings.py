@@ -1,6 +1,7 @@
 """What an engine is built from, as plain values that can be sent to the process that builds it."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from engine.core.eviction.policies import EvictionPolicy
 from engine.core.scheduler import SchedulerLimits
@@ -8,6 +9,9 @@ from engine.core.tenants import Tenant
 
 GIB = 1 << 30
 """Bytes."""
+
+Quantization: TypeAlias = Literal["int8"]
+"""What the weights of matrix products are rounded to: int8 with a float32 scale for each output channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,7 @@ class EngineSettings:
     source: str
     dtype: str
     device: str
-    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one and the weights are not quantised."""
     max_model_len: int | None
     block_size: int
     num_blocks: int | None
@@ -31,3 +35,4 @@ class EngineSettings:
     """Whose shares of the pool are to be kept."""
     deterministic: bool = False
     """On a GPU: the same bits whatever the batch, as a CPU gives them in bfloat16 anyway."""
+    quantization: Quantization | None = None

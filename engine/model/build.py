@@ -11,7 +11,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
 from engine.core.eviction.policies import make_queue
 from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import GIB, EngineSettings
+from engine.core.settings import GIB, EngineSettings, Quantization
 from engine.core.tenants import quotas
 from engine.model.config import ModelConfig
 from engine.model.cuda import CudaGraphs
@@ -52,8 +52,8 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
         StartupError: the model cannot be found or used, or the pool cannot hold one longest request.
     """
     folder = resolve_model(settings.source)
-    dtype = DTYPES[settings.dtype]
-    device = torch.device(_device(settings.device))
+    dtype, quantization = DTYPES[settings.dtype], settings.quantization
+    device = torch.device(_device(settings))
     config = ModelConfig.from_folder(folder)
     max_model_len = model_len(config, settings.max_model_len)
     num_blocks = pool_blocks(config, settings)
@@ -61,7 +61,9 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     kv_pool = make_pool(config, num_blocks, settings.block_size, dtype, device)
     runner: Runner = NullRunner()
     if not settings.source.startswith(NULL):
-        decoder = Decoder.from_folder(folder, dtype, device, max_model_len, deterministic=settings.deterministic)
+        decoder = Decoder.from_folder(
+            folder, dtype, device, max_model_len, quantization, deterministic=settings.deterministic
+        )
         runner = make_runner(decoder, kv_pool, settings.limits)
     return Engine(
         runner,
@@ -69,7 +71,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
         BlockPool(num_blocks, settings.block_size, make_queue(settings.eviction, shares)),
         settings.limits,
         max_model_len,
-        kv_fingerprint(settings.source, folder, dtype, settings.block_size, settings.deterministic),
+        kv_fingerprint(settings.source, folder, dtype, quantization, settings.deterministic, settings.block_size),
         swap_space,
         settings.swap_bytes,
     )
@@ -127,16 +129,24 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> 
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
 
 
-def kv_fingerprint(source: str, folder: Path, dtype: torch.dtype, block_size: int, deterministic: bool) -> str:
-    """What KV depends on: the model, whether it is run at all and by which products, its dtype, the layout of a block,
-    and the version of what computes it, which matters where KV outlives a process."""
-    runs = "" if source.startswith(NULL) else "deterministic" if deterministic else "computed"
+def kv_fingerprint(
+    source: str,
+    folder: Path,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    deterministic: bool,
+    block_size: int,
+) -> str:
+    """What KV depends on: the model, what its weights are rounded to, whether it is run at all and by which products,
+    its dtype, the layout of a block, and the version of what computes it, which matters where KV outlives a process."""
+    products = f"{quantization or 'computed'}{'-deterministic' if deterministic else ''}"
+    runs = "" if source.startswith(NULL) else products
     return f"{fingerprint(folder, dtype)}/{block_size}/{runs}/{version('raydix')}"
 
 
-def _device(wanted: str) -> str:
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
+def _device(settings: EngineSettings) -> str:
+    if settings.device == "auto":  # quantised products are fast on CPUs only
+        return "cuda" if torch.cuda.is_available() and settings.quantization is None else "cpu"
+    if settings.device == "cuda" and not torch.cuda.is_available():
         raise StartupError("workers.*.device is cuda, but torch sees no GPU here")
-    return wanted
+    return settings.device

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.core.settings import Quantization
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.kv_pool import KVPool
 from engine.model.weights import Checkpoint, TensorSource
@@ -52,6 +53,7 @@ class Decoder:
     """A loaded model. Stateless between calls: all that persists is in the KV pool it is given.
 
     `max_position` bounds the positions that can be served (and so the rotary tables); None: the model's context.
+    `quantization` is of all matrix products; tokens are embedded in `dtype`, also where the table is the output's.
     `deterministic` makes a row's bits on a GPU depend on its tokens alone, whatever the batch; in bfloat16 on CPU they
     always do.
     """
@@ -63,6 +65,7 @@ class Decoder:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         max_position: int | None = None,
+        quantization: Quantization | None = None,
         *,
         deterministic: bool = False,
     ) -> None:
@@ -71,11 +74,11 @@ class Decoder:
         self.deterministic = deterministic
         self.device = torch.device(device)
         self.max_position = min(max_position or config.max_position, config.max_position)
-        loader = _Loader(config, weights, dtype, self.device, self.max_position, deterministic)
+        loader = _Loader(config, weights, dtype, self.device, self.max_position, quantization, deterministic)
         with torch.inference_mode():
             self._embedding = loader.tensor("model.embed_tokens.weight").clone()
             head = None if config.tie_word_embeddings else loader.tensor("lm_head.weight")
-            self._lm_head = pack_weight(self._embedding if head is None else head, deterministic=deterministic)
+            self._lm_head = loader.pack(self._embedding if head is None else head)
             # In the model's dtype, as the published implementation rounds it.
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
             self._embedding_scale = scale if config.embedding_scale != 1.0 else None
@@ -90,12 +93,14 @@ class Decoder:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         max_position: int | None = None,
+        quantization: Quantization | None = None,
         *,
         deterministic: bool = False,
     ) -> "Decoder":
         """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used."""
         config = ModelConfig.from_folder(folder)
-        return cls(config, Checkpoint(folder, config), dtype, device, max_position, deterministic=deterministic)
+        checkpoint = Checkpoint(folder, config)
+        return cls(config, checkpoint, dtype, device, max_position, quantization, deterministic=deterministic)
 
     @property
     def runs_in_one_call(self) -> bool:
@@ -210,6 +215,7 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         max_position: int,
+        quantization: Quantization | None,
         deterministic: bool,
     ) -> None:
         self._config = config
@@ -217,12 +223,17 @@ class _Loader:
         self._dtype = dtype
         self._device = device
         self._max_position = max_position
+        self._int8 = quantization == "int8"
         self._deterministic = deterministic
         self._tables: list[tuple[RopeConfig, Tensor]] = []
 
     def tensor(self, name: str) -> Tensor:
         """A tensor in the model's dtype, on its device."""
         return self._weights.tensor(name).to(device=self._device, dtype=self._dtype)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """A product's weight as it is kept."""
+        return pack_weight(weight, bias, int8=self._int8, deterministic=self._deterministic)
 
     def norm(self, name: str) -> Tensor:
         """A norm's weight in float32, the family's offset added; a copy, so that no weight file stays in use."""
@@ -254,8 +265,7 @@ class _Loader:
     def _packed(self, names: list[str], *, bias: bool) -> PackedLinear:
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
-        all_biases = None if biases is None else torch.cat(biases)
-        return pack_weight(torch.cat(weights), all_biases, deterministic=self._deterministic)
+        return self.pack(torch.cat(weights), None if biases is None else torch.cat(biases))
 
     def _cos_sin(self, rope: RopeConfig) -> Tensor:
         """The rotary table, shared between the layers that rotate alike."""

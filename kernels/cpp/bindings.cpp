@@ -262,21 +262,31 @@ PyObject* silu_and_mul(PyObject* const* args) {
   return THPVariable_Wrap(out);
 }
 
-// x, weight in panels, padded float32 bias or None, out_features.
+const float* maybe_floats(const Tensor* t, int64_t count, const char* what) {
+  return t ? data<float>(*t, at::kFloat, count, what) : nullptr;
+}
+
+// A weight in panels of 64 columns, int8 if it has scales, bfloat16 if not; scales and bias are padded to whole panels.
+raydix::Weight weight_of(const Tensor& packed, const Tensor* scales, const Tensor* bias, int64_t in, int64_t out) {
+  const int64_t columns = (out + 63) / 64 * 64;
+  check(in % 2 == 0 && packed.numel() == columns * in, "x is not as wide as the weight");
+  const auto type = scales ? at::kChar : at::kBFloat16;
+  return {data<char>(packed, type, packed.numel(), "the weight must be packed bfloat16, or int8 with scales"),
+          maybe_floats(scales, columns, "the scales must be padded float32"),
+          maybe_floats(bias, columns, "the bias must be padded float32"), in, out};
+}
+
+// x, weight in panels, padded float32 scales or None, padded float32 bias or None, out_features.
 PyObject* linear(PyObject* const* args) {
-  const Tensor &x = tensor(args[0]), &weight = tensor(args[1]);
-  const Tensor* bias = maybe_tensor(args[2]);
-  raydix::Linear a{};
+  const Tensor& x = tensor(args[0]);
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
   check(x.dim() == 2 && x.stride(1) == 1, "x must be [num_tokens, in_features] with contiguous rows");
-  a.rows = x.size(0), a.in_features = x.size(1), a.x_stride = x.stride(0), a.out_features = integer(args[3]);
-  check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16, like the weight");
-  const int64_t columns = (a.out_features + 63) / 64 * 64;
-  check(a.in_features % 2 == 0 && weight.numel() == columns * a.in_features, "x is not as wide as the weight");
-  a.packed = data<char>(weight, at::kBFloat16, weight.numel(), "the weight must be packed bfloat16");
-  a.bias = bias ? data<float>(*bias, at::kFloat, columns, "the bias must be padded float32") : nullptr;
-  const Tensor out = at::empty({a.rows, a.out_features}, x.options());
-  a.x = x.data_ptr(), a.out = out.data_ptr();
+  check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16");
+  const raydix::Weight w =
+      weight_of(tensor(args[1]), maybe_tensor(args[2]), maybe_tensor(args[3]), x.size(1), integer(args[4]));
+  const Tensor out = at::empty({x.size(0), w.out_features}, x.options());
+  const raydix::Linear a{x.data_ptr(), w.packed,      w.scales,       w.bias,     out.data_ptr(),
+                         x.size(0),    w.in_features, w.out_features, x.stride(0)};
   run(a.in_features * a.out_features * (a.rows + 8), 1 << 20, [&](raydix::Crew& crew) { raydix::linear(a, crew); });
   return THPVariable_Wrap(out);
 }
@@ -318,17 +328,16 @@ struct Decoder {
   }
 
   raydix::Weight weight(PyObject* o) {
-    const Tensor& packed = tensor(PyTuple_GetItem(o, 0));
-    tensors.push_back(packed);
-    const int64_t in_features = integer(PyTuple_GetItem(o, 2)), out_features = integer(PyTuple_GetItem(o, 3));
-    const int64_t size = (out_features + 63) / 64 * 64 * in_features;
-    return {data<char>(packed, at::kBFloat16, size, "a weight must be packed bfloat16"), floats(PyTuple_GetItem(o, 1)),
-            in_features, out_features};
+    const Tensor* of[3];  // packed, scales, bias
+    for (int i = 0; i < 3; ++i)
+      if ((of[i] = maybe_tensor(PyTuple_GetItem(o, i)))) tensors.push_back(*of[i]);
+    const int64_t in_features = integer(PyTuple_GetItem(o, 3)), out_features = integer(PyTuple_GetItem(o, 4));
+    return weight_of(*of[0], of[1], of[2], in_features, out_features);
   }
 };
 
-// Layers of (4 weights (packed, bias, in, out), 6 norms, cos_sin, window), first_norm, num_heads, eps, scale, soft_cap,
-// whether SiLU.
+// Layers of (4 weights (packed, scales, bias, in, out), 6 norms, cos_sin, window), first_norm, num_heads, eps, scale,
+// soft_cap, whether SiLU.
 PyObject* decoder(PyObject* const* args) {
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
   auto result = std::make_unique<Decoder>();
@@ -516,7 +525,7 @@ PyMethodDef methods[] = {
     method<rotary_kv_store, 10>("rotary_kv_store"),
     method<rms_norm, 4>("rms_norm"),
     method<silu_and_mul, 2>("silu_and_mul"),
-    method<linear, 4>("linear"),
+    method<linear, 5>("linear"),
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),
     method<decoder, 7>("decoder"),

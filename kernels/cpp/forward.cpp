@@ -12,8 +12,8 @@ struct Pass {
   Crew& crew;
 
   void product(const void* x, const Weight& weight, void* out, int64_t rows, const Weight* after) {
-    linear({x, weight.packed, weight.bias, out, rows, weight.in_features, weight.out_features, weight.in_features,
-            after ? after->packed : nullptr},
+    linear({x, weight.packed, weight.scales, weight.bias, out, rows, weight.in_features, weight.out_features,
+            weight.in_features, after ? after->packed : nullptr},
            crew);
   }
 

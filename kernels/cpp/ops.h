@@ -68,7 +68,8 @@ struct Sample {
 };
 
 struct Linear {
-  const void *x, *packed;  // bfloat16; the weight in panels, see linear.cpp
+  const void *x, *packed;  // x bfloat16; the weight in panels, see linear.cpp
+  const float* scales;     // of an int8 weight's columns, padded to whole panels; null: the weight is bfloat16
   const float* bias;       // null: none; padded to whole panels
   void* out;
   int64_t rows, in_features, out_features, x_stride;
@@ -78,7 +79,7 @@ struct Linear {
 // A decoder's weights, as `Linear` and the norms want them; norms are float32, null where the model has none.
 struct Weight {
   const void* packed;
-  const float* bias;
+  const float *scales, *bias;
   int64_t in_features, out_features;
 };
 

@@ -95,7 +95,7 @@ class DecoderPass:
 
 
 def _weight(product: PackedLinear) -> tuple[Any, ...]:
-    return product.weight, product.bias, product.in_features, product.out_features
+    return product.weight, product.scales, product.bias, product.in_features, product.out_features
 
 
 def _layer(layer: LayerWeights) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpp import cpu_ops, prefer_huge_pages
+from kernels.linear.quantize import quantize
 
 PANEL = 64
 
@@ -26,42 +27,55 @@ class PackedLinear:
     """A weight and bias in the layout `linear` wants on this machine."""
 
     weight: Tensor
+    scales: Tensor | None
+    """Of an int8 weight: float32, one for each output channel."""
     bias: Tensor | None
     in_features: int
     out_features: int
     layout: Layout
 
 
-def best_layout(weight: Tensor, *, deterministic: bool = False) -> Layout:
+def best_layout(weight: Tensor, *, int8: bool = False, deterministic: bool = False) -> Layout:
     """Our own product where it is the fastest, oneDNN's where the CPU has matrix tiles, torch's for other types.
 
-    On a GPU torch's product is the fastest; `deterministic` asks for our own.
+    `int8`: ours wherever there is one, since the others would have to widen the whole weight first. On a GPU torch's
+    product is the fastest; `deterministic` asks for our own.
     """
     if weight.is_cuda and deterministic:
         return Layout.INVARIANT
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return Layout.PLAIN
     ops = cpu_ops()
-    if ops is not None and ops.has_linear() and weight.shape[1] % 2 == 0 and not torch.cpu._is_amx_tile_supported():
+    ours = ops is not None and ops.has_linear() and weight.shape[1] % 2 == 0
+    if int8:
+        return Layout.PANELS if ours else Layout.PLAIN
+    if ours and not torch.cpu._is_amx_tile_supported():
         return Layout.PANELS
     return Layout.ONEDNN if torch.ops.mkldnn._is_mkldnn_bf16_supported() else Layout.PLAIN
 
 
-def pack_weight(weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> PackedLinear:
+def pack_weight(
+    weight: Tensor, bias: Tensor | None = None, *, int8: bool = False, deterministic: bool = False
+) -> PackedLinear:
     """Packs `weight` [out_features, in_features] and `bias` [out_features]; the originals may be dropped afterwards.
 
     bfloat16 on CPU takes a layout whose product gives each row the same bits whatever the number of rows (ours by
     construction, oneDNN's as tested), and so does anything on a GPU if it is to be `deterministic`; the rest stays as
-    it is.
+    it is. With `int8`, for CPUs, the weight is quantised before.
     """
     out_features, in_features = weight.shape
-    weight, layout = weight.detach(), best_layout(weight, deterministic=deterministic)
+    weight, layout = weight.detach(), best_layout(weight, int8=int8, deterministic=deterministic)
+    weight, scales = quantize(weight) if int8 else (weight, None)
     if layout is Layout.ONEDNN:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     elif layout is Layout.PANELS:
-        weight = panels(weight)
-        bias = None if bias is None else functional.pad(bias.detach().float(), (0, -out_features % PANEL))
-    return PackedLinear(weight, bias, in_features, out_features, layout)
+        weight, scales, bias = panels(weight), _padded(scales), _padded(bias)
+    return PackedLinear(weight, scales, bias, in_features, out_features, layout)
+
+
+def _padded(values: Tensor | None) -> Tensor | None:
+    """`values` [out_features] in float32, for whole panels."""
+    return None if values is None else functional.pad(values.detach().float(), (0, -len(values) % PANEL))
 
 
 def panels(weight: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from kernel_cases import assert_close
 
 from kernels.cpp import cpu_ops, prefer_huge_pages
-from kernels.linear import linear, pack_weight, packing
+from kernels.linear import linear, pack_weight, packing, quantize
 from kernels.linear.packing import Layout
 from kernels.linear.reference import linear_reference
 
@@ -23,16 +23,41 @@ def test_matches_reference(dtype: torch.dtype, with_bias: bool, shape: tuple[int
     assert_close(linear(x, pack_weight(weight, bias)), linear_reference(x, weight, bias))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(0, 33, 64), (1, 33, 7), (5, 33, 64), (7, 960, 576), (6, 64, 2050), (26, 100, 2050), (200, 70, 64)]
+)
+def test_int8_matches_reference(dtype: torch.dtype, with_bias: bool, shape: tuple[int, int, int]) -> None:
+    rows, out_features, in_features = shape
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
+    bias = torch.randn(out_features).to(dtype) if with_bias else None
+    x = torch.randn(rows, in_features).to(dtype)
+    rounded, scales = quantize(weight)
+    assert_close(linear(x, pack_weight(weight, bias, int8=True)), linear_reference(x, rounded, bias, scales))
+
+
+def test_quantized_weights_are_off_by_half_a_step_at_most() -> None:
+    weight = torch.randn(40, 300) * torch.logspace(-20, 4, 40)[:, None]
+    weight[7] = 0
+    rounded, scales = quantize(weight)
+    assert rounded.dtype == torch.int8 and rounded.min() >= -127
+    assert (rounded.abs().amax(1) == torch.where(weight.abs().amax(1) > 0, 127, 0)).all()
+    assert ((rounded * scales[:, None] - weight).abs() <= 0.5001 * scales[:, None]).all()
+
+
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("layout", [Layout.PANELS, Layout.ONEDNN])
+@pytest.mark.parametrize(("layout", "int8"), [(Layout.PANELS, False), (Layout.PANELS, True), (Layout.ONEDNN, False)])
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 in oneDNN here")
-def test_bits_of_a_row_do_not_depend_on_the_rows(layer: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_rows(
+    layer: str, layout: Layout, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ops = cpu_ops()
     if layout is Layout.PANELS and (ops is None or not ops.has_linear()):
         pytest.skip("no bfloat16 product of ours here")
-    monkeypatch.setattr(packing, "best_layout", lambda weight: layout)
+    monkeypatch.setattr(packing, "best_layout", lambda weight, int8: layout)
     out_features, in_features = LAYERS[layer]
-    packed = pack_weight((torch.randn(out_features, in_features) / in_features**0.5).bfloat16())
+    packed = pack_weight((torch.randn(out_features, in_features) / in_features**0.5).bfloat16(), int8=int8)
     x = torch.randn(512, in_features).bfloat16()
     whole = linear(x, packed)
     counts = [1, 2, 3, 17, 64, 65, 256] if layer == "lm_head" else [*range(1, 34), 47, 64, 65, 100, 127, 129, 255, 511]
@@ -48,8 +73,9 @@ def test_bits_of_a_row_do_not_depend_on_the_rows(layer: str, layout: Layout, mon
         torch.set_num_threads(before)
 
 
-def test_wrong_widths_and_types() -> None:
-    packed = pack_weight(torch.randn(8, 16).bfloat16())
+@pytest.mark.parametrize("int8", [False, True])
+def test_wrong_widths_and_types(int8: bool) -> None:
+    packed = pack_weight(torch.randn(8, 16).bfloat16(), int8=int8)
     for wrong in (torch.randn(2, 18).bfloat16(), torch.randn(2, 16)):
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             linear(wrong, packed)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.settings import Quantization
 from engine.model.decoder import Decoder
 from engine.model.tokenizer import quiet_transformers
 from kernels.decoder_pass import DecoderPass
@@ -57,19 +58,30 @@ def test_logits(case: str, tmp_path: Path) -> None:
     assert error.max() < 1e-3
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("case", CASES)
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, quantization: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token_ids, _ = reference(case, tmp_path)
-    decoder = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
+    decoder = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu", quantization=quantization)
     if not decoder.runs_in_one_call:
         pytest.skip("no bfloat16 product of ours here")
     at_once = logits_in_chunks(decoder, token_ids, chunk=40)
     monkeypatch.setattr(DecoderPass, "supports", lambda *_: False)
-    step_by_step = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
+    step_by_step = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu", quantization=quantization)
     assert not step_by_step.runs_in_one_call
     assert torch.equal(at_once, logits_in_chunks(step_by_step, token_ids, chunk=40))
+
+
+@pytest.mark.parametrize("case", ["llama biases", "gemma 2"])
+def test_int8_weights_are_close_to_what_they_were_rounded_from(case: str, tmp_path: Path) -> None:
+    """In float32 on the reference product: what remains is the rounding of the weights, and it is there."""
+    token_ids, expected = reference(case, tmp_path)
+    decoder = Decoder.from_folder(tmp_path, torch.float32, "cpu", quantization="int8")
+    actual = logits_in_chunks(decoder, token_ids, chunk=40)
+    error = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
+    assert 1e-3 < error.median() < error.max() < 0.05
 
 
 def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:

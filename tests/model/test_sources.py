@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from engine.core.errors import StartupError
+from engine.core.settings import Quantization
+from engine.model.build import kv_fingerprint
 from engine.model.config import ModelConfig
 from engine.model.sources import DEFAULT_MODEL, model_name, resolve_model
 from engine.model.tokenizer import Tokenizer, quiet_transformers
@@ -60,6 +62,14 @@ def test_two_processes_convert_at_once_and_find_one_folder(tmp_path: Path) -> No
     assert folder.is_relative_to(tmp_path)
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder], "nothing half-made is left"
     assert fingerprint(folder, torch.bfloat16) == fingerprint(resolve_model(DEFAULT_MODEL), torch.bfloat16)
+
+
+@needs_model
+def test_kv_of_quantized_weights_is_other_kv() -> None:
+    folder = resolve_model(DEFAULT_MODEL)
+    quantizations: tuple[Quantization | None, ...] = (None, "int8")
+    prints = {kv_fingerprint(DEFAULT_MODEL, folder, torch.bfloat16, each, 16) for each in quantizations}
+    assert len(prints) == 2
 
 
 def test_names() -> None:

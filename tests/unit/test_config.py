@@ -146,6 +146,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, cont
         ("ingress", "replicas", 0),
         ("ingress", "max_body_bytes", 10),
         ("model", "dtype", "int8"),
+        ("model", "quantization", "int4"),
         ("model", "max_model_len", 8),
         ("model", "source", ""),
         ("placement", "import_gib_per_s", 0),
@@ -173,6 +174,15 @@ def test_the_budget_covers_every_decode(tmp_path: Path) -> None:
     message = complaint(tmp_path, {"workers": {"mixed": {"token_budget": 32, "max_requests": 33}}})
     assert "workers.mixed: token_budget (32) must be at least max_requests (33)" in message
     load(tmp_path, {"workers": {"mixed": {"token_budget": 32, "max_requests": 32}}})
+
+
+def test_quantized_weights_are_for_cpus(tmp_path: Path) -> None:
+    model = {"quantization": "int8"}
+    config = load(tmp_path, {**MIXED, "model": model})
+    assert config.workers.mixed is not None
+    assert engine_settings(config, config.workers.mixed).quantization == "int8"
+    message = complaint(tmp_path, {"model": model, "workers": {"mixed": {"device": "cuda"}}})
+    assert "model.quantization int8 is for CPUs, and a worker's device is cuda" in message
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from engine.core.scheduler import SchedulerLimits
@@ -17,17 +18,16 @@ def load(options: dict[str, Any]) -> "Raydix":
 
 
 class Raydix:
-    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`."""
+    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`, and maybe `quantization`."""
 
     caches_prefixes = True
 
     def __init__(self, options: dict[str, Any]) -> None:
         limits = SchedulerLimits(options["token_budget"], options["max_requests"])
-        self.engine = build_engine(
-            EngineSettings(options["model"], "bfloat16", "cpu", None, 16, None, options["pool_gib"], limits)
-        )
+        settings = EngineSettings(options["model"], "bfloat16", "cpu", None, 16, None, options["pool_gib"], limits)
+        self.engine = build_engine(replace(settings, quantization=options.get("quantization")))
         self.version = importlib.metadata.version("raydix")
-        names = ("pool_gib", "token_budget", "max_requests")
+        names = [name for name in options if name != "model"]
         waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
         self.settings = {name: options[name] for name in names} | waiting
         self._numbers = itertools.count()

@@ -1,0 +1,49 @@
+"""A server with int8 weights: ingress and workers agree on whose KV it is, and the answers are the engine's own."""
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engine.core.errors import StartupError
+from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import EngineSettings, Quantization
+from engine.core.types import Assignment, SamplingParams, Stage
+from engine.model.build import build_engine
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.integration.conftest import Server, random_prompt
+from tests.integration.test_disk import server
+
+PROMPT, ANSWER_TOKENS = random_prompt(950, 300), 24
+
+
+def logprobs_of_an_engine(quantization: Quantization | None) -> list[float]:
+    settings = EngineSettings(
+        DEFAULT_MODEL, "bfloat16", "cpu", 2048, 16, 200, 0, SchedulerLimits(512, 8), quantization=quantization
+    )
+    engine = build_engine(settings)
+    sampling = SamplingParams(ANSWER_TOKENS, temperature=0.0, logprobs=0)
+    engine.submit(Assignment("r", 0, Stage.WHOLE, tuple(PROMPT), len(PROMPT), sampling, ""), time.monotonic())
+    values: list[float] = []
+    while (step := engine.step(time.monotonic())) is not None:
+        values += [event.logprobs.chosen for event in step.events if event.logprobs is not None]
+    return values
+
+
+def test_the_server_answers_with_int8_weights(tmp_path: Path) -> None:
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    config = tmp_path / "int8.yaml"
+    workers = {"prefill": {"token_budget": 128, "max_requests": 8}, "decode": {"token_budget": 128, "max_requests": 8}}
+    model = {"max_model_len": 2048, "quantization": "int8"}
+    config.write_text(yaml.safe_dump({"model": model, "cache": {"num_blocks": 200}, "workers": workers}))
+    with server(config) as terminal:
+        running = Server("127.0.0.1", terminal.port)
+        answers = [running.complete(PROMPT, max_tokens=ANSWER_TOKENS, logprobs=0) for _ in range(2)]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[0] == 0 and cached[1] >= len(PROMPT) // 16 * 16
+    logprobs = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
+    assert logprobs[0] == logprobs[1] == logprobs_of_an_engine("int8") != logprobs_of_an_engine(None)
