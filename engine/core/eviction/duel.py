@@ -17,8 +17,10 @@ from engine.core.eviction.queue import EvictionQueue
 from engine.core.eviction.ranking import Key, Visit
 from engine.core.eviction.survival import Survival
 
-DECAY = 0.5 ** (1 / 1000)
+DECAY = 0.5 ** (1 / 2000)
 """What a hit counts one request later."""
+CERTAINTY = 1.5
+"""How many standard deviations of chance a lead must exceed: changing the order costs blocks that the old one kept."""
 _LATEST = 2.0**48
 """More than there will be visits."""
 _Order: TypeAlias = Callable[[Key, int, Visit[Key]], float]
@@ -31,7 +33,8 @@ class Duel(Generic[Key]):
 
     def __init__(self, survival: Survival[Key] | None = None) -> None:
         self._survival: Survival[Key] = Survival() if survival is None else survival
-        self.ghosts = [Ghost(order) for order in (self._survival.rank, recency, once_first)]
+        self.ghosts = [Ghost(order) for order in (recency, once_first, self._survival.rank)]
+        self._by_survival = self.ghosts[-1]
         self._leader = self.ghosts[0]
         self._num_visits = 0
 
@@ -59,14 +62,14 @@ class Duel(Generic[Key]):
 
     def age(self, now: float) -> Iterable[Visit[Key]] | None:
         moved = self._survival.age(now)
-        self.ghosts[0].queue.requeue(moved)
+        self._by_survival.queue.requeue(moved)
         best = max(self.ghosts, key=lambda ghost: ghost.lead)
-        if best.lead > best.spread**0.5:
+        if best.lead > CERTAINTY * best.spread**0.5:
             self._leader = best
             for ghost in self.ghosts:
                 ghost.lead = ghost.spread = 0.0
             return None
-        return moved if self._leader is self.ghosts[0] else ()
+        return moved if self._leader is self._by_survival else ()
 
     def check_integrity(self) -> None:
         """Assert that what is learnt and what the ghosts hold are whole."""
@@ -91,7 +94,7 @@ class Ghost(Generic[Key]):
         self.lead = 0.0
         """Hits more than the leader's, since it leads; older ones count less."""
         self.spread = 0.0
-        """What the square of the lead would be by chance, were the two equally good: the sum of its steps' squares."""
+        """The lead's variance if the two were equally good: the sum of its steps' squares."""
         self._latest: Visit[Key] | None = None
 
     def see(self, path: Sequence[Key], visit: Visit[Key], num_blocks: int, now: float) -> int:
