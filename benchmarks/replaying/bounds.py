@@ -1,4 +1,4 @@
-"""What one cache for all requests would hit: without end, with a policy, and with Belady's foresight.
+"""What one cache for all requests would hit: without end, in an order of eviction, and with Belady's foresight.
 
 Hits are the leading blocks of a prompt that are in the cache; requests take no time.
 """
@@ -11,20 +11,43 @@ from collections.abc import Sequence
 from benchmarks.replaying.traces import TraceRequest
 from engine.core.eviction.policies import EvictionPolicy, make_queue
 from engine.core.eviction.queue import EvictionQueue
+from engine.core.eviction.ranking import LeastRecent, Visit
 from engine.core.types import BlockHash
 
-NEVER = 1 << 60
+NEVER = 1 << 50
 
 
 def hit_rates(trace: Sequence[TraceRequest], capacity: int) -> dict[str, float]:
-    """Hits per block of the prompts, for an infinite cache, each policy and Belady's, at `capacity` blocks."""
-    policies = {policy.value: with_policy(trace, capacity, policy) for policy in EvictionPolicy}
-    return {"infinite": with_policy(trace, NEVER, EvictionPolicy.LRU), **policies, "belady": belady(trace, capacity)}
+    """Hits per block of the prompts of an infinite cache, and with `capacity` blocks of each order and Belady's."""
+    return {
+        "infinite": with_queue(trace, NEVER, make_queue(EvictionPolicy.LRU)),
+        **{policy.value: with_queue(trace, capacity, make_queue(policy)) for policy in EvictionPolicy},
+        "once_first": with_queue(trace, capacity, EvictionQueue(OnceFirst())),
+        "belady": belady(trace, capacity),
+    }
 
 
-def with_policy(trace: Sequence[TraceRequest], capacity: int, policy: EvictionPolicy) -> float:
-    """The hit rate of a policy in one cache."""
-    queue: EvictionQueue[BlockHash] = make_queue(policy)
+class OnceFirst(LeastRecent[BlockHash]):
+    """The other simple order: blocks that one request ever used go first, then the least recently used."""
+
+    is_renewed_by_release = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[BlockHash] = set()
+        self._seen_again: set[BlockHash] = set()
+
+    def visit(self, path: Sequence[BlockHash], num_known: int, num_blocks: int, now: float) -> Visit[BlockHash]:
+        self._seen_again.update(self._seen.intersection(path))
+        self._seen.update(path)
+        return super().visit(path, num_known, num_blocks, now)
+
+    def rank(self, key: BlockHash, depth: int, visit: Visit[BlockHash]) -> float:
+        return visit.number + (NEVER if key in self._seen_again else 0)
+
+
+def with_queue(trace: Sequence[TraceRequest], capacity: int, queue: EvictionQueue[BlockHash]) -> float:
+    """The hit rate of one cache that evicts from `queue`, which is empty."""
     num_hits = 0
     for request in trace:
         num_hits += _num_leading(queue, request.hashes)

@@ -1,10 +1,15 @@
 """Eviction: what must hold whatever happens (a state machine), and what each rule means by example."""
 
+import heapq
+from collections.abc import Iterable, Iterator
+from random import Random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.core.eviction.duel import Duel, Ghost, recency
 from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, best_rates
 from engine.core.eviction.queue import EvictionQueue, Quota, Retention
 from engine.core.eviction.ranking import LeastRecent, Ranking
@@ -45,12 +50,19 @@ class EvictionMachine(RuleBasedStateMachine):
         self.owners: dict[str, str] = {}
         self.priorities: dict[str, int] = {}
         self.survival: Survival[str] = Survival(max_visits=5)
+        self.duel = Duel(self.survival)
         self.queue: EvictionQueue[str] = EvictionQueue(self.survival, QUOTAS)
 
-    @initialize(adaptive=st.booleans())
-    def build(self, adaptive: bool) -> None:
-        ranking: Ranking[str] = self.survival if adaptive else LeastRecent()
-        self.queue = EvictionQueue(ranking, QUOTAS)
+    @initialize(policy=st.sampled_from([Duel, Survival, LeastRecent]))
+    def build(self, policy: type[Ranking[str]]) -> None:
+        rankings: dict[type[Ranking[str]], Ranking[str]] = {Duel: self.duel, Survival: self.survival}
+        self.queue = EvictionQueue(rankings.get(policy, LeastRecent()), QUOTAS)
+
+    @rule(order=st.integers(0, 2))
+    def favour(self, order: int) -> None:
+        """Whatever the ghosts saw: one order has won."""
+        for index, ghost in enumerate(self.duel.ghosts):
+            ghost.lead, ghost.spread = float(index == order), 0.0
 
     @rule(
         tenant=st.sampled_from("abc"),
@@ -118,14 +130,14 @@ class EvictionMachine(RuleBasedStateMachine):
     @invariant()
     def is_whole(self) -> None:
         self.queue.check_integrity()
-        self.survival.check_integrity()
+        self.duel.check_integrity()
 
 
 TestEvictionMachine = EvictionMachine.TestCase
 TestEvictionMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-@pytest.fixture(params=[LeastRecent, Survival])
+@pytest.fixture(params=[LeastRecent, Survival, Duel])
 def queue(request: pytest.FixtureRequest) -> EvictionQueue[str]:
     return EvictionQueue(request.param(), QUOTAS)
 
@@ -192,8 +204,8 @@ def test_a_tenant_whose_blocks_are_all_parents_of_others_is_passed_over(queue: E
     assert evict_all(queue, now=2) == ["pxyz", "pxy", "px", "p"]
 
 
-@pytest.mark.parametrize("ranking", [LeastRecent, Survival])
-def test_a_ceiling_without_a_leaf_to_pay_with_is_passed_over(ranking: type[LeastRecent[str]]) -> None:
+@pytest.mark.parametrize("ranking", [LeastRecent, Survival, Duel])
+def test_a_ceiling_without_a_leaf_to_pay_with_is_passed_over(ranking: type[Ranking[str]]) -> None:
     queue: EvictionQueue[str] = EvictionQueue(ranking(), {"a": Quota(floor=9), "b": Quota(ceiling=0)})
     use(queue, "p", retention=Retention("b"))
     use(queue, "px", now=1, retention=Retention("a"))
@@ -256,9 +268,10 @@ def test_lru_is_the_order_of_use() -> None:
 
 def test_survival_keeps_a_loop_that_does_not_fit() -> None:
     """LRU hits nothing in a loop longer than the cache; keeping some of it whole hits those each time."""
-    hits = {policy: _loop_hits(policy) for policy in (LeastRecent, Survival)}
+    hits = {policy: _hits(policy(), _loop(), capacity=64) for policy in (LeastRecent, Survival, Duel)}
     assert hits[LeastRecent] == 0
     assert hits[Survival] > 0.6
+    assert hits[Duel] > 0.6
 
 
 def test_survival_gives_up_those_who_never_come_back() -> None:
@@ -301,14 +314,86 @@ def test_the_index_rises_towards_the_usual_think_time() -> None:
     assert rates[0] < rates[usual - 2] < rates[usual] and rates[usual + 1] < rates[0]
 
 
-def _loop_hits(policy: type[LeastRecent[str]] | type[Survival[str]]) -> float:
-    queue: EvictionQueue[str] = EvictionQueue(policy())
+def test_a_ghost_hits_what_a_queue_would() -> None:
+    ghost, numbers = Ghost[str](recency), LeastRecent[str]()
+    requests = [(now, path_of(name)) for now, name in _memoryless_chat(600)]
+    num_hits = sum(ghost.see(path, numbers.visit(path, 0, 0, now), 100, now) for now, path in requests)
+    ghost.queue.check_integrity()
+    assert len(ghost.queue) <= 100
+    expected = _hits(LeastRecent(), _memoryless_chat(600), capacity=100)
+    assert num_hits / sum(len(path) for _, path in requests) == pytest.approx(expected)
+
+
+def test_a_duel_is_not_far_behind_the_best_order() -> None:
+    """Whether recency is best, or keeping some of what does not fit."""
+    for requests, capacity in ((list(_memoryless_chat(3000)), 400), (list(_loop()), 64)):
+        best = max(_hits(policy(), requests, capacity) for policy in (LeastRecent, Survival))
+        assert _hits(Duel(), requests, capacity) > best - 0.01
+
+
+def test_the_real_queue_follows_the_leader_at_once() -> None:
+    duel: Duel[str] = Duel()
+    queue: EvictionQueue[str] = EvictionQueue(duel)
+    for now, name in enumerate(["cx", "dx", "cx", "ex", "fx"]):
+        use(queue, name, now)
+    duel.ghosts[1].lead = 1000.0
+    assert evict_all(queue, now=5) == ["dx", "d", "ex", "e", "fx", "f", "cx", "c"], "used once first"
+    for now, name in enumerate(["cx", "dx", "cx", "ex", "fx"], 6):
+        use(queue, name, now)
+    duel.ghosts[0].lead = 1000.0
+    assert evict_all(queue, now=11) == ["dx", "d", "cx", "c", "ex", "e", "fx", "f"], "the order of use"
+
+
+def test_a_small_lead_changes_nothing() -> None:
+    duel: Duel[str] = Duel()
+    challenger = duel.ghosts[1]
+    for _ in range(2):
+        challenger.score(9)
+    assert challenger.lead > 0 and duel.age(1.0) is not None
+    challenger.score(9)
+    assert duel.age(2.0) is None
+    assert challenger.lead == 0, "whoever leads now is compared with it from now on"
+
+
+def test_an_import_is_no_visit() -> None:
+    """Blocks that come before the request that uses them teach nothing, and no ghost sees them."""
+    duel: Duel[str] = Duel()
+    queue: EvictionQueue[str] = EvictionQueue(duel)
+    queue.release(path_of("cxyz"), 0)
+    assert not any(len(ghost.queue) for ghost in duel.ghosts)
+    use(queue, "cxyz", now=1)
+    assert [ghost.lead for ghost in duel.ghosts] == [0, 0, 0]
+
+
+def _hits(ranking: Ranking[str], requests: Iterable[tuple[float, str]], capacity: int) -> float:
+    """Of the blocks of all requests, given the time and the last block of each."""
+    queue: EvictionQueue[str] = EvictionQueue(ranking)
     hits = total = 0
-    for number in range(2000):
-        path = path_of(f"{chr(1000 + number % 20)}xyz")
-        hits += sum(key in queue for key in path)
+    for now, name in requests:
+        path = path_of(name)
+        hits += next((count for count, key in enumerate(path) if key not in queue), len(path))
         total += len(path)
-        use(queue, path[-1], now=float(number))
-        while len(queue) > 64:
-            queue.evict(float(number))
+        for key in path:
+            if key in queue:
+                queue.acquire(key)
+        while len(queue) + len(path) > capacity:
+            queue.evict(now)
+        queue.visit(path, now)
+        queue.release(path, now)
     return hits / total
+
+
+def _loop() -> Iterator[tuple[float, str]]:
+    return ((float(number), f"{chr(1000 + number % 20)}xyz") for number in range(2000))
+
+
+def _memoryless_chat(num_requests: int) -> Iterator[tuple[float, str]]:
+    """Conversations that grow, go on with a chance of 0.7 and after a random time, and start one a second."""
+    random = Random(0)
+    due = [(float(start), chr(1000 + start)) for start in range(num_requests)]
+    for _ in range(num_requests):
+        now, name = heapq.heappop(due)
+        name += "xyz"
+        yield now, name
+        if random.random() < 0.7:
+            heapq.heappush(due, (now + random.expovariate(1 / 20), name))

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import eviction
 from benchmarks.replay import main, parse_roles, replay
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.routers import ROUTERS
+from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
 from benchmarks.replaying.traces import ReplayError, TraceRequest, read_trace
 from benchmarks.replaying.worker import Speeds
 from engine.core.eviction.policies import EvictionPolicy
@@ -85,7 +87,32 @@ def test_what_fits_no_pool_is_refused() -> None:
 def test_bounds_are_ordered(trace: list[TraceRequest]) -> None:
     rates = hit_rates(trace, 20)
     assert 0 < rates["lru"] <= rates["belady"] <= rates["infinite"] < 1
-    assert rates["adaptive"] <= rates["belady"]
+    assert max(rates["adaptive"], rates["once_first"]) <= rates["belady"]
+
+
+def test_blocks_used_once_go_before_older_ones() -> None:
+    """Of a cache of two blocks the third request takes the second's, though the first's was used longer ago."""
+    again = [request(0.0, 1), request(1.0, 1), request(2.0, 2), request(3.0, 3), request(4.0, 1)]
+    assert hit_rates(again, 2)["once_first"] == 2 / 5
+    assert hit_rates(again, 2)["lru"] == 1 / 5
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_made_traces_are_repeatable(name: str) -> None:
+    trace = make_trace(name)
+    arrivals = [request.arrival_s for request in trace]
+    assert trace == make_trace(name) and arrivals == sorted(arrivals)
+    assert all(len(set(request.hashes)) == len(request.hashes) for request in trace)
+
+
+def test_eviction_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write(tmp_path / "trace.jsonl", *[row([1, 2 + number % 3], 1000 * number) for number in range(20)])
+    result = tmp_path / "result.json"
+    assert eviction.main([str(trace), "--made", "--capacities", "3", "--json", str(result)]) == 0
+    assert "trace.jsonl" in capsys.readouterr().out
+    rates = json.loads(result.read_text())["hit_rates"]["trace.jsonl"]["3"]
+    assert 0 < rates["lru"] <= rates["belady"] <= rates["infinite"] < 1
+    assert eviction.main([str(tmp_path / "nowhere.jsonl"), "--made"]) == 2
 
 
 def test_mooncake_is_read(tmp_path: Path) -> None:

@@ -1,1 +1,4 @@
-"""Which cached block is given up next: `queue` keeps the order, `ranking` and `survival` say what a block is worth."""
+"""Which cached block is given up next: `queue` keeps them in the order of what they are worth.
+
+`ranking` is what a policy answers, `survival` estimates worth, and `duel` chooses between that and simpler orders.
+"""

@@ -44,6 +44,7 @@ DEFAULT_RETENTION = Retention()
 
 class _Block(Generic[Key]):
     __slots__ = (
+        "depth",
         "expires_at",
         "is_claimed",
         "is_evictable",
@@ -67,6 +68,8 @@ class _Block(Generic[Key]):
         self.priority = 0
         self.expires_at: float | None = None
         self.visit = visit
+        self.depth = 0
+        """How many blocks come before it in its sequence, as soon as a request has used it."""
         self.parent: _Block[Key] | None = None
         self.num_children = 0
         """Evictable blocks whose parent this is."""
@@ -128,7 +131,7 @@ class EvictionQueue(Generic[Key]):
             return
         self._age(now)
         num_known = self._num_known(path)
-        visit = self._ranking.visit(path, num_known, now)
+        visit = self._ranking.visit(path, num_known, len(self._blocks) + len(path) - num_known, now)
         previous, visit.previous = visit.previous, None
         if num_known:
             last = self._blocks[path[num_known - 1]]
@@ -136,7 +139,7 @@ class EvictionQueue(Generic[Key]):
                 self._ranking.branch(last.key, now)
         self._assign(path, visit, retention)
         if previous is not None:
-            self._requeue(previous)
+            self.requeue([previous])
 
     def pause(self, path: Sequence[Key], now: float, retention: Retention = DEFAULT_RETENTION) -> None:
         """A request lets go of these blocks before its end: it says what it wishes for them, and is no visit."""
@@ -185,6 +188,13 @@ class EvictionQueue(Generic[Key]):
         self.forget(block.key)
         return block.key
 
+    def requeue(self, visits: Iterable[Visit[Key]]) -> None:
+        """The worth of these visits has changed, and with it the places of their leaves."""
+        for visit in visits:
+            block = self._blocks.get(visit.leaves.get(self, visit.landmark))  # a trunk's leaf is its landmark
+            if block is not None and block.is_leaf:
+                self._push(block)
+
     def check_integrity(self) -> None:
         """Assert that counts agree with the blocks and that every leaf can be found."""
         evictable = [block for block in self._blocks.values() if block.is_evictable]
@@ -210,8 +220,18 @@ class EvictionQueue(Generic[Key]):
         if now == self._aged_at:
             return
         self._aged_at = now
-        for visit in self._ranking.age(now):
-            self._requeue(visit)
+        moved = self._ranking.age(now)
+        if moved is None:
+            self._rank_anew()
+        else:
+            self.requeue(moved)
+
+    def _rank_anew(self) -> None:
+        for heaps in self._heaps.values():
+            heaps.clear()
+        for block in self._blocks.values():
+            if block.is_leaf:
+                self._push(block)
 
     def _num_known(self, path: Sequence[Key]) -> int:
         """How many blocks at the beginning of `path` were here before the request that uses them."""
@@ -225,11 +245,12 @@ class EvictionQueue(Generic[Key]):
         """Make `visit` the last one of these blocks, a pause only of those without one; each is the next's parent."""
         blocks = self._blocks
         parent = None
-        for key in path:
+        for depth, key in enumerate(path):
             block = blocks.get(key)
             if block is None:
                 block = blocks[key] = _Block(key, visit)
                 block.is_new = is_pause
+            block.depth = depth
             if not is_pause or block.visit.is_over:
                 block.visit = visit
             block.is_new &= is_pause
@@ -241,7 +262,7 @@ class EvictionQueue(Generic[Key]):
     def _renew(self, keys: Sequence[Key], now: float) -> None:
         """Blocks that were released without a visit, such as imported ones, get one; their parents are not known."""
         if keys:
-            visit = self._ranking.visit(keys, 0, now)
+            visit = self._ranking.pause(keys, 0, now)
             for key in keys:
                 known = self._blocks.get(key)
                 if known is None:
@@ -255,9 +276,9 @@ class EvictionQueue(Generic[Key]):
     def _push(self, leaf: _Block[Key]) -> None:
         self._num_pushed += 1
         leaf.stamp = self._num_pushed
-        leaf.visit.leaf = leaf.key
+        leaf.visit.leaves[self] = leaf.key
         heap = self._heaps.setdefault(leaf.tenant, {}).setdefault(leaf.priority, [])
-        self._put(heap, self._ranking.rank(leaf.key, leaf.visit), leaf)
+        self._put(heap, self._ranking.rank(leaf.key, leaf.depth, leaf.visit), leaf)
         if leaf.expires_at is not None:
             self._put(self._expiring, leaf.expires_at, leaf)
 
@@ -267,13 +288,6 @@ class EvictionQueue(Generic[Key]):
             heap[:] = [entry for entry in heap if _is_valid(entry[2], entry[1])]
             heapq.heapify(heap)
         heapq.heappush(heap, (order, leaf.stamp, leaf))
-
-    def _requeue(self, visit: Visit[Key]) -> None:
-        """The worth of a visit has changed, and with it the place of its leaf."""
-        if visit.leaf is not None:
-            block = self._blocks.get(visit.leaf)
-            if block is not None and block.is_leaf:
-                self._push(block)
 
     def _expired(self, now: float) -> _Block[Key] | None:
         while self._expiring and self._expiring[0][0] <= now:
@@ -305,7 +319,7 @@ class EvictionQueue(Generic[Key]):
             rank, stamp, block = heap[0]
             if not _is_valid(block, stamp):
                 heapq.heappop(heap)
-            elif self._ranking.rank(block.key, block.visit) > rank:
+            elif self._ranking.rank(block.key, block.depth, block.visit) > rank:
                 heapq.heappop(heap)
                 self._push(block)
             else:

@@ -9,10 +9,22 @@ Key = TypeVar("Key", bound=Hashable)
 class Visit(Generic[Key]):
     """One request's use of a path of blocks, or one use of a trunk (see `survival`). Mutable; owned by a ranking.
 
-    `leaf` is the queue's: the key of the block that it would evict first among this visit's.
+    `leaves` are the queues': for each that has any, the key of the block that it would evict first among this visit's.
     """
 
-    __slots__ = ("age_bin", "born", "is_over", "kind", "landmark", "leaf", "length", "previous", "turn")
+    __slots__ = (
+        "age_bin",
+        "born",
+        "is_over",
+        "kind",
+        "landmark",
+        "leaves",
+        "length",
+        "num_again",
+        "number",
+        "previous",
+        "turn",
+    )
 
     def __init__(self, kind: int, turn: int, length: int, born: float, landmark: Key) -> None:
         self.kind = kind
@@ -22,7 +34,11 @@ class Visit(Generic[Key]):
         self.landmark = landmark
         self.age_bin = 0
         self.is_over = False
-        self.leaf: Key | None = None
+        self.number = 0
+        """Visits and pauses in their order."""
+        self.num_again = 0
+        """How many of the blocks, from the root on, other visits had used before, as far as is known."""
+        self.leaves: dict[object, Key] = {}
         self.previous: Visit[Key] | None = None
         """The visit that this one continues, until the queue has taken note of its end."""
 
@@ -33,8 +49,11 @@ class Ranking(Protocol[Key]):
     is_renewed_by_release: bool
     """Whether a block counts as used whenever its last holder lets go, not only when a request ends."""
 
-    def visit(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
-        """A request has used `path`, from the root; its first `num_known` blocks were here before."""
+    def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
+        """A request has used `path`, from the root; its first `num_known` blocks were here before.
+
+        With it the queue knows `num_blocks`.
+        """
         ...
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
@@ -45,12 +64,12 @@ class Ranking(Protocol[Key]):
         """Requests go different ways after block `key`."""
         ...
 
-    def rank(self, key: Key, visit: Visit[Key]) -> float:
-        """The worth of a block last used by `visit`."""
+    def rank(self, key: Key, depth: int, visit: Visit[Key]) -> float:
+        """The worth of a block last used by `visit`, in which `depth` others came before it."""
         ...
 
-    def age(self, now: float) -> Iterable[Visit[Key]]:
-        """Visits whose rank differs from what it was at the last call because time has passed."""
+    def age(self, now: float) -> Iterable[Visit[Key]] | None:
+        """Visits whose rank differs from what it was at the last call because time has passed; None: all may."""
         ...
 
 
@@ -62,18 +81,20 @@ class LeastRecent(Generic[Key]):
     def __init__(self) -> None:
         self._num_visits = 0
 
-    def visit(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
-        self._num_visits += 1
-        return Visit(self._num_visits, 0, len(path), now, path[-1])
+    def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
+        return self.pause(path, num_known, now)
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
-        return self.visit(path, num_known, now)
+        self._num_visits += 1
+        visit = Visit(0, 0, len(path), now, path[-1])
+        visit.number = self._num_visits
+        return visit
 
     def branch(self, key: Key, now: float) -> None:
         pass
 
-    def rank(self, key: Key, visit: Visit[Key]) -> float:
-        return visit.kind
+    def rank(self, key: Key, depth: int, visit: Visit[Key]) -> float:
+        return visit.number
 
     def age(self, now: float) -> Iterable[Visit[Key]]:
         return ()

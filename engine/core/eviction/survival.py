@@ -50,7 +50,7 @@ class Survival(Generic[Key]):
         self._visit_table = LifeTable(NUM_KINDS)
         self._trunk_table = LifeTable(NUM_TRUNK_KINDS)
 
-    def visit(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
+    def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
         """Learn from a request's path, and remember it until the next request comes by its landmark."""
         previous = self._continued(path, now)
         turn = 0
@@ -64,6 +64,7 @@ class Survival(Generic[Key]):
         kind = _kind(turn, added)
         landmark = path[min(len(path) - 1, max(1, len(path) - added - 1 + added // 2))]
         visit = Visit(kind, turn, len(path), now, landmark)
+        visit.num_again = num_known
         visit.previous = previous
         if len(path) > 1:  # a single block says nothing of who will come
             self._remember(visit, self._visits, self._visit_ages, self._visit_table)
@@ -80,12 +81,11 @@ class Survival(Generic[Key]):
         if key not in self._trunks:
             self._use_trunk(key, 0, now)
 
-    def rank(self, key: Key, visit: Visit[Key]) -> float:
+    def rank(self, key: Key, depth: int, visit: Visit[Key]) -> float:
         """Expected hits per second."""
         worth = 0.0 if visit.is_over else self._visit_table.index(visit.kind, visit.age_bin)
         trunk = self._trunks.get(key)
         if trunk is not None:
-            trunk.leaf = key
             worth += self._trunk_table.index(trunk.kind, trunk.age_bin)
         return worth
 
@@ -125,7 +125,6 @@ class Survival(Generic[Key]):
     def _use_trunk(self, key: Key, num_uses: int, now: float) -> None:
         kind = min(NUM_TRUNK_KINDS - 1, (num_uses + 1).bit_length() - 1)
         use = Visit(kind, num_uses, 0, now, key)
-        use.leaf = key
         self._remember(use, self._trunks, self._trunk_ages, self._trunk_table)
 
     def _remember(

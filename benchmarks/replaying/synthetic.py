@@ -1,0 +1,120 @@
+"""Made traces, each with one property that is hard on some eviction policy. The same name gives the same trace."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import accumulate
+from random import Random
+
+from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
+from engine.core.types import BlockHash
+
+NUM_REQUESTS = 10_000
+_Use = tuple[float, list[int]]
+"""When a request comes, and the numbers of its blocks."""
+
+
+def make_trace(name: str) -> list[TraceRequest]:
+    """The trace of that name in `SYNTHETIC`."""
+    uses = [use for use, _ in zip(SYNTHETIC[name](Random(name)), range(NUM_REQUESTS), strict=False)]
+    return [
+        TraceRequest(arrival_s, tuple(_hash(block) for block in blocks), len(blocks) * MOONCAKE_BLOCK_TOKENS, 1)
+        for arrival_s, blocks in uses
+    ]
+
+
+def _chat(random: Random, think_s: Callable[[Random], float], continues: float = 0.7) -> Iterator[_Use]:
+    """Conversations behind one system prompt of 2 blocks; one starts each second, and grows with each turn."""
+    blocks = iter(range(2, 1 << 62))
+    started_s, number = 0.0, 0
+    due: list[tuple[float, int, list[int]]] = []
+    while True:
+        while not due or started_s <= due[0][0]:
+            number += 1
+            heapq.heappush(due, (started_s, number, [0, 1]))
+            started_s += random.expovariate(1.0)
+        now, conversation, path = heapq.heappop(due)
+        path = path + _take(blocks, _size(random, 12 if len(path) == 2 else 3))
+        yield now, path
+        if random.random() < continues:
+            heapq.heappush(due, (now + think_s(random), conversation, path))
+
+
+def _memoryless(random: Random) -> float:
+    return random.expovariate(1 / 60)
+
+
+def _lognormal(random: Random) -> float:
+    return random.lognormvariate(math.log(60), 1)
+
+
+def _heavy_tailed(random: Random) -> float:
+    return 10 * random.paretovariate(1)
+
+
+def _loop(random: Random) -> Iterator[_Use]:
+    """The same 400 documents of 8 blocks, over and over in the same order."""
+    return ((float(number), _document(number % 400)) for number in range(NUM_REQUESTS))
+
+
+def _scan(random: Random) -> Iterator[_Use]:
+    """Each third request is of 100 hot documents; the others are never seen again."""
+    for number in range(NUM_REQUESTS):
+        yield float(number), _document(random.randrange(100) if number % 3 == 0 else 100 + number)
+
+
+def _popularity(random: Random, num_requests_each: int) -> Iterator[_Use]:
+    """Questions about 2,000 documents of Zipf's popularity, which is dealt out anew every so many requests."""
+    weights = list(accumulate(1 / rank for rank in range(1, 2001)))
+    documents = list(range(2000))
+    for number in range(NUM_REQUESTS):
+        if number % num_requests_each == 0:
+            random.shuffle(documents)
+        [document] = random.choices(documents, cum_weights=weights)
+        yield float(number), [*_document(document), (1 << 40) + number]
+
+
+def _in_turn(random: Random) -> Iterator[_Use]:
+    """A loop for 2,000 requests, then chat for as many, and so on: no one order is right all the time."""
+    chat, started_s = _chat(random, _memoryless), 0.0
+    now = 0.0
+    for number in range(NUM_REQUESTS):
+        if number // 2000 % 2:
+            arrival_s, path = next(chat)
+            now = started_s + arrival_s
+        else:
+            now += 1
+            started_s, path = now, [(1 << 41) + block for block in _document(number % 400)]
+        yield now, path
+
+
+def _document(number: int) -> list[int]:
+    return list(range(8 * number, 8 * number + 8))
+
+
+def _size(random: Random, mean: int) -> int:
+    return 1 + int(random.expovariate(1 / mean))
+
+
+def _take(blocks: Iterator[int], count: int) -> list[int]:
+    return [block for block, _ in zip(blocks, range(count), strict=False)]
+
+
+def _hash(block: int) -> BlockHash:
+    return block.to_bytes(16, "big")
+
+
+SYNTHETIC: Mapping[str, Callable[[Random], Iterable[_Use]]] = {
+    "chat-memoryless": partial(_chat, think_s=_memoryless),
+    "chat-lognormal": partial(_chat, think_s=_lognormal),
+    "chat-heavy-tailed": partial(_chat, think_s=_heavy_tailed),
+    "chat-loyal": partial(_chat, think_s=_memoryless, continues=0.95),
+    "loop": _loop,
+    "scan": _scan,
+    "popularity": partial(_popularity, num_requests_each=NUM_REQUESTS),
+    "popularity-shifting": partial(_popularity, num_requests_each=1000),
+    "loop-and-chat": _in_turn,
+}
