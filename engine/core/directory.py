@@ -578,7 +578,8 @@ class Directory:
             producer = None if record.is_stored else self._reservations.get(record.producer or "")
             if producer is not None:
                 pending_us = max(pending_us, self.workers[producer.admission.prefill].queued_us)
-        holders[num_reachable] = still
+        if still:
+            holders[num_reachable] = still
         demand = Demand(request.num_tokens, num_reachable, pending_us / US_PER_S, request.session or request.request_id)
         return demand, self._crowd.candidates(holders)
 
@@ -619,14 +620,15 @@ class Directory:
             block_hash = hashes[index]
             record = self._blocks.get(block_hash)
             if record is None:
-                others = self._continuations.get((tenant, parent)) if index else None
+                before = tenant, parent
+                others = self._continuations.get(before) if index else None
                 if block_hash in self._gone:
                     yield BlockSource.EVICTED
                 elif others is not None and others != block_hash:
                     yield BlockSource.DIVERGED
                 else:
                     yield BlockSource.NEVER_SEEN
-                remember(self._continuations, (tenant, parent), block_hash)
+                remember(self._continuations, before, block_hash)
             elif index >= num_cached:
                 yield BlockSource.RECOMPUTED
             elif record.segment is not None:

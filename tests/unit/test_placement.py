@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
+from engine.core.explain import MAX_CONSIDERED, best_considered
 from engine.core.placement import (
     MIN_CONSIDERED,
     NEAR,
@@ -282,3 +283,10 @@ def test_those_alike_are_predicted_once() -> None:
         (1, 5, 1),
     ]
     assert len(choose(candidates).considered) == 3
+
+
+def test_only_the_best_are_remembered() -> None:
+    many = worker("any")._replace(worker_ids={f"w{index}" for index in range(1000)})
+    best = best_considered(choose([worker("busy", queued=10), many, worker("first", local=3)]))
+    assert [prediction.num_local_blocks for prediction in best] == [3, 0]
+    assert sum(len(prediction.worker_ids) for prediction in best) == MAX_CONSIDERED
