@@ -18,7 +18,7 @@ class Batch:
     async def add(self, item: Any) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(lambda: self._background.start(self._run()))
+            self._background.start(self._run())  # which begins in the next turn
         self._waiting.append((item, answer))
         return await answer
 

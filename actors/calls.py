@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 async def answer(ref: Any, timeout_s: float | None = None) -> Any:
     """What a call returned. Raises what it raised, and TimeoutError when that takes longer than `timeout_s`."""
-    return await asyncio.wait_for(_await(ref), timeout_s)
+    async with asyncio.timeout(timeout_s):
+        return await ref
 
 
 async def quietly(ref: Any) -> Any:
@@ -41,7 +42,3 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task failed", exc_info=error)
-
-
-async def _await(ref: Any) -> Any:
-    return await ref

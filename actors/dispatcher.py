@@ -258,13 +258,13 @@ class Dispatcher:
                 continue
             was_answered = generation.is_answered
             due = generation.take(event, worker_id)
-            if due and not was_answered:
-                ttft_s = time.monotonic() - generation.placed_at
-                self._first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
-                self._flush_soon()
             if due or generation.failure is not None:
                 delivery.inbox += due
                 delivery.arrived.set()
+            if due and not was_answered:
+                ttft_s = time.monotonic() - generation.placed_at
+                self._first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
+                self._flush_soon()  # after the token is on its way: the call takes a while
 
     def _end(self, generation: Generation) -> None:
         """The request is over: free what it holds."""

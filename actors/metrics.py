@@ -117,7 +117,7 @@ class ManagerMetrics:
     def first_token(self, decision: "Decision") -> None:
         """Compare what was predicted with what happened."""
         if decision.ttft_s is not None and decision.regret_s is not None:
-            self._error_s.observe(abs(decision.ttft_s - decision.chosen.ttft_s))
+            self._error_s.observe(abs(decision.ttft_s - decision.predicted_ttft_s))
             self._regret_s.observe(decision.regret_s)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import concurrent.futures
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -267,33 +267,33 @@ class Worker:
         self._in_event_loop(self._hand_out, output)
 
     def _hand_out(self, output: "LoopOutput") -> None:
+        """Wake up who reads tokens first, then the manager's stream; the bookkeeping waits for the next turn."""
         step = output.step
-        events: Iterable[PromptEvent | TokenEvent] = output.failures
-        ended = [(event.request_id, event.attempt) for event in output.failures]
+        events: Sequence[PromptEvent | TokenEvent] = output.failures
         if step is not None:
             events = (*step.scores, *step.events, *output.failures)
-            for segment in step.segments:
-                self._exports_put(segment)
-            for request in step.finished:
-                self._metrics.finished(request)
-                ended.append((request.request_id, request.assignment.attempt))
-            self._measure(step, output.step_s)
-        if output.sealed or output.evicted:
-            self._exports_put(ExportItem(sealed=output.sealed, evicted=output.evicted))
-        touched = set()
         for event in events:
             attempt, ingress_id = self._reply_to.get(event.request_id, (None, ""))
             if attempt == event.attempt:
-                self._outbox(ingress_id).events.append(event)
-                touched.add(ingress_id)
+                outbox = self._outbox(ingress_id)
+                outbox.events.append(event)
+                outbox.filled.set()
+        ended = [(event.request_id, event.attempt) for event in output.failures]
+        if step is not None:
+            for segment in step.segments:
+                self._exports_put(segment)
+            ended += [(request.request_id, request.assignment.attempt) for request in step.finished]
+            asyncio.get_running_loop().call_soon(self._measure, step, output.step_s)
+        if output.sealed or output.evicted:
+            self._exports_put(ExportItem(sealed=output.sealed, evicted=output.evicted))
         for request_id, attempt in ended:
             if self._reply_to.get(request_id, (None, ""))[0] == attempt:
                 del self._reply_to[request_id]
-        for ingress_id in touched:
-            self._outboxes[ingress_id].filled.set()
 
     def _measure(self, step: "StepResult", step_s: float) -> None:
         """Count the step, and learn what steps cost."""
+        for request in step.finished:
+            self._metrics.finished(request)
         self._metrics.step(step.shape)
         self._costs.step(step.shape, step_s)
         self._has_measured = True

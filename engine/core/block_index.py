@@ -40,7 +40,7 @@ class BlockRecord:
     segment: Segment | None = None
     producer: str | None = None
     """The admitted request that is about to compute it, or the worker that was asked to export it."""
-    wanted_by: set[str] = field(default_factory=set)
+    wanted_by: frozenset[str] = frozenset()
 
     @property
     def is_stored(self) -> bool:

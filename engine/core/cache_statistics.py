@@ -1,7 +1,7 @@
 """How well the cache does: hits by source and tenant, over all time and lately, and the prefixes that are hit most."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.explain import HITS, BlockSource
@@ -52,12 +52,14 @@ class CacheStatistics:
         tenant: str,
         num_tokens: int,
         hashes: Sequence[BlockHash],
-        sources: Sequence[BlockSource],
+        runs: Iterable[tuple[BlockSource, int]],
         preview: tuple[int, ...],
     ) -> None:
-        """A request was placed."""
-        num_hits = sum(source in HITS for source in sources) * self.block_size
-        self.sources.update(sources)
+        """A request was placed; `runs` says where how many of its blocks in a row come from."""
+        num_hits = 0
+        for source, count in runs:
+            self.sources[source] += count
+            num_hits += count * self.block_size if source in HITS else 0
         use = self.tenants.setdefault(tenant, TenantUse())
         use.num_requests += 1
         use.num_prompt_tokens += num_tokens

@@ -16,6 +16,7 @@ directory may forget anything at any time, and a stale entry costs time, never a
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import TypeAlias
 
 from engine.core.block_index import BlockIndex, BlockRecord, Segment, remember
@@ -24,7 +25,7 @@ from engine.core.cache_statistics import CacheStatistics
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.explain import BlockSource, Decision, Decisions, best_considered, runs_of
-from engine.core.placement import Candidate, CostModel, Demand, Placement, place
+from engine.core.placement import Candidate, CostModel, Crowd, Demand, Offer, Placement, place
 from engine.core.segment_store import DiskInstruction, ReadFile, SegmentStore
 from engine.core.types import (
     Admission,
@@ -88,6 +89,11 @@ class WorkerRecord:
     unsaved: list[BlockHash] = field(default_factory=list)
     """Blocks that it sealed and no segment contained, to be exported for the disk."""
 
+    @property
+    def offer(self) -> Offer:
+        queued_s = self.queued_us / US_PER_S
+        return Offer(self.role, self.costs, self.token_budget, queued_s, len(self.decoding), self.num_free_blocks)
+
 
 @dataclass(slots=True)
 class Reservation:
@@ -112,6 +118,8 @@ class Directory:
         self._blocks = BlockIndex(self.statistics)
         self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes)
         self.workers: dict[str, WorkerRecord] = {}
+        self._crowd = Crowd()
+        """The same workers, as requests see them."""
         self._reservations: dict[str, Reservation] = {}
         self._continuations: OrderedDict[tuple[str, BlockHash], BlockHash] = OrderedDict()
         """For a tenant and a block, the one that followed it in the tenant's last prompt with new blocks."""
@@ -135,6 +143,7 @@ class Directory:
         self.costs = replace(self.costs, block_bytes=block_bytes)
         instructions = self.remove_worker(worker_id) if known is not None else []
         self.workers[worker_id] = WorkerRecord(worker_id, role, epoch, self.costs.prior, token_budget)
+        self._offer([worker_id])
         return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
 
     def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
@@ -143,6 +152,7 @@ class Directory:
         if worker is None:
             return []
         del self.workers[worker_id]
+        self._crowd.remove(worker_id)
         for block_hash in worker.blocks:
             self._leave_worker(block_hash, worker_id, "worker lost")
         instructions = self._fail(block_hash for block_hash in worker.blocks)
@@ -167,6 +177,7 @@ class Directory:
         if worker is not None:
             worker.costs = costs or worker.costs
             worker.num_free_blocks = num_free_blocks
+            self._offer([worker_id])
 
     def blocks_changed(
         self, worker_id: str, epoch: int, sealed: Iterable[BlockHash], evicted: Iterable[BlockHash]
@@ -192,12 +203,12 @@ class Directory:
         """A worker exported blocks: index them and hand them to everybody who waits for one of them."""
         if self._worker(worker_id, epoch) is None:
             return []
-        receivers = set()
+        receivers: set[str] = set()
         instructions: list[Instruction] = []
         for block_hash in header.full_hashes:
             record = self._blocks[block_hash]
             receivers |= record.wanted_by
-            record.wanted_by = set()
+            record.wanted_by = frozenset()
             self._produced(block_hash, record)
         if header.handover is not None:
             reservation = self._reservations.get(header.handover.request_id)
@@ -271,6 +282,7 @@ class Directory:
         placement = place(*self._options(request), self.costs)
         prefill = placement.prefill
         decode = placement.decode if request.generates else prefill
+        involved = {prefill, decode}
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
         self._record(request, placement)
@@ -293,8 +305,9 @@ class Directory:
         self._reservations[request.request_id] = reservation
         self.workers[prefill].queued_us += reservation.queued_us
         self.workers[decode].decoding.add(request.request_id)
-        for worker_id in {prefill, decode}:
+        for worker_id in involved:
             self.workers[worker_id].requests.add(request.request_id)
+        self._offer(involved)
         for block_hash in to_compute:
             record = self._blocks[block_hash]
             if record.producer is None and record.segment is None:
@@ -310,6 +323,7 @@ class Directory:
         reservation = self._reservations.get(request_id)
         if reservation is not None and reservation.admission.attempt == attempt:
             self._unqueue(reservation)
+            self._offer([reservation.admission.prefill])
             reservation.lacking.clear()
         return self.decisions.first_token(request_id, attempt, ttft_s)
 
@@ -319,10 +333,11 @@ class Directory:
         if reservation is None:
             return []
         self._unqueue(reservation)
-        for worker_id in {reservation.admission.prefill, reservation.admission.decode}:
-            if worker_id in self.workers:
-                self.workers[worker_id].requests.discard(request_id)
-                self.workers[worker_id].decoding.discard(request_id)
+        involved = {reservation.admission.prefill, reservation.admission.decode}
+        for worker_id in involved & self.workers.keys():
+            self.workers[worker_id].requests.discard(request_id)
+            self.workers[worker_id].decoding.discard(request_id)
+        self._offer(involved)
         self.segments.released(reservation.leased, reservation.hashes)
         return self._stop_producing(reservation)
 
@@ -355,6 +370,7 @@ class Directory:
             assert all(worker.worker_id in self._blocks[block_hash].workers for block_hash in worker.blocks)
             assert worker.requests <= self._reservations.keys()
             assert worker.decoding <= worker.requests
+            assert self._crowd.offer_of(worker.worker_id) == worker.offer
             queued_us = sum(
                 reservation.queued_us
                 for reservation in self._reservations.values()
@@ -373,13 +389,19 @@ class Directory:
         worker = self.workers.get(worker_id)
         return worker if worker is not None and epoch in (None, worker.epoch) else None
 
+    def _offer(self, worker_ids: Iterable[str]) -> None:
+        """The load or the costs of these workers may have changed."""
+        for worker_id in worker_ids:
+            if worker_id in self.workers:
+                self._crowd.put(worker_id, self.workers[worker_id].offer)
+
     def _sealed(self, worker: WorkerRecord, block_hash: BlockHash) -> bool:
         """Note that a worker holds a block; whether others want it and the worker should export it."""
         worker.blocks.add(block_hash)
         record = self._blocks[block_hash]
         self._blocks.came(block_hash, record)
         record.workers.add(worker.worker_id)
-        record.wanted_by.discard(worker.worker_id)
+        record.wanted_by -= {worker.worker_id}
         if record.producer not in self.workers:
             self._produced(block_hash, record)
         if self.segments.disk_budget_bytes and record.segment is None:
@@ -402,34 +424,22 @@ class Directory:
 
     def _options(self, request: AdmitRequest) -> tuple[Demand, list[Candidate]]:
         """What a request needs, and what each worker has to offer, in one walk along its blocks."""
-        num_local = dict.fromkeys(self.workers, 0)
-        holders: set[str] = set()
+        holders: dict[int, set[str]] = {}
+        still = set(self.workers)
         num_reachable = 0
         pending_us = 0
         for index, record in enumerate(self.leading(request.hashes)):
-            still = record.workers if index == 0 else holders & record.workers
-            for worker_id in holders - still:
-                num_local[worker_id] = index
-            holders = set(still)
+            if not still <= record.workers:
+                holders[index] = still - record.workers
+                still = still & record.workers
             num_reachable = index + 1
             producer = None if record.is_stored else self._reservations.get(record.producer or "")
             if producer is not None:
                 pending_us = max(pending_us, self.workers[producer.admission.prefill].queued_us)
-        num_local |= dict.fromkeys(holders, num_reachable)
+        if still:
+            holders[num_reachable] = still
         demand = Demand(request.num_tokens, num_reachable, pending_us / US_PER_S, request.session or request.request_id)
-        return demand, [
-            Candidate(
-                worker.worker_id,
-                worker.role,
-                worker.costs,
-                worker.token_budget,
-                worker.queued_us / US_PER_S,
-                len(worker.decoding),
-                worker.num_free_blocks,
-                num_local[worker.worker_id],
-            )
-            for worker in self.workers.values()
-        ]
+        return demand, self._crowd.candidates(holders)
 
     def leading(self, hashes: Sequence[BlockHash]) -> Iterator[BlockRecord]:
         """The records of the leading blocks that are held or being computed anywhere."""
@@ -441,36 +451,42 @@ class Directory:
 
     def _record(self, request: AdmitRequest, placement: Placement) -> None:
         """Keep what explains this placement."""
-        sources = tuple(self._sources(request.hashes, placement, request.tenant))
+        num_local = placement.chosen.num_local_blocks
+        num_cached = num_local + placement.chosen.num_imported_blocks
+        others = self._sources(request.hashes, num_local, num_cached, request.tenant)
+        runs = runs_of(chain(repeat(BlockSource.LOCAL, num_local), others))
         decision = Decision(
             request.attempt,
             request.tenant,
             request.num_tokens,
             self.costs.block_size,
-            runs_of(sources),
-            placement.chosen,
+            runs,
+            placement.prefill,
+            placement.decode,
+            placement.chosen.ttft_s,
             best_considered(placement),
         )
         self.decisions.admitted(request.request_id, decision)
-        self.statistics.admitted(request.tenant, request.num_tokens, request.hashes, sources, request.preview)
+        self.statistics.admitted(request.tenant, request.num_tokens, request.hashes, runs, request.preview)
 
-    def _sources(self, hashes: Sequence[BlockHash], placement: Placement, tenant: str) -> Iterator[BlockSource]:
-        num_local = placement.chosen.num_local_blocks
-        num_cached = num_local + placement.chosen.num_imported_blocks
-        parent = b""
-        for index, block_hash in enumerate(hashes):
+    def _sources(
+        self, hashes: Sequence[BlockHash], num_local: int, num_cached: int, tenant: str
+    ) -> Iterator[BlockSource]:
+        """Of the blocks behind the first `num_local`; those from `num_cached` on are not fetched."""
+        parent = hashes[num_local - 1] if num_local else b""
+        for index in range(num_local, len(hashes)):
+            block_hash = hashes[index]
             record = self._blocks.get(block_hash)
-            if index < num_local:
-                yield BlockSource.LOCAL
-            elif record is None:
-                others = self._continuations.get((tenant, parent)) if index else None
+            if record is None:
+                before = tenant, parent
+                others = self._continuations.get(before) if index else None
                 if block_hash in self._blocks.gone:
                     yield BlockSource.EVICTED
                 elif others is not None and others != block_hash:
                     yield BlockSource.DIVERGED
                 else:
                     yield BlockSource.NEVER_SEEN
-                remember(self._continuations, (tenant, parent), block_hash)
+                remember(self._continuations, before, block_hash)
             elif index >= num_cached:
                 yield BlockSource.RECOMPUTED
             elif record.segment is not None:
@@ -494,7 +510,7 @@ class Directory:
             if record.segment is not None:
                 segments[record.segment.segment_id] = record.segment
                 continue
-            record.wanted_by.add(worker_id)
+            record.wanted_by |= {worker_id}
             if record.producer is None and record.workers:
                 record.producer = min(record.workers)
                 exports.setdefault(record.producer, []).append(block_hash)
@@ -520,16 +536,17 @@ class Directory:
         """The request computes no more. Its worker may have blocks that it has not told of yet: where somebody waits
         for one, it is asked, and says which ones will not come."""
         abandoned, reservation.producing = reservation.producing, {}
+        wanted = [block_hash for block_hash in abandoned if self._blocks[block_hash].wanted_by]
+        worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
         for block_hash in abandoned:
             self._blocks[block_hash].producer = None
-        worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
         instructions: list[Instruction] = []
         if worker is None:
-            instructions = self._fail(abandoned)
-        elif wanted := tuple(block_hash for block_hash in abandoned if self._blocks[block_hash].wanted_by):
+            instructions = self._fail(wanted)
+        elif wanted:
             for block_hash in wanted:
                 self._blocks[block_hash].producer = worker.worker_id
-            instructions = [Export(worker.worker_id, wanted)]
+            instructions = [Export(worker.worker_id, tuple(wanted))]
         self._blocks.forget_unknown(abandoned)
         return instructions
 
@@ -565,7 +582,7 @@ class Directory:
                 successor.producing[block_hash] = None
                 record.producer = successor.admission.request_id
                 told = told & {successor.admission.prefill}
-            record.wanted_by = record.wanted_by - told
+            record.wanted_by -= told
             for worker_id in told & self.workers.keys():
                 lost.setdefault(worker_id, []).append(block_hash)
         return [

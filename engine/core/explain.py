@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import nsmallest
 from itertools import groupby
 
 from engine.core.placement import Placement, Prediction
 
 MAX_CONSIDERED = 16
-"""Candidates kept per decision, the best ones."""
+"""Workers kept per decision, the best ones."""
 
 
 class BlockSource(StrEnum):
@@ -49,7 +50,9 @@ class Decision:
     block_size: int
     runs: tuple[tuple[BlockSource, int], ...]
     """Of the prompt's full blocks, in order: how many in a row came from where."""
-    chosen: Prediction
+    prefill: str
+    decode: str
+    predicted_ttft_s: float
     considered: tuple[Prediction, ...]
     ttft_s: float | None = None
     """From admission to the first token."""
@@ -73,10 +76,14 @@ class Decision:
             "blocks": [{"source": str(source), "hit": source in HITS, "count": count} for source, count in self.runs],
             "unhashed_tokens": self.num_tokens - num_hashed,
             "note": "shorter than a block: nothing to share" if not self.runs else None,
-            "prefill_worker": self.chosen.worker_id,
-            "decode_worker": self.chosen.decode,
-            "candidates": [_candidate(prediction) for prediction in self.considered],
-            "predicted_ttft_s": round(self.chosen.ttft_s, 6),
+            "prefill_worker": self.prefill,
+            "decode_worker": self.decode,
+            "candidates": [
+                _candidate(worker_id, prediction)
+                for prediction in self.considered
+                for worker_id in prediction.worker_ids
+            ],
+            "predicted_ttft_s": round(self.predicted_ttft_s, 6),
             "actual_ttft_s": None if self.ttft_s is None else round(self.ttft_s, 6),
             "regret_s": None if self.regret_s is None else round(self.regret_s, 6),
             "preemptions": self.num_preemptions,
@@ -130,13 +137,20 @@ def runs_of(sources: Iterable[BlockSource]) -> tuple[tuple[BlockSource, int], ..
 
 
 def best_considered(placement: Placement) -> tuple[Prediction, ...]:
-    """The candidates worth remembering, best first."""
-    return tuple(sorted(placement.considered, key=lambda prediction: prediction.ttft_s)[:MAX_CONSIDERED])
+    """The predictions worth remembering, best first, and of alike workers as many as are worth it."""
+    best: list[Prediction] = []
+    room = MAX_CONSIDERED
+    for prediction in sorted(placement.considered, key=lambda prediction: prediction.ttft_s)[:MAX_CONSIDERED]:
+        if room:
+            worker_ids = nsmallest(room, prediction.worker_ids)
+            best.append(prediction._replace(worker_ids=worker_ids))
+            room -= len(worker_ids)
+    return tuple(best)
 
 
-def _candidate(prediction: Prediction) -> dict[str, object]:
+def _candidate(worker_id: str, prediction: Prediction) -> dict[str, object]:
     return {
-        "worker": prediction.worker_id,
+        "worker": worker_id,
         "local_blocks": prediction.num_local_blocks,
         "imported_blocks": prediction.num_imported_blocks,
         "wait_s": round(prediction.wait_s, 6),

@@ -7,11 +7,16 @@
 The same sum decides between importing a prefix and recomputing it, between prefill workers, and whether the decode
 worker that holds most of the conversation computes a short suffix itself instead of involving a prefill worker. A
 decode worker is chosen by its predicted step time and the KV that it lacks.
+
+Workers that are the same to a request are one candidate, and nobody is predicted whose queue alone takes longer than
+the best prediction: in a large cluster few sums are made, and the choice is the one that all of them would give.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
+from typing import NamedTuple
 
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
@@ -22,6 +27,8 @@ NEAR_S = 5e-4
 """Predictions that differ by less than 2 % or half a millisecond are equal: costs are not known better."""
 DECODE_HORIZON = 64
 """Tokens over which a decode worker's step time is weighed against the KV that it lacks."""
+MIN_CONSIDERED = 16
+"""So many candidates are predicted, if there are as many, to explain the choice by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,9 @@ class Demand:
     session: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One worker as seen by one request."""
+class Offer(NamedTuple):
+    """What a worker is to a request that it holds nothing of."""
 
-    worker_id: str
     role: Role
     costs: WorkerCosts
     token_budget: int = 512
@@ -61,16 +66,21 @@ class Candidate:
     """Predicted time of the prefills promised to it and not done yet."""
     num_decoding: int = 0
     num_free_blocks: int | None = None
+
+
+class Candidate(NamedTuple):
+    """Workers that are the same to one request."""
+
+    worker_ids: Collection[str]
+    offer: Offer
     num_local_blocks: int = 0
-    """Leading blocks of the request in its own pool."""
+    """Leading blocks of the request in the pool of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The sum for one candidate as the prefill worker."""
+class Prediction(NamedTuple):
+    """The sum for each of some workers as the prefill worker."""
 
-    worker_id: str
-    decode: str
+    worker_ids: Collection[str]
     num_local_blocks: int
     num_imported_blocks: int
     """Leading blocks that it gets from elsewhere, after its own."""
@@ -87,16 +97,44 @@ class Prediction:
 class Placement:
     """Who prefills and who decodes (the same worker twice when the request is not split), and who else could have."""
 
+    prefill: str
+    decode: str
     chosen: Prediction
-    considered: tuple[Prediction, ...]
+    considered: Sequence[Prediction]
 
-    @property
-    def prefill(self) -> str:
-        return self.chosen.worker_id
 
-    @property
-    def decode(self) -> str:
-        return self.chosen.decode
+class Crowd:
+    """The workers of a cluster, those with equal offers together."""
+
+    def __init__(self) -> None:
+        self._offers: dict[str, Offer] = {}
+        self._groups: dict[Offer, set[str]] = {}
+
+    def put(self, worker_id: str, offer: Offer) -> None:
+        """A worker has come, or its offer has changed."""
+        self.remove(worker_id)
+        self._offers[worker_id] = offer
+        self._groups.setdefault(offer, set()).add(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        """A worker has gone; one that is not there is no error."""
+        offer = self._offers.pop(worker_id, None)
+        if offer is not None:
+            self._groups[offer].remove(worker_id)
+            if not self._groups[offer]:
+                del self._groups[offer]
+
+    def offer_of(self, worker_id: str) -> Offer | None:
+        return self._offers.get(worker_id)
+
+    def candidates(self, holders: Mapping[int, Set[str]]) -> list[Candidate]:
+        """All workers as one request sees them. `holders` has each under the number of leading blocks it holds."""
+        return [
+            Candidate(alike, offer, num_local)
+            for offer, group in self._groups.items()
+            for num_local, workers in holders.items()
+            if (alike := group & workers)
+        ]
 
 
 def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> Placement:
@@ -107,36 +145,43 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
     """
     if not candidates:
         raise NoWorkerError("no worker is ready")
-    decoders = _with_role(candidates, Role.DECODE, Role.MIXED) or list(candidates)
-    prefillers = _with_role(candidates, Role.PREFILL, Role.MIXED)
-    decoding = {candidate.worker_id: _decode_cost_s(candidate, demand, model) for candidate in decoders}
-    decoder = _preferred(decoding, demand.session)
-    predictions = {}
-    for candidate in {c.worker_id: c for c in [*prefillers, *decoders]}.values():
-        decode = candidate.worker_id if candidate.worker_id in decoding else decoder
-        prediction = predict(candidate, decode, demand, model)
+    decoders = [candidate for candidate in candidates if candidate.offer.role is not Role.PREFILL]
+    has_prefillers = any(candidate.offer.role is not Role.DECODE for candidate in candidates)
+    predictions: list[Prediction] = []
+    limit_s = inf
+    for candidate in sorted(candidates, key=lambda candidate: candidate.offer.queued_s):
+        if candidate.offer.queued_s > limit_s and len(predictions) >= MIN_CONSIDERED:
+            break
+        prediction = predict(candidate, demand, model)
         num_cached = prediction.num_local_blocks + prediction.num_imported_blocks
         num_uncached = demand.num_tokens - num_cached * model.block_size
-        if candidate.role is not Role.DECODE or not prefillers or num_uncached <= model.piggyback_tokens:
-            predictions[candidate.worker_id] = prediction
-    chosen = _preferred({worker_id: each.ttft_s for worker_id, each in predictions.items()}, demand.session)
-    return Placement(predictions[chosen], tuple(predictions.values()))
+        if candidate.offer.role is not Role.DECODE or not has_prefillers or num_uncached <= model.piggyback_tokens:
+            predictions.append(prediction)
+            limit_s = min(limit_s, _near(prediction.ttft_s))
+    near = {worker_id: each for each in predictions if each.ttft_s <= limit_s for worker_id in each.worker_ids}
+    prefill = decode = _preferred(near, demand.session)
+    if decoders and not any(prefill in decoder.worker_ids for decoder in decoders):
+        costs_s = [_decode_cost_s(decoder, demand, model) for decoder in decoders]
+        limit_s = _near(min(costs_s))
+        cheap = [d.worker_ids for d, cost_s in zip(decoders, costs_s, strict=True) if cost_s <= limit_s]
+        decode = _preferred([worker_id for worker_ids in cheap for worker_id in worker_ids], demand.session)
+    return Placement(prefill, decode, near[prefill], predictions)
 
 
-def predict(candidate: Candidate, decode: str, demand: Demand, model: CostModel) -> Prediction:
+def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Prediction:
     """The sum for `candidate` as the prefill worker, with the import that makes it the smallest."""
-    num_local = candidate.num_local_blocks
+    worker_ids, offer, num_local = candidate
     num_importable = max(0, demand.num_reachable_blocks - num_local)
-    compute_s = _compute_s(candidate, demand, num_local, model)
-    alone = Prediction(candidate.worker_id, decode, num_local, 0, candidate.queued_s, 0.0, compute_s)
+    compute_s = _compute_s(offer, demand, num_local, model)
+    alone = Prediction(worker_ids, num_local, 0, offer.queued_s, 0.0, compute_s)
     if not num_importable:
         return alone
-    import_s = candidate.costs.import_all_s(num_importable * model.block_bytes)
-    shorter_s = _compute_s(candidate, demand, num_local + num_importable, model)
+    import_s = offer.costs.import_all_s(num_importable * model.block_bytes)
+    shorter_s = _compute_s(offer, demand, num_local + num_importable, model)
     if import_s + shorter_s >= compute_s:
         return alone
-    wait_s = max(candidate.queued_s, demand.pending_s)
-    return Prediction(candidate.worker_id, decode, num_local, num_importable, wait_s, import_s, shorter_s)
+    wait_s = max(offer.queued_s, demand.pending_s)
+    return Prediction(worker_ids, num_local, num_importable, wait_s, import_s, shorter_s)
 
 
 def rank_by_session(session: str, worker_ids: Iterable[str]) -> list[str]:
@@ -144,31 +189,34 @@ def rank_by_session(session: str, worker_ids: Iterable[str]) -> list[str]:
 
     Losing a worker moves only the sessions that preferred it.
     """
-    return sorted(worker_ids, key=lambda worker: blake2b(f"{session}\0{worker}".encode(), digest_size=8).digest())
+    return sorted(worker_ids, key=lambda worker_id: _affinity(session, worker_id))
 
 
-def _compute_s(candidate: Candidate, demand: Demand, num_cached_blocks: int, model: CostModel) -> float:
+def _affinity(session: str, worker_id: str) -> bytes:
+    return blake2b(f"{session}\0{worker_id}".encode(), digest_size=8).digest()
+
+
+def _preferred(worker_ids: Collection[str], session: str) -> str:
+    """The one that comes first in `rank_by_session`."""
+    if len(worker_ids) == 1:
+        return next(iter(worker_ids))
+    return min(worker_ids, key=lambda worker_id: _affinity(session, worker_id))
+
+
+def _near(cost_s: float) -> float:
+    """What is at most this is as good as `cost_s`."""
+    return cost_s * NEAR + NEAR_S
+
+
+def _compute_s(offer: Offer, demand: Demand, num_cached_blocks: int, model: CostModel) -> float:
     num_cached = min(num_cached_blocks * model.block_size, demand.num_tokens - 1)
-    return candidate.costs.prefill_s(
-        demand.num_tokens - num_cached, num_cached, candidate.token_budget, candidate.num_decoding
-    )
+    return offer.costs.prefill_s(demand.num_tokens - num_cached, num_cached, offer.token_budget, offer.num_decoding)
 
 
 def _decode_cost_s(candidate: Candidate, demand: Demand, model: CostModel) -> float:
-    num_blocks = demand.num_tokens // model.block_size + 1
-    num_lacking = max(0, num_blocks - candidate.num_local_blocks)
-    lacks_room = candidate.num_free_blocks is not None and candidate.num_free_blocks < num_lacking
-    step_s = candidate.costs.decode_step_s(candidate.num_decoding + 1)
-    import_s = candidate.costs.import_all_s(num_lacking * model.block_bytes)
+    _, offer, num_local = candidate
+    num_lacking = max(0, demand.num_tokens // model.block_size + 1 - num_local)
+    lacks_room = offer.num_free_blocks is not None and offer.num_free_blocks < num_lacking
+    step_s = offer.costs.decode_step_s(offer.num_decoding + 1)
+    import_s = offer.costs.import_all_s(num_lacking * model.block_bytes)
     return DECODE_HORIZON * step_s * (1 + lacks_room) + import_s
-
-
-def _preferred(costs_s: dict[str, float], session: str) -> str:
-    """The cheapest worker; among those nearly as cheap the one that the session prefers."""
-    limit_s = min(costs_s.values()) * NEAR + NEAR_S
-    near = [worker_id for worker_id, cost_s in costs_s.items() if cost_s <= limit_s]
-    return near[0] if len(near) == 1 else rank_by_session(session, near)[0]
-
-
-def _with_role(candidates: Sequence[Candidate], *roles: Role) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.role in roles]

@@ -298,7 +298,7 @@ def test_who_holds_what_cannot_be_sent_does_not_compute_it_for_others(make_direc
     join(directory, "p", Role.PREFILL)
     admit(directory, "r", A, B)
     seal(directory, "p", A)
-    directory._blocks[A].wanted_by.add("x")
+    directory._blocks[A].wanted_by |= {"x"}
     join(directory, "x", Role.MIXED)
     assert directory.blocks_unsent("d", 1, [A]) == [Lost("x", (A,))]
 

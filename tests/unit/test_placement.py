@@ -6,7 +6,21 @@ from hypothesis import strategies as st
 
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
-from engine.core.placement import Candidate, CostModel, Demand, Placement, place, predict, rank_by_session
+from engine.core.explain import MAX_CONSIDERED, best_considered
+from engine.core.placement import (
+    MIN_CONSIDERED,
+    NEAR,
+    NEAR_S,
+    Candidate,
+    CostModel,
+    Crowd,
+    Demand,
+    Offer,
+    Placement,
+    place,
+    predict,
+    rank_by_session,
+)
 from engine.core.types import Role
 
 MODEL = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)
@@ -25,7 +39,7 @@ def worker(
 ) -> Candidate:
     """One that computes `rate` tokens a second, steps and imports costing nothing beyond tokens and bytes."""
     costs = WorkerCosts(0.0, 1 / rate, 1 / rate, 0.0, 0.0, 1e-9)
-    return Candidate(worker_id, role, costs, 1 << 20, queued / rate, requests, free, local)
+    return Candidate([worker_id], Offer(role, costs, 1 << 20, queued / rate, requests, free), local)
 
 
 def choose(
@@ -101,7 +115,7 @@ def test_predictions_are_never_worse_than_computing_everything(
 ) -> None:
     num_tokens = (local + more) * 16 + num_new
     candidate = worker("w", rate=rate, queued=queued, local=local)
-    prediction = predict(candidate, "w", Demand(num_tokens, local + more), MODEL)
+    prediction = predict(candidate, Demand(num_tokens, local + more), MODEL)
     assert 0 < prediction.ttft_s <= (queued + num_tokens) / rate * (1 + 1e-9)
     assert prediction.num_imported_blocks in (0, more)
 
@@ -180,3 +194,99 @@ def test_losing_a_worker_moves_its_sessions_only(sessions: set[str], lost: str) 
 def test_sessions_are_spread_evenly() -> None:
     first = [rank_by_session(f"session-{index}", "abcd")[0] for index in range(2000)]
     assert all(400 < first.count(name) < 600 for name in "abcd")
+
+
+# Many workers
+
+
+COSTS = [WorkerCosts(), WorkerCosts(1e-3, 2e-4, 1e-4, 1e-9, 5e-3, 2e-9), WorkerCosts(prefill_token_s=1.01e-3)]
+
+OFFERS = st.builds(
+    Offer,
+    role=st.sampled_from(Role),
+    costs=st.sampled_from(COSTS),
+    token_budget=st.sampled_from([64, 512]),
+    queued_s=st.sampled_from([0.0, 0.0, 4e-4, 0.01, 0.1, 0.5, 2.0]),
+    num_decoding=st.integers(0, 3),
+    num_free_blocks=st.sampled_from([None, 10, 1000]),
+)
+"""Few different ones, so that some are equal."""
+
+
+def cheapest(costs_s: dict[str, float], session: str) -> str:
+    limit_s = min(costs_s.values()) * NEAR + NEAR_S
+    return rank_by_session(session, [worker_id for worker_id, cost_s in costs_s.items() if cost_s <= limit_s])[0]
+
+
+def full_scan(demand: Demand, workers: dict[str, tuple[Offer, int]]) -> tuple[str, str]:
+    """The rule without any short cut: every worker's prediction, then every decoder's cost."""
+    by_role = {role: [w for w, (offer, _) in workers.items() if offer.role is role] for role in Role}
+    decoders = by_role[Role.DECODE] + by_role[Role.MIXED] or list(workers)
+    ttfts_s = {}
+    for worker_id, (offer, num_local) in workers.items():
+        prediction = predict(Candidate([worker_id], offer, num_local), demand, MODEL)
+        uncached = demand.num_tokens - (num_local + prediction.num_imported_blocks) * MODEL.block_size
+        only_decodes = offer.role is Role.DECODE and len(by_role[Role.DECODE]) < len(workers)
+        if not only_decodes or uncached <= MODEL.piggyback_tokens:
+            ttfts_s[worker_id] = prediction.ttft_s
+    prefill = cheapest(ttfts_s, demand.session)
+    if prefill in decoders:
+        return prefill, prefill
+    costs_s = {}
+    for worker_id in decoders:
+        offer, num_local = workers[worker_id]
+        lacking = max(0, demand.num_tokens // MODEL.block_size + 1 - num_local)
+        costs_s[worker_id] = 64 * offer.costs.decode_step_s(offer.num_decoding + 1)
+        if offer.num_free_blocks is not None and offer.num_free_blocks < lacking:
+            costs_s[worker_id] *= 2
+        costs_s[worker_id] += offer.costs.import_all_s(lacking * MODEL.block_bytes)
+    return prefill, cheapest(costs_s, demand.session)
+
+
+@given(
+    offers=st.lists(st.tuples(OFFERS, st.sampled_from([0, 0, 3, 20])), min_size=1, max_size=60),
+    num_tokens=st.integers(321, 5000),
+    pending_s=st.sampled_from([0.0, 0.3]),
+    session=st.text(max_size=3),
+)
+def test_grouping_and_pruning_change_no_choice(
+    offers: list[tuple[Offer, int]], num_tokens: int, pending_s: float, session: str
+) -> None:
+    workers = {f"w{index}": offer for index, offer in enumerate(offers)}
+    crowd = Crowd()
+    holders: dict[int, set[str]] = {}
+    for worker_id, (offer, num_local) in workers.items():
+        crowd.put(worker_id, offer)
+        holders.setdefault(num_local, set()).add(worker_id)
+    demand = Demand(num_tokens, 20, pending_s, session)
+    placement = place(demand, crowd.candidates(holders), MODEL)
+    assert (placement.prefill, placement.decode) == full_scan(demand, workers)
+
+
+def test_who_queues_longer_than_the_best_takes_is_not_predicted() -> None:
+    busy = [worker(f"busy {index}", queued=2000 + index) for index in range(100)]
+    assert len(choose([*busy, worker("idle")]).considered) == MIN_CONSIDERED
+
+
+def test_those_alike_are_predicted_once() -> None:
+    crowd = Crowd()
+    offer = worker("any").offer
+    for index in range(1000):
+        crowd.put(f"w{index}", offer)
+    crowd.put("w7", offer._replace(num_decoding=1))
+    crowd.remove("w8")
+    first = {"w7", "w9"}
+    candidates = crowd.candidates({0: {f"w{index}" for index in range(1000)} - first, 5: first})
+    assert [(len(c.worker_ids), c.num_local_blocks, c.offer.num_decoding) for c in candidates] == [
+        (997, 0, 0),
+        (1, 5, 0),
+        (1, 5, 1),
+    ]
+    assert len(choose(candidates).considered) == 3
+
+
+def test_only_the_best_are_remembered() -> None:
+    many = worker("any")._replace(worker_ids={f"w{index}" for index in range(1000)})
+    best = best_considered(choose([worker("busy", queued=10), many, worker("first", local=3)]))
+    assert [prediction.num_local_blocks for prediction in best] == [3, 0]
+    assert sum(len(prediction.worker_ids) for prediction in best) == MAX_CONSIDERED
