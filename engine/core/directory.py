@@ -401,7 +401,8 @@ class Directory:
         record = self._blocks[block_hash]
         self._blocks.came(block_hash, record)
         record.workers.add(worker.worker_id)
-        record.wanted_by -= {worker.worker_id}
+        if record.wanted_by:
+            record.wanted_by -= {worker.worker_id}
         if record.producer not in self.workers:
             self._produced(block_hash, record)
         if self.segments.disk_budget_bytes and record.segment is None:
