@@ -44,13 +44,13 @@ def test_a_segment_is_sent_when_it_has_arrived() -> None:
     assert isinstance(second, ExportItem) and second.header == complete
 
 
-def test_blocks_that_never_arrive_are_missing_and_the_handover_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_that_never_arrive_are_not_sent_and_the_handover_is(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> np.ndarray:
         raise RuntimeError("the device is gone")
 
     with caplog.at_level(logging.ERROR):
         [item] = exported(1, ExportedSegment(HEADER, np.empty(0, np.uint8), fail))
     assert isinstance(item, ExportItem) and item.header is not None
-    assert item.missing == HEADER.full_hashes
+    assert item.unsent == HEADER.full_hashes
     assert (item.header.hashes, item.header.num_bytes, item.header.handover) == ((), 0, HEADER.handover)
     assert "2 blocks not exported" in caplog.text
