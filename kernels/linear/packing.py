@@ -32,13 +32,8 @@ class PackedLinear:
     layout: Layout
 
 
-def best_layout(weight: Tensor, *, deterministic: bool = False) -> Layout:
-    """Our own product where it is the fastest, oneDNN's where the CPU has matrix tiles, torch's for other types.
-
-    On a GPU torch's product is the fastest; `deterministic` asks for our own.
-    """
-    if weight.is_cuda and deterministic:
-        return Layout.INVARIANT
+def best_layout(weight: Tensor) -> Layout:
+    """Our own product where it is the fastest, oneDNN's where the CPU has matrix tiles, torch's for other types."""
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return Layout.PLAIN
     ops = cpu_ops()
@@ -55,7 +50,8 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None, *, deterministic: bo
     it is.
     """
     out_features, in_features = weight.shape
-    weight, layout = weight.detach(), best_layout(weight, deterministic=deterministic)
+    weight = weight.detach()
+    layout = Layout.INVARIANT if deterministic and weight.is_cuda else best_layout(weight)
     if layout is Layout.ONEDNN:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     elif layout is Layout.PANELS:
