@@ -35,14 +35,11 @@ class PackedLinear:
     layout: Layout
 
 
-def best_layout(weight: Tensor, *, int8: bool = False, deterministic: bool = False) -> Layout:
+def best_layout(weight: Tensor, *, int8: bool = False) -> Layout:
     """Our own product where it is the fastest, oneDNN's where the CPU has matrix tiles, torch's for other types.
 
-    `int8`: ours wherever there is one, since the others would have to widen the whole weight first. On a GPU torch's
-    product is the fastest; `deterministic` asks for our own.
+    `int8`: ours wherever there is one, since the others would have to widen the whole weight first.
     """
-    if weight.is_cuda and deterministic:
-        return Layout.INVARIANT
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return Layout.PLAIN
     ops = cpu_ops()
@@ -64,7 +61,8 @@ def pack_weight(
     it is. With `int8`, for CPUs, the weight is quantised before.
     """
     out_features, in_features = weight.shape
-    weight, layout = weight.detach(), best_layout(weight, int8=int8, deterministic=deterministic)
+    weight = weight.detach()
+    layout = Layout.INVARIANT if deterministic and weight.is_cuda else best_layout(weight, int8=int8)
     weight, scales = quantize(weight) if int8 else (weight, None)
     if layout is Layout.ONEDNN:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
