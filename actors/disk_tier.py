@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from engine.core.block_index import Segment
 from engine.core.errors import StartupError
+from engine.core.segment_store import DamagedFileError
 from engine.core.types import SegmentHeader
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,9 @@ class DiskTier:
         """
         try:
             return await asyncio.to_thread(lambda: ray.put(self._files.read(header)))
-        except (RayError, OSError) as error:
+        except DamagedFileError:
+            raise
+        except Exception as error:  # whatever it was, whoever waits for the file must hear of it
             logger.warning("segment of %d blocks not read: %s", len(header.hashes), error)
             return None
 

@@ -139,6 +139,8 @@ class Worker:
         exports = self._exports
         while exports is self._exports:
             item = await exports.get()
+            if exports is not self._exports:
+                return
             if isinstance(item, ExportItem):
                 yield item
                 continue

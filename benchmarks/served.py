@@ -1,10 +1,11 @@
 """raydix beside `vllm serve`, over HTTP: the same weights, cores and load, in turns.
 
-    python -m benchmarks.served [--config cpu] [--rounds 2] [--json FILE]
+    python -m benchmarks.served [--config cpu_mixed] [--rounds 2] [--json FILE]
 
-In each round each server is started, loaded by `benchmarks.serve` with every scenario, and stopped, the other one first
-in every other round. Medians over the rounds are reported, and raydix's figure over vLLM's. vLLM is what
-`make bench-peers PEERS=vllm` installs, with the settings that measured best for it (see `peers.roster`).
+In each round each server is started, loaded by `benchmarks.serve` with every scenario, and stopped; every other round
+goes the other way round. Medians over the rounds are reported, and raydix's figure over each other's. vLLM is what
+`make bench-peers PEERS=vllm` installs, once as it starts by itself, which leaves a core of two to all but the engine,
+and once with its engine on all cores and the libraries that measured best for it (see `peers.roster`).
 """
 
 import argparse
@@ -77,7 +78,7 @@ SCENARIOS = (
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How one of the two is started."""
+    """How a server is started."""
 
     name: str
     command: tuple[str, ...]
@@ -86,7 +87,7 @@ class Server:
 
 
 def servers(site: Site, config: str) -> list[Server]:
-    """Raydix first. vLLM's engine gets all cores, as raydix's workers do: by itself it keeps one for the rest."""
+    """Raydix first."""
     raydix = (sys.executable, "-m", "cli.main", "serve", "--config", config, "--port")
     settings = {
         "--dtype": "bfloat16",
@@ -98,9 +99,15 @@ def servers(site: Site, config: str) -> list[Server]:
     options = [word for pair in settings.items() for word in pair]
     program = PEERS["vllm"].python(site).with_name("vllm")
     vllm = (str(program), "serve", str(site.model), "--enable-prompt-tokens-details", *options, "--port")
-    whole = {**process_environment(PEERS["vllm"], site), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
-    del whole["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    return [Server("raydix", raydix, process_environment(RAYDIX, site)), Server("vllm", vllm, whole)]
+    tuned = process_environment(PEERS["vllm"], site)
+    plain = {name: value for name, value in tuned.items() if name not in PEERS["vllm"].environment(site)}
+    tuned["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"
+    del tuned["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    return [
+        Server("raydix", raydix, process_environment(RAYDIX, site)),
+        Server("vLLM CPU", vllm, plain),
+        Server("vLLM CPU, all cores", vllm, tuned),
+    ]
 
 
 @contextmanager
@@ -153,7 +160,7 @@ def measure(url: str, scenario: Scenario, report: Path) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.served", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--config", default="cpu", help="raydix's configuration")
+    parser.add_argument("--config", default="cpu_mixed", help="raydix's configuration")
     parser.add_argument("--rounds", type=int, default=2, help="how often each server is started; medians are reported")
     parser.add_argument("--peers-home", type=Path, default=DEFAULT_HOME, help="where the peers' environments are")
     parser.add_argument("--json", type=Path, help="where to write the result")
@@ -174,10 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         figures[scenario.name].setdefault(server.name, []).append(round(value, 2))
                         print(f"{server.name}, {scenario.name}: {value:.1f} {scenario.unit}", file=sys.stderr)
     rows = [row(scenario, figures[scenario.name]) for scenario in SCENARIOS]
-    print("| | raydix | vLLM CPU | raydix over vLLM |\n|---|---|---|---|")
-    for each in rows:
-        cells = [f"{each['scenario']}, {each['unit']}", *(f"{each[name]:.1f}" for name in ("raydix", "vllm"))]
-        print("| " + " | ".join([*cells, f"{each['ratio']:.2f}"]) + " |")
+    print(table(rows))
     if options.json is not None:
         options.json.write_text(json.dumps({**result, "rounds": options.rounds, "scenarios": rows}, indent=2) + "\n")
     return 0
@@ -186,14 +190,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def row(scenario: Scenario, figures: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """A scenario's medians, ready for JSON."""
     medians = {name: statistics.median(values) for name, values in figures.items()}
+    ratios = {name: round(medians["raydix"] / median, 3) for name, median in medians.items() if name != "raydix"}
     return {
         "scenario": scenario.name,
         "load": scenario.load,
         "unit": scenario.unit,
-        **medians,
-        "ratio": round(medians["raydix"] / medians["vllm"], 3),
+        "medians": medians,
+        "raydix_over": ratios,
         "rounds": dict(figures),
     }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a row for each scenario, a column for each server."""
+    names = list(rows[0]["medians"])
+    lines = [["", *names], ["---"] * (len(names) + 1)]
+    for each in rows:
+        ratios = {name: f" (raydix x {ratio:.2f})" for name, ratio in each["raydix_over"].items()}
+        cells = [f"{each['medians'][name]:.1f}{ratios.get(name, '')}" for name in names]
+        lines.append([f"{each['scenario']}, {each['unit']}", *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

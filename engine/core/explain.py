@@ -142,7 +142,7 @@ def best_considered(placement: Placement) -> tuple[Prediction, ...]:
     room = MAX_CONSIDERED
     for prediction in sorted(placement.considered, key=lambda prediction: prediction.ttft_s)[:MAX_CONSIDERED]:
         if room:
-            worker_ids = nsmallest(room, prediction.worker_ids)
+            worker_ids = nsmallest(room, prediction.worker_ids, key=lambda name: (name != placement.prefill, name))
             best.append(prediction._replace(worker_ids=worker_ids))
             room -= len(worker_ids)
     return tuple(best)

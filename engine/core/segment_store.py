@@ -85,7 +85,7 @@ class SegmentStore:
             if self._index(segment):
                 self._segments[segment.segment_id] = segment
                 self.disk_bytes += header.num_bytes
-            else:
+            elif not self._has_file_of(header.full_hashes):
                 unused.append(EraseFile(header))
         return unused + self._make_room_on_disk(0)
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
 UNFINISHED = ".kv-unfinished"
+LOCK = "lock"
 FORMAT = 1
 MAX_HEADER_BYTES = 8 << 20
 
@@ -42,7 +43,7 @@ class SegmentFiles:
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY)
+            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()

@@ -106,6 +106,7 @@ def measured(before: Scrape, decode: str) -> Scrape | None:
     complete = (
         scrape.grown(before, "prompt_tokens_total") >= 2 * PROMPT_TOKENS
         and scrape.grown(before, "prefill_tokens_total", role="prefill") >= PROMPT_TOKENS + 300
+        and scrape.grown(before, "decode_tokens_total", worker=decode) >= 2 * (ANSWER_TOKENS - 1)
         and scrape.value("running_requests", worker=decode) == 1
     )
     return scrape if complete else None

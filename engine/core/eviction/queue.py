@@ -131,7 +131,8 @@ class EvictionQueue(Generic[Key]):
             return
         self._age(now)
         num_known = self._num_known(path)
-        visit = self._ranking.visit(path, num_known, len(self._blocks) + len(path) - num_known, now)
+        num_blocks = len(self._blocks) + sum(key not in self._blocks for key in path[num_known:])
+        visit = self._ranking.visit(path, num_known, num_blocks, now)
         previous, visit.previous = visit.previous, None
         if num_known:
             last = self._blocks[path[num_known - 1]]
