@@ -51,9 +51,11 @@ CONFIG = ModelConfig.from_hf(
 Outputs = dict[str, list[tuple[int | None, tuple[float, ...]]]]
 
 
-def invariant(weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> PackedLinear:
-    assert deterministic
-    return PackedLinear(weight, bias, weight.shape[1], weight.shape[0], Layout.INVARIANT)
+def invariant(
+    weight: Tensor, bias: Tensor | None = None, *, int8: bool = False, deterministic: bool = False
+) -> PackedLinear:
+    assert deterministic and not int8
+    return PackedLinear(weight, None, bias, weight.shape[1], weight.shape[0], Layout.INVARIANT)
 
 
 def sample_on_device(logits: Tensor, **given: object) -> object:

@@ -65,11 +65,11 @@ def test_two_processes_convert_at_once_and_find_one_folder(tmp_path: Path) -> No
 
 
 @needs_model
-def test_kv_of_quantized_weights_is_other_kv() -> None:
+def test_other_products_make_other_kv() -> None:
     folder = resolve_model(DEFAULT_MODEL)
-    quantizations: tuple[Quantization | None, ...] = (None, "int8")
-    prints = {kv_fingerprint(DEFAULT_MODEL, folder, torch.bfloat16, each, 16) for each in quantizations}
-    assert len(prints) == 2
+    products: tuple[tuple[Quantization | None, bool], ...] = ((None, False), ("int8", False), (None, True))
+    prints = {kv_fingerprint(DEFAULT_MODEL, folder, torch.bfloat16, *each, 16) for each in products}
+    assert len(prints) == 3
 
 
 def test_names() -> None:
