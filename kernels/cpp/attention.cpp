@@ -7,8 +7,9 @@
 // zero, and keys no row of the task may see are packed as zeros, whatever the pool holds there.
 //
 // A task is (sequence, KV heads, run of queries): its rows are the queries times the heads of the group, and each packed
-// tile serves all of them. Where tasks are too few for the threads, runs of tiles become tasks too, and the partial
-// results are merged afterwards, by the same code.
+// tile serves all of them. Tiles that several decoding sequences have in common, being in the same blocks, are read and
+// packed once for the rows of all. Where tasks are too few for the threads, runs of tiles become pieces of their own.
+// Both leave partial results, which the tasks merge before they go on, by the same code.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -22,7 +23,7 @@ namespace {
 constexpr int64_t TILE = 128;                // keys
 constexpr int64_t VECTORS = TILE / LANES;    // of scores per row and tile
 constexpr int64_t ROWS = 6;                  // handled together in registers
-constexpr int64_t AHEAD = 4 * LANES;         // keys asked of memory before their turn
+constexpr int64_t AHEAD = LANES;             // keys asked of memory before their turn
 constexpr int64_t TASK_ROWS = 96;            // about as many share a packed tile
 constexpr int64_t FEW_ROWS = 16;             // up to here memory, not arithmetic, sets the pace
 constexpr int64_t PACKED_BYTES = 128 * 1024; // of keys and values of all heads of a task: stays in the L2 cache
@@ -291,13 +292,17 @@ struct Rows {
   }
 };
 
+// Of a sequence's first query.
+int64_t first_position(const Attention& a, int64_t sequence) {
+  return a.context_lens[sequence] - (a.query_start[sequence + 1] - a.query_start[sequence]);
+}
+
 // The keys that some row of a task may see.
 struct Span {
   int64_t begin, end;
 
   Span(const Attention& a, const Task& task) {
-    const int64_t chunk = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
-    const int64_t start = a.context_lens[task.sequence] - chunk;
+    const int64_t start = first_position(a, task.sequences[0]);
     begin = a.sliding_window ? std::max<int64_t>(0, start + task.first - a.sliding_window + 1) : 0;
     end = start + task.last;
   }
@@ -308,7 +313,7 @@ template <class T>
 Rows<T> locate(const Attention& a, const Task& task, const Span& span, int64_t first) {
   static const T zeros[1024] = {};
   Rows<T> rows;
-  const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+  const int32_t* table = a.block_tables + task.sequences[0] * a.table_stride;
   int64_t index = first / a.block_size, offset = first % a.block_size;
   const int64_t head_size = a.block_size * a.head_dim;
   for (int64_t i = 0; i < LANES; ++i, ++offset) {
@@ -332,42 +337,39 @@ class Worker {
     thread_local std::vector<float> memory;
     group = a.num_heads / a.num_kv_heads;
     heads = task.head_end - task.head;
-    start = a.context_lens[task.sequence] - (a.query_start[task.sequence + 1] - a.query_start[task.sequence]);
-    rows = (task.last - task.first) * group;
+    rows = int64_t(task.sequences.size()) * (task.last - task.first) * group;
     const size_t packed = Engine::packed_bytes(a.head_dim) / sizeof(float) * size_t(heads);
     const size_t block = size_t(ROWS * TILE), all_rows = size_t(heads * rows);
-    float* at = scratch(memory, 2 * packed + 2 * block + all_rows * size_t(a.head_dim + 2));
+    float* at = scratch(memory, 2 * packed + 2 * block + all_rows * size_t(a.head_dim + 2) + 4 * size_t(rows));
     keys = at, at += packed;
     packed_values = at, at += packed;
     scores = at, at += block;
     weights = (W*)at, at += block;
     values = at, at += all_rows * size_t(a.head_dim);
-    states = (State*)at;
+    states = (State*)at, at += 2 * all_rows;
+    tokens = (int64_t*)at, positions = tokens + rows;
+    int64_t row = 0;
+    for (int64_t s : task.sequences)
+      for (int64_t query = task.first; query < task.last; ++query)
+        for (int64_t i = 0; i < group; ++i, ++row) {
+          tokens[row] = a.query_start[s] + query, positions[row] = first_position(a, s) + query;
+        }
   }
 
   void run() {
     const int64_t size = heads * rows * (a.head_dim + 2);
     reset();
+    for (const auto& partials : task.before)
+      for (int64_t tile = 0; tile < partials.tiles; ++tile)
+        for (int64_t h = 0; h < heads; ++h)
+          merge(partials.at + tile * partials.tile_stride + h * partials.head_stride, h);
     for (int64_t tile = task.tile; tile < task.tile_end; ++tile) {
-      if (task.partial && tile > task.tile) reset();
+      if (task.partials && tile > task.tile) reset();
       pack(tile);
       for (int64_t h = 0; h < heads; ++h) one_tile(tile, h);
-      if (task.partial) save(task.partial + (tile - task.tile) * size);
+      if (task.partials) save(task.partials + (tile - task.tile) * size);
     }
-    if (!task.partial) finish();
-  }
-
-  // Merges the partial results of all tiles, laid out as `run` left them.
-  void merge(const float* partial, int64_t tiles) {
-    reset();
-    for (int64_t tile = 0; tile < tiles; ++tile)
-      for (int64_t r = 0; r < heads * rows; ++r, partial += a.head_dim + 2) {
-        float keep, add;
-        merge_states(states + r, partial, partial + 1, 1, &keep, &add);
-        for (int64_t d = 0; d < a.head_dim; d += LANES)
-          merge_values(values + r * a.head_dim + d, load(partial + 2 + d), keep, add);
-      }
-    finish();
+    if (!task.partials) finish();
   }
 
  private:
@@ -375,22 +377,20 @@ class Worker {
   const Task& task;
   const Task* next;
   const Span span;
-  int64_t group, heads, start, rows;  // rows per KV head
+  int64_t group, heads, rows;  // rows per KV head
+  int64_t *tokens, *positions;  // of each row of a head
   void *keys, *packed_values;
   float *scores, *values;
   W* weights;
   State* states;
 
-  int64_t position(int64_t row) const { return start + task.first + row / group; }
-
   // The first key the row may see.
   int64_t window_begin(int64_t row) const {
-    return a.sliding_window ? std::max<int64_t>(0, position(row) - a.sliding_window + 1) : 0;
+    return a.sliding_window ? std::max<int64_t>(0, positions[row] - a.sliding_window + 1) : 0;
   }
 
   int64_t element(int64_t head, int64_t row) const {
-    const int64_t token = a.query_start[task.sequence] + task.first + row / group;
-    return (token * a.num_heads + (task.head + head) * group + row % group) * a.head_dim;
+    return (tokens[row] * a.num_heads + (task.head + head) * group + row % group) * a.head_dim;
   }
 
   void reset() {
@@ -421,7 +421,7 @@ class Worker {
 
   // Vectors of scores that rows up to `row` need, even because the kernels take two at a time.
   int64_t vectors_for(int64_t row, int64_t tile) const {
-    const int64_t visible = std::min(TILE, position(row) + 1 - tile * TILE);
+    const int64_t visible = std::min(TILE, positions[row] + 1 - tile * TILE);
     return visible <= 0 ? 0 : (visible + 2 * LANES - 1) / (2 * LANES) * 2;
   }
 
@@ -444,7 +444,7 @@ class Worker {
 
   // One row of scores to weights 2^(score - maximum), with their sum.
   INLINE void weigh(int64_t row, int64_t tile, int64_t vectors, float* s, W* w, float* max, float* sum) const {
-    const int64_t low = window_begin(row) - tile * TILE, high = position(row) + 1 - tile * TILE;
+    const int64_t low = window_begin(row) - tile * TILE, high = positions[row] + 1 - tile * TILE;
     const bool masked = low > 0 || high < vectors * LANES;
     const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 best = splat(-INFINITE);
@@ -467,6 +467,20 @@ class Worker {
       Engine::store_weights(w + v * LANES, weight);
     }
     *sum = reduce_add(total);
+  }
+
+  // Adds the partial results of one tile, as `save` left them, to one head's states and values.
+  void merge(const float* partial, int64_t head) {
+    const int64_t width = a.head_dim + 2;
+    for (int64_t row = 0; row < rows; row += LANES) {
+      const int64_t count = std::min<int64_t>(LANES, rows - row), first = head * rows + row;
+      float maxima[LANES], sums[LANES], keep[LANES], add[LANES];
+      for (int64_t r = 0; r < count; ++r) maxima[r] = partial[r * width], sums[r] = partial[r * width + 1];
+      merge_states(states + first, maxima, sums, count, keep, add);
+      for (int64_t r = 0; r < count; ++r, partial += width)
+        for (int64_t d = 0; d < a.head_dim; d += LANES)
+          merge_values(values + (first + r) * a.head_dim + d, load(partial + 2 + d), keep[r], add[r]);
+    }
   }
 
   void save(float* to) const {
@@ -500,28 +514,71 @@ std::vector<Task> whole_tasks(const Attention& a, int64_t packed_bytes) {
       const int64_t begin = a.sliding_window ? std::max<int64_t>(0, start + first - a.sliding_window + 1) : 0;
       const int64_t tile = begin / TILE, tile_end = (start + last + TILE - 1) / TILE;
       for (int64_t h = 0; h < a.num_kv_heads; h += heads)
-        tasks.push_back({s, h, std::min(h + heads, a.num_kv_heads), first, last, tile, tile_end, nullptr});
+        tasks.push_back({{s}, h, std::min(h + heads, a.num_kv_heads), first, last, tile, tile_end, {}});
     }
   }
   return tasks;
 }
 
+// Tiles [begin, end) that several sequences, each with one query, have in the same blocks.
+struct SharedTiles {
+  std::vector<int64_t> sequences;
+  int64_t begin, end;
+};
+
+// Whether two sequences have all blocks up to the end of a tile in common.
+bool share_tile(const Attention& a, int64_t one, int64_t other, int64_t tile) {
+  const int64_t from = tile * TILE / a.block_size, to = ((tile + 1) * TILE + a.block_size - 1) / a.block_size;
+  const int32_t *table = a.block_tables + one * a.table_stride, *same = a.block_tables + other * a.table_stride;
+  return std::equal(table + from, table + to, same + from);
+}
+
+// Appends what `sequences` share from `tile` on: a run of all of them, then the runs of those that go on together.
+void add_shared(const Attention& a, std::vector<int64_t> sequences, int64_t tile, std::vector<SharedTiles>& shared) {
+  int64_t begin = tile;
+  while (sequences.size() > 1) {
+    std::vector<int64_t> with, without;  // the first one that has the whole tile before its query
+    for (int64_t s : sequences) {
+      if ((tile + 1) * TILE > first_position(a, s)) continue;
+      (with.empty() || share_tile(a, with[0], s, tile) ? with : without).push_back(s);
+    }
+    if (with.size() < sequences.size()) {
+      if (tile > begin) shared.push_back({sequences, begin, tile});
+      begin = tile;
+      add_shared(a, std::move(without), tile, shared);
+    }
+    sequences = std::move(with), ++tile;
+  }
+}
+
+// What decoding sequences share, at most `most` of them at a time.
+std::vector<SharedTiles> shared_tiles(const Attention& a, int64_t most) {
+  std::vector<int64_t> decoding;
+  for (int64_t s = 0; s < a.num_sequences; ++s)
+    if (a.query_start[s + 1] - a.query_start[s] == 1) decoding.push_back(s);
+  std::vector<SharedTiles> all, shared;
+  if (most == 1 || a.sliding_window) return shared;
+  add_shared(a, std::move(decoding), 0, all);
+  for (const SharedTiles& tiles : all) {
+    const int64_t count = int64_t(tiles.sequences.size()), parts = (count + most - 1) / most;
+    auto at = [&](int64_t part) { return tiles.sequences.begin() + count * part / parts; };
+    for (int64_t part = 0; part < parts; ++part)
+      shared.push_back({{at(part), at(part + 1)}, tiles.begin, tiles.end});
+  }
+  return shared;
+}
+
 template <class Engine>
 void attend(const Attention& a, const AttentionPlan& plan, Crew& crew) {
-  const std::vector<Task>& tasks = plan.tasks;
-  const int64_t count = int64_t(tasks.size());
-  if (plan.pieces.empty()) {
+  auto run = [&](const std::vector<Task>& tasks) {
+    const int64_t count = int64_t(tasks.size());
     crew.share(count, [&](int64_t i) {
       const bool more = i + crew.threads < count;  // most likely the next one of this thread
       Worker<Engine>(a, tasks[size_t(i)], more ? &tasks[size_t(i + crew.threads)] : nullptr).run();
     });
-    return;
-  }
-  crew.share(int64_t(plan.pieces.size()), [&](int64_t i) { Worker<Engine>(a, plan.pieces[size_t(i)]).run(); });
-  crew.share(count, [&](int64_t i) {
-    const Task& task = tasks[size_t(i)];
-    Worker<Engine>(a, task).merge(task.partial, task.tile_end - task.tile);
-  });
+  };
+  if (!plan.pieces.empty()) run(plan.pieces);
+  run(plan.tasks);
 }
 
 int64_t packed_bytes(DType dtype, int64_t head_dim) {
@@ -535,22 +592,63 @@ int64_t packed_bytes(DType dtype, int64_t head_dim) {
 
 AttentionPlan::AttentionPlan(const Attention& a, DType dtype, int threads)
     : tasks(whole_tasks(a, 2 * packed_bytes(dtype, a.head_dim))) {
-  const int64_t group = a.num_heads / a.num_kv_heads, count = int64_t(tasks.size());
-  auto floats_of = [&](const Task& t) {
-    return (t.last - t.first) * group * (t.head_end - t.head) * (a.head_dim + 2);
+  struct Source {
+    Task task;
+    std::vector<size_t> users;  // tasks that merge its results, one for each of its sequences
   };
-  int64_t tiles = 0, needed = 0;
-  for (const Task& t : tasks) tiles += t.tile_end - t.tile, needed += (t.tile_end - t.tile) * floats_of(t);
-  if (threads == 1 || count >= 4 * threads || tiles == count) return;
+  std::vector<Source> sources;
+  const int64_t group = a.num_heads / a.num_kv_heads, row_floats = a.head_dim + 2;
+  auto rows_of = [&](const Task& t) { return int64_t(t.sequences.size()) * (t.last - t.first) * group; };
+  auto tile_floats = [&](const Task& t) { return (t.head_end - t.head) * rows_of(t) * row_floats; };
+
+  for (const SharedTiles& shared : shared_tiles(a, std::max<int64_t>(1, TASK_ROWS / group))) {
+    const int64_t leader = shared.sequences[0];
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      if (tasks[i].sequences[0] != leader) continue;
+      Source source{tasks[i], {}};
+      source.task.sequences = shared.sequences, source.task.tile = shared.begin, source.task.tile_end = shared.end;
+      sources.push_back(std::move(source));
+    }
+  }
+  std::vector<size_t> first_task(size_t(a.num_sequences) + 1);
+  for (size_t i = tasks.size(); i-- > 0;) first_task[size_t(tasks[i].sequences[0])] = i;
+  for (Source& source : sources)
+    for (int64_t s : source.task.sequences) {
+      size_t user = first_task[size_t(s)];
+      while (tasks[user].head != source.task.head) ++user;
+      tasks[user].tile = source.task.tile_end;
+      source.users.push_back(user);
+    }
+
+  const int64_t count = int64_t(tasks.size());
+  int64_t tiles = 0;
+  for (const Task& t : tasks) tiles += t.tile_end - t.tile;
+  if (threads > 1 && count < 4 * threads && tiles > count)
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      sources.push_back({tasks[i], {i}});
+      tasks[i].tile = tasks[i].tile_end;
+    }
+  if (sources.empty()) return;
+
+  tiles = 0;
+  int64_t needed = 0;
+  for (const Source& s : sources) {
+    const int64_t own = s.task.tile_end - s.task.tile;
+    tiles += own, needed += own * tile_floats(s.task);
+  }
   partials.resize(size_t(needed));
-  float* partial = partials.data();
+  float* to = partials.data();
   const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
-  for (Task& task : tasks) {
-    task.partial = partial;
-    for (Task piece = task; piece.tile < task.tile_end; piece.tile = piece.tile_end) {
-      piece.tile_end = std::min(piece.tile + run, task.tile_end), piece.partial = partial;
+  for (const Source& source : sources) {
+    const Task& whole = source.task;
+    const int64_t rows = rows_of(whole), floats = tile_floats(whole), user_rows = rows / int64_t(source.users.size());
+    for (size_t i = 0; i < source.users.size(); ++i)
+      tasks[source.users[i]].before.push_back(
+          {to + int64_t(i) * user_rows * row_floats, whole.tile_end - whole.tile, floats, rows * row_floats});
+    for (Task piece = whole; piece.tile < whole.tile_end; piece.tile = piece.tile_end) {
+      piece.tile_end = std::min(piece.tile + run, whole.tile_end), piece.partials = to;
       pieces.push_back(piece);
-      partial += (piece.tile_end - piece.tile) * floats_of(piece);
+      to += (piece.tile_end - piece.tile) * floats;
     }
   }
 }

@@ -27,14 +27,21 @@ struct Attention {
 // How a call of `paged_attention` is cut into pieces; the same for every layer with the same window.
 class AttentionPlan {
  public:
-  // Queries [first, last) of one sequence (counted within its chunk) and KV heads [head, head_end), over tiles
+  // Partial results of one task's rows for consecutive tiles: per head and row maximum, sum, values. Strides in floats.
+  struct Partials {
+    const float* at;
+    int64_t tiles, tile_stride, head_stride;
+  };
+  // Queries [first, last) of each of its sequences (counted within the chunk) and KV heads [head, head_end), over tiles
   // [tile, tile_end) of keys. Few queries take several heads, for their keys lie side by side in memory.
   struct Task {
-    int64_t sequence, head, head_end, first, last, tile, tile_end;
-    float* partial;  // where split: per tile, head and row maximum, sum, values
+    std::vector<int64_t> sequences;  // more than one: all begin with the same blocks, up to tile_end at least
+    int64_t head, head_end, first, last, tile, tile_end;
+    std::vector<Partials> before;  // of the tiles before `tile`, in order
+    float* partials = nullptr;     // of a piece: where its results go
   };
   std::vector<Task> tasks;
-  std::vector<Task> pieces;  // runs of tiles, where tasks are too few for the threads; then merged
+  std::vector<Task> pieces;  // computed before the tasks: tiles that several share, and tasks cut for more threads
   std::vector<float> partials;
 
   AttentionPlan(const Attention& a, DType dtype, int threads);

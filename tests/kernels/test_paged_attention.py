@@ -115,6 +115,28 @@ def test_bits_do_not_depend_on_the_batch() -> None:
     assert torch.equal(attend(case, chunks[::-1]).flip(0)[:1], together[:1])
 
 
+@pytest.mark.parametrize("block_size", [16, 24, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@needs_cpp
+def test_bits_do_not_depend_on_who_begins_alike(dtype: torch.dtype, block_size: int) -> None:
+    """Forty sequences with some first blocks in common, a third of them many more, decoded at once and one by one."""
+    case = paged_case([700 - n for n in range(40)] + [300, 127], block_size=block_size, dtype=dtype)
+    tables = case.block_tables
+    tables[1:, : 140 // block_size] = tables[0, : 140 // block_size]
+    tables[1:40:3, : 500 // block_size] = tables[1, : 500 // block_size]
+    tables[20:30, : 640 // block_size] = tables[20, : 640 // block_size]
+    chunks = [Chunk(s, n - 1, n) for s, n in enumerate(case.context_lens)]
+    chunks[5] = Chunk(5, 600, 690)
+    alone = torch.cat([attend(case, [chunk]) for chunk in chunks])
+    assert torch.equal(attend(case, chunks), alone)
+    check_against_reference(case, chunks[:12])
+    some = chunks[20:23]  # too few for the threads, so that they are cut as well
+    assert torch.equal(attend(case, some), torch.cat([attend(case, [chunk]) for chunk in some]))
+    options = {"sliding_window": 200, "soft_cap": 3.0}
+    alone = torch.cat([attend(case, [chunk], **options) for chunk in chunks])
+    assert torch.equal(attend(case, chunks, **options), alone)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @needs_cpp
 def test_bits_do_not_depend_on_threads(dtype: torch.dtype) -> None:

@@ -137,6 +137,14 @@ def test_in_a_batch_of_sixty_four(decoder: Decoder, cold: dict[int, dict[str, Ou
             assert together[f"{name} {length}"] == cold[length][name]
 
 
+def test_in_a_batch_that_begins_alike(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
+    engine = make_engine(decoder, num_blocks=200)
+    run(engine, both(300)[:1])
+    others = [assignment(f"other {index}", prompt(300, 300)[: 290 - index] + prompt(index, 20)) for index in range(10)]
+    together = run(engine, [*others, *both(300)])
+    assert {name: together[name] for name in cold[300]} == cold[300]
+
+
 STORM = {f"r{index}": prompt(300, 300) if index % 2 else prompt(2000 + index, 250) for index in range(6)}
 NUM_STORM_BLOCKS = sum(-(-(len(ids) + 60) // BLOCK_SIZE) for ids in STORM.values())
 
