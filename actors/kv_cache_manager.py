@@ -193,7 +193,7 @@ class KVCacheManager:
         return {
             "num_workers": len(self._directory.workers),
             "num_blocks": self._directory.num_blocks,
-            "num_segments": self._directory.num_segments,
+            "num_segments": len(self._directory.segments),
             "segment_bytes": self._directory.segments.store_bytes,
             "disk_bytes": self._directory.segments.disk_bytes,
             "num_reservations": self._directory.num_reservations,

@@ -46,7 +46,7 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
             for worker in directory.workers.values()
         ]
         report["object_store"] = {
-            "segments": directory.num_segments,
+            "segments": len(directory.segments),
             "bytes": directory.segments.store_bytes,
             "budget_bytes": directory.segments.store_budget_bytes,
         }

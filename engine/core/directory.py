@@ -352,10 +352,6 @@ class Directory:
         return len(self._blocks)
 
     @property
-    def num_segments(self) -> int:
-        return len(self.segments)
-
-    @property
     def num_reservations(self) -> int:
         return len(self._reservations)
 

@@ -9,7 +9,7 @@ Events come in (exported, written, read, lost, used) and instructions go out: `W
 a segment to disk, bring it back into the object store, forget its file). Who gets a segment is the directory's matter.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -61,8 +61,10 @@ class SegmentStore:
         self.disk_budget_bytes = disk_budget_bytes
         self.disk_bytes = 0
         """Of payloads in files, those that are being written included."""
-        self._writing: dict[int, int] = {}
-        """Bytes reserved for each segment that is being written."""
+        self._writing: dict[int, SegmentHeader] = {}
+        """The header of each segment that is being written: its bytes on disk are reserved."""
+        self._num_sharing: Counter[tuple[BlockHash, ...]] = Counter()
+        """How many segments have a file, or are being written to it: those of exactly the same blocks share one."""
         self._segments: OrderedDict[int, Segment] = OrderedDict()
         self._num_ever = 0
 
@@ -84,9 +86,9 @@ class SegmentStore:
             segment = self._new(header, None, is_in_store=False, file=header)
             if self._index(segment):
                 self._segments[segment.segment_id] = segment
-                self.disk_bytes += header.num_bytes
-            elif not self._has_file_of(header.full_hashes):
-                unused.append(EraseFile(header))
+                self._has_file(header)
+            else:
+                unused += self._erase(header)
         return unused + self._make_room_on_disk(0)
 
     def exported(self, header: SegmentHeader, ref: object) -> tuple[Segment, list[DiskInstruction]]:
@@ -103,13 +105,13 @@ class SegmentStore:
 
     def written(self, segment_id: int, file: SegmentHeader | None) -> list[DiskInstruction]:
         """A segment is on disk now, under this header; None if it could not be written."""
-        self.disk_bytes -= self._writing.pop(segment_id)
+        self._has_no_file(self._writing.pop(segment_id))
         segment = self._segments.get(segment_id)
         if segment is None:
-            return [] if file is None or self._has_file_of(file.hashes) else [EraseFile(file)]
+            return [] if file is None else self._erase(file)
         if file is not None:
             segment.file = file
-            self.disk_bytes += file.num_bytes
+            self._has_file(file)
         self._shrink()
         return []
 
@@ -124,12 +126,12 @@ class SegmentStore:
 
     def undelivered(self, segment: Segment) -> None:
         """A worker could not fetch a segment from the object store: what is on disk stays there, what is not is
-        forgotten. One that is being written is kept, and the writer finds out whether it can be read."""
+        forgotten, unless it is just being written."""
         if segment.segment_id not in self._writing and self._segments.get(segment.segment_id) is segment:
             self._leave_store(segment, "segment lost")
 
     def lost(self, segment: Segment) -> list[DiskInstruction]:
-        """A segment is damaged, or its file is gone."""
+        """A segment is damaged, or its file is gone, which then is of no use to any other segment either."""
         self._drop(segment, "segment lost")
         return [] if segment.file is None else [EraseFile(segment.file)]
 
@@ -149,7 +151,7 @@ class SegmentStore:
         unused = [s for s in self._segments.values() if s.leases == 0 and not s.wanted_by]
         for segment in unused:
             self._drop(segment, "reset")
-        erased: list[DiskInstruction] = [EraseFile(segment.file) for segment in unused if segment.file is not None]
+        erased = [gone for segment in unused if segment.file for gone in self._erase(segment.file)]
         return sum(len(segment.header.full_hashes) for segment in unused), erased
 
     def check_integrity(self, leased: list[Segment]) -> None:
@@ -161,8 +163,9 @@ class SegmentStore:
             assert segment.is_in_store or segment.file is not None
             assert not (segment.is_in_store and segment.wanted_by)
         assert self.store_bytes == sum(segment.header.num_bytes for segment in segments if segment.is_in_store)
-        files = sum(segment.file.num_bytes for segment in segments if segment.file is not None)
-        assert self.disk_bytes == files + sum(self._writing.values()) <= self.disk_budget_bytes
+        files = [segment.file for segment in segments if segment.file is not None] + list(self._writing.values())
+        assert self.disk_bytes == sum(file.num_bytes for file in files) <= self.disk_budget_bytes
+        assert self._num_sharing == Counter(file.full_hashes for file in files)
 
     # Inside
 
@@ -220,22 +223,31 @@ class SegmentStore:
     def _write(self, segment: Segment) -> list[DiskInstruction]:
         """Have a new segment written, unless the disk has no room or does not keep up."""
         num_bytes = segment.header.num_bytes
-        keeps_up = not self._writing or sum(self._writing.values()) + num_bytes <= MAX_WRITING_BYTES
+        keeps_up = (
+            not self._writing or sum(file.num_bytes for file in self._writing.values()) + num_bytes <= MAX_WRITING_BYTES
+        )
         if not keeps_up or num_bytes > self.disk_budget_bytes:
             return []
         instructions = self._make_room_on_disk(num_bytes)
         if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
-            self._writing[segment.segment_id] = num_bytes
-            self.disk_bytes += num_bytes
+            self._writing[segment.segment_id] = segment.header
+            self._has_file(segment.header)
             instructions.append(WriteFile(segment))
         return instructions
 
-    def _has_file_of(self, hashes: tuple[BlockHash, ...]) -> bool:
-        """Whether a segment of exactly these blocks is on disk, or will be: in the file that all of them share."""
-        return any(
-            segment.header.full_hashes == hashes and (segment.file is not None or segment.segment_id in self._writing)
-            for segment in self._segments.values()
-        )
+    def _has_file(self, file: SegmentHeader) -> None:
+        self.disk_bytes += file.num_bytes
+        self._num_sharing[file.full_hashes] += 1
+
+    def _has_no_file(self, file: SegmentHeader) -> None:
+        self.disk_bytes -= file.num_bytes
+        self._num_sharing[file.full_hashes] -= 1
+        if not self._num_sharing[file.full_hashes]:
+            del self._num_sharing[file.full_hashes]
+
+    def _erase(self, file: SegmentHeader) -> list[DiskInstruction]:
+        """Remove a file that a segment has no more, unless another has it."""
+        return [] if file.full_hashes in self._num_sharing else [EraseFile(file)]
 
     def _make_room_on_disk(self, num_bytes: int) -> list[DiskInstruction]:
         """Give up files until so many bytes fit: the least recently used segment that nobody leases goes first."""
@@ -245,19 +257,21 @@ class SegmentStore:
             return segment.file.num_bytes if segment.file is not None and not segment.wanted_by else 0
 
         for segment in self._least_recent(self.disk_bytes + num_bytes - self.disk_budget_bytes, gives):
-            assert segment.file is not None
-            erased.append(EraseFile(segment.file))
+            file = segment.file
+            assert file is not None
             if segment.is_in_store:
-                self.disk_bytes -= segment.file.num_bytes
+                self._has_no_file(file)
                 segment.file = None
             else:
                 self._drop(segment, "disk full")
+            erased += self._erase(file)
         return erased
 
     def _drop(self, segment: Segment, reason: str) -> None:
         del self._segments[segment.segment_id]
         self.store_bytes -= segment.header.num_bytes if segment.is_in_store else 0
-        self.disk_bytes -= 0 if segment.file is None else segment.file.num_bytes
+        if segment.file is not None:
+            self._has_no_file(segment.file)
         for block_hash in segment.header.full_hashes:
             record = self._blocks.get(block_hash)
             if record is not None and record.segment is segment:

@@ -19,7 +19,7 @@ from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.request import Request
 from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput
 from engine.core.swapping import SwapPolicy
-from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, SegmentHeader, TokenEvent
+from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, SegmentHeader, TokenEvent
 from engine.model.runner import Runner
 from engine.model.segments import Bytes, checksum
 from engine.model.swap_space import ProcessMemory, SwapSpace
@@ -244,7 +244,8 @@ class Engine:
                 segments.append(self._pack(export))
             except Exception:  # the step itself went well, and its tokens must go out
                 logger.exception("%d blocks of %s not exported", len(export.blocks), export.request_id)
-                segments += bare_handover(self.fingerprint, export.handover)
+                if export.handover is not None:
+                    segments.append(self._pack(replace(export, blocks=(), hashes=())))
         return tuple(segments)
 
     def _pack(self, export: ExportedBlocks) -> ExportedSegment:
@@ -260,14 +261,6 @@ class Engine:
         num_bytes = len(export.blocks) * self.store.block_bytes
         header = SegmentHeader(self.fingerprint, export.hashes, num_bytes, 0, export.handover)
         return ExportedSegment(header, nothing, payload)
-
-
-def bare_handover(fingerprint: str, handover: Handover | None) -> list[ExportedSegment]:
-    """What lets a decode worker go on without blocks that could not be sent; nothing if there is no handover."""
-    if handover is None:
-        return []
-    nothing = np.empty(0, np.uint8)
-    return [ExportedSegment(SegmentHeader(fingerprint, (), 0, checksum(nothing), handover), nothing)]
 
 
 def error_event(assignment: Assignment, position: int, detail: str) -> TokenEvent:

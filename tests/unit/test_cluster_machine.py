@@ -80,7 +80,7 @@ class ClusterMachine(RuleBasedStateMachine):
         self.is_disturbed = True
         self.cluster.restart_manager()
 
-    @precondition(lambda self: self.cluster.manager.directory.num_segments)
+    @precondition(lambda self: len(self.cluster.manager.directory.segments))
     @rule(data=st.data())
     def lose_segment(self, data) -> None:
         self.is_disturbed = True

@@ -63,7 +63,7 @@ def test_a_new_prompt_is_computed_and_sent_on(split: Directory) -> None:
     assert seal(split, "p", A) == []
     handover = Handover("r", 0, 7, b"tail")
     assert delivered(export(split, "p", B, b"tail", handover=handover)) == [("d", (B, b"tail"))]
-    assert split.num_segments == 2, "the tail belongs to its request and is not indexed"
+    assert len(split.segments) == 2, "the tail belongs to its request and is not indexed"
     assert split.release("r") == []
 
 
@@ -77,7 +77,7 @@ def test_a_prompt_without_answer_stays_with_its_prefill_worker(split: Directory)
 def test_a_bare_handover_is_delivered_and_not_kept(split: Directory) -> None:
     admit(split, "r")
     assert delivered(export(split, "p", handover=Handover("r", 0, 7, None))) == [("d", ())]
-    assert split.num_segments == split.num_blocks == 0
+    assert len(split.segments) == split.num_blocks == 0
 
 
 def test_a_handover_of_an_older_attempt_goes_nowhere(split: Directory) -> None:
@@ -242,7 +242,7 @@ def test_an_older_incarnation_is_ignored(split: Directory) -> None:
     evict(split, "p", A)
     assert split.remove_worker("p", 1) == []
     split.worker_measured("p", 1, WorkerCosts(), 1)
-    assert split.num_blocks == 1 and split.num_segments == 0
+    assert split.num_blocks == 1 and len(split.segments) == 0
     assert split.workers["p"].role is Role.PREFILL
     assert split.workers["p"].num_free_blocks is None
 
@@ -381,7 +381,7 @@ def test_without_a_budget_segments_pass_through(make_directory: MakeDirectory) -
     join(directory, "d", Role.DECODE)
     admit(directory, "r", A)
     assert delivered(export(directory, "p", A)) == [("d", (A,))]
-    assert directory.num_segments == directory.segments.store_bytes == 0
+    assert len(directory.segments) == directory.segments.store_bytes == 0
 
 
 def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: MakeDirectory) -> None:
@@ -392,7 +392,7 @@ def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: Mak
     assert isinstance(instruction, Deliver)
     directory.segment_lost(instruction.segment.segment_id)
     directory.segment_lost(instruction.segment.segment_id)
-    assert directory.num_segments == directory.segments.store_bytes == directory.num_blocks == 0
+    assert len(directory.segments) == directory.segments.store_bytes == directory.num_blocks == 0
     assert admit(directory, "r2", A)[1] == []
     assert directory.release("r") == directory.release("r2") == []
 

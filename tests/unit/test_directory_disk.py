@@ -81,7 +81,7 @@ def test_a_segment_that_is_being_written_stays_in_the_store(make: MakeDirectory)
     [instruction] = export(directory, A, B)
     assert isinstance(instruction, WriteFile) and directory.segments.store_bytes == 20
     directory.segments.written(instruction.segment.segment_id, file_of(A, B))
-    assert (directory.segments.store_bytes, directory.num_segments) == (0, 1)
+    assert (directory.segments.store_bytes, len(directory.segments)) == (0, 1)
 
 
 def test_what_cannot_be_written_is_as_without_a_disk(make: MakeDirectory) -> None:
@@ -89,7 +89,7 @@ def test_what_cannot_be_written_is_as_without_a_disk(make: MakeDirectory) -> Non
     [instruction] = export(directory, A, B)
     assert isinstance(instruction, WriteFile)
     directory.segments.written(instruction.segment.segment_id, None)
-    assert (directory.num_segments, directory.num_blocks, directory.segments.disk_bytes) == (0, 0, 0)
+    assert (len(directory.segments), directory.num_blocks, directory.segments.disk_bytes) == (0, 0, 0)
 
 
 def test_a_tail_is_not_written(make: MakeDirectory) -> None:
@@ -164,7 +164,7 @@ def test_what_cannot_be_fetched_while_it_is_written_is_kept(make: MakeDirectory)
     directory.segments.undelivered(instruction.segment)
     assert directory.segments.written(instruction.segment.segment_id, file_of(A, B)) == []
     directory.segments.undelivered(instruction.segment)
-    assert (directory.num_segments, directory.segments.store_bytes, directory.segments.disk_bytes) == (1, 0, 20)
+    assert (len(directory.segments), directory.segments.store_bytes, directory.segments.disk_bytes) == (1, 0, 20)
 
 
 def test_a_file_that_is_written_again_is_not_erased(make: MakeDirectory) -> None:
@@ -182,6 +182,24 @@ def test_a_file_that_is_written_again_is_not_erased(make: MakeDirectory) -> None
     assert isinstance(third, WriteFile)
     directory.segments.reset()
     assert directory.segments.written(third.segment.segment_id, file_of(A, B)) == [EraseFile(file_of(A, B))]
+
+
+def test_a_file_that_is_being_written_again_is_not_erased_when_it_is_found(make: MakeDirectory) -> None:
+    directory = make()
+    export(directory, A, B)
+    assert directory.segments.files_found([file_of(A, B)]) == []
+
+
+def test_a_file_that_another_segment_has_too_is_not_erased(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0, disk_budget_bytes=70)
+    write(directory, A)
+    write(directory, A, B)
+    write(directory, C, D)
+    assert directory.segment_lost(0) == [EraseFile(file_of(A))]
+    write(directory, A, B)
+    assert [type(i) for i in export(directory, b"x", b"y")] == [WriteFile], "the older (A, B) has made room"
+    assert directory.segments.disk_bytes == 60
+    assert directory.segments.reset()[1] == [EraseFile(file_of(C, D)), EraseFile(file_of(A, B))]
 
 
 def test_a_damaged_file_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -> None:

@@ -194,7 +194,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._carry_out(self.directory.release(request_id))
         assert self.directory.release(request_id) == []
 
-    @precondition(lambda self: self.directory.num_segments)
+    @precondition(lambda self: len(self.directory.segments))
     @rule(data=st.data())
     def lose_segment(self, data) -> None:
         """It is damaged."""
@@ -298,7 +298,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def _sizes(self) -> tuple[int, ...]:
         directory = self.directory
-        return directory.num_blocks, directory.num_segments, directory.num_reservations, len(directory.workers)
+        return directory.num_blocks, len(directory.segments), directory.num_reservations, len(directory.workers)
 
     def _draw_worker(self, data: st.DataObject) -> tuple[str, FakeWorker]:
         worker_id = data.draw(st.sampled_from(sorted(self.workers)))

@@ -1,7 +1,7 @@
 """Eviction: what must hold whatever happens (a state machine), and what each rule means by example."""
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core.eviction.duel import Duel, Ghost, recency
 from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, best_rates
 from engine.core.eviction.queue import EvictionQueue, Quota, Retention
-from engine.core.eviction.ranking import LeastRecent, Ranking
+from engine.core.eviction.ranking import LeastRecent, Ranking, Visit
 from engine.core.eviction.survival import NUM_KINDS, Survival
 
 QUOTAS = {"a": Quota(floor=2), "b": Quota(floor=1, ceiling=3)}
@@ -397,3 +397,21 @@ def _memoryless_chat(num_requests: int) -> Iterator[tuple[float, str]]:
         yield now, name
         if random.random() < 0.7:
             heapq.heappush(due, (now + random.expovariate(1 / 20), name))
+
+
+def test_the_ranking_hears_how_many_blocks_there_are() -> None:
+    """Also where a block in the middle of a path is gone, and where a request has paused."""
+    told: list[tuple[int, int]] = []
+
+    class Listening(LeastRecent[str]):
+        def visit(self, path: Sequence[str], num_known: int, num_blocks: int, now: float) -> Visit[str]:
+            told.append((num_known, num_blocks))
+            return super().visit(path, num_known, num_blocks, now)
+
+    queue: EvictionQueue[str] = EvictionQueue(Listening())
+    use(queue, "abcd")
+    queue.forget("ab")
+    queue.pause(path_of("xy"), 1.0)
+    use(queue, "abcde")
+    queue.visit(path_of("xyz"), 2.0)
+    assert told == [(0, 4), (1, 7), (0, 8)], "who has paused has not used its new blocks yet"

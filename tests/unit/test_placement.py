@@ -290,3 +290,12 @@ def test_only_the_best_are_remembered() -> None:
     best = best_considered(choose([worker("busy", queued=10), many, worker("first", local=3)]))
     assert [prediction.num_local_blocks for prediction in best] == [3, 0]
     assert sum(len(prediction.worker_ids) for prediction in best) == MAX_CONSIDERED
+
+
+def test_the_chosen_one_is_remembered_among_many_alike() -> None:
+    many = worker("any")._replace(worker_ids={f"w{index}" for index in range(1000)})
+    chosen = {choose([many], session=session).prefill: session for session in map(str, range(20))}
+    assert len(chosen) > 1
+    for name, session in chosen.items():
+        [best] = best_considered(choose([many], session=session))
+        assert name in best.worker_ids and len(best.worker_ids) == MAX_CONSIDERED
