@@ -433,7 +433,6 @@ def test_a_decision_knows_what_came_of_it(split: Directory) -> None:
     admit(split, "r", A)
     decision = split.first_token("r", 0, 0.5)
     assert decision is not None and decision.ttft_s == 0.5
-    assert decision.regret_s == 0.5 - min(prediction.ttft_s for prediction in decision.considered)
     assert split.first_token("unknown", 0, 0.5) is None
     assert split.first_token("r", 1, 0.5) is None, "another attempt"
     split.decisions.ended("r", 0, "finished", 2)
