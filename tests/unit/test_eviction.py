@@ -298,6 +298,17 @@ def test_memory_is_bounded() -> None:
     survival.check_integrity()
 
 
+def test_visits_that_have_ended_take_no_room_behind_one_that_has_not() -> None:
+    survival: Survival[str] = Survival(max_visits=10)
+    for path in map(path_of, ["stays", *["comes back"] * 500]):
+        survival.branch(path[1], 0.0)
+        survival.visit(path, 0, 0, 0.0)
+        survival.pause(path, 0, 0.0)
+        survival.check_integrity()
+    for ages in (survival._visit_ages, survival._pause_ages, survival._trunk_ages):
+        assert sum(map(len, ages)) == 2
+
+
 def test_without_knowledge_age_lowers_the_index() -> None:
     rates = best_rates(LifeTable(1).chances(0))[1:]
     assert rates == sorted(rates, reverse=True)
