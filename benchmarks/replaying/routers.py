@@ -9,7 +9,7 @@ from benchmarks.replaying.traces import ReplayError
 from benchmarks.replaying.worker import Job, ReplayWorker, Speeds
 from engine.core.costs import WorkerCosts
 from engine.core.directory import Directory
-from engine.core.placement import CostModel, rank_by_session
+from engine.core.placement import CostModel, preferred
 from engine.core.types import AdmitRequest, Role
 
 DECODES_PER_STEP = 16
@@ -66,7 +66,7 @@ class SessionHash(Rule):
     """Rendezvous hashing of the conversation."""
 
     def choose(self, job: Job, workers: Sequence[ReplayWorker]) -> str:
-        return rank_by_session(job.request.session, [worker.worker_id for worker in workers])[0]
+        return preferred(job.request.session, [worker.worker_id for worker in workers])
 
 
 class LongestPrefix(Rule):
