@@ -24,7 +24,8 @@ from engine.core.types import Role
 
 NEAR = 1.02
 NEAR_S = 5e-4
-"""Predictions that differ by less than 2 % or half a millisecond are equal: costs are not known better."""
+"""Predictions that exceed the lowest by at most 2 % plus half a millisecond are equal to it: costs are not known
+better."""
 DECODE_HORIZON = 64
 """Tokens over which a decode worker's step time is weighed against the KV that it lacks."""
 MIN_CONSIDERED = 16
