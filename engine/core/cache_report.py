@@ -54,5 +54,5 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
         sources = sorted(statistics.sources.items())
         report["hit_blocks"] = {str(source): count for source, count in sources if source in HITS}
         report["missed_blocks"] = {str(source): count for source, count in sources if source not in HITS}
-        report["evicted_blocks"] = dict(sorted(statistics.evicted_blocks.items()))
+        report["evicted_blocks"] = {str(reason): count for reason, count in sorted(statistics.evicted_blocks.items())}
     return report

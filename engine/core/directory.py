@@ -31,6 +31,7 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     BlockHash,
+    EvictionReason,
     Role,
     SegmentHeader,
 )
@@ -181,17 +182,21 @@ class Directory:
             self._offer([worker_id])
 
     def blocks_changed(
-        self, worker_id: str, epoch: int, sealed: Iterable[BlockHash], evicted: Iterable[BlockHash]
+        self,
+        worker_id: str,
+        epoch: int,
+        sealed: Iterable[BlockHash],
+        evicted: Iterable[tuple[BlockHash, EvictionReason]],
     ) -> list[Instruction]:
         """A worker's pool gained and lost blocks."""
         worker = self._worker(worker_id, epoch)
         if worker is None:
             return []
         wanted = [block_hash for block_hash in sealed if self._sealed(worker, block_hash)]
-        lost = [block_hash for block_hash in evicted if block_hash in worker.blocks]
-        for block_hash in lost:
+        lost = {block_hash: reason for block_hash, reason in evicted if block_hash in worker.blocks}
+        for block_hash, reason in lost.items():
             worker.blocks.discard(block_hash)
-            self._leave_worker(block_hash, worker_id, "pool full")
+            self._leave_worker(block_hash, worker_id, reason)
         instructions = self._fail(lost)
         self._blocks.forget_unknown(lost)
         if wanted:
@@ -224,7 +229,8 @@ class Directory:
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
         failed = self._take_back(worker_id, epoch, hashes)
-        instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed) + self._fail(failed)
+        evicted = [(block_hash, EvictionReason.FULL) for block_hash in failed]
+        instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=evicted) + self._fail(failed)
         self._blocks.forget_unknown(failed)
         return instructions
 
