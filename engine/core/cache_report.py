@@ -8,7 +8,8 @@ NUM_HOTTEST = 10
 
 def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str, object]:
     """Plain values. Counts are since the manager started; `hit_rate` is over the last admissions, in tokens. What the
-    cache holds, and what all tenants together hit, missed and lost, is for administrators."""
+    cache holds, and what all tenants together hit, missed and lost, is for administrators. Prefixes are the
+    caller's own for them, too."""
     statistics = directory.statistics
     report: dict[str, object] = {
         "object": "cache",
