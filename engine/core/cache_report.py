@@ -1,5 +1,7 @@
 """The state of the cache as the cache endpoint shows it."""
 
+from dataclasses import asdict
+
 from engine.core.directory import Directory
 from engine.core.explain import HITS
 
@@ -43,6 +45,7 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
                 "role": str(worker.role),
                 "cached_blocks": len(worker.blocks),
                 "available_blocks": worker.num_free_blocks,
+                "costs": asdict(worker.costs),
             }
             for worker in directory.workers.values()
         ]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.core.cache_report import cache_report
+from engine.core.costs import WorkerCosts
 from engine.core.directory import Directory
 from engine.core.types import AdmitRequest, BlockHash, Role
 
@@ -56,3 +57,5 @@ def test_an_administrator_sees_the_use_of_all_and_its_own_prefixes(directory: Di
     assert report["tenants"].keys() == {"acme", "zoo", "root"}  # type: ignore[attr-defined]
     assert [prefix["token_ids"] for prefix in report["hottest_prefixes"]] == [list(b"r1")]  # type: ignore[attr-defined]
     assert report["hit_rate"] == 8 / 32
+    [worker] = report["workers"]  # type: ignore[misc]
+    assert WorkerCosts(**worker["costs"]) == WorkerCosts()
