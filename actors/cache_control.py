@@ -41,7 +41,8 @@ class CacheControl:
         return {"id": request_id, "object": "request.explanation", "choices": choices}
 
     async def report(self, tenant: Tenant) -> Json:
-        """The state of the cache; of the tenants and prefixes only this one's, unless it is an administrator."""
+        """The state of the cache and the tenant's own use and prefixes. An administrator sees the use of every tenant
+        and what the cache holds, too, but of the prefixes also only its own: they are text of prompts."""
         report: dict[str, Any] = await self._manager.ask("cache_report", tenant.name, tenant.is_admin)
         for prefix in report["hottest_prefixes"]:
             prefix["preview"] = self._decode(prefix.pop("token_ids"))

@@ -27,7 +27,7 @@ from actors.names import find_actor
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.generation import Generation
 from engine.core.hashing import BlockChain
-from engine.core.placement import rank_by_session
+from engine.core.placement import preferred
 from engine.core.room import Room
 from engine.core.types import Admission, AdmitRequest, Assignment, BlockHash, PromptEvent, Role, TokenEvent
 
@@ -170,7 +170,7 @@ class Dispatcher:
         able = [w for w, role in self._known_workers.items() if role is not Role.PREFILL] or [*self._known_workers]
         if not able:
             return None
-        worker_id = rank_by_session(request.session or request.request_id, able)[0]
+        worker_id = preferred(request.session or request.request_id, able)
         return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), ())
 
     async def _send(self, generation: Generation, admission: Admission) -> bool:

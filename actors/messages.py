@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from engine.core.costs import WorkerCosts
-from engine.core.types import BlockHash, Role, SegmentHeader
+from engine.core.types import BlockHash, EvictionReason, Role, SegmentHeader
 
 INGRESS_SILENCE_S = 10.0
 """An ingress replica that says nothing for so long is gone, and its requests are given up everywhere."""
@@ -16,7 +16,7 @@ class ExportItem:
 
     header: SegmentHeader | None = None
     sealed: tuple[BlockHash, ...] = ()
-    evicted: tuple[BlockHash, ...] = ()
+    evicted: tuple[tuple[BlockHash, EvictionReason], ...] = ()
     missing: tuple[BlockHash, ...] = ()
     """Blocks that were asked for and are not here any more."""
     unsent: tuple[BlockHash, ...] = ()

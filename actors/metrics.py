@@ -110,7 +110,7 @@ class ManagerMetrics:
         )
         self._regret_s = Histogram(
             "raydix_placement_regret_seconds",
-            description="How much later the chosen worker answered than the best candidate was predicted to.",
+            description="How much later the first token came than the best other candidate was predicted to give it.",
             boundaries=_LATENCY_S,
         )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 Peer = Callable[[], Tensor]
 
@@ -54,6 +55,7 @@ def attention_peers(inputs: AttentionInputs, *, with_flex: bool) -> dict[str, Ca
     """Makers of peers by name; a maker, or the peer it makes, raises where this machine cannot run it."""
     makers: dict[str, Callable[[], Peer]] = {
         "sdpa-flash": lambda: _sdpa(inputs, SDPBackend.FLASH_ATTENTION),
+        "sdpa-efficient": lambda: _sdpa(inputs, SDPBackend.EFFICIENT_ATTENTION),
         "sdpa-cudnn": lambda: _sdpa(inputs, SDPBackend.CUDNN_ATTENTION),
         "flash-attn": lambda: _flash_attn(inputs),
         "flashinfer": lambda: _flashinfer(inputs),
@@ -68,23 +70,30 @@ def _tokens(out: Tensor) -> Tensor:
 
 def _sdpa(inputs: AttentionInputs, backend: SDPBackend) -> Peer:
     q, k, v = inputs.contiguous()
-    is_causal = inputs.num_queries > 1
-    if is_causal and inputs.num_queries != inputs.context_len:
-        if backend != SDPBackend.FLASH_ATTENTION:
-            raise ValueError("no causal mask over a cached prefix")
-        # The public function aligns the mask to the first key; this one, which it calls, to the last.
+    shares_heads = backend != SDPBackend.EFFICIENT_ATTENTION
+    if not shares_heads:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
-        return lambda: _tokens(flash(q, k, v, 0.0, True, scale=inputs.scale)[0])
+    is_chunk = 1 < inputs.num_queries < inputs.context_len
+    is_causal = inputs.num_queries == inputs.context_len > 1
+    mask = _chunk_mask(inputs, backend) if is_chunk else None
 
     def run() -> Tensor:
         with sdpa_kernel(backend):
             out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=is_causal, scale=inputs.scale, enable_gqa=True
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=inputs.scale, enable_gqa=shares_heads
             )
         return _tokens(out)
 
     return run
+
+
+def _chunk_mask(inputs: AttentionInputs, backend: SDPBackend) -> Tensor:
+    """What the last queries of a longer context see; `is_causal` would align them to the first keys."""
+    if backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        return causal_lower_right(inputs.num_queries, inputs.context_len)  # a rule, no tensor in memory
+    shape = (inputs.num_queries, inputs.context_len)
+    offset = inputs.context_len - inputs.num_queries
+    return torch.ones(shape, dtype=torch.bool, device=inputs.query.device).tril(offset)
 
 
 def _flex(inputs: AttentionInputs) -> Peer:

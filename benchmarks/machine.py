@@ -1,7 +1,7 @@
 """What a figure was measured on: machine, versions and command, for every benchmark's result file.
 
-Results are published, so nothing here names a host, a user or an absolute path: paths in the command keep only their
-last part, and a server that is not on this machine appears as `HOST`.
+Results are published, so nothing here names a host, a user or a folder: paths in the command keep only their last part
+(`public_name` says what is taken for a path), and a server that is not on this machine appears as `HOST`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+FILE_SUFFIXES = frozenset({".csv", ".gguf", ".json", ".jsonl", ".png", ".svg", ".txt", ".yaml", ".yml"})
 PACKAGES = ("raydix", "ray", "torch", "triton", "transformers", "numpy", "aiohttp", "uvloop")
 
 
@@ -58,13 +59,19 @@ def describe_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def command_line(module: str, argv: Sequence[str]) -> str:
-    """The command as one would type it again elsewhere, without absolute paths or host names."""
+    """The command as one would type it again elsewhere, without folders or host names."""
     return f"python -m {module} {shlex.join(map(_public_argument, argv))}".rstrip()
 
 
 def public_name(text: str) -> str:
-    """`text` itself, or its last part where it is an absolute path."""
-    return Path(text).name if text.startswith(("/", "~")) else text
+    """`text` itself, or its last part where it is a path: absolute or relative to a home, to here or to a parent, of
+    three parts or more, or of two of which the last is a file by its suffix. `org/name` and `package:name/file` are
+    names of models.
+    """
+    parts = text.split("/")
+    is_relative = len(parts) > 2 or (len(parts) == 2 and Path(text).suffix in FILE_SUFFIXES)
+    is_path = text.startswith(("/", "~", "./", "../")) or (is_relative and not re.search(r"[\s:]", parts[0]))
+    return Path(text).name if is_path else text
 
 
 def public_url(url: str) -> str:

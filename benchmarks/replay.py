@@ -1,12 +1,19 @@
 """Replay a trace in virtual time through the engine's own placement, pools and eviction.
 
     python -m benchmarks.replay TRACE [--workers 8] [--roles P:D] [--capacity-blocks 2500] [--policy adaptive]
-        [--router directory] [--json FILE] [--plot FILE.png]
+        [--router directory] [--costs FILE] [--json FILE] [--plot FILE.png]
     python -m benchmarks.replay TRACE --shared-cache 1000 10000 [--json FILE]
 
 What is real: `Directory.admit` and its cost model, `BlockPool` and the eviction queue of every worker. What is
-pretended: prefill and decode take the time that the options say, hand-overs cost their bytes, prefill handles one
-request at a time, and KV moves only from prefill to decode workers. Hits are counted per block of 512 tokens, beside
+pretended: prefill and decode take the time that the options say, hand-overs cost their bytes, and prefill handles one
+request at a time. At the options' constant rates KV moves only from prefill to decode workers.
+
+With `--costs FILE` workers and placement reckon with the costs that a server has fitted to one of its workers, from
+`/v1/cache`: prefill depends on what is cached before it and on the decodes beside it, a decode step on how many decode,
+and KV moves between all pools where the directory says so. Such an import takes the worker's time, and promised blocks
+that are nowhere when the prefill begins are computed instead of awaited.
+
+Hits are counted per block of 512 tokens, beside
 what one cache of all workers' blocks together would hit; `--shared-cache` compares policies in such a cache alone.
 """
 
@@ -26,11 +33,14 @@ from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.report import draw, summarise, text
 from benchmarks.replaying.routers import ROUTERS, make_router
+from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, Speeds, read_costs
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
-from benchmarks.replaying.worker import Job, ReplayWorker, Speeds
+from benchmarks.replaying.worker import Job, ReplayWorker
 from engine.core.block_pool import BlockPool
 from engine.core.eviction.policies import EvictionPolicy, make_queue
 from engine.core.types import Role
+
+RATES = {"prefill_rate": 10_000.0, "decode_step_ms": 20.0, "handover_gib_per_s": 10.0}
 
 
 def replay(
@@ -109,19 +119,11 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     policy, roles = parse_policy(options.policy), parse_roles(options.workers, options.roles)
     if options.capacity_blocks < 1:
         raise ReplayError("--capacity-blocks must be at least 1")
-    if min(options.prefill_rate, options.decode_step_ms, options.handover_gib_per_s, options.kv_kib_per_token) <= 0:
-        raise ReplayError("rates, times and sizes must be above 0")
+    speeds = _speeds(options)
     trace = read_trace(options.trace, options.requests)
     if options.shared_cache:
         _compare_policies(trace, options.shared_cache, options.json, arguments)
         return
-    block_gib = options.kv_kib_per_token * MOONCAKE_BLOCK_TOKENS / (1 << 20)
-    speeds = Speeds(
-        options.prefill_rate,
-        options.decode_step_ms / 1000,
-        options.token_budget,
-        options.handover_gib_per_s / block_gib,
-    )
     started = time.perf_counter()
     jobs, workers = replay(trace, roles, options.capacity_blocks, policy, options.router, speeds)
     took_s = time.perf_counter() - started
@@ -140,6 +142,25 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     if options.plot is not None:
         label = f"{options.trace.name}: {len(roles)} workers of {options.capacity_blocks} blocks"
         draw(result, bounds, f"{label}, {policy}, {options.router}", options.plot)
+
+
+def _speeds(options: argparse.Namespace) -> Speeds:
+    given = {name: getattr(options, name) for name in RATES if getattr(options, name) is not None}
+    rates = RATES | given
+    if min(options.kv_kib_per_token, *rates.values()) <= 0:
+        raise ReplayError("rates, times and sizes must be above 0")
+    if options.costs is not None and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ReplayError(f"--costs stands instead of {names}")
+    block_kib = options.kv_kib_per_token * MOONCAKE_BLOCK_TOKENS
+    if options.costs is not None:
+        return FittedSpeeds(read_costs(options.costs), options.token_budget, int(block_kib * 1024))
+    return ConstantSpeeds(
+        rates["prefill_rate"],
+        rates["decode_step_ms"] / 1000,
+        options.token_budget,
+        rates["handover_gib_per_s"] / (block_kib / (1 << 20)),
+    )
 
 
 def _compare_policies(
@@ -165,11 +186,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity-blocks", type=int, default=2500, help="blocks of 512 tokens in each worker's pool")
     parser.add_argument("--policy", default="adaptive", help=f"eviction: {', '.join(EvictionPolicy)}")
     parser.add_argument("--router", default="directory", help=f"placement: {', '.join(ROUTERS)}")
-    parser.add_argument("--prefill-rate", type=float, default=10_000.0, help="tokens per second and worker")
-    parser.add_argument("--decode-step-ms", type=float, default=20.0, help="one step without prefill beside it")
+    parser.add_argument("--prefill-rate", type=float, help="tokens per second and worker (10000)")
+    parser.add_argument("--decode-step-ms", type=float, help="one step without prefill beside it (20)")
+    parser.add_argument("--handover-gib-per-s", type=float, help="rate of hand-overs (10)")
+    parser.add_argument("--costs", type=Path, help="instead of these three: a worker's costs as /v1/cache shows them")
     parser.add_argument("--token-budget", type=int, default=512, help="prefill tokens that ride along in a decode step")
     parser.add_argument("--kv-kib-per-token", type=float, default=128.0, help="size of KV, for hand-overs")
-    parser.add_argument("--handover-gib-per-s", type=float, default=10.0, help="rate of hand-overs")
     parser.add_argument("--ttft-slo-ms", type=float, default=5000.0, help="objective for the first token")
     parser.add_argument("--tpot-slo-ms", type=float, default=100.0, help="objective for each further token")
     parser.add_argument("--shared-cache", type=int, nargs="+", help="only compare policies in one cache of these sizes")

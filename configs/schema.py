@@ -164,7 +164,7 @@ class TenantSection(_Section):
     key_hashes: tuple[Annotated[str, AfterValidator(_is_key_hash)], ...] = Field(
         default=(), description="SHA-256 of each of its API keys, as printed by raydix key."
     )
-    admin: bool = Field(default=False, description="Whether it may see what is not its own.")
+    admin: bool = Field(default=False, description="Whether it may see the use and requests of others.")
     cache_min: float = Field(
         default=0.0, ge=0, le=1, description="Fraction of a cache that others cannot take from it."
     )

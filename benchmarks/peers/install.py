@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no such peer: {', '.join(sorted(unknown))}")
 
-    os.nice(10)  # whoever else is at work on this machine comes first
+    os.nice(10)  # building may wait for what else runs
     home = options.peers_home.expanduser()
     home.mkdir(parents=True, exist_ok=True)
     model = resolve_model(options.model, print)

@@ -55,11 +55,17 @@ class Cluster:
             job = worker.incoming.popleft()
             worker.publish(job)
             self._decode(worker, job, now)
-        if worker.prefilling is None and worker.waiting and worker.take_blocks(worker.waiting[0], now):
+        if worker.prefilling is None and worker.waiting and self._can_start(worker, worker.waiting[0], now):
             job = worker.waiting.popleft()
             self._at(worker.start_prefill(job, now), lambda then: self._prefilled(worker, job, then))
             self._set_timer(worker, now)
         self.router.pool_changed(worker)
+
+    def _can_start(self, worker: ReplayWorker, job: Job, now: float) -> bool:
+        if not job.promised:
+            return worker.take_blocks(job, now)
+        self.router.pool_changed(worker)
+        return worker.take_blocks(job, now, self.router.num_reachable(job))
 
     def _prefilled(self, worker: ReplayWorker, job: Job, now: float) -> None:
         worker.end_prefill(now)
@@ -70,7 +76,7 @@ class Cluster:
             self._decode(worker, job, now)
         else:
             worker.give_back(job, now)
-            took_s = len(job.request.hashes) / worker.speeds.handover_blocks_per_s
+            took_s = worker.speeds.move_s(len(job.request.hashes))
             self._at(now + took_s, lambda then: self._handed_over(job, then))
             self._set_timer(worker, now)
         self._start(worker, now)

@@ -29,6 +29,7 @@ def summarise(
         "requests": len(jobs),
         "refused": len(jobs) - len(done),
         "hit_rate": sum(job.num_hits for job in done) / max(1, num_blocks),
+        "imported": sum(job.num_imported for job in done) / max(1, num_blocks),
         "ttft_ms": spread(ttfts.values()),
         "tpot_ms": spread(tpots.values()),
         "goodput_share": len(good) / max(1, len(jobs)),
@@ -44,7 +45,7 @@ def text(result: dict[str, Any], bounds: dict[str, float]) -> str:
     """The figures as a user reads them."""
     lines = [
         f"requests              {result['requests']:,}, of which {result['refused']:,} were too long for a pool",
-        f"prompt blocks hit     {result['hit_rate']:.1%}",
+        f"prompt blocks hit     {result['hit_rate']:.1%}, {result['imported']:.1%} imported",
     ]
     if bounds:
         lines.append("  one shared cache    " + ", ".join(f"{name} {rate:.1%}" for name, rate in bounds.items()))

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import ReplayError
-from benchmarks.replaying.worker import Job, ReplayWorker, Speeds
-from engine.core.costs import WorkerCosts
+from benchmarks.replaying.worker import Job, ReplayWorker
 from engine.core.directory import Directory
-from engine.core.placement import CostModel, rank_by_session
+from engine.core.placement import preferred
 from engine.core.types import AdmitRequest, Role
-
-DECODES_PER_STEP = 16
-"""Decodes that the directory thinks a step's time is made of; in the replay it does not depend on them."""
 
 
 class Router(Protocol):
@@ -21,6 +18,10 @@ class Router(Protocol):
 
     def route(self, job: Job) -> tuple[str, str]:
         """Ids of the workers that prefill and decode."""
+        ...
+
+    def num_reachable(self, job: Job) -> int:
+        """Leading blocks of a job that its prefill worker holds or, as promised, gets from the pools of others."""
         ...
 
     def first_token(self, job: Job) -> None: ...
@@ -45,6 +46,9 @@ class Rule:
     def choose(self, job: Job, workers: Sequence[ReplayWorker]) -> str:
         raise NotImplementedError
 
+    def num_reachable(self, job: Job) -> int:
+        return 0
+
     def first_token(self, job: Job) -> None:
         pass
 
@@ -66,7 +70,7 @@ class SessionHash(Rule):
     """Rendezvous hashing of the conversation."""
 
     def choose(self, job: Job, workers: Sequence[ReplayWorker]) -> str:
-        return rank_by_session(job.request.session, [worker.worker_id for worker in workers])[0]
+        return preferred(job.request.session, [worker.worker_id for worker in workers])
 
 
 class LongestPrefix(Rule):
@@ -78,26 +82,32 @@ class LongestPrefix(Rule):
 
 
 class Managed:
-    """The manager: `Directory.admit`, by predicted time to first token. Imports between pools are not replayed."""
+    """The manager: `Directory.admit`, by predicted time to first token."""
 
     def __init__(self, workers: Sequence[ReplayWorker], speeds: Speeds) -> None:
-        block_size, token_s = workers[0].pool.block_size, 1 / speeds.prefill_tokens_per_s
-        costs = WorkerCosts(
-            step_s=0.0,
-            prefill_token_s=token_s,
-            decode_token_s=speeds.decode_step_s / DECODES_PER_STEP,
-            import_byte_s=1.01 * block_size * token_s,  # a block has one byte here: computing it is always cheaper
-        )
-        self._directory = Directory(CostModel(block_size, prior=costs), segment_budget_bytes=0)
+        model, block_bytes = speeds.cost_model(workers[0].pool.block_size)
+        self._directory = Directory(model, segment_budget_bytes=0)
+        self._imports = speeds.imports
         for worker in workers:
-            self._directory.register(worker.worker_id, worker.role, 0, 1, (), speeds.token_budget)
+            self._directory.register(worker.worker_id, worker.role, 0, block_bytes, (), speeds.token_budget)
 
     def route(self, job: Job) -> tuple[str, str]:
         request = job.request
         admission, _ = self._directory.admit(
             AdmitRequest(str(job.number), 0, request.hashes, request.num_prompt_tokens, request.session)
         )
+        if self._imports:
+            job.promised = frozenset(admission.prefill_awaited)
         return admission.prefill, admission.decode
+
+    def num_reachable(self, job: Job) -> int:
+        count = 0
+        for block_hash, record in zip(job.request.hashes, self._directory.leading(job.request.hashes), strict=False):
+            is_here = job.prefill in record.workers
+            if not is_here and not (block_hash in job.promised and record.workers):
+                break
+            count += 1
+        return count
 
     def first_token(self, job: Job) -> None:
         self._directory.first_token(str(job.number), 0, 0.0)

@@ -1,8 +1,8 @@
 """One worker in virtual time: prefills one after the other, decodes all at once, blocks by the engine's own pool.
 
-A decode step takes `decode_step_s`; while a prefill runs beside it, each step carries a chunk of the prefill as well,
-so every decoding request waits one chunk per token. All decodes of a worker progress alike, so one clock of decoded
-tokens serves them all.
+While a prefill runs beside decodes, each step carries a chunk of it as well, so every decoding request waits one chunk
+per token. How long a prefill takes is reckoned when it starts, with the decodes of then. All decodes of a worker
+progress alike, so one clock of decoded tokens serves them all.
 """
 
 from __future__ import annotations
@@ -11,19 +11,10 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
+from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import TraceRequest
 from engine.core.block_pool import BlockPool
-from engine.core.types import Role
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """The machine that is pretended."""
-
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    token_budget: int
-    handover_blocks_per_s: float
+from engine.core.types import BlockHash, Role
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +26,11 @@ class Job:
     prefill: str = ""
     decode: str = ""
     blocks: list[int] = field(default_factory=list)
+    promised: frozenset[BlockHash] = frozenset()
+    """Blocks that its prefill worker was to import when the job was placed."""
     num_hits: int = 0
+    """Leading blocks that it found, imported ones included."""
+    num_imported: int = 0
     num_computed_tokens: int = 0
     first_token_s: float | None = None
     finished_s: float | None = None
@@ -53,6 +48,7 @@ class ReplayWorker:
         self.incoming: deque[Job] = deque()
         """Handed over and waiting for blocks."""
         self.prefilling: Job | None = None
+        self._chunk_s = 0.0
         self.busy_s = 0.0
         self.timer = 0
         """Number of the latest decode event; older ones are void."""
@@ -60,8 +56,11 @@ class ReplayWorker:
         self._decoded = 0.0
         self._since = 0.0
 
-    def take_blocks(self, job: Job, now: float) -> bool:
-        """Give a job the cached prefix and room for the rest, its answer included where it decodes; False if full."""
+    def take_blocks(self, job: Job, now: float, num_reachable: int = 0) -> bool:
+        """Give a job the cached prefix and room for the rest, its answer included where it decodes; False if full.
+
+        Of the first `num_reachable` blocks it imports those that are not here.
+        """
         pool, request = self.pool, job.request
         matched = pool.match(request.hashes)
         num_answer = -(-request.num_output_tokens // pool.block_size) if job.decode == self.worker_id else 0
@@ -72,8 +71,9 @@ class ReplayWorker:
         pool.acquire(matched)
         job.blocks = matched + pool.allocate(num_missing)
         if job.prefill == self.worker_id:
-            job.num_hits = len(matched)
-            cached = min(len(matched) * pool.block_size, request.num_prompt_tokens - 1)
+            job.num_hits = max(len(matched), num_reachable)
+            job.num_imported = job.num_hits - len(matched)
+            cached = min(job.num_hits * pool.block_size, request.num_prompt_tokens - 1)
             job.num_computed_tokens = request.num_prompt_tokens - cached
         return True
 
@@ -92,7 +92,12 @@ class ReplayWorker:
         """When it will be done."""
         self._advance(now)
         self.prefilling = job
-        took_s = job.num_computed_tokens / self.speeds.prefill_tokens_per_s
+        num_tokens = job.num_computed_tokens
+        shape = num_tokens, job.request.num_prompt_tokens - num_tokens, len(self._decoding)
+        self._chunk_s = self.speeds.chunk_s(*shape)
+        took_s = self.speeds.prefill_s(*shape)
+        if job.num_imported:
+            took_s += self.speeds.move_s(job.num_imported)
         self.busy_s += took_s
         return now + took_s
 
@@ -121,9 +126,8 @@ class ReplayWorker:
 
     @property
     def _step_s(self) -> float:
-        speeds = self.speeds
-        chunk_s = speeds.token_budget / speeds.prefill_tokens_per_s if self.prefilling is not None else 0.0
-        return speeds.decode_step_s + chunk_s
+        chunk_s = self._chunk_s if self.prefilling is not None else 0.0
+        return self.speeds.decode_step_s(max(1, len(self._decoding))) + chunk_s
 
     def _advance(self, now: float) -> None:
         self._decoded += (now - self._since) / self._step_s

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from engine.core.eviction.queue import DEFAULT_RETENTION, EvictionQueue, Retention
 from engine.core.eviction.ranking import LeastRecent
-from engine.core.types import BlockHash
+from engine.core.types import BlockHash, EvictionReason
 
 
 class OutOfBlocksError(Exception):
@@ -49,7 +49,7 @@ class BlockPool:
         self.now = 0.0
         """Seconds; whoever has a clock sets it before a step. The age of cached blocks is measured with it."""
         self._sealed_journal: list[BlockHash] = []
-        self._evicted_journal: list[BlockHash] = []
+        self._evicted_journal: list[tuple[BlockHash, EvictionReason]] = []
 
     @property
     def num_available(self) -> int:
@@ -163,7 +163,7 @@ class BlockPool:
         if self._ref_counts[block] > 0:
             return False
         self._queue.forget(self._name(block))
-        self._forget(block)
+        self._forget(block, EvictionReason.TAKEN)
         self._ref_counts[block] = 1
         return True
 
@@ -172,13 +172,13 @@ class BlockPool:
         cached = list(self._queue)
         for block_hash in cached:
             self._queue.forget(block_hash)
-            self._free.append(self._forget(self._by_hash[block_hash]))
+            self._free.append(self._forget(self._by_hash[block_hash], EvictionReason.RESET))
         return len(cached)
 
-    def drain_journal(self) -> tuple[list[BlockHash], list[BlockHash]]:
+    def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
         """Hashes sealed and hashes evicted since the last call. One that was both and is absent counts as evicted."""
         sealed = [block_hash for block_hash in self._sealed_journal if block_hash in self._by_hash]
-        evicted = [block_hash for block_hash in self._evicted_journal if block_hash not in self._by_hash]
+        evicted = [gone for gone in self._evicted_journal if gone[0] not in self._by_hash]
         self._sealed_journal, self._evicted_journal = [], []
         return sealed, evicted
 
@@ -228,13 +228,14 @@ class BlockPool:
                 cached.append(block_hash)
 
     def _evict(self) -> int:
-        return self._forget(self._by_hash[self._queue.evict(self.now)])
+        block_hash, reason = self._queue.evict_with_reason(self.now)
+        return self._forget(self._by_hash[block_hash], reason)
 
-    def _forget(self, block: int) -> int:
+    def _forget(self, block: int, reason: EvictionReason) -> int:
         block_hash = self._name(block)
         del self._by_hash[block_hash]
         self._hashes[block] = None
-        self._evicted_journal.append(block_hash)
+        self._evicted_journal.append((block_hash, reason))
         content, self._contents[block] = self._contents[block], None
         if content is not None and self._by_beginning.get(key := (content.parent, content.token_ids[0])) == block:
             del self._by_beginning[key]

@@ -1,5 +1,7 @@
 """The state of the cache as the cache endpoint shows it."""
 
+from dataclasses import asdict
+
 from engine.core.directory import Directory
 from engine.core.explain import HITS
 
@@ -8,7 +10,8 @@ NUM_HOTTEST = 10
 
 def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str, object]:
     """Plain values. Counts are since the manager started; `hit_rate` is over the last admissions, in tokens. What the
-    cache holds, and what all tenants together hit, missed and lost, is for administrators."""
+    cache holds, and what all tenants together hit, missed and lost, is for administrators. Prefixes are the
+    caller's own for them, too."""
     statistics = directory.statistics
     report: dict[str, object] = {
         "object": "cache",
@@ -42,6 +45,7 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
                 "role": str(worker.role),
                 "cached_blocks": len(worker.blocks),
                 "available_blocks": worker.num_free_blocks,
+                "costs": asdict(worker.costs),
             }
             for worker in directory.workers.values()
         ]
@@ -54,5 +58,5 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
         sources = sorted(statistics.sources.items())
         report["hit_blocks"] = {str(source): count for source, count in sources if source in HITS}
         report["missed_blocks"] = {str(source): count for source, count in sources if source not in HITS}
-        report["evicted_blocks"] = dict(sorted(statistics.evicted_blocks.items()))
+        report["evicted_blocks"] = {str(reason): count for reason, count in sorted(statistics.evicted_blocks.items())}
     return report

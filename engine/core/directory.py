@@ -31,6 +31,7 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     BlockHash,
+    EvictionReason,
     Role,
     SegmentHeader,
 )
@@ -86,6 +87,8 @@ class WorkerRecord:
     """Those of `requests` that decode here, now or once their prefill is done."""
     queued_us: int = 0
     """Predicted time of the prefills promised to it and not done yet."""
+    exporting: dict[BlockHash, None] = field(default_factory=dict)
+    """Blocks, in order, that it was asked to export: it is their producer."""
     unsaved: list[BlockHash] = field(default_factory=list)
     """Blocks that it sealed and no segment contained, to be exported for the disk."""
 
@@ -161,11 +164,10 @@ class Directory:
             if reservation.admission.prefill == worker_id:
                 reservation.queued_us = 0
                 instructions += self._stop_producing(reservation)
-        exported = [h for h, record in self._blocks.items() if record.producer == worker_id]
-        for block_hash in exported:
+        for block_hash in worker.exporting:
             self._blocks[block_hash].producer = None
-        instructions += self._fail(exported)
-        self._blocks.forget_unknown([*worker.blocks, *exported])
+        instructions += self._fail(worker.exporting)
+        self._blocks.forget_unknown([*worker.blocks, *worker.exporting])
         return instructions
 
     def is_current(self, worker_id: str, epoch: int) -> bool:
@@ -180,17 +182,21 @@ class Directory:
             self._offer([worker_id])
 
     def blocks_changed(
-        self, worker_id: str, epoch: int, sealed: Iterable[BlockHash], evicted: Iterable[BlockHash]
+        self,
+        worker_id: str,
+        epoch: int,
+        sealed: Iterable[BlockHash],
+        evicted: Iterable[tuple[BlockHash, EvictionReason]],
     ) -> list[Instruction]:
         """A worker's pool gained and lost blocks."""
         worker = self._worker(worker_id, epoch)
         if worker is None:
             return []
         wanted = [block_hash for block_hash in sealed if self._sealed(worker, block_hash)]
-        lost = [block_hash for block_hash in evicted if block_hash in worker.blocks]
-        for block_hash in lost:
+        lost = {block_hash: reason for block_hash, reason in evicted if block_hash in worker.blocks}
+        for block_hash, reason in lost.items():
             worker.blocks.discard(block_hash)
-            self._leave_worker(block_hash, worker_id, "pool full")
+            self._leave_worker(block_hash, worker_id, reason)
         instructions = self._fail(lost)
         self._blocks.forget_unknown(lost)
         if wanted:
@@ -223,7 +229,8 @@ class Directory:
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
         failed = self._take_back(worker_id, epoch, hashes)
-        instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=failed) + self._fail(failed)
+        evicted = [(block_hash, EvictionReason.FULL) for block_hash in failed]
+        instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=evicted) + self._fail(failed)
         self._blocks.forget_unknown(failed)
         return instructions
 
@@ -264,7 +271,7 @@ class Directory:
             if not ready or (len(ready) < MIN_SAVED_BLOCKS and worker.requests):
                 continue
             for block_hash in ready:
-                self._blocks[block_hash].producer = worker.worker_id
+                self._ask(worker.worker_id, block_hash)
             instructions.append(Export(worker.worker_id, tuple(ready)))
         return instructions
 
@@ -357,13 +364,17 @@ class Directory:
 
     def check_integrity(self) -> None:
         """Assert that blocks, workers, segments and reservations agree with each other."""
+        exporting: dict[str, set[BlockHash]] = {worker_id: set() for worker_id in self.workers}
         for block_hash, record in self._blocks.items():
             assert record.is_known, "a record that knows nothing"
             assert all(block_hash in self.workers[worker].blocks for worker in record.workers)
             producer = record.producer
             assert producer is None or producer in self.workers or producer in self._reservations
+            if producer in exporting:
+                exporting[producer].add(block_hash)
         for worker in self.workers.values():
             assert all(worker.worker_id in self._blocks[block_hash].workers for block_hash in worker.blocks)
+            assert worker.exporting.keys() == exporting[worker.worker_id]
             assert worker.requests <= self._reservations.keys()
             assert worker.decoding <= worker.requests
             assert self._crowd.offer_of(worker.worker_id) == worker.offer
@@ -405,14 +416,20 @@ class Directory:
             worker.unsaved.append(block_hash)
         if not record.wanted_by or record.producer is not None or record.segment is not None:
             return False
-        record.producer = worker.worker_id
+        self._ask(worker.worker_id, block_hash)
         return True
+
+    def _ask(self, worker_id: str, block_hash: BlockHash) -> None:
+        """Note that a worker is asked to export a block."""
+        self._blocks[block_hash].producer = worker_id
+        self.workers[worker_id].exporting[block_hash] = None
 
     def _produced(self, block_hash: BlockHash, record: BlockRecord) -> None:
         """Nobody needs to compute or export this block any more."""
-        reservation = self._reservations.get(record.producer) if record.producer else None
-        if reservation is not None:
-            reservation.producing.pop(block_hash, None)
+        if record.producer in self.workers:
+            self.workers[record.producer].exporting.pop(block_hash, None)
+        elif record.producer in self._reservations:
+            self._reservations[record.producer].producing.pop(block_hash, None)
         record.producer = None
 
     def _lacking(self, worker_id: str, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
@@ -509,8 +526,9 @@ class Directory:
                 continue
             record.wanted_by |= {worker_id}
             if record.producer is None and record.workers:
-                record.producer = min(record.workers)
-                exports.setdefault(record.producer, []).append(block_hash)
+                holder = min(record.workers)
+                self._ask(holder, block_hash)
+                exports.setdefault(holder, []).append(block_hash)
         for segment in segments.values():
             segment.leases += 1
             reservation.leased.append(segment)
@@ -542,18 +560,19 @@ class Directory:
             instructions = self._fail(wanted)
         elif wanted:
             for block_hash in wanted:
-                self._blocks[block_hash].producer = worker.worker_id
+                self._ask(worker.worker_id, block_hash)
             instructions = [Export(worker.worker_id, tuple(wanted))]
         self._blocks.forget_unknown(abandoned)
         return instructions
 
     def _take_back(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[BlockHash]:
         """Those of `hashes` that this worker was asked to export; it is not any more."""
-        if self._worker(worker_id, epoch) is None:
+        worker = self._worker(worker_id, epoch)
+        if worker is None:
             return []
-        ordered = [h for h in hashes if h in self._blocks and self._blocks[h].producer == worker_id]
+        ordered = [block_hash for block_hash in hashes if block_hash in worker.exporting]
         for block_hash in ordered:
-            self._blocks[block_hash].producer = None
+            self._produced(block_hash, self._blocks[block_hash])
         return ordered
 
     def _fail(self, hashes: Iterable[BlockHash], *, asks_holders: bool = True) -> list[Instruction]:
@@ -570,8 +589,9 @@ class Directory:
             if record is None or record.producer is not None or not record.wanted_by:
                 continue
             if record.workers and asks_holders:
-                record.producer = min(record.workers)
-                exports.setdefault(record.producer, []).append(block_hash)
+                holder = min(record.workers)
+                self._ask(holder, block_hash)
+                exports.setdefault(holder, []).append(block_hash)
                 continue
             told = record.wanted_by
             successor = self._first_lacking(block_hash)

@@ -61,10 +61,12 @@ class Decision:
 
     @property
     def regret_s(self) -> float | None:
-        """How much sooner the best candidate was predicted to answer than the chosen one did."""
+        """How much later the first token came than the best other candidate was predicted to give it; 0 if there is
+        none, or it was not later. None before the first token."""
         if self.ttft_s is None:
             return None
-        return max(0.0, self.ttft_s - min(prediction.ttft_s for prediction in self.considered))
+        others = (each.ttft_s for each in self.considered if any(name != self.prefill for name in each.worker_ids))
+        return max(0.0, self.ttft_s - min(others, default=self.ttft_s))
 
     def as_json(self) -> dict[str, object]:
         """For the explain endpoint. Times in seconds, blocks as runs of equal sources."""

@@ -12,7 +12,7 @@ Workers that are the same to a request are one candidate, and nobody is predicte
 the best prediction: in a large cluster few sums are made, and the choice is the one that all of them would give.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf
@@ -24,7 +24,8 @@ from engine.core.types import Role
 
 NEAR = 1.02
 NEAR_S = 5e-4
-"""Predictions that differ by less than 2 % or half a millisecond are equal: costs are not known better."""
+"""Predictions that exceed the lowest by at most 2 % plus half a millisecond are equal to it: costs are not known
+better."""
 DECODE_HORIZON = 64
 """Tokens over which a decode worker's step time is weighed against the KV that it lacks."""
 MIN_CONSIDERED = 16
@@ -159,12 +160,12 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
             predictions.append(prediction)
             limit_s = min(limit_s, _near(prediction.ttft_s))
     near = {worker_id: each for each in predictions if each.ttft_s <= limit_s for worker_id in each.worker_ids}
-    prefill = decode = _preferred(near, demand.session)
+    prefill = decode = preferred(demand.session, near)
     if decoders and not any(prefill in decoder.worker_ids for decoder in decoders):
         costs_s = [_decode_cost_s(decoder, demand, model) for decoder in decoders]
         limit_s = _near(min(costs_s))
         cheap = [d.worker_ids for d, cost_s in zip(decoders, costs_s, strict=True) if cost_s <= limit_s]
-        decode = _preferred([worker_id for worker_ids in cheap for worker_id in worker_ids], demand.session)
+        decode = preferred(demand.session, [worker_id for worker_ids in cheap for worker_id in worker_ids])
     return Placement(prefill, decode, near[prefill], predictions)
 
 
@@ -184,23 +185,19 @@ def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Predictio
     return Prediction(worker_ids, num_local, num_importable, wait_s, import_s, shorter_s)
 
 
-def rank_by_session(session: str, worker_ids: Iterable[str]) -> list[str]:
-    """Workers in the order in which a session prefers them (rendezvous hashing, Thaler and Ravishankar 1998).
+def preferred(session: str, worker_ids: Collection[str]) -> str:
+    """The worker that a session prefers to all others (rendezvous hashing, Thaler and Ravishankar 1998); there must be
+    one.
 
     Losing a worker moves only the sessions that preferred it.
     """
-    return sorted(worker_ids, key=lambda worker_id: _affinity(session, worker_id))
+    if len(worker_ids) == 1:
+        return next(iter(worker_ids))
+    return min(worker_ids, key=lambda worker_id: _affinity(session, worker_id))
 
 
 def _affinity(session: str, worker_id: str) -> bytes:
     return blake2b(f"{session}\0{worker_id}".encode(), digest_size=8).digest()
-
-
-def _preferred(worker_ids: Collection[str], session: str) -> str:
-    """The one that comes first in `rank_by_session`."""
-    if len(worker_ids) == 1:
-        return next(iter(worker_ids))
-    return min(worker_ids, key=lambda worker_id: _affinity(session, worker_id))
 
 
 def _near(cost_s: float) -> float:

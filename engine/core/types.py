@@ -16,6 +16,18 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+class EvictionReason(StrEnum):
+    """Why a worker's pool has a block no more. All but the last two made room for another."""
+
+    FULL = "pool full"
+    EXPIRED = "expired"
+    QUOTA = "over quota"
+    """Its tenant had more than its ceiling."""
+    TAKEN = "taken over"
+    """The request that it was for writes on in it."""
+    RESET = "reset"
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 

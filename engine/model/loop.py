@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.types import BlockHash, TokenEvent
+from engine.core.types import BlockHash, EvictionReason, TokenEvent
 from engine.model.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class LoopOutput:
 
     step: StepResult | None
     sealed: tuple[BlockHash, ...]
-    evicted: tuple[BlockHash, ...]
+    evicted: tuple[tuple[BlockHash, EvictionReason], ...]
     failures: tuple[TokenEvent, ...] = ()
     step_s: float = 0.0
 

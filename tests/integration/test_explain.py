@@ -36,7 +36,11 @@ def test_a_request_is_explained(server: Server) -> None:
     again = last_attempt(server, warm["id"])
     assert all(run["hit"] for run in again["blocks"]) and sum(run["count"] for run in again["blocks"]) == 12
     for attempt in (first, again):
-        assert attempt["predicted_ttft_s"] > 0 and attempt["actual_ttft_s"] > 0 and attempt["regret_s"] >= 0
+        assert attempt["predicted_ttft_s"] > 0 and attempt["actual_ttft_s"] > 0
+        chosen, actual_s = attempt["prefill_worker"], attempt["actual_ttft_s"]
+        others_s = [candidate["ttft_s"] for candidate in attempt["candidates"] if candidate["worker"] != chosen]
+        regret_s = max(0.0, actual_s - min(others_s, default=actual_s))
+        assert attempt["regret_s"] == pytest.approx(regret_s, abs=2e-6), "all of them are rounded"
         assert attempt["prefill_worker"] in {candidate["worker"] for candidate in attempt["candidates"]}
         assert attempt["preemptions"] == 0 and attempt["attempt"] == 0
 

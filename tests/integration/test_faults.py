@@ -1,8 +1,10 @@
 """Processes die and clients leave; streams go on, tokens come exactly once, and nothing stays held."""
 
+import http.client
+import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import ray
 
 from tests.integration.conftest import Server, eventually, random_prompt
@@ -19,25 +21,42 @@ def collect(chunks: Any) -> list[int]:
     return token_ids
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_a_stream_survives_the_death_of_a_worker(server: Server, role: str) -> None:
-    prompt = random_prompt(20, 400)
-    expected = server.complete(prompt, max_tokens=100, cache_salt=f"reference {role}")["choices"][0]["token_ids"]
-    epoch = server.workers()[role]["epoch"]
+def num_attempts(server: Server, request_id: str) -> int:
+    status, _, body = server.request("GET", f"/v1/requests/{request_id}/explain")
+    assert status == 200, body
+    return len(json.loads(body)["choices"][0]["attempts"])
 
-    chunks = server.stream(prompt, max_tokens=100, cache_salt=f"killed {role}")
+
+def test_a_stream_survives_the_death_of_its_decode_worker(server: Server) -> None:
+    prompt = random_prompt(20, 400)
+    expected = server.complete(prompt, max_tokens=100, cache_salt="reference")["choices"][0]["token_ids"]
+    epoch = server.workers()["decode"]["epoch"]
+    chunks = server.stream(prompt, max_tokens=100, cache_salt="killed")
     seen = [next(chunks), next(chunks)]
-    ray.kill(server.actor(server.workers()[role]["worker_id"]), no_restart=True)
+    ray.kill(server.actor(server.workers()["decode"]["worker_id"]), no_restart=True)
     assert collect([*seen, *chunks]) == expected
-    eventually(lambda: server.workers()[role]["epoch"] > epoch, f"the {role} worker is back")
+    eventually(lambda: server.workers()["decode"]["epoch"] > epoch, "the decode worker is back")
+    assert num_attempts(server, seen[0]["id"]) == 2
+
+
+def test_a_stream_survives_the_death_of_the_prefill_worker_after_its_first_token(server: Server) -> None:
+    """The decode worker computes what of the prompt's KV has not come, and the request stays where it is."""
+    prompt = random_prompt(25, 3000)
+    expected = server.complete(prompt, max_tokens=20, cache_salt="reference")["choices"][0]["token_ids"]
+    worker = server.workers()["prefill"]
+    victim = server.actor(worker["worker_id"])
+    chunks = server.stream(prompt, max_tokens=20, cache_salt="killed late")
+    first = next(chunks)
+    ray.kill(victim, no_restart=True)
+    assert collect([first, *chunks]) == expected
+    eventually(lambda: server.workers()["prefill"]["epoch"] > worker["epoch"], "the prefill worker is back")
+    assert num_attempts(server, first["id"]) == 1
 
 
 def test_a_stream_survives_the_death_of_the_prefill_worker_before_its_first_token(server: Server) -> None:
     prompt = random_prompt(21, 3000)
     expected = server.complete(prompt, max_tokens=4, cache_salt="reference")["choices"][0]["token_ids"]
     epoch = server.workers()["prefill"]["epoch"]
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.complete, prompt, max_tokens=4, cache_salt="killed early")
         eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "prefill has begun")
@@ -69,9 +88,6 @@ def test_a_client_that_leaves_frees_everything(server: Server) -> None:
 
 
 def test_a_client_that_leaves_before_the_first_token_frees_everything(server: Server) -> None:
-    import http.client
-    import json
-
     connection = http.client.HTTPConnection(server.host, server.port)
     body = {"model": "SmolLM2-135M-Instruct", "prompt": random_prompt(24, 3500), "max_tokens": 100}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})

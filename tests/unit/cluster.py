@@ -20,7 +20,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.generation import Generation
-from engine.core.placement import CostModel, rank_by_session
+from engine.core.placement import CostModel, preferred
 from engine.core.scheduler import SchedulerLimits
 from engine.core.types import Admission, AdmitRequest, Assignment, CacheWish, Role, Salt, SamplingParams, TokenEvent
 from engine.model.engine import Engine, ExportedSegment
@@ -353,7 +353,7 @@ class Cluster:
 
     def _place_alone(self, request: AdmitRequest) -> Admission | None:
         able = [worker for worker, role in self.known.items() if role is not Role.PREFILL] or [*self.known]
-        worker_id = rank_by_session(request.request_id, able)[0]
+        worker_id = preferred(request.request_id, able)
         return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), ())
 
     # The manager

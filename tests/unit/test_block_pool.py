@@ -7,7 +7,7 @@ import pytest
 from engine.core.block_pool import BlockContent, BlockPool, OutOfBlocksError
 from engine.core.eviction.policies import EvictionPolicy, make_queue
 from engine.core.eviction.queue import EvictionQueue
-from engine.core.types import BlockHash
+from engine.core.types import BlockHash, EvictionReason
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_an_eviction_that_fails_takes_nothing(monkeypatch: pytest.MonkeyPatch) -
     def fail(now: float) -> BlockHash:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(queue, "evict", fail)
+    monkeypatch.setattr(queue, "evict_with_reason", fail)
     with pytest.raises(RuntimeError, match="no"):
         pool.allocate(3)
     pool.check_integrity(())
@@ -142,11 +142,17 @@ def test_journal_tells_what_others_must_hear(pool: BlockPool) -> None:
     pool.release(fill(pool, b"a", b"b"))
     assert pool.drain_journal() == ([b"a", b"b"], [])
     held = pool.allocate(3)
-    assert pool.drain_journal() == ([], [b"b"])
+    assert pool.drain_journal() == ([], [(b"b", EvictionReason.FULL)])
     pool.seal(held[0], b"b")
     pool.release(held)
     pool.reset()
-    assert pool.drain_journal() == ([], [b"a", b"b"]), "sealed and gone again counts as gone"
+    gone = [(b"a", EvictionReason.RESET), (b"b", EvictionReason.RESET)]
+    assert pool.drain_journal() == ([], gone), "sealed and gone again counts as gone"
+    [block] = fill(pool, b"c")
+    pool.release([block])
+    assert pool.take_over(block)
+    pool.release([block])
+    assert pool.drain_journal() == ([], [(b"c", EvictionReason.TAKEN)])
 
 
 def test_a_hash_that_comes_back_is_not_reported_as_gone(pool: BlockPool) -> None:

@@ -1,14 +1,17 @@
 """The directory's answers, case by case. Blocks have four tokens and ten bytes; importing them is always cheaper."""
 
+import json
 from collections.abc import Callable
 
+import orjson
 import pytest
 
+from engine.core.cache_report import cache_report
 from engine.core.costs import WorkerCosts
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.explain import BlockSource
-from engine.core.types import Admission, AdmitRequest, BlockHash, Handover, Role, SegmentHeader
+from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 
 MakeDirectory = Callable[..., Directory]
 
@@ -37,7 +40,7 @@ def seal(directory: Directory, worker_id: str, *hashes: BlockHash) -> list[Instr
 
 
 def evict(directory: Directory, worker_id: str, *hashes: BlockHash) -> list[Instruction]:
-    return directory.blocks_changed(worker_id, 1, (), hashes)
+    return directory.blocks_changed(worker_id, 1, (), [(block_hash, EvictionReason.FULL) for block_hash in hashes])
 
 
 def delivered(instructions: list[Instruction]) -> list[tuple[str, tuple[BlockHash, ...]]]:
@@ -424,6 +427,18 @@ def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory
     assert directory.statistics.evicted_blocks["pool full"] == 1
 
 
+def test_what_a_pool_loses_counts_once_and_for_its_reason(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED, A, B, C)
+    start = directory.events_since(None).next_sequence
+    lost = [(A, EvictionReason.FULL), (B, EvictionReason.EXPIRED), (A, EvictionReason.RESET), (D, EvictionReason.FULL)]
+    directory.blocks_changed("m", 1, (), lost)
+    assert directory.statistics.evicted_blocks == {"reset": 1, "expired": 1}
+    assert [event.block_hash for event in directory.events_since(start).events] == [A, B]
+    report = cache_report(directory, "", is_admin=True)["evicted_blocks"]
+    assert json.loads(orjson.dumps(report)) == {"reset": 1, "expired": 1}
+
+
 def sources_of_admission(directory: Directory, request_id: str, *hashes: BlockHash) -> list[BlockSource]:
     admit(directory, request_id, *hashes)
     return sources(directory, request_id)
@@ -433,7 +448,6 @@ def test_a_decision_knows_what_came_of_it(split: Directory) -> None:
     admit(split, "r", A)
     decision = split.first_token("r", 0, 0.5)
     assert decision is not None and decision.ttft_s == 0.5
-    assert decision.regret_s == 0.5 - min(prediction.ttft_s for prediction in decision.considered)
     assert split.first_token("unknown", 0, 0.5) is None
     assert split.first_token("r", 1, 0.5) is None, "another attempt"
     split.decisions.ended("r", 0, "finished", 2)

@@ -7,7 +7,7 @@ import pytest
 from engine.core.directory import MIN_SAVED_BLOCKS, Deliver, Directory, Export, Instruction, Lost
 from engine.core.explain import BlockSource
 from engine.core.segment_store import EraseFile, ReadFile, WriteFile
-from engine.core.types import AdmitRequest, BlockHash, Handover, Role, SegmentHeader
+from engine.core.types import AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 
 MakeDirectory = Callable[..., Directory]
 
@@ -243,6 +243,6 @@ def test_what_nobody_exports_is_saved_in_batches_or_when_the_worker_is_idle(make
 def test_what_was_evicted_or_exported_meanwhile_is_not_saved(make: MakeDirectory) -> None:
     directory = make()
     directory.blocks_changed("p", 1, [A, B, C], ())
-    directory.blocks_changed("p", 1, (), [A])
+    directory.blocks_changed("p", 1, (), [(A, EvictionReason.FULL)])
     export(directory, B)
     assert directory.save() == [Export("p", (C,))]

@@ -18,7 +18,7 @@ from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
 from engine.core.segment_store import EraseFile, ReadFile, WriteFile
-from engine.core.types import Admission, AdmitRequest, BlockHash, Handover, Role, SegmentHeader
+from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 10
@@ -109,9 +109,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         worker_id, worker = self._draw_worker(data)
         epoch, header = worker.epoch - 1, SegmentHeader("model", tuple(blocks), len(blocks) * BLOCK_BYTES, 0)
         before = self._sizes()
+        evicted = [(block, EvictionReason.FULL) for block in blocks]
         said: list[Instruction] = [
             *self.directory.register(worker_id, Role.MIXED, epoch, BLOCK_BYTES, blocks),
-            *self.directory.blocks_changed(worker_id, epoch, blocks, blocks),
+            *self.directory.blocks_changed(worker_id, epoch, blocks, evicted),
             *self.directory.segment_exported(worker_id, epoch, header, None),
             *self.directory.export_failed(worker_id, epoch, blocks),
             *self.directory.blocks_unsent(worker_id, epoch, blocks),
@@ -135,7 +136,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         evicted = {block for block in sorted(worker.pool) if data.draw(st.booleans())}
         worker.pool -= evicted
         worker.unreported -= evicted
-        self._carry_out(self.directory.blocks_changed(worker_id, worker.epoch, (), evicted))
+        told = [(block, data.draw(st.sampled_from(EvictionReason))) for block in sorted(evicted)]
+        self._carry_out(self.directory.blocks_changed(worker_id, worker.epoch, (), told))
 
     @precondition(lambda self: any(worker.orders for worker in self.workers.values()))
     @rule(data=st.data(), can_send=st.booleans())

@@ -14,6 +14,7 @@ from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, best_rat
 from engine.core.eviction.queue import EvictionQueue, Quota, Retention
 from engine.core.eviction.ranking import LeastRecent, Ranking, Visit
 from engine.core.eviction.survival import NUM_KINDS, Survival
+from engine.core.types import EvictionReason
 
 QUOTAS = {"a": Quota(floor=2), "b": Quota(floor=1, ceiling=3)}
 Path = tuple[str, ...]
@@ -159,7 +160,7 @@ def test_expired_blocks_go_first(queue: EvictionQueue[str]) -> None:
     use(queue, "cx", retention=Retention(priority=5, expires_at=10))
     use(queue, "dx")
     assert queue.evict(9) == "dx"
-    assert queue.evict(10) == "cx"
+    assert queue.evict_with_reason(10) == ("cx", EvictionReason.EXPIRED)
 
 
 def test_the_most_generous_wish_counts(queue: EvictionQueue[str]) -> None:
@@ -255,8 +256,8 @@ def test_a_scan_of_others_leaves_a_tenant_its_floor(queue: EvictionQueue[str]) -
 def test_a_tenant_above_its_ceiling_pays_itself(queue: EvictionQueue[str]) -> None:
     use(queue, "cxyz")
     use(queue, "bxyz", now=1, retention=Retention(tenant="b", priority=9))
-    assert queue.evict(2) == "bxyz"
-    assert queue.evict(2) == "cxyz"
+    assert queue.evict_with_reason(2) == ("bxyz", EvictionReason.QUOTA)
+    assert queue.evict_with_reason(2) == ("cxyz", EvictionReason.FULL)
 
 
 def test_lru_is_the_order_of_use() -> None:
@@ -296,6 +297,17 @@ def test_memory_is_bounded() -> None:
         while len(queue) > 20:
             queue.evict(float(number))
     survival.check_integrity()
+
+
+def test_visits_that_have_ended_take_no_room_behind_one_that_has_not() -> None:
+    survival: Survival[str] = Survival(max_visits=10)
+    for path in map(path_of, ["stays", *["comes back"] * 500]):
+        survival.branch(path[1], 0.0)
+        survival.visit(path, 0, 0, 0.0)
+        survival.pause(path, 0, 0.0)
+        survival.check_integrity()
+    for ages in (survival._visit_ages, survival._pause_ages, survival._trunk_ages):
+        assert sum(map(len, ages)) == 2
 
 
 def test_without_knowledge_age_lowers_the_index() -> None:

@@ -10,7 +10,7 @@ from builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignme
 
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import RunnerOutput, SchedulerLimits, SchedulerOutput
-from engine.core.types import FinishReason, Stage, TokenEvent
+from engine.core.types import EvictionReason, FinishReason, Stage, TokenEvent
 from engine.model.engine import Engine
 from engine.model.loop import EngineLoop, LoopOutput
 
@@ -83,7 +83,7 @@ def test_commands_run_in_order_and_changes_of_the_pool_are_told_without_a_step(w
     watched.events_until_end()
     watched.loop.post(lambda engine: engine.pool.reset() and None)
     output = watched.outputs.get(timeout=LIMIT_S)
-    assert output.step is None and output.evicted == tuple(hashes_of(PROMPT))
+    assert output.step is None and output.evicted == tuple((gone, EvictionReason.RESET) for gone in hashes_of(PROMPT))
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_loop_goes_on(watched: Watched) -> None:

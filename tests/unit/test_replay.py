@@ -9,12 +9,13 @@ from benchmarks import eviction
 from benchmarks.replay import main, parse_roles, replay
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.routers import ROUTERS
+from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, read_costs
 from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
 from benchmarks.replaying.traces import ReplayError, TraceRequest, read_trace
-from benchmarks.replaying.worker import Speeds
 from engine.core.eviction.policies import EvictionPolicy
+from engine.core.types import Role
 
-SPEEDS = Speeds(prefill_tokens_per_s=5120, decode_step_s=0.01, token_budget=512, handover_blocks_per_s=100)
+SPEEDS = ConstantSpeeds(prefill_tokens_per_s=5120, step_s=0.01, token_budget=512, handover_blocks_per_s=100)
 
 
 def request(arrival_s: float, *blocks: int, output: int = 11) -> TraceRequest:
@@ -68,6 +69,127 @@ def test_decoding_waits_for_the_chunks_of_a_prefill() -> None:
     alone_s, beside_s = 0.05, 0.3
     left = 10 - alone_s / 0.01 - beside_s / 0.11
     assert jobs[0].finished_s == pytest.approx(0.1 + alone_s + beside_s + left * 0.01)
+
+
+def write_costs(path: Path, **changes: object) -> Path:
+    """A step of 10 ms, 0.1 ms a prompt token, 1 ms a decode, an import of 5 ms and a microsecond a byte."""
+    costs = {"step_s": 0.01, "prefill_token_s": 1e-4, "decode_token_s": 1e-3, "pair_s": 0, "import_s": 5e-3}
+    path.write_text(json.dumps(costs | {"import_byte_s": 1e-6, "swap_s": 0, "swap_byte_s": 0} | changes))
+    return path
+
+
+def fitted(path: Path) -> FittedSpeeds:
+    return FittedSpeeds(read_costs(path), token_budget=512, block_bytes=1000)
+
+
+def test_times_are_those_of_the_costs(tmp_path: Path) -> None:
+    """A prompt of 1,024 tokens in two steps, then ten steps of one decode."""
+    files = {
+        write_costs(tmp_path / "fast.json"): (0.02 + 0.1024, 10 * 0.011),
+        write_costs(tmp_path / "slow.json", pair_s=1e-7, decode_token_s=0.03): (
+            0.02 + 0.1024 + 1024 * 512 * 1e-7,
+            10 * 0.04,
+        ),
+    }
+    for path, (first_s, rest_s) in files.items():
+        [job], _ = replay([request(5, 1, 2)], [Role.MIXED], 8, EvictionPolicy.LRU, "directory", fitted(path))
+        assert job.first_token_s == pytest.approx(5 + first_s)
+        assert job.finished_s == pytest.approx(5 + first_s + rest_s)
+
+
+def test_with_costs_decodes_slow_each_other_and_a_prefill_down(tmp_path: Path) -> None:
+    """The second prompt is one token too long for a step beside a decode, so that the first answer gets two tokens
+    meanwhile; then both decode until the first is complete."""
+    trace = [request(0.0, 1, output=101), request(0.0, 2, output=101)]
+    speeds = fitted(write_costs(tmp_path / "costs.json"))
+    jobs, _ = replay(trace, [Role.MIXED], 8, EvictionPolicy.LRU, "directory", speeds)
+    first_s = 0.01 + 0.0512
+    second_s = first_s + 2 * 0.011 + 0.0512
+    assert [job.first_token_s for job in jobs] == pytest.approx([first_s, second_s])
+    ended_s = second_s + 98 * 0.012
+    assert [job.finished_s for job in jobs] == pytest.approx([ended_s, ended_s + 2 * 0.011])
+
+
+def test_with_costs_a_prefix_is_imported_from_a_busy_worker(tmp_path: Path) -> None:
+    trace = [request(0.0, 1, 2), request(10.0, 1, 2, *range(10, 50)), request(10.1, 1, 2, 3)]
+    speeds = fitted(write_costs(tmp_path / "costs.json"))
+    jobs, workers = replay(trace, [Role.MIXED] * 2, 64, EvictionPolicy.LRU, "directory", speeds)
+    assert [(job.num_hits, job.num_imported) for job in jobs] == [(0, 0), (2, 0), (2, 2)]
+    assert jobs[0].prefill == jobs[1].prefill != jobs[2].prefill
+    assert jobs[2].first_token_s == pytest.approx(10.1 + 0.005 + 2 * 1000 * 1e-6 + 0.01 + 0.0512)
+    for worker in workers:
+        worker.pool.check_integrity(held=())
+
+
+def test_at_constant_rates_nothing_is_imported() -> None:
+    """Even where the directory would, beside so many decodes that they make much of a prefill's time."""
+    answers = [request(0.0, 1000 + number, output=4000) for number in range(200)]
+    trace = [*answers, request(20.0, 1, 2), request(25.0, 1, 2, *range(10, 50)), request(25.1, 1, 2, 3)]
+    jobs, _ = replay(trace, [Role.MIXED] * 2, 2000, EvictionPolicy.LRU, "directory", SPEEDS)
+    assert jobs[-2].prefill != jobs[-1].prefill
+    assert not any(job.num_imported for job in jobs)
+
+
+@pytest.mark.parametrize("roles", ["1:1", "2:3", None])
+def test_with_costs_every_request_ends(tmp_path: Path, trace: list[TraceRequest], roles: str | None) -> None:
+    speeds = fitted(write_costs(tmp_path / "costs.json"))
+    jobs, workers = replay(trace, parse_roles(3, roles), 12, EvictionPolicy.ADAPTIVE, "directory", speeds)
+    assert all(job.finished_s is not None for job in jobs)
+    for worker in workers:
+        worker.pool.check_integrity(held=())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "cannot read costs.json"),
+        ("[]", "costs.json: not a JSON object"),
+        ({"stepp_s": 1}, "costs.json: unknown 'stepp_s'; there are step_s, prefill_token_s"),
+        ({"step_s": None}, "costs.json: 'step_s' missing"),
+        ({"pair_s": -1}, "pair_s must be a number of seconds from 0, not -1"),
+        ({"pair_s": True}, "pair_s must be"),
+        ({"pair_s": "1"}, "pair_s must be"),
+        ({"pair_s": float("nan")}, "pair_s must be"),
+        ({"step_s": 0, "decode_token_s": 0}, "a step must take time"),
+    ],
+)
+def test_wrong_costs_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | dict[str, object], reason: str
+) -> None:
+    path = tmp_path / "costs.json"
+    if isinstance(text, str):
+        path.write_text(text)
+    else:
+        costs = json.loads(write_costs(path, **text).read_text())
+        path.write_text(json.dumps({name: value for name, value in costs.items() if value is not None}))
+    assert main([str(write(tmp_path / "trace.jsonl", row([1]))), "--costs", str(path)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_costs_of_two_files_are_replayed(tmp_path: Path) -> None:
+    trace = write(tmp_path / "trace.jsonl", *[row([1, 2 + number % 3], 1000 * number) for number in range(20)])
+    reports = []
+    for name, step_s in (("fast", 0.01), ("slow", 0.02)):
+        costs, result = write_costs(tmp_path / f"{name}.json", step_s=step_s), tmp_path / f"{name}_result.json"
+        assert main([str(trace), "--workers", "2", "--costs", str(costs), "--json", str(result)]) == 0
+        reports.append(json.loads(result.read_text()))
+        assert reports[-1]["command"].endswith(f"--costs {name}.json --json {name}_result.json")
+    fast, slow = reports
+    assert slow["ttft_ms"]["p50"] > fast["ttft_ms"]["p50"]
+    assert slow["tpot_ms"]["p50"] == pytest.approx(21) and fast["tpot_ms"]["p50"] == pytest.approx(11)
+
+
+def test_a_thousand_workers() -> None:
+    """A hundred conversations of three turns."""
+    trace = [
+        request(30.0 * turn + 0.1 * talk, *range(talk * 100, talk * 100 + turn + 2), output=50)
+        for turn in range(3)
+        for talk in range(1, 101)
+    ]
+    jobs, workers = replay(trace, parse_roles(1000, None), 32, EvictionPolicy.LRU, "directory", SPEEDS)
+    assert len(workers) == 1000 and all(job.finished_s is not None for job in jobs)
+    assert sum(worker.busy_s > 0 for worker in workers) > 1
+    assert all(job.num_hits >= len(job.request.hashes) - 1 for job in jobs[100:]), "later turns hit all earlier ones"
 
 
 def test_a_prompt_is_hit_again() -> None:
@@ -162,6 +284,8 @@ def test_a_malformed_csv_line_is_named(tmp_path: Path) -> None:
         (["--workers", "0"], "--workers must be"),
         (["--capacity-blocks", "0"], "--capacity-blocks must be"),
         (["--prefill-rate", "0"], "must be above 0"),
+        (["--costs", "costs.json", "--decode-step-ms", "5"], "--costs stands instead of --decode-step-ms"),
+        (["--costs", "nowhere.json"], "cannot read nowhere.json"),
     ],
 )
 def test_wrong_options_are_explained(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
 from engine.core.eviction.ranking import Key, Ranking, Visit
+from engine.core.types import EvictionReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +185,18 @@ class EvictionQueue(Generic[Key]):
 
     def evict(self, now: float) -> Key:
         """Choose a block, forget it and return its key. At least one must be evictable."""
+        return self.evict_with_reason(now)[0]
+
+    def evict_with_reason(self, now: float) -> tuple[Key, EvictionReason]:
+        """`evict`, and why it was this block that had to make room."""
         self._age(now)
-        block = self._expired(now) or self._least_worth()
+        block = self._expired(now)
+        reason = EvictionReason.EXPIRED
+        if block is None:
+            block = self._least_worth()
+            reason = EvictionReason.QUOTA if self._is_above_ceiling(block.tenant) else EvictionReason.FULL
         self.forget(block.key)
-        return block.key
+        return block.key, reason
 
     def requeue(self, visits: Iterable[Visit[Key]]) -> None:
         """The worth of these visits has changed, and with it the places of their leaves."""

@@ -15,9 +15,9 @@ Visits are remembered after their blocks are gone, by the hash of one block (the
 request added), so what is learnt does not depend on what was kept. At most `MAX_VISITS` are; nothing else grows.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic
+from typing import Generic, TypeAlias
 
 from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable
 from engine.core.eviction.ranking import Key, Visit
@@ -27,6 +27,8 @@ MAX_ADDED = 10
 NUM_KINDS = (MAX_TURN + 1) * (MAX_ADDED + 1)
 NUM_TRUNK_KINDS = 8
 MAX_VISITS = 16384
+_Memory: TypeAlias = OrderedDict[Key, Visit[Key]]
+"""Visits by landmark, the oldest first; unlike a plain dict's, its first is found at once after others were removed."""
 
 
 class Survival(Generic[Key]):
@@ -36,15 +38,16 @@ class Survival(Generic[Key]):
 
     def __init__(self, max_visits: int = MAX_VISITS) -> None:
         self._max_visits = max_visits
-        self._visits: dict[Key, Visit[Key]] = {}
+        self._visits: _Memory[Key] = OrderedDict()
         """Those that may still be continued, by landmark."""
-        self._trunks: dict[Key, Visit[Key]] = {}
+        self._trunks: _Memory[Key] = OrderedDict()
         """The last use of each trunk, by its block."""
-        self._visit_ages: list[deque[Visit[Key]]] = [deque() for _ in range(NUM_BINS)]
-        self._trunk_ages: list[deque[Visit[Key]]] = [deque() for _ in range(NUM_BINS)]
-        self._pauses: dict[Key, Visit[Key]] = {}
+        self._visit_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
+        """The same ones by the bin of their age, like those of the trunks and the pauses: none that has ended."""
+        self._trunk_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
+        self._pauses: _Memory[Key] = OrderedDict()
         """Of requests that were preempted or aborted, by their last blocks. They age as visits do."""
-        self._pause_ages: list[deque[Visit[Key]]] = [deque() for _ in range(NUM_BINS)]
+        self._pause_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
         self._pause_table = LifeTable(NUM_KINDS)
         """Apart, because what is seen of pauses says nothing of visits; no rank is read from it."""
         self._visit_table = LifeTable(NUM_KINDS)
@@ -59,7 +62,7 @@ class Survival(Generic[Key]):
             if len(path) >= previous.length:
                 num_known = max(num_known, previous.length - 1)  # evicted meanwhile, but it had been here
             self._visit_table.leave(previous.kind, previous.age_bin, returned=True)
-            self._end(previous, self._visits)
+            self._end(previous, self._visits, self._visit_ages)
         added = max(1, len(path) - num_known)
         kind = _kind(turn, added)
         landmark = path[min(len(path) - 1, max(1, len(path) - added - 1 + added // 2))]
@@ -103,10 +106,11 @@ class Survival(Generic[Key]):
             (self._trunks, self._trunk_ages, self._trunk_table),
         ):
             table.check_integrity()
-            alive = [visit for visits in ages for visit in visits if not visit.is_over]
-            assert len(alive) == len(known) <= self._max_visits
-            assert all(known[visit.landmark] is visit for visit in alive)
-            assert all(visit.is_over or visit.age_bin == index for index, bin_ in enumerate(ages) for visit in bin_)
+            assert sum(map(len, ages)) == len(known) <= self._max_visits
+            for index, bin_ in enumerate(ages):
+                for landmark, visit in bin_.items():
+                    assert known[landmark] is visit and visit.landmark == landmark
+                    assert visit.age_bin == index and not visit.is_over
 
     def _continued(self, path: Sequence[Key], now: float) -> Visit[Key] | None:
         """The visit whose landmark is the furthest along `path`; counts the trunks on the way."""
@@ -116,7 +120,7 @@ class Survival(Generic[Key]):
             if key in trunks:
                 trunk = trunks[key]
                 self._trunk_table.leave(trunk.kind, trunk.age_bin, returned=True)
-                self._end(trunk, trunks)
+                self._end(trunk, trunks, self._trunk_ages)
                 self._use_trunk(key, trunk.turn + 1, now)
             if key in visits:
                 previous = visits[key]
@@ -127,51 +131,37 @@ class Survival(Generic[Key]):
         use = Visit(kind, num_uses, 0, now, key)
         self._remember(use, self._trunks, self._trunk_ages, self._trunk_table)
 
-    def _remember(
-        self,
-        visit: Visit[Key],
-        known: dict[Key, Visit[Key]],
-        ages: list[deque[Visit[Key]]],
-        table: LifeTable,
-    ) -> None:
+    def _remember(self, visit: Visit[Key], known: _Memory[Key], ages: list[_Memory[Key]], table: LifeTable) -> None:
         replaced = known.get(visit.landmark)
         if replaced is None and len(known) >= self._max_visits:
             replaced = next(iter(known.values()))
         if replaced is not None:
             table.leave(replaced.kind, replaced.age_bin, returned=False)
-            self._end(replaced, known)
+            self._end(replaced, known, ages)
         known[visit.landmark] = visit
-        ages[0].append(visit)
+        ages[0][visit.landmark] = visit
         table.enter(visit.kind, 0)
 
-    def _age(
-        self,
-        known: dict[Key, Visit[Key]],
-        ages: list[deque[Visit[Key]]],
-        table: LifeTable,
-        now: float,
-    ) -> list[Visit[Key]]:
+    def _age(self, known: _Memory[Key], ages: list[_Memory[Key]], table: LifeTable, now: float) -> list[Visit[Key]]:
         moved = []
         for age_bin in range(NUM_BINS - 1, -1, -1):
             visits, end = ages[age_bin], EDGES[age_bin + 1]
-            while visits and (visits[0].is_over or now - visits[0].born >= end):
-                visit = visits.popleft()
-                if visit.is_over:
-                    continue
+            while visits and now - (visit := next(iter(visits.values()))).born >= end:
                 table.leave(visit.kind, age_bin, returned=False)
                 moved.append(visit)
                 if age_bin + 1 == NUM_BINS:
-                    self._end(visit, known)
+                    self._end(visit, known, ages)
                     continue
+                visits.popitem(last=False)
                 visit.age_bin = age_bin + 1
-                ages[age_bin + 1].append(visit)
+                ages[age_bin + 1][visit.landmark] = visit
                 table.enter(visit.kind, age_bin + 1)
         return moved
 
     @staticmethod
-    def _end(visit: Visit[Key], known: dict[Key, Visit[Key]]) -> None:
+    def _end(visit: Visit[Key], known: _Memory[Key], ages: list[_Memory[Key]]) -> None:
         visit.is_over = True
-        del known[visit.landmark]
+        del known[visit.landmark], ages[visit.age_bin][visit.landmark]
 
 
 def _kind(turn: int, num_added: int) -> int:

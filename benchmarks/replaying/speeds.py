@@ -1,0 +1,145 @@
+"""How fast the pretended machine is: at constant rates, or by the costs that a server has fitted to its workers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import ceil
+from pathlib import Path
+from typing import Literal, Protocol
+
+from benchmarks.replaying.traces import ReplayError
+from engine.core.costs import WorkerCosts
+from engine.core.placement import CostModel
+
+DECODES_PER_STEP = 16
+"""Decodes that the directory thinks a step's time is made of; at constant rates it does not depend on them."""
+
+
+class Speeds(Protocol):
+    """The machine that is pretended: seconds that a worker takes."""
+
+    @property
+    def imports(self) -> bool:
+        """Whether a worker gets what it was promised from the pools of others; otherwise it computes that."""
+        ...
+
+    @property
+    def token_budget(self) -> int: ...
+
+    def prefill_s(self, num_tokens: int, num_cached: int, num_decodes: int) -> float:
+        """Computing `num_tokens` positions after `num_cached`, beside `num_decodes` decodes."""
+        ...
+
+    def chunk_s(self, num_tokens: int, num_cached: int, num_decodes: int) -> float:
+        """What that adds to each decode step meanwhile."""
+        ...
+
+    def decode_step_s(self, num_decodes: int) -> float: ...
+
+    def move_s(self, num_blocks: int) -> float:
+        """Taking blocks from another worker."""
+        ...
+
+    def cost_model(self, block_size: int) -> tuple[CostModel, int]:
+        """What the directory reckons with, and the bytes of a block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantSpeeds:
+    """A prefill takes as long beside decodes as alone, and a decode step as long for many as for one."""
+
+    prefill_tokens_per_s: float
+    step_s: float
+    """Of decodes, without prefill beside it."""
+    token_budget: int
+    handover_blocks_per_s: float
+    imports: Literal[False] = False
+
+    def prefill_s(self, num_tokens: int, num_cached: int, num_decodes: int) -> float:
+        return num_tokens / self.prefill_tokens_per_s
+
+    def chunk_s(self, num_tokens: int, num_cached: int, num_decodes: int) -> float:
+        return self.token_budget / self.prefill_tokens_per_s
+
+    def decode_step_s(self, num_decodes: int) -> float:
+        return self.step_s
+
+    def move_s(self, num_blocks: int) -> float:
+        return num_blocks / self.handover_blocks_per_s
+
+    def cost_model(self, block_size: int) -> tuple[CostModel, int]:
+        """Imports between pools are not replayed: computing a block, which has one byte here, is cheaper, except beside
+        many decodes."""
+        token_s = 1 / self.prefill_tokens_per_s
+        costs = WorkerCosts(
+            step_s=0.0,
+            prefill_token_s=token_s,
+            decode_token_s=self.step_s / DECODES_PER_STEP,
+            import_byte_s=1.01 * block_size * token_s,
+        )
+        return CostModel(block_size, prior=costs), 1
+
+
+@dataclass(frozen=True, slots=True)
+class FittedSpeeds:
+    """The sums of `engine.core.costs`, for the workers as for the directory."""
+
+    costs: WorkerCosts
+    token_budget: int
+    block_bytes: int
+    imports: Literal[True] = True
+
+    def prefill_s(self, num_tokens: int, num_cached: int, num_decodes: int) -> float:
+        return self.costs.prefill_s(num_tokens, num_cached, self.token_budget, num_decodes)
+
+    def chunk_s(self, num_tokens: int, num_cached: int, num_decodes: int) -> float:
+        num_steps = ceil(num_tokens / max(1, self.token_budget - num_decodes))
+        return self.prefill_s(num_tokens, num_cached, num_decodes) / num_steps - self.costs.decode_step_s(num_decodes)
+
+    def decode_step_s(self, num_decodes: int) -> float:
+        return self.costs.decode_step_s(num_decodes)
+
+    def move_s(self, num_blocks: int) -> float:
+        return self.costs.import_all_s(num_blocks * self.block_bytes)
+
+    def cost_model(self, block_size: int) -> tuple[CostModel, int]:
+        return CostModel(block_size, prior=self.costs), self.block_bytes
+
+
+def read_costs(path: Path) -> WorkerCosts:
+    """The costs of a worker, from JSON as `/v1/cache` shows them.
+
+    Raises:
+        ReplayError: the file cannot be read, is no JSON object of exactly the fields of `WorkerCosts`, or a value is no
+            time.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReplayError(f"cannot read {path.name}: {error}") from error
+    if not isinstance(values, dict):
+        raise ReplayError(f"{path.name}: not a JSON object")
+    names = [field.name for field in fields(WorkerCosts)]
+    if unknown := sorted(values.keys() - set(names)):
+        raise ReplayError(f"{path.name}: unknown {_list(unknown)}; there are {', '.join(names)}")
+    if missing := [name for name in names if name not in values]:
+        raise ReplayError(f"{path.name}: {_list(missing)} missing")
+    costs = WorkerCosts(**{name: _seconds(values, name, path) for name in names})
+    if not costs.decode_step_s(1) > 0:
+        raise ReplayError(f"{path.name}: a step must take time, but step_s and decode_token_s are 0")
+    return costs
+
+
+def _seconds(values: Mapping[str, object], name: str, path: Path) -> float:
+    value = values[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ReplayError(f"{path.name}: {name} must be a number of seconds from 0, not {value!r}")
+    return float(value)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,61 @@
+"""What of the cache's state is shown to whom."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.cache_report import cache_report
+from engine.core.costs import WorkerCosts
+from engine.core.directory import Directory
+from engine.core.types import AdmitRequest, BlockHash, Role
+
+OF_ADMINISTRATORS = {
+    "known_blocks",
+    "workers",
+    "object_store",
+    "disk",
+    "hit_blocks",
+    "missed_blocks",
+    "evicted_blocks",
+}
+
+
+def ask(directory: Directory, request_id: str, tenant: str, *hashes: BlockHash) -> None:
+    """A request of blocks of four tokens, which are computed at once."""
+    preview = tuple(hashes[0])
+    request = AdmitRequest(request_id, 0, hashes, 4 * len(hashes) + 2, tenant=tenant, preview=preview)
+    admission, _ = directory.admit(request)
+    directory.blocks_changed(admission.prefill, 1, hashes, ())
+    directory.release(request_id)
+
+
+@pytest.fixture
+def directory(make_directory: Callable[..., Directory]) -> Directory:
+    """Two tenants and an administrator have asked: acme twice the same, the others once each."""
+    directory = make_directory()
+    directory.register("w", Role.MIXED, 1, 10, ())
+    ask(directory, "r1", "acme", b"a1", b"a2")
+    ask(directory, "r2", "acme", b"a1", b"a2")
+    ask(directory, "r3", "zoo", b"z1")
+    ask(directory, "r4", "root", b"r1")
+    return directory
+
+
+@pytest.mark.parametrize(("tenant", "first_block", "num_requests"), [("acme", b"a1", 2), ("zoo", b"z1", 1)])
+def test_a_tenant_sees_its_own(directory: Directory, tenant: str, first_block: BlockHash, num_requests: int) -> None:
+    report = cache_report(directory, tenant, is_admin=False)
+    assert not OF_ADMINISTRATORS & report.keys()
+    assert report["tenants"].keys() == {tenant}  # type: ignore[attr-defined]
+    [prefix] = report["hottest_prefixes"]  # type: ignore[misc]
+    assert prefix["token_ids"] == list(first_block) and prefix["requests"] == num_requests
+    assert report["hit_rate"] == (8 / 20 if tenant == "acme" else 0.0)
+
+
+def test_an_administrator_sees_the_use_of_all_and_its_own_prefixes(directory: Directory) -> None:
+    report = cache_report(directory, "root", is_admin=True)
+    assert report.keys() >= OF_ADMINISTRATORS
+    assert report["tenants"].keys() == {"acme", "zoo", "root"}  # type: ignore[attr-defined]
+    assert [prefix["token_ids"] for prefix in report["hottest_prefixes"]] == [list(b"r1")]  # type: ignore[attr-defined]
+    assert report["hit_rate"] == 8 / 32
+    [worker] = report["workers"]  # type: ignore[misc]
+    assert WorkerCosts(**worker["costs"]) == WorkerCosts()

@@ -1,0 +1,17 @@
+"""What is said of a decision afterwards; `test_directory` has how decisions are kept."""
+
+from engine.core.explain import Decision
+from engine.core.placement import Prediction
+
+
+def test_regret_is_of_the_best_other_candidate() -> None:
+    def regret_s(ttft_s: float | None, *considered: tuple[str, float]) -> float | None:
+        """Where `a` was chosen; for several names, alike workers."""
+        predictions = tuple(Prediction(names.split(), 0, 0, 0.0, 0.0, predicted_s) for names, predicted_s in considered)
+        return Decision(0, "", 10, 4, (), "a", "a", 0.25, predictions, ttft_s).regret_s
+
+    assert regret_s(None, ("a", 0.25), ("b", 0.5)) is None
+    assert regret_s(2.0, ("a", 0.25)) == 0.0, "nobody else could have had it"
+    assert regret_s(0.75, ("a", 0.25), ("c", 1.0), ("b", 0.5)) == 0.25
+    assert regret_s(0.375, ("a", 0.25), ("b", 0.5)) == 0.0, "later than predicted, and sooner than elsewhere"
+    assert regret_s(0.75, ("a b", 0.25), ("c", 0.5)) == 0.5, "one of those alike was chosen"
