@@ -4,6 +4,7 @@ A thin shell around `engine.core.directory.Directory`: messages become events, i
 """
 
 import asyncio
+import gc
 import logging
 import time
 from array import array
@@ -39,6 +40,10 @@ from engine.core.types import Admission, AdmitRequest
 
 logger = logging.getLogger(__name__)
 
+GC_THRESHOLDS = (10_000, 100, 1_000)
+"""The index is millions of objects without cycles. A look at all of them, usual whenever they have grown by a quarter,
+makes requests wait. Cycles, such as those of errors, die young."""
+
 SAVE_S = 1.0
 """How often blocks are looked for that are not on their way to disk."""
 
@@ -65,6 +70,7 @@ class KVCacheManager:
         disk_path: str | None = None,
     ) -> None:
         """`disk_path` is where segments are kept on disk, if `disk_budget_bytes` is not 0."""
+        gc.set_threshold(*GC_THRESHOLDS)
         self._directory = Directory(costs, segment_budget_bytes, disk_budget_bytes)
         self._disk = DiskTier(disk_path) if disk_budget_bytes else None
         self._transcripts = TranscriptStore(transcript_budget_bytes)

@@ -36,7 +36,7 @@ class Segment:
 class BlockRecord:
     """What is known of one block. A record without worker, segment and producer does not exist."""
 
-    workers: set[str] = field(default_factory=set)
+    workers: frozenset[str] = frozenset()
     segment: Segment | None = None
     producer: str | None = None
     """The admitted request that is about to compute it, or the worker that was asked to export it."""

@@ -91,6 +91,11 @@ class WorkerRecord:
     """Blocks, in order, that it was asked to export: it is their producer."""
     unsaved: list[BlockHash] = field(default_factory=list)
     """Blocks that it sealed and no segment contained, to be exported for the disk."""
+    alone: frozenset[str] = field(init=False)
+    """Its id: the records of all blocks that only this worker has, or wants, have this one set."""
+
+    def __post_init__(self) -> None:
+        self.alone = frozenset((self.worker_id,))
 
     @property
     def offer(self) -> Offer:
@@ -407,9 +412,9 @@ class Directory:
         worker.blocks.add(block_hash)
         record = self._blocks[block_hash]
         self._blocks.came(block_hash, record)
-        record.workers.add(worker.worker_id)
+        record.workers = record.workers | worker.alone if record.workers else worker.alone
         if record.wanted_by:
-            record.wanted_by -= {worker.worker_id}
+            record.wanted_by -= worker.alone
         if record.producer not in self.workers:
             self._produced(block_hash, record)
         if self.segments.disk_budget_bytes and record.segment is None:
@@ -511,7 +516,7 @@ class Directory:
 
     def _leave_worker(self, block_hash: BlockHash, worker_id: str, reason: str) -> None:
         record = self._blocks[block_hash]
-        record.workers.discard(worker_id)
+        record.workers -= {worker_id}
         self._blocks.left(block_hash, record, reason)
 
     def _promise(self, reservation: Reservation, worker_id: str, hashes: Iterable[BlockHash]) -> list[Instruction]:
@@ -519,12 +524,13 @@ class Directory:
         instructions: list[Instruction] = []
         segments: dict[int, Segment] = {}
         exports: dict[str, list[BlockHash]] = {}
+        alone = self.workers[worker_id].alone
         for block_hash in hashes:
             record = self._blocks[block_hash]
             if record.segment is not None:
                 segments[record.segment.segment_id] = record.segment
                 continue
-            record.wanted_by |= {worker_id}
+            record.wanted_by = record.wanted_by | alone if record.wanted_by else alone
             if record.producer is None and record.workers:
                 holder = min(record.workers)
                 self._ask(holder, block_hash)
