@@ -47,15 +47,18 @@ def describe_machine() -> dict[str, object]:
 
 
 def describe_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Versions of Python, of the installed ones among `packages`, and the commit of the source tree."""
+    """Versions of Python, of the installed ones among `packages`, and the commit of the source tree, marked
+    `-dirty` if more than results has changed since."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    commit = _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
-    return versions | ({"commit": commit} if commit else {})
+    git = ("git", "-C", str(Path(__file__).parent))
+    commit = _output(*git, "describe", "--always", "--exclude=*")
+    changed = _output(*git, "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)benchmarks/results")
+    return versions | ({"commit": commit + ("-dirty" if changed else "")} if commit else {})
 
 
 def command_line(module: str, argv: Sequence[str]) -> str:
