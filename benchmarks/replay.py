@@ -13,8 +13,8 @@ With `--costs FILE` workers and placement reckon with the costs that a server ha
 and KV moves between all pools where the directory says so. Such an import takes the worker's time, and promised blocks
 that are nowhere when the prefill begins are computed instead of awaited.
 
-Hits are counted per block of 512 tokens, beside
-what one cache of all workers' blocks together would hit; `--shared-cache` compares policies in such a cache alone.
+Hits are counted per block of 512 tokens, beside what one cache of all workers' blocks together would hit;
+`--shared-cache` compares policies in such a cache alone.
 """
 
 from __future__ import annotations

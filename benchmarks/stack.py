@@ -118,7 +118,7 @@ def load(port: int, streams: Sequence[int], num_tokens: int, rounds: int) -> tup
 
 def admits_per_s() -> float:
     """Admissions of prompts of 64 blocks, half of them known, in batches of 64, two under way as from two ingress
-    replicas. What a client does beforehand, such as hashing, is not in it."""
+    replicas; each releases the one before the last. What a client does beforehand, such as hashing, is not in it."""
     import ray
 
     manager: Any = ray.get_actor("kv_cache_manager", namespace=f"raydix:{APP_NAME}")
@@ -127,7 +127,7 @@ def admits_per_s() -> float:
     batches = [
         [
             AdmitRequest(
-                f"benchmark-{number}-{index}",
+                f"benchmark-{number % 2}-{index}",
                 0,
                 shared + tuple(random.randbytes(16) for _ in range(ADMIT_BLOCKS // 2)),
                 ADMIT_BLOCKS * 16,

@@ -92,7 +92,7 @@ class WorkerRecord:
     unsaved: list[BlockHash] = field(default_factory=list)
     """Blocks that it sealed and no segment contained, to be exported for the disk."""
     alone: frozenset[str] = field(init=False)
-    """Its id: the records of all blocks that only this worker has, or wants, have this one set."""
+    """Its id: a set that the records of blocks which only this worker has, or wants, have in common."""
 
     def __post_init__(self) -> None:
         self.alone = frozenset((self.worker_id,))

@@ -18,7 +18,8 @@ _SPIN_S = 0.001
 """Pause when requests are here but none can move: exports that hold blocks are about to release them."""
 
 _NICENESS = 5
-"""Of the engine's thread and of those it starts: while all cores compute, whoever handles a message goes first."""
+"""Of the engine's thread and of those it starts, on top of its process's: while all cores compute, whoever handles a
+message goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a niceness of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            os.nice(_NICENESS)
         wait_s: float | None = None
         while self._take_commands(wait_s):
             started = time.monotonic()

@@ -636,8 +636,8 @@ AttentionPlan::AttentionPlan(const Attention& a, DType dtype, int threads)
     const int64_t own = s.task.tile_end - s.task.tile;
     tiles += own, needed += own * tile_floats(s.task);
   }
-  partials.resize(size_t(needed));
-  float* to = partials.data();
+  partials.reset(new float[size_t(needed)]);  // not filled: each is written before it is read
+  float* to = partials.get();
   const int64_t run = std::max<int64_t>(1, tiles / (4 * threads));
   for (const Source& source : sources) {
     const Task& whole = source.task;

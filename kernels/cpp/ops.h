@@ -42,7 +42,7 @@ class AttentionPlan {
   };
   std::vector<Task> tasks;
   std::vector<Task> pieces;  // computed before the tasks: tiles that several share, and tasks cut for more threads
-  std::vector<float> partials;
+  std::unique_ptr<float[]> partials;
 
   AttentionPlan(const Attention& a, DType dtype, int threads);
 };

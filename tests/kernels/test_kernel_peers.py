@@ -52,7 +52,7 @@ def test_the_rule_for_a_chunk_is_the_mask(backend: SDPBackend) -> None:
     assert torch.equal(rule._materialize(), _chunk_mask(inputs, SDPBackend.CUDNN_ATTENTION))
 
 
-def test_every_backend_takes_a_chunk_over_a_cached_prefix() -> None:
+def test_every_backend_can_be_set_up_for_a_chunk_over_a_cached_prefix() -> None:
     makers = attention_peers(make_inputs(1, 3, 10), with_flex=False)
     for name in ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn"):
         makers[name]()

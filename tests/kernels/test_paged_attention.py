@@ -130,8 +130,6 @@ def test_bits_do_not_depend_on_who_begins_alike(dtype: torch.dtype, block_size: 
     alone = torch.cat([attend(case, [chunk]) for chunk in chunks])
     assert torch.equal(attend(case, chunks), alone)
     check_against_reference(case, chunks[:12])
-    some = chunks[20:23]  # too few for the threads, so that they are cut as well
-    assert torch.equal(attend(case, some), torch.cat([attend(case, [chunk]) for chunk in some]))
     options = {"sliding_window": 200, "soft_cap": 3.0}
     alone = torch.cat([attend(case, [chunk], **options) for chunk in chunks])
     assert torch.equal(attend(case, chunks, **options), alone)

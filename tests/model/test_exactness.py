@@ -137,10 +137,13 @@ def test_in_a_batch_of_sixty_four(decoder: Decoder, cold: dict[int, dict[str, Ou
             assert together[f"{name} {length}"] == cold[length][name]
 
 
-def test_in_a_batch_that_begins_alike(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
+@pytest.mark.parametrize("num_others", [1, 10])
+def test_in_a_batch_that_begins_alike(decoder: Decoder, cold: dict[int, dict[str, Output]], num_others: int) -> None:
+    """So few that on two cores their attention is cut for the threads as well, and more."""
     engine = make_engine(decoder, num_blocks=200)
     run(engine, both(300)[:1])
-    others = [assignment(f"other {index}", prompt(300, 300)[: 290 - index] + prompt(index, 20)) for index in range(10)]
+    prompts = [prompt(300, 300)[: 290 - index] + prompt(index, 20) for index in range(num_others)]
+    others = [assignment(f"other {index}", ids) for index, ids in enumerate(prompts)]
     together = run(engine, [*others, *both(300)])
     assert {name: together[name] for name in cold[300]} == cold[300]
 
