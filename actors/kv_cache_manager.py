@@ -28,7 +28,7 @@ from actors.messages import (
     WorkerState,
 )
 from actors.metrics import ManagerMetrics
-from engine.core.block_index import Segment
+from engine.core.block_index import GC_THRESHOLDS, Segment
 from engine.core.cache_events import CacheUpdate
 from engine.core.cache_report import cache_report
 from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
@@ -39,10 +39,6 @@ from engine.core.transcripts import Found, TranscriptStore
 from engine.core.types import Admission, AdmitRequest
 
 logger = logging.getLogger(__name__)
-
-GC_THRESHOLDS = (10_000, 100, 1_000)
-"""The index is millions of objects without cycles. A look at all of them, usual whenever they have grown by a quarter,
-makes requests wait. Cycles, such as those of errors, die young."""
 
 SAVE_S = 1.0
 """How often blocks are looked for that are not on their way to disk."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import describe
+from engine.core.block_index import GC_THRESHOLDS
 from engine.core.directory import Directory
 from engine.core.placement import CostModel
 from engine.core.types import AdmitRequest, BlockHash, Role
@@ -30,6 +31,7 @@ NUM_ADMISSIONS = 5000
 def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
     """Figures of an index of `num_blocks` blocks. Memory is what the process grew by, hashes included."""
     gc.collect()
+    gc.set_threshold(*GC_THRESHOLDS)
     before = psutil.Process().memory_info().rss
     directory = Directory(CostModel(BLOCK_SIZE, block_bytes=1), segment_budget_bytes=0)
     workers = [f"worker {index}" for index in range(num_workers)]
