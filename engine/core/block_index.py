@@ -12,12 +12,12 @@ from engine.core.types import BlockHash, SegmentHeader
 MAX_REMEMBERED = 1 << 17
 """Blocks that are gone, and continuations of blocks, remembered to explain misses by."""
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
 GC_THRESHOLDS = (10_000, 100, 1_000)
 """The index is millions of objects without cycles. A look at all of them, usual whenever they have grown by a quarter,
 makes requests wait. Cycles, such as those of errors, die young."""
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 @dataclass(slots=True, eq=False)

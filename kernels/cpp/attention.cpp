@@ -553,11 +553,11 @@ void add_shared(const Attention& a, std::vector<int64_t> sequences, int64_t tile
 
 // What decoding sequences share, at most `most` of them at a time.
 std::vector<SharedTiles> shared_tiles(const Attention& a, int64_t most) {
+  std::vector<SharedTiles> all, shared;
+  if (most == 1 || a.sliding_window) return shared;
   std::vector<int64_t> decoding;
   for (int64_t s = 0; s < a.num_sequences; ++s)
     if (a.query_start[s + 1] - a.query_start[s] == 1) decoding.push_back(s);
-  std::vector<SharedTiles> all, shared;
-  if (most == 1 || a.sliding_window) return shared;
   add_shared(a, std::move(decoding), 0, all);
   for (const SharedTiles& tiles : all) {
     const int64_t count = int64_t(tiles.sequences.size()), parts = (count + most - 1) / most;
@@ -601,24 +601,21 @@ AttentionPlan::AttentionPlan(const Attention& a, DType dtype, int threads)
   auto rows_of = [&](const Task& t) { return int64_t(t.sequences.size()) * (t.last - t.first) * group; };
   auto tile_floats = [&](const Task& t) { return (t.head_end - t.head) * rows_of(t) * row_floats; };
 
+  std::vector<size_t> first_task(size_t(a.num_sequences));  // of each sequence; others with one query have as many
+  for (size_t i = tasks.size(); i-- > 0;) first_task[size_t(tasks[i].sequences[0])] = i;
   for (const SharedTiles& shared : shared_tiles(a, std::max<int64_t>(1, TASK_ROWS / group))) {
     const int64_t leader = shared.sequences[0];
-    for (size_t i = 0; i < tasks.size(); ++i) {
-      if (tasks[i].sequences[0] != leader) continue;
-      Source source{tasks[i], {}};
+    const size_t first = first_task[size_t(leader)];
+    for (size_t k = 0; first + k < tasks.size() && tasks[first + k].sequences[0] == leader; ++k) {
+      Source source{tasks[first + k], {}};
       source.task.sequences = shared.sequences, source.task.tile = shared.begin, source.task.tile_end = shared.end;
+      for (int64_t s : shared.sequences) {
+        source.users.push_back(first_task[size_t(s)] + k);
+        tasks[source.users.back()].tile = shared.end;
+      }
       sources.push_back(std::move(source));
     }
   }
-  std::vector<size_t> first_task(size_t(a.num_sequences) + 1);
-  for (size_t i = tasks.size(); i-- > 0;) first_task[size_t(tasks[i].sequences[0])] = i;
-  for (Source& source : sources)
-    for (int64_t s : source.task.sequences) {
-      size_t user = first_task[size_t(s)];
-      while (tasks[user].head != source.task.head) ++user;
-      tasks[user].tile = source.task.tile_end;
-      source.users.push_back(user);
-    }
 
   const int64_t count = int64_t(tasks.size());
   int64_t tiles = 0;
