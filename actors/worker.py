@@ -166,14 +166,19 @@ class Worker:
                 self._metrics.imported_bytes(header.num_bytes)
         except (RayError, TimeoutError) as error:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
-        now = time.monotonic()
-        intact = await self._ask(lambda engine: engine.import_segment(header, content, now))
+        fetched = time.monotonic()
+
+        def take(engine: "Engine") -> tuple[bool, float]:
+            began = time.monotonic()
+            return engine.import_segment(header, content, fetched), time.monotonic() - began
+
+        intact, take_s = await self._ask(take)
         if payload and content is None:
             return Imported.NOT_FETCHED
         if not intact:
             return Imported.DAMAGED
         if content is not None:
-            self._costs.imported(header.num_bytes, time.monotonic() - started)
+            self._costs.imported(header.num_bytes, fetched - started + take_s)
         return Imported.TAKEN
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
@@ -361,6 +366,7 @@ class Worker:
         """Keep the metrics up to date, when nothing happens too, and the engine informed of its costs."""
         while True:
             self._metrics.flush(self._engine)
+            self._costs.fade_imports()
             if self._has_measured:
                 costs = self._costs.costs()
                 self._loop_thread.post(lambda engine, now=costs: setattr(engine.scheduler.swapping, "costs", now))  # type: ignore[misc]

@@ -4,12 +4,16 @@
              + swaps * swap_s + swapped bytes * swap_byte_s
     import = import_s + bytes * import_byte_s
 
-The fit is least squares over what was seen lately. What was not seen lately keeps the value that it had.
+The fit is least squares over what was seen lately. What was not seen lately keeps the value that it had. A hiccup of
+the machine counts for little: otherwise one slow import could make all later ones seem dearer than computing, so that
+none is tried any more and the fit never learns better.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+
+IMPORTS_KEPT = 0.995
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,18 @@ class CostFit:
         )
 
     def imported(self, num_bytes: int, seconds: float) -> None:
-        """Fetching and unpacking a segment took so long."""
+        """Fetching and unpacking a segment took so long, without the wait for a step that was under way."""
         self._imports.add((1.0, num_bytes), seconds)
+
+    def fade_imports(self) -> None:
+        """Twice a second: what was seen of imports counts for less with time, half after a minute or so. While they
+        seem dearer than computing none is seen, so in the end one must be tried again."""
+        self._imports.fade(IMPORTS_KEPT)
 
     def costs(self) -> WorkerCosts:
         """What is thought now."""
         step_s, prefill_token_s, decode_token_s, pair_s, swap_s, swap_byte_s = self._steps.solve()
-        import_s, import_byte_s = self._imports.solve()
+        import_s, import_byte_s = self._imports.solve(forgets=True)
         return WorkerCosts(
             step_s, prefill_token_s, decode_token_s, pair_s, import_s, import_byte_s, swap_s, swap_byte_s
         )
@@ -107,15 +116,18 @@ class LinearFit:
     """Non-negative least squares with a fading memory: y = sum of w[i] * x[i].
 
     `scales` are typical values of the x[i], which make them comparable. `solve` leans a little on its last answer, so
-    a coefficient of which nothing was seen stays as it was.
+    a coefficient of which nothing was seen stays as it was. An observation above `MAX_SURPRISE` times what the last
+    answer and the prior expect counts as that much.
     """
 
     DECAY = 0.99
     LEAN = 0.5
+    MAX_SURPRISE = 4.0
 
     def __init__(self, scales: Sequence[float], prior: Sequence[float]) -> None:
         self._scales = tuple(scales)
-        self._weights = [weight * scale for weight, scale in zip(prior, scales, strict=True)]
+        self._prior = [weight * scale for weight, scale in zip(prior, scales, strict=True)]
+        self._weights = self._prior
         count = len(self._scales)
         self._products = [[0.0] * count for _ in range(count)]
         self._targets = [0.0] * count
@@ -123,18 +135,29 @@ class LinearFit:
     def add(self, x: Sequence[float], y: float) -> None:
         """One observation."""
         row = [value / scale for value, scale in zip(x, self._scales, strict=True)]
+        expected = max(_sum_of_products(weights, row) for weights in (self._weights, self._prior))
+        y = min(y, self.MAX_SURPRISE * expected) if expected else y
         for index, value in enumerate(row):
             products = self._products[index]
             for other, product in enumerate(row):
                 products[other] = self.DECAY * products[other] + value * product
             self._targets[index] = self.DECAY * self._targets[index] + value * y
 
-    def solve(self) -> tuple[float, ...]:
-        """The coefficients. One that would be negative is zero, and the others are fitted without it."""
+    def fade(self, kept: float) -> None:
+        """Let only this fraction of what was observed count."""
+        self._products = [[kept * product for product in products] for products in self._products]
+        self._targets = [kept * target for target in self._targets]
+
+    def solve(self, *, forgets: bool = False) -> tuple[float, ...]:
+        """The coefficients. One that would be negative is zero, and the others are fitted without it.
+
+        `forgets`: lean on the prior and not on the last answer, so that what was observed counts only while it does.
+        """
+        anchor = self._prior if forgets else self._weights
         free = list(range(len(self._scales)))
         while True:
             matrix = [[self._products[i][j] + self.LEAN * (i == j) for j in free] for i in free]
-            solution = _eliminate(matrix, [self._targets[i] + self.LEAN * self._weights[i] for i in free])
+            solution = _eliminate(matrix, [self._targets[i] + self.LEAN * anchor[i] for i in free])
             kept = [index for index, weight in zip(free, solution, strict=True) if weight >= 0]
             if len(kept) == len(free):
                 break
@@ -143,6 +166,10 @@ class LinearFit:
         for index, weight in zip(free, solution, strict=True):
             self._weights[index] = weight
         return tuple(weight / scale for weight, scale in zip(self._weights, self._scales, strict=True))
+
+
+def _sum_of_products(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _eliminate(matrix: list[list[float]], targets: list[float]) -> list[float]:

@@ -54,7 +54,8 @@ def test_the_prefill_worker_imports_what_only_the_decode_worker_generated(server
     turn = prompt + token_ids(first) + random_prompt(5, 200)
     second = server.complete(turn, max_tokens=8)
     full_blocks_known = (200 + 120 - 1) // 16 * 16
-    assert cached(second) == full_blocks_known
+    why = server.request("GET", f"/v1/requests/{second['id']}/explain")[2]
+    assert cached(second) == full_blocks_known, why
     again = server.complete(turn, max_tokens=8, cache_salt="another")
     assert cached(again) == 0
     assert token_ids(again) == token_ids(second)

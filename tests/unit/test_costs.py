@@ -59,6 +59,34 @@ def test_what_is_not_seen_stays_as_it_was() -> None:
     assert fit.costs().prefill_token_s == pytest.approx(before.prefill_token_s, rel=0.05)
 
 
+def test_one_slow_import_does_not_make_all_seem_slow() -> None:
+    fit = CostFit(WorkerCosts())
+    fit.imported(1 << 20, 2.0)
+    assert fit.costs().import_all_s(1 << 20) < 5 * WorkerCosts().import_all_s(1 << 20)
+
+
+def test_imports_that_became_slow_are_known_soon() -> None:
+    fit = CostFit(WorkerCosts())
+    for _ in range(20):
+        fit.imported(1 << 20, 0.2)
+        fit.costs()
+    assert fit.costs().import_all_s(1 << 20) == pytest.approx(0.2, rel=0.3)
+
+
+def test_imports_that_seemed_slow_are_tried_again_after_minutes() -> None:
+    fit, prior = CostFit(WorkerCosts()), WorkerCosts().import_all_s(1 << 20)
+    for _ in range(200):
+        fit.imported(1 << 20, 0.2)
+        fit.costs()
+    for _ in range(2 * 60):
+        fit.fade_imports()
+    assert fit.costs().import_all_s(1 << 20) > 0.1, "a minute later it is not forgotten"
+    for _ in range(2 * 60 * 15):
+        fit.fade_imports()
+        fit.costs()
+    assert fit.costs().import_all_s(1 << 20) < 2 * prior
+
+
 def test_no_cost_is_negative() -> None:
     fit = LinearFit((1.0, 1.0), (0.0, 0.0))
     for x, y in ((1.0, 5.0), (2.0, 4.0), (3.0, 3.0)) * 20:
