@@ -149,7 +149,7 @@ class Dispatcher:
             len(token_ids),
             generation.session,
             self._ingress_id,
-            generation.tenant,
+            generation.cache,
             generation.prompt[:NUM_PREVIEW_TOKENS],
             generates=generation.sampling.max_tokens > 0,
         )

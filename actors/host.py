@@ -22,7 +22,7 @@ from actors.kv_cache_manager import KVCacheManager
 from actors.names import MANAGER, namespace
 from actors.worker import WORKER_CLASSES
 from configs.schema import Config, WorkerSection
-from configs.settings import engine_settings
+from configs.settings import configured_tenants, engine_settings
 from engine.core.costs import WorkerCosts
 from engine.core.placement import CostModel
 from engine.core.settings import GIB
@@ -107,6 +107,7 @@ class ActorHost:
             int(cache.transcript_mib * MIB),
             int(cache.disk_gib * GIB),
             cache.disk_path,
+            configured_tenants(self._config),
         )
         return child
 

@@ -35,6 +35,7 @@ from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
 from engine.core.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
+from engine.core.tenants import Tenant
 from engine.core.transcripts import Found, TranscriptStore
 from engine.core.types import Admission, AdmitRequest
 
@@ -64,10 +65,12 @@ class KVCacheManager:
         transcript_budget_bytes: int,
         disk_budget_bytes: int = 0,
         disk_path: str | None = None,
+        tenants: Sequence[Tenant] = (),
     ) -> None:
-        """`disk_path` is where segments are kept on disk, if `disk_budget_bytes` is not 0."""
+        """`disk_path` is where segments are kept on disk, if `disk_budget_bytes` is not 0. `tenants`: who is granted
+        how much of the object store's and the disk's budgets."""
         gc.set_threshold(*GC_THRESHOLDS)
-        self._directory = Directory(costs, segment_budget_bytes, disk_budget_bytes)
+        self._directory = Directory(costs, segment_budget_bytes, disk_budget_bytes, tenants)
         self._disk = DiskTier(disk_path) if disk_budget_bytes else None
         self._transcripts = TranscriptStore(transcript_budget_bytes)
         self._handles: dict[str, ActorHandle[Any]] = {}
@@ -220,6 +223,7 @@ class KVCacheManager:
         return self._ingresses.setdefault(ingress_id, _Ingress())
 
     def _release(self, ingress: _Ingress, request_ids: Iterable[str]) -> None:
+        self._directory.segments.now = time.time()
         for request_id in request_ids:
             ingress.requests.discard(request_id)
             self._carry_out(self._directory.release(request_id))
@@ -242,6 +246,7 @@ class KVCacheManager:
             async for ref in stream:
                 item: ExportItem = await ref
                 if item.header is not None:
+                    self._directory.segments.now = time.time()
                     payload = await anext(stream) if item.header.num_bytes else None
                     self._carry_out(self._directory.segment_exported(worker_id, epoch, item.header, payload))
                 self._carry_out(self._directory.blocks_changed(worker_id, epoch, item.sealed, item.evicted))

@@ -186,12 +186,12 @@ class Worker:
 
         def export(engine: "Engine") -> None:
             try:
-                segment, missing = engine.export(hashes)
+                segments, missing = engine.export(hashes)
             except Exception:  # who waits for these blocks must hear that they do not come
                 logger.exception("%d blocks not exported", len(hashes))
                 self._in_event_loop(self._exports_put, ExportItem(unsent=tuple(hashes)))
                 return
-            if segment is not None:
+            for segment in segments:
                 self._in_event_loop(self._exports_put, segment)
             if missing:
                 self._in_event_loop(self._exports_put, ExportItem(missing=missing))

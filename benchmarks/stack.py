@@ -182,8 +182,8 @@ def move_blocks(engine: Engine, put: Callable[[Bytes], Any], get: Callable[[Any]
     counting = CountingStore(engine.store)
     started = time.perf_counter()
     engine.store = counting
-    segment, missing = engine.export(hashes)
-    assert segment is not None and not missing
+    [segment], missing = engine.export(hashes)
+    assert not missing
     ref = put(segment.payload)
     export_s = time.perf_counter() - started
     engine.pool.reset()  # from here on it is another worker, which has none of the blocks

@@ -19,7 +19,7 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
         num_blocks=config.cache.num_blocks,
         pool_gib=config.cache.pool_gib,
         eviction=config.cache.eviction,
-        tenants=_tenants(config),
+        tenants=configured_tenants(config),
         limits=SchedulerLimits(worker.token_budget, worker.max_requests),
         swap_bytes=int(config.cache.swap_gib * GIB),
     )
@@ -27,12 +27,12 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
 
 def tenants(config: Config) -> Tenants:
     """Who may send requests, and by which keys they are known."""
-    return Tenants(
-        _tenants(config), {key_hash: tenant.name for tenant in config.tenants for key_hash in tenant.key_hashes}
-    )
+    name_of_key = {key_hash: tenant.name for tenant in config.tenants for key_hash in tenant.key_hashes}
+    return Tenants(configured_tenants(config), name_of_key)
 
 
-def _tenants(config: Config) -> tuple[Tenant, ...]:
+def configured_tenants(config: Config) -> tuple[Tenant, ...]:
+    """The tenants as the engine knows them, without their keys."""
     return tuple(
         Tenant(tenant.name, tenant.admin, tenant.cache_min, tenant.cache_max, tenant.max_requests)
         for tenant in config.tenants

@@ -35,6 +35,14 @@ class Segment:
     wanted_by: set[str] = field(default_factory=set)
     """Workers that get it when it has been read from disk."""
 
+    @property
+    def num_bytes(self) -> int:
+        return self.header.num_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return 0 if self.file is None else self.file.num_bytes
+
 
 @dataclass(slots=True)
 class BlockRecord:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from engine.core.eviction.queue import DEFAULT_RETENTION, EvictionQueue, Retention
+from engine.core.eviction.queue import EvictionQueue
 from engine.core.eviction.ranking import LeastRecent
-from engine.core.types import BlockHash, EvictionReason
+from engine.core.types import DEFAULT_RETENTION, BlockHash, EvictionReason, Retention
 
 
 class OutOfBlocksError(Exception):
@@ -42,6 +42,8 @@ class BlockPool:
         self._by_hash: dict[BlockHash, int] = {}
         self._contents: list[BlockContent | None] = [None] * num_blocks
         """What is in the blocks that were computed here; imported ones are known by their hashes only."""
+        self._retentions = [DEFAULT_RETENTION] * num_blocks
+        """What the request that filled a block wishes for it, until it has ended and the queue knows."""
         self._by_beginning: dict[tuple[BlockHash, int], int] = {}
         """By the hash before it and its first token: the block sealed last of those that begin so."""
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -144,10 +146,21 @@ class BlockPool:
         self._queue.pause(self._path(blocks), self.now, retention)
         self.release(blocks)
 
-    def seal(self, block: int, block_hash: BlockHash, content: BlockContent | None = None) -> None:
+    def retention_of(self, block: int) -> Retention:
+        """What requests wish for a sealed block."""
+        return self._queue.retention_of(self._name(block)) or self._retentions[block]
+
+    def seal(
+        self,
+        block: int,
+        block_hash: BlockHash,
+        content: BlockContent | None = None,
+        retention: Retention = DEFAULT_RETENTION,
+    ) -> None:
         """Say what a held block contains, now that it does. A second block of equal content stays unnamed.
 
-        With its `content`, blocks that begin alike can be copied from it.
+        With its `content`, blocks that begin alike can be copied from it. `retention` is for copies of the block that
+        leave the pool before its request ends.
         """
         assert self._ref_counts[block] > 0 and self._hashes[block] is None
         if block_hash not in self._by_hash:
@@ -155,6 +168,7 @@ class BlockPool:
             self._by_hash[block_hash] = block
             self._sealed_journal.append(block_hash)
             self._contents[block] = content
+            self._retentions[block] = retention
             if content is not None:
                 self._by_beginning[content.parent, content.token_ids[0]] = block
 

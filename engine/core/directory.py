@@ -27,10 +27,12 @@ from engine.core.errors import NoWorkerError
 from engine.core.explain import BlockSource, Decision, Decisions, best_considered, runs_of
 from engine.core.placement import Candidate, CostModel, Crowd, Demand, Offer, Placement, place
 from engine.core.segment_store import DiskInstruction, ReadFile, SegmentStore
+from engine.core.tenants import Tenant
 from engine.core.types import (
     Admission,
     AdmitRequest,
     BlockHash,
+    CacheWish,
     EvictionReason,
     Role,
     SegmentHeader,
@@ -109,6 +111,7 @@ class Reservation:
 
     admission: Admission
     hashes: tuple[BlockHash, ...]
+    wish: CacheWish
     queued_us: int
     producing: dict[BlockHash, None]
     """Blocks, in order, that others may rely on it to compute."""
@@ -120,11 +123,17 @@ class Reservation:
 class Directory:
     """The index, the reservations and the segments of one cluster."""
 
-    def __init__(self, costs: CostModel, segment_budget_bytes: int, disk_budget_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        segment_budget_bytes: int,
+        disk_budget_bytes: int = 0,
+        tenants: Iterable[Tenant] = (),
+    ) -> None:
         self.costs = costs
         self.statistics = CacheStatistics(costs.block_size)
         self._blocks = BlockIndex(self.statistics)
-        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes)
+        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants)
         self.workers: dict[str, WorkerRecord] = {}
         self._crowd = Crowd()
         """The same workers, as requests see them."""
@@ -256,9 +265,9 @@ class Directory:
 
     def segment_unread(self, segment: Segment) -> list[Instruction]:
         """A segment could not be read from disk now: who waits for it is told, and the next one may try again."""
-        waiting, segment.wanted_by = segment.wanted_by, set()
         hashes = segment.header.full_hashes
-        return [Lost(worker_id, hashes) for worker_id in sorted(waiting) if worker_id in self.workers]
+        waiting = sorted(self.segments.unread(segment))
+        return [Lost(worker_id, hashes) for worker_id in waiting if worker_id in self.workers]
 
     def segment_read(self, segment_id: int, ref: object) -> list[Instruction]:
         """A segment has come from disk into the object store."""
@@ -313,7 +322,7 @@ class Directory:
         )
         lacking = dict.fromkeys(request.hashes[num_local:])
         compute_us = int(placement.chosen.compute_s * US_PER_S)
-        reservation = Reservation(admission, request.hashes, compute_us, {}, [], lacking)
+        reservation = Reservation(admission, request.hashes, request.cache, compute_us, {}, [], lacking)
         self._reservations[request.request_id] = reservation
         self.workers[prefill].queued_us += reservation.queued_us
         self.workers[decode].decoding.add(request.request_id)
@@ -350,7 +359,7 @@ class Directory:
             self.workers[worker_id].requests.discard(request_id)
             self.workers[worker_id].decoding.discard(request_id)
         self._offer(involved)
-        self.segments.released(reservation.leased, reservation.hashes)
+        self.segments.released(reservation.leased, reservation.hashes, reservation.wish)
         return self._stop_producing(reservation)
 
     # What others may ask
@@ -472,11 +481,11 @@ class Directory:
         """Keep what explains this placement."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
-        others = self._sources(request.hashes, num_local, num_cached, request.tenant)
+        others = self._sources(request.hashes, num_local, num_cached, request.cache.tenant)
         runs = runs_of(chain(repeat(BlockSource.LOCAL, num_local), others))
         decision = Decision(
             request.attempt,
-            request.tenant,
+            request.cache.tenant,
             request.num_tokens,
             self.costs.block_size,
             runs,
@@ -486,7 +495,7 @@ class Directory:
             best_considered(placement),
         )
         self.decisions.admitted(request.request_id, decision)
-        self.statistics.admitted(request.tenant, request.num_tokens, request.hashes, runs, request.preview)
+        self.statistics.admitted(request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview)
 
     def _sources(
         self, hashes: Sequence[BlockHash], num_local: int, num_cached: int, tenant: str
@@ -536,7 +545,7 @@ class Directory:
                 self._ask(holder, block_hash)
                 exports.setdefault(holder, []).append(block_hash)
         for segment in segments.values():
-            segment.leases += 1
+            self.segments.lease(segment)
             reservation.leased.append(segment)
             if segment.is_in_store:
                 instructions.append(Deliver(worker_id, segment))

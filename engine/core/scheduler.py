@@ -22,18 +22,19 @@ from dataclasses import dataclass, field, replace
 
 from engine.core.block_pool import BlockContent, BlockPool
 from engine.core.early import EarlyMessages
-from engine.core.eviction.queue import Retention
 from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.request import Request
 from engine.core.score_store import ScoreStore
 from engine.core.scoring import report_scores, take_scores
 from engine.core.swapping import Swapped, SwapPolicy
 from engine.core.types import (
+    DEFAULT_RETENTION,
     Assignment,
     BlockHash,
     FinishReason,
     Handover,
     PromptEvent,
+    Retention,
     Stage,
     TokenEvent,
     TokenLogprobs,
@@ -105,6 +106,7 @@ class ExportedBlocks:
     hashes: tuple[BlockHash, ...]
     blocks: tuple[int, ...]
     handover: Handover | None = None
+    retention: Retention = DEFAULT_RETENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,11 +551,12 @@ class Scheduler:
         """Publish the blocks that are full now; returns the index of the first of them."""
         first = request.num_sealed
         hashes = request.full_hashes()
+        retention = self._retention(request)
         for index in range(first, request.num_computed // self.pool.block_size):
             self._computing.pop(hashes[index], None)
             tokens = request.token_ids[index * self.pool.block_size : (index + 1) * self.pool.block_size]
             content = BlockContent(request.chain.parent(hashes, index), tuple(tokens))
-            self.pool.seal(request.blocks[index], hashes[index], content)
+            self.pool.seal(request.blocks[index], hashes[index], content, retention)
             request.num_sealed = index + 1
         return first
 
@@ -584,7 +587,7 @@ class Scheduler:
         if not blocks and handover is None:
             return []
         self.pool.acquire(blocks)
-        return [ExportedBlocks(request.request_id, tuple(hashes), tuple(blocks), handover)]
+        return [ExportedBlocks(request.request_id, tuple(hashes), tuple(blocks), handover, self._retention(request))]
 
 
 def share_budget(requests: list[Request], budget: int) -> list[tuple[Request, int]]:

@@ -1,21 +1,24 @@
 """Exported KV, in the object store and on disk: what is kept, what is written, and what goes.
 
 A segment is in the object store, on disk, or both. It is written as soon as it is known, so that it survives a restart,
-and leaves the store without a loss once it is written. Both are bounded, and the least recently used segment leaves
-first. A segment is a run of one request's blocks, so instead of sorting out leaves, a request that ends uses its
-segments in reverse: the end of a prompt goes before its beginning, without which it could not be hit.
+and leaves the store without a loss once it is written. Both are bounded, and each has an eviction queue, as workers'
+pools have, in which a segment weighs its bytes: expired ones go first, then the least recently used within what tenants
+are granted; of a request's segments the last goes first, since without the others it could not be hit.
 
 Events come in (exported, written, read, lost, used) and instructions go out: `WriteFile`, `ReadFile`, `EraseFile` (copy
 a segment to disk, bring it back into the object store, forget its file). Who gets a segment is the directory's matter.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from engine.core.block_index import BlockIndex, Segment
-from engine.core.types import BlockHash, SegmentHeader
+from engine.core.eviction.queue import EvictionQueue
+from engine.core.eviction.ranking import LeastRecent
+from engine.core.tenants import Tenant, quotas
+from engine.core.types import BlockHash, CacheWish, EvictionReason, Retention, SegmentHeader
 
 MAX_WRITING_BYTES = 256 << 20
 """Segments that are being written cannot leave the object store; when the disk does not keep up, others stay off it."""
@@ -53,8 +56,13 @@ DiskInstruction: TypeAlias = WriteFile | ReadFile | EraseFile
 class SegmentStore:
     """The segments of one cluster. Which of them has a block is noted in `blocks`."""
 
-    def __init__(self, blocks: BlockIndex, store_budget_bytes: int, disk_budget_bytes: int) -> None:
+    def __init__(
+        self, blocks: BlockIndex, store_budget_bytes: int, disk_budget_bytes: int, tenants: Iterable[Tenant] = ()
+    ) -> None:
+        """`tenants`: who is granted how much of each budget."""
         self._blocks = blocks
+        self.now = 0.0
+        """Seconds since the epoch; whoever has a clock sets it. What has expired by then goes first."""
         self.store_budget_bytes = store_budget_bytes
         self.store_bytes = 0
         """In the object store."""
@@ -65,7 +73,16 @@ class SegmentStore:
         """The header of each segment that is being written: its bytes on disk are reserved."""
         self._num_sharing: Counter[tuple[BlockHash, ...]] = Counter()
         """How many segments have a file, or are being written to it: those of exactly the same blocks share one."""
-        self._segments: OrderedDict[int, Segment] = OrderedDict()
+        self._segments: dict[int, Segment] = {}
+        tenants = tuple(tenants)
+        self._in_store = EvictionQueue[int](
+            LeastRecent(), quotas(tenants, store_budget_bytes), lambda segment_id: self._segments[segment_id].num_bytes
+        )
+        """The segments in the object store, by id; evictable are those that can leave it."""
+        self._on_disk = EvictionQueue[int](
+            LeastRecent(), quotas(tenants, disk_budget_bytes), lambda segment_id: self._segments[segment_id].file_bytes
+        )
+        """Those with a file; evictable are those whose file can be given up."""
         self._num_ever = 0
 
     def __len__(self) -> int:
@@ -87,6 +104,7 @@ class SegmentStore:
             if self._index(segment):
                 self._segments[segment.segment_id] = segment
                 self._has_file(header)
+                self._use([segment], header.retention)
             else:
                 unused += self._erase(header)
         return unused + self._make_room_on_disk(0)
@@ -100,6 +118,7 @@ class SegmentStore:
             self._segments[segment.segment_id] = segment
             self.store_bytes += header.num_bytes
             instructions = self._write(segment) if is_new else []
+            self._use([segment], header.retention)
             self._shrink()
         return segment, instructions
 
@@ -112,6 +131,7 @@ class SegmentStore:
         if file is not None:
             segment.file = file
             self._has_file(file)
+        self._use([segment], self._retention_of(segment))
         self._shrink()
         return []
 
@@ -119,9 +139,16 @@ class SegmentStore:
         """A segment has come from disk into the object store; returns the workers that want it."""
         segment.ref, segment.is_in_store = ref, True
         self.store_bytes += segment.header.num_bytes
-        self._segments.move_to_end(segment.segment_id)
         receivers, segment.wanted_by = segment.wanted_by, set()
+        self._use([segment], self._retention_of(segment))
         self._shrink()
+        return receivers
+
+    def unread(self, segment: Segment) -> set[str]:
+        """A segment could not be read from disk now; returns the workers that wanted it."""
+        receivers, segment.wanted_by = segment.wanted_by, set()
+        if self._segments.get(segment.segment_id) is segment:
+            self._settle(segment)
         return receivers
 
     def undelivered(self, segment: Segment) -> None:
@@ -135,15 +162,22 @@ class SegmentStore:
         self._drop(segment, "segment lost")
         return [] if segment.file is None else [EraseFile(segment.file)]
 
-    def released(self, leased: Iterable[Segment], hashes: Iterable[BlockHash]) -> None:
+    def lease(self, segment: Segment) -> None:
+        """A request was promised blocks of a segment: it stays until that is `released`."""
+        segment.leases += 1
+        self._settle(segment)
+
+    def released(self, leased: Iterable[Segment], hashes: Iterable[BlockHash], wish: CacheWish) -> None:
         """A request ended: its leases are gone, and the segments with its blocks are the most recent ones, the first
-        block's above all."""
+        block's above all, kept as it wishes."""
+        records = (self._blocks.get(block_hash) for block_hash in hashes)
+        used = {r.segment.segment_id: r.segment for r in records if r is not None and r.segment is not None}
         for segment in leased:
             segment.leases -= 1
-        records = (self._blocks.get(block_hash) for block_hash in hashes)
-        used = {r.segment.segment_id: None for r in records if r is not None and r.segment is not None}
-        for segment_id in reversed(used):
-            self._segments.move_to_end(segment_id)
+            if self._segments.get(segment.segment_id) is segment:
+                used.setdefault(segment.segment_id, segment)
+        expires_at = None if wish.ttl_s is None else self.now + wish.ttl_s
+        self._use(list(used.values()), Retention(wish.tenant, wish.priority, expires_at))
         self._shrink()
 
     def reset(self) -> tuple[int, list[DiskInstruction]]:
@@ -162,6 +196,11 @@ class SegmentStore:
             assert segment.leases == leased.count(segment)
             assert segment.is_in_store or segment.file is not None
             assert not (segment.is_in_store and segment.wanted_by)
+            assert (segment.segment_id in self._in_store) == self._can_leave_store(segment)
+            assert (segment.segment_id in self._on_disk) == self._can_leave_disk(segment)
+        for queue in (self._in_store, self._on_disk):
+            queue.check_integrity()
+            assert self._segments.keys() >= set(queue)
         assert self.store_bytes == sum(segment.header.num_bytes for segment in segments if segment.is_in_store)
         files = [segment.file for segment in segments if segment.file is not None] + list(self._writing.values())
         assert self.disk_bytes == sum(file.num_bytes for file in files) <= self.disk_budget_bytes
@@ -186,32 +225,55 @@ class SegmentStore:
                 is_new = True
         return is_new
 
+    def _can_leave_store(self, segment: Segment) -> bool:
+        return segment.is_in_store and segment.leases == 0 and segment.segment_id not in self._writing
+
+    def _can_leave_disk(self, segment: Segment) -> bool:
+        return segment.file is not None and segment.leases == 0 and not segment.wanted_by
+
+    def _retention_of(self, segment: Segment) -> Retention:
+        """What requests wish for a segment, wherever it is."""
+        queues = (self._on_disk, self._in_store)
+        known = (queue.retention_of(segment.segment_id) for queue in queues)
+        return next((retention for retention in known if retention is not None), segment.header.retention)
+
+    def _use(self, path: Sequence[Segment], retention: Retention) -> None:
+        """Make these segments, in the order of a prompt, the most recent ones where they are."""
+        for queue, here in (
+            (self._in_store, [segment.segment_id for segment in path if segment.is_in_store]),
+            (self._on_disk, [segment.segment_id for segment in path if segment.file is not None]),
+        ):
+            for segment_id in here:
+                if segment_id in queue:
+                    queue.acquire(segment_id)
+            queue.visit(here, self.now, retention)
+        for segment in reversed(path):
+            self._settle(segment)
+
+    def _settle(self, segment: Segment) -> None:
+        """Let a segment be evicted from where it may be, and from nowhere else."""
+        for queue, is_evictable in (
+            (self._in_store, self._can_leave_store(segment)),
+            (self._on_disk, self._can_leave_disk(segment)),
+        ):
+            if is_evictable and segment.segment_id not in queue:
+                queue.release([segment.segment_id], self.now)
+            elif not is_evictable and segment.segment_id in queue:
+                queue.acquire(segment.segment_id)
+
     def _shrink(self) -> None:
-        """Keep exported bytes within the budget: the least recently used segment that nobody leases goes first."""
-
-        def gives(segment: Segment) -> int:
-            movable = segment.is_in_store and segment.segment_id not in self._writing
-            return segment.header.num_bytes if movable else 0
-
-        for segment in self._least_recent(self.store_bytes - self.store_budget_bytes, gives):
-            self._leave_store(segment, "object store full")
-
-    def _least_recent(self, num_bytes: int, gives: Callable[[Segment], int]) -> list[Segment]:
-        """The least recently used segments that nobody leases and that give something, as many as it takes."""
-        chosen = []
-        for segment in self._segments.values():
-            if num_bytes <= 0:
-                break
-            if segment.leases == 0 and (given := gives(segment)):
-                chosen.append(segment)
-                num_bytes -= given
-        return chosen
+        """Keep exported bytes within the budget."""
+        while self.store_bytes > self.store_budget_bytes and len(self._in_store):
+            segment_id, reason = self._in_store.evict_with_reason(self.now)
+            full = reason is EvictionReason.FULL
+            self._leave_store(self._segments[segment_id], "object store full" if full else reason)
 
     def _leave_store(self, segment: Segment, reason: str) -> None:
         """Drop a segment's bytes; in its place stays what is on disk. Deliveries under way keep the old one."""
         if segment.file is None:
             self._drop(segment, reason)
             return
+        self._in_store.forget(segment.segment_id)
         on_disk = Segment(segment.segment_id, segment.file, None, is_in_store=False, file=segment.file)
         self._segments[segment.segment_id] = on_disk
         self.store_bytes -= segment.header.num_bytes
@@ -219,6 +281,7 @@ class SegmentStore:
             record = self._blocks.get(block_hash)
             if record is not None and record.segment is segment:
                 record.segment = on_disk
+        self._settle(on_disk)
 
     def _write(self, segment: Segment) -> list[DiskInstruction]:
         """Have a new segment written, unless the disk has no room or does not keep up."""
@@ -250,24 +313,24 @@ class SegmentStore:
         return [] if file.full_hashes in self._num_sharing else [EraseFile(file)]
 
     def _make_room_on_disk(self, num_bytes: int) -> list[DiskInstruction]:
-        """Give up files until so many bytes fit: the least recently used segment that nobody leases goes first."""
+        """Give up files until so many bytes fit."""
         erased: list[DiskInstruction] = []
-
-        def gives(segment: Segment) -> int:
-            return segment.file.num_bytes if segment.file is not None and not segment.wanted_by else 0
-
-        for segment in self._least_recent(self.disk_bytes + num_bytes - self.disk_budget_bytes, gives):
+        while self.disk_bytes + num_bytes > self.disk_budget_bytes and len(self._on_disk):
+            segment_id, reason = self._on_disk.evict_with_reason(self.now)
+            segment = self._segments[segment_id]
             file = segment.file
             assert file is not None
             if segment.is_in_store:
                 self._has_no_file(file)
                 segment.file = None
             else:
-                self._drop(segment, "disk full")
+                self._drop(segment, "disk full" if reason is EvictionReason.FULL else reason)
             erased += self._erase(file)
         return erased
 
     def _drop(self, segment: Segment, reason: str) -> None:
+        self._in_store.forget(segment.segment_id)
+        self._on_disk.forget(segment.segment_id)
         del self._segments[segment.segment_id]
         self.store_bytes -= segment.header.num_bytes if segment.is_in_store else 0
         if segment.file is not None:

@@ -77,12 +77,11 @@ class Tenants:
         return tenant
 
 
-def quotas(tenants: Iterable[Tenant], num_blocks: int) -> dict[str, Quota]:
-    """What the tenants' fractions come to in a cache of `num_blocks`; those without any are left out."""
+def quotas(tenants: Iterable[Tenant], size: int) -> dict[str, Quota]:
+    """What the tenants' fractions come to in a cache of that size, be it blocks or bytes; those without any are left
+    out."""
     return {
-        tenant.name: Quota(
-            int(tenant.cache_min * num_blocks), int(tenant.cache_max * num_blocks) if tenant.cache_max < 1 else None
-        )
+        tenant.name: Quota(int(tenant.cache_min * size), int(tenant.cache_max * size) if tenant.cache_max < 1 else None)
         for tenant in tenants
         if (tenant.cache_min, tenant.cache_max) != (0, 1)
     }

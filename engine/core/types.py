@@ -103,6 +103,22 @@ class CacheWish:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """What a request's wish comes to for its blocks. Of several requests' wishes for one block the most generous
+    counts."""
+
+    tenant: str = ""
+    priority: int = 0
+    """A tenant's blocks of a lower priority are evicted before its blocks of a higher one."""
+    expires_at: float | None = None
+    """From then on the blocks are evicted before any other; None for never. In seconds, of a pool's clock or, in what
+    leaves its process, since the epoch."""
+
+
+DEFAULT_RETENTION = Retention()
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """One request as a worker gets it. A failed-over request comes again with a higher `attempt` and more tokens."""
 
@@ -176,6 +192,7 @@ class SegmentHeader:
     num_bytes: int
     checksum: int
     handover: Handover | None = None
+    retention: Retention = DEFAULT_RETENTION
 
     @property
     def full_hashes(self) -> tuple[BlockHash, ...]:
@@ -195,7 +212,7 @@ class AdmitRequest:
     session: str | None = None
     ingress_id: str = ""
     """Who asks; if it falls silent, its requests are released."""
-    tenant: str = ""
+    cache: CacheWish = CacheWish()
     preview: tuple[int, ...] = ()
     """The first tokens, to show the prefix by."""
     generates: bool = True

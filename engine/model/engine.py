@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -135,17 +136,19 @@ class Engine:
             self.scheduler.handed_over(header.handover, now)
         return intact
 
-    def export(self, hashes: Iterable[BlockHash]) -> tuple[ExportedSegment | None, tuple[BlockHash, ...]]:
-        """A segment of those of `hashes` that are here, and the ones that are not."""
+    def export(self, hashes: Iterable[BlockHash]) -> tuple[list[ExportedSegment], tuple[BlockHash, ...]]:
+        """Segments of those of `hashes` that are here, and the ones that are not. Blocks share a segment if the same
+        is wished for them, since they are kept together."""
         wanted = list(hashes)
         blocks = {block_hash: self.pool.lookup(block_hash) for block_hash in wanted}
         here = [(block_hash, block) for block_hash, block in blocks.items() if block is not None]
         missing = tuple(block_hash for block_hash, block in blocks.items() if block is None)
-        if not here:
-            return None, missing
-        found, block_ids = zip(*here, strict=True)
-        self.pool.acquire(block_ids)
-        return self._pack(ExportedBlocks("", found, block_ids)), missing
+        segments = []
+        for retention, run in groupby(here, lambda item: self.pool.retention_of(item[1])):
+            found, block_ids = zip(*run, strict=True)
+            self.pool.acquire(block_ids)
+            segments.append(self._pack(ExportedBlocks("", found, block_ids, retention=retention)))
+        return segments, missing
 
     def step(self, now: float) -> StepResult | None:
         """Schedule, run, record. None if there was nothing to compute."""
@@ -255,11 +258,13 @@ class Engine:
             payload = self.store.start_export(export.blocks) if export.blocks else nothing
         finally:
             self.pool.release(export.blocks)
-        if isinstance(payload, np.ndarray):
-            header = SegmentHeader(self.fingerprint, export.hashes, payload.nbytes, checksum(payload), export.handover)
-            return ExportedSegment(header, payload)
+        retention = export.retention
+        if retention.expires_at is not None:
+            retention = replace(retention, expires_at=time.time() + retention.expires_at - self.pool.now)
         num_bytes = len(export.blocks) * self.store.block_bytes
-        header = SegmentHeader(self.fingerprint, export.hashes, num_bytes, 0, export.handover)
+        header = SegmentHeader(self.fingerprint, export.hashes, num_bytes, 0, export.handover, retention)
+        if isinstance(payload, np.ndarray):
+            return ExportedSegment(replace(header, checksum=checksum(payload)), payload)
         return ExportedSegment(header, nothing, payload)
 
 

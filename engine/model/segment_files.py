@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from engine.core.errors import StartupError
 from engine.core.segment_store import DamagedFileError
-from engine.core.types import SegmentHeader
+from engine.core.types import Retention, SegmentHeader
 from engine.model.segments import Bytes, checksum
 from engine.model.sources import cache_folder
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".kv"
 UNFINISHED = ".kv-unfinished"
 LOCK = "lock"
-FORMAT = 1
+FORMAT = 2
 MAX_HEADER_BYTES = 8 << 20
 
 
@@ -85,7 +86,7 @@ class SegmentFiles:
             raise ValueError("size or checksum differ")
         hashes = header.full_hashes
         full = payload[: len(hashes) * (header.num_bytes // len(header.hashes))]
-        own = SegmentHeader(header.fingerprint, hashes, full.nbytes, checksum(full))
+        own = SegmentHeader(header.fingerprint, hashes, full.nbytes, checksum(full), retention=header.retention)
         path = self._path(own)
         unfinished = path.with_suffix(UNFINISHED)
         try:
@@ -106,12 +107,12 @@ class SegmentFiles:
             OSError: it cannot be read now.
         """
         path = self._path(header)
-        start = len(_line_of(header))
         try:
-            if path.stat().st_size != start + header.num_bytes:
-                raise DamagedFileError(f"the size of {path} differs")
+            found = _header_of(path)
+            if found is None or replace(found, retention=header.retention) != header:
+                raise DamagedFileError(f"{path} is not what it was")
             os.utime(path)
-            return np.fromfile(path, np.uint8, offset=start)
+            return np.fromfile(path, np.uint8, offset=len(_line_of(found)))
         except FileNotFoundError:
             raise DamagedFileError(f"{path} is gone") from None
 
@@ -134,6 +135,7 @@ def _line_of(header: SegmentHeader) -> bytes:
         "num_bytes": header.num_bytes,
         "checksum": header.checksum,
         "hashes": [block_hash.hex() for block_hash in header.hashes],
+        "retention": asdict(header.retention),
     }
     return json.dumps(fields).encode() + b"\n"
 
@@ -146,7 +148,12 @@ def _header_of(path: Path) -> SegmentHeader | None:
     try:
         fields = json.loads(line)
         hashes = tuple(bytes.fromhex(block_hash) for block_hash in fields["hashes"])
-        header = SegmentHeader(fields["fingerprint"], hashes, fields["num_bytes"], fields["checksum"])
+        wish = fields["retention"]
+        expires_at = None if wish["expires_at"] is None else float(wish["expires_at"])
+        retention = Retention(str(wish["tenant"]), int(wish["priority"]), expires_at)
+        header = SegmentHeader(
+            fields["fingerprint"], hashes, fields["num_bytes"], fields["checksum"], retention=retention
+        )
         whole = hashes and _line_of(header) == line and size == len(line) + header.num_bytes
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

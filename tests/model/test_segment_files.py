@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.errors import StartupError
 from engine.core.segment_store import DamagedFileError
-from engine.core.types import Handover, SegmentHeader
+from engine.core.types import Handover, Retention, SegmentHeader
 from engine.model.segment_files import LOCK, SegmentFiles
 from engine.model.segments import Bytes, checksum
 
@@ -38,6 +38,7 @@ def names(files: SegmentFiles) -> list[str]:
 
 def test_another_process_finds_and_reads_them(files: SegmentFiles) -> None:
     header, payload = segment(b"a", b"b")
+    header = replace(header, retention=Retention("tenant", 2, 1e9))
     payload.flags.writeable = False
     assert files.write(header, payload) == header
     [found] = SegmentFiles(files.folder).scan()
@@ -78,6 +79,13 @@ def test_what_cannot_be_read_now_is_left_alone(files: SegmentFiles, monkeypatch:
     assert files.scan() == [header]
 
 
+def test_what_is_wished_for_it_may_change(files: SegmentFiles) -> None:
+    header, payload = segment(b"a")
+    first = files.write(header, payload)
+    files.write(replace(header, retention=Retention("a longer name")), payload)
+    assert (files.read(first) == payload).all()
+
+
 def test_a_tail_is_left_out(files: SegmentFiles) -> None:
     header, payload = segment(b"a", b"b", b"tail", tail=True)
     own = files.write(header, payload)
@@ -100,9 +108,11 @@ def test_the_least_recently_used_comes_first(files: SegmentFiles) -> None:
         lambda content: content[:-1],
         lambda content: content + b"x",
         lambda content: b"",
-        lambda content: content.replace(b'"format": 1', b'"format": 2'),
+        lambda content: content.replace(b'"format": 2', b'"format": 1'),
         lambda content: content.replace(b'"hashes": ["61"]', b'"hashes": ["62"]'),
         lambda content: b"[]" + content[2:],
+        lambda content: content.replace(b'"priority": 0', b'"priority": "0"'),
+        lambda content: content.replace(b'"retention"', b'"retain"'),
         lambda content: b"\xff" * len(content),
     ],
 )
@@ -143,7 +153,7 @@ def test_a_file_that_was_cut_is_not_read(files: SegmentFiles) -> None:
     header = files.write(*segment(b"a"))
     [path] = files.folder.glob("*.kv*")
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(DamagedFileError, match="size"):
+    with pytest.raises(DamagedFileError, match="not what it was"):
         files.read(header)
 
 

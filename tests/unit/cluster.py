@@ -433,8 +433,8 @@ class Cluster:
     def _export(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
         if not worker.is_alive:
             return
-        segment, missing = worker.engine.export(hashes)
-        if segment is not None:
+        segments, missing = worker.engine.export(hashes)
+        for segment in segments:
             self._send_segment(worker, segment)
         if missing:
             directory = self.manager.directory

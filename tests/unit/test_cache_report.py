@@ -7,7 +7,7 @@ import pytest
 from engine.core.cache_report import cache_report
 from engine.core.costs import WorkerCosts
 from engine.core.directory import Directory
-from engine.core.types import AdmitRequest, BlockHash, Role
+from engine.core.types import AdmitRequest, BlockHash, CacheWish, Role
 
 OF_ADMINISTRATORS = {
     "known_blocks",
@@ -23,7 +23,7 @@ OF_ADMINISTRATORS = {
 def ask(directory: Directory, request_id: str, tenant: str, *hashes: BlockHash) -> None:
     """A request of blocks of four tokens, which are computed at once."""
     preview = tuple(hashes[0])
-    request = AdmitRequest(request_id, 0, hashes, 4 * len(hashes) + 2, tenant=tenant, preview=preview)
+    request = AdmitRequest(request_id, 0, hashes, 4 * len(hashes) + 2, cache=CacheWish(tenant), preview=preview)
     admission, _ = directory.admit(request)
     directory.blocks_changed(admission.prefill, 1, hashes, ())
     directory.release(request_id)

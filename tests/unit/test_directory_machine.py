@@ -18,7 +18,18 @@ from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
 from engine.core.errors import NoWorkerError
 from engine.core.placement import CostModel
 from engine.core.segment_store import EraseFile, ReadFile, WriteFile
-from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
+from engine.core.tenants import Tenant
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    BlockHash,
+    CacheWish,
+    EvictionReason,
+    Handover,
+    Retention,
+    Role,
+    SegmentHeader,
+)
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 10
@@ -31,6 +42,10 @@ def chain(path: Iterable[int]) -> tuple[BlockHash, ...]:
     return tuple(bytes([*path[: count + 1]]) for count in range(len(path)))
 
 
+TENANTS = (Tenant("a", cache_min=0.5), Tenant("b", cache_max=0.25))
+WISHES = st.builds(
+    CacheWish, st.sampled_from(["a", "b", "c"]), st.integers(-1, 1), st.one_of(st.none(), st.integers(1, 5))
+)
 PATHS = st.lists(st.integers(0, 1), max_size=4).map(chain)
 ANY_BLOCKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=4).map(bytes), max_size=4)
 
@@ -78,7 +93,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     )
     def build(self, budget_blocks, disk_blocks, files, import_bytes_per_s, workers) -> None:
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
-        self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES)
+        self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS)
         headers = [SegmentHeader("model", path, len(path) * BLOCK_BYTES, 0) for path in files]
         self._carry_out(self.directory.segments.files_found(headers))
         for worker_id, role in zip(WORKERS, workers, strict=False):
@@ -149,12 +164,16 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     # Requests
 
-    @rule(path=PATHS, spare=st.integers(1, 40))
-    def admit(self, path, spare) -> None:
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds) -> None:
+        self.directory.segments.now += seconds
+
+    @rule(path=PATHS, spare=st.integers(1, 40), wish=WISHES)
+    def admit(self, path, spare, wish) -> None:
         request_id = f"r{self.num_requests}"
         self.num_requests += 1
         num_tokens = len(path) * BLOCK_SIZE + spare
-        self._admit(AdmitRequest(request_id, 0, path, num_tokens))
+        self._admit(AdmitRequest(request_id, 0, path, num_tokens, cache=wish))
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data(), path=PATHS)
@@ -163,7 +182,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         old = self.admitted[self._draw_request(data)]
         hashes = max(old.request.hashes, path, key=len)
         num_tokens = len(hashes) * BLOCK_SIZE + 1
-        self._admit(AdmitRequest(old.request.request_id, old.request.attempt + 1, hashes, num_tokens))
+        request_id, attempt = old.request.request_id, old.request.attempt + 1
+        self._admit(AdmitRequest(request_id, attempt, hashes, num_tokens, cache=old.request.cache))
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data(), num_blocks=st.integers(1, 5))
@@ -355,7 +375,9 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def _export(self, worker_id: str, blocks: tuple[BlockHash, ...], handover: Handover | None) -> None:
         hashes = blocks if handover is None or handover.tail is None else (*blocks, handover.tail)
-        header = SegmentHeader("model", hashes, len(hashes) * BLOCK_BYTES, 0, handover)
+        wish = CacheWish() if handover is None else self.admitted[handover.request_id].request.cache
+        retention = Retention(wish.tenant, wish.priority)
+        header = SegmentHeader("model", hashes, len(hashes) * BLOCK_BYTES, 0, handover, retention)
         epoch = self.workers[worker_id].epoch
         instructions = self.directory.segment_exported(worker_id, epoch, header, None)
         if handover is not None:

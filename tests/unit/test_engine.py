@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.core.block_pool import BlockPool
 from engine.core.costs import StepShape
 from engine.core.scheduler import SchedulerLimits
-from engine.core.types import FinishReason, Handover, Salt, SegmentHeader, Stage, TokenEvent
+from engine.core.types import CacheWish, FinishReason, Handover, Retention, Salt, SegmentHeader, Stage, TokenEvent
 from engine.model.engine import Engine, ExportedSegment
 from engine.model.segments import checksum
 
@@ -166,8 +166,8 @@ def test_only_what_is_missing_is_imported_and_only_as_much_as_fits() -> None:
     long = (*PROMPT[:8], *[3] * 24)
     source.submit(make_assignment("s", long, max_tokens=1), 0.0)
     run(source)
-    segment, missing = source.export([*hashes_of(long), b"absent"])
-    assert segment is not None and missing == (b"absent",)
+    [segment], missing = source.export([*hashes_of(long), b"absent"])
+    assert missing == (b"absent",)
     held = engine.pool.match(hashes_of(PROMPT[:8]))
     engine.pool.acquire(held)
     assert engine.import_segment(segment.header, segment.payload, 0.0)
@@ -225,10 +225,37 @@ def test_a_pool_that_cannot_evict_imports_nothing(monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_segments_say_what_is_wished_for_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.engine.time.time", lambda: 1e9)
+    engine = make_engine(num_blocks=32)
+    wish = CacheWish("t", 2, ttl_s=60.0)
+    engine.submit(make_assignment("p", PROMPT, stage=Stage.PREFILL, cache=wish), 5.0)
+    _, segments = run(engine, now=5.0)
+    assert {segment.header.retention for segment in segments} == {Retention("t", 2, 1e9 + 60)}
+    other = (9, 9, 9, 9)
+    engine.submit(make_assignment("q", other, max_tokens=1, cache=CacheWish("u")), 15.0)
+    run(engine, now=15.0)
+    exported, _ = engine.export([*hashes_of(PROMPT), *hashes_of(other)])
+    assert [(segment.header.hashes, segment.header.retention) for segment in exported] == [
+        (tuple(hashes_of(PROMPT)), Retention("t", 2, 1e9 + 50)),
+        (tuple(hashes_of(other)), Retention("u")),
+    ]
+
+
+def test_what_a_running_request_wishes_goes_with_its_blocks() -> None:
+    engine = make_engine()
+    engine.submit(make_assignment("r", PROMPT, max_tokens=20, cache=CacheWish("t")), 0.0)
+    while not engine.pool.hashes():
+        engine.step(0.0)
+    [segment], _ = engine.export(engine.pool.hashes())
+    assert segment.header.retention == Retention("t")
+    engine.abort(["r"])
+
+
 def test_export_of_what_is_not_here() -> None:
     engine = make_engine()
-    assert engine.export([b"absent"]) == (None, (b"absent",))
-    assert engine.export([]) == (None, ())
+    assert engine.export([b"absent"]) == ([], (b"absent",))
+    assert engine.export([]) == ([], ())
 
 
 def test_blocks_that_cannot_be_copied_out_are_not_sent_but_the_handover_is(monkeypatch: pytest.MonkeyPatch) -> None:

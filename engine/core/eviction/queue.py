@@ -13,34 +13,20 @@ queue has no clock.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
 from engine.core.eviction.ranking import Key, Ranking, Visit
-from engine.core.types import EvictionReason
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """What a request wishes for its blocks. Of several requests' wishes for one block the most generous counts."""
-
-    tenant: str = ""
-    priority: int = 0
-    """A tenant's blocks of a lower priority are evicted before its blocks of a higher one."""
-    expires_at: float | None = None
-    """From then on the blocks are evicted before any other; None for never."""
+from engine.core.types import DEFAULT_RETENTION, EvictionReason, Retention
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Bounds on the evictable blocks of one tenant."""
+    """Bounds on the evictable blocks of one tenant, or on their weight."""
 
     floor: int = 0
     ceiling: int | None = None
-
-
-DEFAULT_RETENTION = Retention()
 
 
 class _Block(Generic[Key]):
@@ -102,21 +88,29 @@ _Entry: TypeAlias = tuple[float, int, _Block[Key]]
 class EvictionQueue(Generic[Key]):
     """Knows every block since its first visit; those that are not held are evictable."""
 
-    def __init__(self, ranking: Ranking[Key], quotas: Mapping[str, Quota] | None = None) -> None:
+    def __init__(
+        self,
+        ranking: Ranking[Key],
+        quotas: Mapping[str, Quota] | None = None,
+        weight_of: Callable[[Key], int] | None = None,
+    ) -> None:
+        """`weight_of`: how much a block counts against quotas, as long as it is known; 1 unless given."""
         self._ranking = ranking
+        self._weight_of: Callable[[Key], int] = weight_of or (lambda key: 1)
         self._quotas = dict(quotas or {})
         self._blocks: dict[Key, _Block[Key]] = {}
         self._heaps: dict[str, dict[int, list[_Entry[Key]]]] = {}
         """Leaves by tenant and priority; the least worth ones come first."""
-        self._num_evictable: dict[str, int] = {}
-        """By tenant."""
+        self._evictable: dict[str, int] = {}
+        """The weight of each tenant's evictable blocks."""
+        self._num_evictable = 0
         self._expiring: list[_Entry[Key]] = []
         self._num_pushed = 0
         self._aged_at: float | None = None
 
     def __len__(self) -> int:
         """How many blocks could be evicted."""
-        return sum(self._num_evictable.values())
+        return self._num_evictable
 
     def __contains__(self, key: Key) -> bool:
         block = self._blocks.get(key)
@@ -125,6 +119,13 @@ class EvictionQueue(Generic[Key]):
     def __iter__(self) -> Iterator[Key]:
         """All evictable blocks, in no particular order."""
         return (key for key, block in self._blocks.items() if block.is_evictable)
+
+    def retention_of(self, key: Key) -> Retention | None:
+        """What was wished for a block; None before a request has used it."""
+        block = self._blocks.get(key)
+        if block is None or not block.is_claimed:
+            return None
+        return Retention(block.tenant, block.priority, block.expires_at)
 
     def visit(self, path: Sequence[Key], now: float, retention: Retention = DEFAULT_RETENTION) -> None:
         """A request has used these blocks, in sequence order and from the root on; they are held."""
@@ -223,8 +224,8 @@ class EvictionQueue(Generic[Key]):
         assert queued == {(block.tenant, block.priority, block.key) for block in leaves}
         expiring = {(expires_at, block.key) for expires_at, stamp, block in self._expiring if _is_valid(block, stamp)}
         assert expiring == {(block.expires_at, block.key) for block in leaves if block.expires_at is not None}
-        for tenant, count in self._num_evictable.items():
-            assert count == sum(block.tenant == tenant for block in evictable)
+        for tenant, weight in self._evictable.items():
+            assert weight == sum(self._weight_of(block.key) for block in evictable if block.tenant == tenant)
 
     def _age(self, now: float) -> None:
         if now == self._aged_at:
@@ -281,7 +282,8 @@ class EvictionQueue(Generic[Key]):
                     known.visit = visit
 
     def _count(self, block: _Block[Key], change: int) -> None:
-        self._num_evictable[block.tenant] = self._num_evictable.get(block.tenant, 0) + change
+        self._num_evictable += change
+        self._evictable[block.tenant] = self._evictable.get(block.tenant, 0) + change * self._weight_of(block.key)
 
     def _push(self, leaf: _Block[Key]) -> None:
         self._num_pushed += 1
@@ -338,11 +340,11 @@ class EvictionQueue(Generic[Key]):
 
     def _is_above_ceiling(self, tenant: str) -> bool:
         quota = self._quotas.get(tenant)
-        return quota is not None and quota.ceiling is not None and self._num_evictable[tenant] > quota.ceiling
+        return quota is not None and quota.ceiling is not None and self._evictable[tenant] > quota.ceiling
 
     def _is_above_floor(self, tenant: str) -> bool:
         quota = self._quotas.get(tenant)
-        return quota is None or self._num_evictable[tenant] > quota.floor
+        return quota is None or self._evictable[tenant] > quota.floor
 
 
 def _is_valid(block: _Block[Key], stamp: int) -> bool:

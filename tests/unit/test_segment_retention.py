@@ -1,0 +1,118 @@
+"""What requests and tenants may wish of the object store and the disk. Both hold four segments of a block."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from engine.core.block_index import BlockIndex
+from engine.core.cache_statistics import CacheStatistics
+from engine.core.segment_store import SegmentStore, WriteFile
+from engine.core.tenants import Tenant
+from engine.core.types import BlockHash, CacheWish, Retention, SegmentHeader
+
+NUM_BYTES = 10
+
+
+class Tier:
+    """A store that keeps segments in one place only."""
+
+    def __init__(self, place: str, tenants: Iterable[Tenant]) -> None:
+        budgets = (4 * NUM_BYTES, 0) if place == "object store" else (0, 4 * NUM_BYTES)
+        self.blocks = BlockIndex(CacheStatistics(16))
+        self.store = SegmentStore(self.blocks, *budgets, tenants)
+
+    def put(self, *names: BlockHash, tenant: str = "", priority: int = 0, expires_at: float | None = None) -> None:
+        """Export blocks, each in a segment of its own."""
+        for name in names:
+            header = SegmentHeader("m", (name,), NUM_BYTES, 0, retention=Retention(tenant, priority, expires_at))
+            for instruction in self.store.exported(header, "ref")[1]:
+                if isinstance(instruction, WriteFile):
+                    self.store.written(instruction.segment.segment_id, header)
+            self.store.check_integrity([])
+
+    def end(self, *names: BlockHash, wish: CacheWish) -> None:
+        """A request with these blocks ends."""
+        self.store.released([], names, wish)
+        self.store.check_integrity([])
+
+    @property
+    def kept(self) -> set[BlockHash]:
+        return {name for name, record in self.blocks.items() if record.segment is not None}
+
+
+MakeTier = Callable[..., Tier]
+
+
+@pytest.fixture(params=["object store", "disk"])
+def make(request: pytest.FixtureRequest) -> MakeTier:
+    return lambda *tenants: Tier(request.param, tenants)
+
+
+def test_without_wishes_the_least_recently_used_goes(make: MakeTier) -> None:
+    tier = make()
+    tier.put(b"a", b"b", b"c", b"d")
+    tier.end(b"a", wish=CacheWish())
+    tier.put(b"e", b"f")
+    assert tier.kept == {b"a", b"d", b"e", b"f"}
+
+
+def test_one_tenant_cannot_flush_another_below_its_floor(make: MakeTier) -> None:
+    tier = make(Tenant("small", cache_min=0.5))
+    tier.put(b"a", b"b", b"c", tenant="small")
+    tier.put(*(bytes([number]) for number in range(20)), tenant="large", priority=10)
+    assert {b"b", b"c"} <= tier.kept and b"a" not in tier.kept
+
+
+def test_a_tenant_above_its_ceiling_pays_with_its_own(make: MakeTier) -> None:
+    tier = make(Tenant("bounded", cache_max=0.5))
+    tier.put(b"a", tenant="other")
+    tier.put(b"1", b"2", b"3", tenant="bounded")
+    tier.put(b"b", tenant="other")
+    assert tier.kept == {b"a", b"2", b"3", b"b"}
+
+
+def test_what_has_expired_goes_first(make: MakeTier) -> None:
+    tier = make()
+    tier.put(b"a", b"b")
+    tier.put(b"c", expires_at=5.0)
+    tier.put(b"d")
+    tier.store.now = 6.0
+    tier.put(b"e")
+    assert tier.kept == {b"a", b"b", b"d", b"e"}
+
+
+def test_a_tenant_s_higher_priority_stays_longer(make: MakeTier) -> None:
+    tier = make()
+    tier.put(b"a", tenant="t", priority=1)
+    tier.put(b"b", b"c", b"d", b"e", tenant="t")
+    assert tier.kept == {b"a", b"c", b"d", b"e"}
+
+
+def test_a_request_s_wish_counts_when_it_ends(make: MakeTier) -> None:
+    tier = make()
+    tier.put(b"a", b"b", b"c", b"d", tenant="t", expires_at=5.0)
+    tier.store.now = 4.0
+    tier.end(b"a", wish=CacheWish("t", priority=1, ttl_s=10.0))
+    tier.end(b"b", wish=CacheWish("another", priority=9))
+    tier.store.now = 6.0
+    tier.put(b"e", b"f", tenant="t")
+    assert tier.kept == {b"a", b"b", b"e", b"f"}, "nobody wants c and d any longer"
+    tier.put(b"g", tenant="t")
+    assert tier.kept == {b"a", b"e", b"f", b"g"}, "another's wish gives b no priority"
+
+
+def test_of_a_prompt_the_end_goes_first(make: MakeTier) -> None:
+    tier = make()
+    tier.put(b"a", b"b", b"c", b"d")
+    tier.end(b"a", b"b", b"c", wish=CacheWish())
+    tier.end(b"a", b"b", b"d", wish=CacheWish())
+    tier.put(b"1", b"2")
+    assert tier.kept == {b"a", b"b", b"1", b"2"}
+
+
+def test_what_was_found_on_disk_is_kept_as_was_wished() -> None:
+    tier = Tier("disk", [Tenant("small", cache_min=0.5)])
+    files = [SegmentHeader("m", (name,), NUM_BYTES, 0, retention=Retention("small")) for name in (b"a", b"b")]
+    assert tier.store.files_found(files) == []
+    tier.put(*(bytes([number]) for number in range(20)), tenant="large")
+    assert {b"a", b"b"} <= tier.kept
