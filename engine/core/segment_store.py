@@ -158,9 +158,10 @@ class SegmentStore:
             self._leave_store(segment, "segment lost")
 
     def lost(self, segment: Segment) -> list[DiskInstruction]:
-        """A segment is damaged, or its file is gone, which then is of no use to any other segment either."""
+        """A segment is damaged, or its file is gone. Another segment of the same blocks keeps the file, which may have
+        been written anew for it; if not, it finds out when it is read."""
         self._drop(segment, "segment lost")
-        return [] if segment.file is None else [EraseFile(segment.file)]
+        return [] if segment.file is None else self._erase(segment.file)
 
     def lease(self, segment: Segment) -> None:
         """A request was promised blocks of a segment: it stays until that is `released`."""
