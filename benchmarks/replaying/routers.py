@@ -8,9 +8,9 @@ from typing import Protocol
 from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import ReplayError
 from benchmarks.replaying.worker import Job, ReplayWorker
-from engine.core.directory import Directory
+from engine.core.directory import Directory, Export, Instruction
 from engine.core.placement import preferred
-from engine.core.types import AdmitRequest, Role
+from engine.core.types import AdmitRequest, Role, SegmentHeader
 
 
 class Router(Protocol):
@@ -85,17 +85,18 @@ class Managed:
     """The manager: `Directory.admit`, by predicted time to first token."""
 
     def __init__(self, workers: Sequence[ReplayWorker], speeds: Speeds) -> None:
-        model, block_bytes = speeds.cost_model(workers[0].pool.block_size)
+        model, self._block_bytes = speeds.cost_model(workers[0].pool.block_size)
         self._directory = Directory(model, segment_budget_bytes=0)
         self._imports = speeds.imports
         for worker in workers:
-            self._directory.register(worker.worker_id, worker.role, 0, block_bytes, (), speeds.token_budget)
+            self._directory.register(worker.worker_id, worker.role, 0, self._block_bytes, (), speeds.token_budget)
 
     def route(self, job: Job) -> tuple[str, str]:
         request = job.request
-        admission, _ = self._directory.admit(
+        admission, instructions = self._directory.admit(
             AdmitRequest(str(job.number), 0, request.hashes, request.num_prompt_tokens, request.session)
         )
+        self._export(instructions)
         if self._imports:
             job.promised = frozenset(admission.prefill_awaited)
         return admission.prefill, admission.decode
@@ -113,12 +114,19 @@ class Managed:
         self._directory.first_token(str(job.number), 0, 0.0)
 
     def ended(self, job: Job) -> None:
-        self._directory.release(str(job.number))
+        self._export(self._directory.release(str(job.number)))
 
     def pool_changed(self, worker: ReplayWorker) -> None:
         sealed, evicted = worker.pool.drain_journal()
         if sealed or evicted:
-            self._directory.blocks_changed(worker.worker_id, 0, sealed, evicted)
+            self._export(self._directory.blocks_changed(worker.worker_id, 0, sealed, evicted))
+
+    def _export(self, instructions: Sequence[Instruction]) -> None:
+        """What workers are asked to export they have exported at once; how long that takes is in the cost of a move."""
+        for each in instructions:
+            if isinstance(each, Export):
+                header = SegmentHeader("", each.hashes, len(each.hashes) * self._block_bytes, 0)
+                self._export(self._directory.segment_exported(each.worker_id, 0, header, None))
 
 
 ROUTERS: Mapping[str, Callable[[Sequence[ReplayWorker], Speeds], Router]] = {

@@ -8,10 +8,13 @@ import pytest
 from benchmarks import eviction
 from benchmarks.replay import main, parse_roles, replay
 from benchmarks.replaying.bounds import hit_rates
-from benchmarks.replaying.routers import ROUTERS
+from benchmarks.replaying.cluster import Cluster
+from benchmarks.replaying.routers import ROUTERS, Managed
 from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, read_costs
 from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
 from benchmarks.replaying.traces import ReplayError, TraceRequest, read_trace
+from benchmarks.replaying.worker import ReplayWorker
+from engine.core.block_pool import BlockPool
 from engine.core.eviction.policies import EvictionPolicy
 from engine.core.types import Role
 
@@ -119,6 +122,15 @@ def test_with_costs_a_prefix_is_imported_from_a_busy_worker(tmp_path: Path) -> N
     assert jobs[2].first_token_s == pytest.approx(10.1 + 0.005 + 2 * 1000 * 1e-6 + 0.01 + 0.0512)
     for worker in workers:
         worker.pool.check_integrity(held=())
+
+
+def test_what_the_directory_asks_for_is_exported(tmp_path: Path, trace: list[TraceRequest]) -> None:
+    speeds = fitted(write_costs(tmp_path / "costs.json"))
+    workers = [ReplayWorker(name, Role.MIXED, BlockPool(12, 512), speeds) for name in ("a", "b")]
+    router = Managed(workers, speeds)
+    assert any(job.num_imported for job in list(Cluster(workers, router).run(trace)))
+    router._directory.check_integrity()
+    assert not any(worker.exporting for worker in router._directory.workers.values())
 
 
 def test_at_constant_rates_nothing_is_imported() -> None:
