@@ -255,10 +255,16 @@ class Directory:
         return [*self.segments.lost(segment), *self.segment_unread(segment)]
 
     def segment_unread(self, segment: Segment) -> list[Instruction]:
-        """A segment could not be read from disk now: who waits for it is told, and the next one may try again."""
-        waiting, segment.wanted_by = segment.wanted_by, set()
+        """A segment could not be read from disk now: its blocks come from elsewhere for those who wait for it, and the
+        next one may try again."""
+        waiting, segment.wanted_by = frozenset(segment.wanted_by & self.workers.keys()), set()
         hashes = segment.header.full_hashes
-        return [Lost(worker_id, hashes) for worker_id in sorted(waiting) if worker_id in self.workers]
+        for block_hash in hashes:
+            record = self._blocks[block_hash]
+            record.wanted_by |= waiting - record.workers
+        instructions = self._fail(hashes)
+        self._blocks.forget_unknown(hashes)
+        return instructions
 
     def segment_read(self, segment_id: int, ref: object) -> list[Instruction]:
         """A segment has come from disk into the object store."""
@@ -419,7 +425,7 @@ class Directory:
             self._produced(block_hash, record)
         if self.segments.disk_budget_bytes and record.segment is None:
             worker.unsaved.append(block_hash)
-        if not record.wanted_by or record.producer is not None or record.segment is not None:
+        if not record.wanted_by or record.producer is not None:
             return False
         self._ask(worker.worker_id, block_hash)
         return True
