@@ -156,6 +156,19 @@ def test_of_those_who_wait_for_a_file_in_vain_one_computes(make_directory: MakeD
     assert receivers == {*"pqr"} - {lost.worker_id}
 
 
+def test_who_waits_for_a_file_is_not_to_blame_for_what_it_computes(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0)
+    write(directory, A)
+    [read] = ask(directory, "r", A, B)
+    directory.register("p2", Role.PREFILL, 1, 10, ())
+    assert directory.admit(AdmitRequest("s", 0, (A, B), 10))[0].prefill == "p2"
+    assert directory.replace_stalled(0.0, 30.0) == directory.replace_stalled(30.0, 30.0) == []
+    assert isinstance(read, ReadFile)
+    directory.segment_read(read.segment.segment_id, "ref")
+    assert directory.replace_stalled(60.0, 30.0) == []
+    assert directory.replace_stalled(90.0, 30.0) == [Lost("p2", (B,))]
+
+
 def test_what_cannot_be_fetched_stays_on_disk(make: MakeDirectory) -> None:
     directory = make()
     write(directory, A, B)
