@@ -19,6 +19,8 @@ from engine.core.types import SegmentHeader
 
 logger = logging.getLogger(__name__)
 
+READ_TIMEOUT_S = 20.0
+"""Who waits for a file hears after so long that it cannot be had now."""
 TAKE_OVER_S = 5.0
 """How long a folder may be kept by a manager that has died and whose process is still ending."""
 
@@ -66,11 +68,12 @@ class DiskTier:
             DamagedFileError: nor later.
         """
         try:
-            return await asyncio.to_thread(lambda: ray.put(self._files.read(header)))
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                return await asyncio.to_thread(lambda: ray.put(self._files.read(header)))
         except DamagedFileError:
             raise
         except Exception as error:  # whatever it was, whoever waits for the file must hear of it
-            logger.warning("segment of %d blocks not read: %s", len(header.hashes), error)
+            logger.warning("segment of %d blocks not read: %r", len(header.hashes), error)
             return None
 
     async def erase(self, header: SegmentHeader) -> None:

@@ -105,6 +105,7 @@ class ActorHost:
             costs,
             int(cache.segment_gib * GIB),
             int(cache.transcript_mib * MIB),
+            cache.await_timeout_s,
             int(cache.disk_gib * GIB),
             cache.disk_path,
             configured_tenants(self._config),

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 SAVE_S = 1.0
 """How often blocks are looked for that are not on their way to disk."""
+NUM_STALL_CHECKS = 8
+"""How often in `await_timeout_s` those are looked for who do not send what others wait for."""
 
 
 @dataclass(slots=True)
@@ -63,15 +65,18 @@ class KVCacheManager:
         costs: CostModel,
         segment_budget_bytes: int,
         transcript_budget_bytes: int,
+        await_timeout_s: float,
         disk_budget_bytes: int = 0,
         disk_path: str | None = None,
         tenants: Sequence[Tenant] = (),
     ) -> None:
-        """`disk_path` is where segments are kept on disk, if `disk_budget_bytes` is not 0. `tenants`: who is granted
-        how much of the object store's and the disk's budgets."""
+        """After `await_timeout_s` without a block those who wait for it are not to rely on its sender any more.
+        `disk_path` is where segments are kept on disk, if `disk_budget_bytes` is not 0. `tenants`: who is granted how
+        much of the object store's and the disk's budgets."""
         gc.set_threshold(*GC_THRESHOLDS)
         self._directory = Directory(costs, segment_budget_bytes, disk_budget_bytes, tenants)
         self._disk = DiskTier(disk_path) if disk_budget_bytes else None
+        self._await_timeout_s = await_timeout_s
         self._transcripts = TranscriptStore(transcript_budget_bytes)
         self._handles: dict[str, ActorHandle[Any]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -84,6 +89,7 @@ class KVCacheManager:
         """Answers once the manager is up, and knows what is on disk."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_ingresses())
+            self._background.start(self._watch_senders())
             if self._disk is not None:
                 self._carry_out(self._directory.segments.files_found(await self._disk.open()))
                 self._background.start(self._save_blocks())
@@ -238,6 +244,12 @@ class KVCacheManager:
                 if ingress.requests:
                     logger.warning("ingress %s is gone: %d requests released", ingress_id, len(ingress.requests))
                 self._release(ingress, list(ingress.requests))
+
+    async def _watch_senders(self) -> None:
+        """Find others for what does not come from those who were to send it."""
+        while True:
+            await asyncio.sleep(self._await_timeout_s / NUM_STALL_CHECKS)
+            self._carry_out(self._directory.replace_stalled(time.monotonic(), self._await_timeout_s))
 
     async def _follow(self, worker_id: str, epoch: int, handle: ActorHandle[Any]) -> None:
         """Read one worker's export stream until the worker is gone."""

@@ -70,7 +70,10 @@ class CacheSection(_Section):
         description="Token ids of answered chats that the manager remembers, in MiB; 0 turns it off.",
     )
     await_timeout_s: float = Field(
-        default=30.0, gt=0, le=600, description="How long a worker waits for promised KV before it computes it."
+        default=30.0,
+        gt=0,
+        le=600,
+        description="How long promised KV may not come before one of the workers that wait computes it for all.",
     )
     public_prefixes: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
         default=(), description="System messages that are no secret: all tenants share the KV of their tokens."

@@ -91,6 +91,8 @@ class WorkerRecord:
     """Predicted time of the prefills promised to it and not done yet."""
     exporting: dict[BlockHash, None] = field(default_factory=dict)
     """Blocks, in order, that it was asked to export: it is their producer."""
+    silent_since: float | None = None
+    """Since when, as far as noted, some of `exporting` have been waited for and none has come."""
     unsaved: list[BlockHash] = field(default_factory=list)
     """Blocks that it sealed and no segment contained, to be exported for the disk."""
     alone: frozenset[str] = field(init=False)
@@ -118,6 +120,8 @@ class Reservation:
     leased: list[Segment]
     lacking: dict[BlockHash, None]
     """Blocks, in order, that its prefill worker may have to compute yet: others are to send it some of them."""
+    silent_since: float | None = None
+    """The same of `producing`, while the request does not wait for others itself."""
 
 
 class Directory:
@@ -264,10 +268,16 @@ class Directory:
         return [*self.segments.lost(segment), *self.segment_unread(segment)]
 
     def segment_unread(self, segment: Segment) -> list[Instruction]:
-        """A segment could not be read from disk now: who waits for it is told, and the next one may try again."""
+        """A segment could not be read from disk now: its blocks come from elsewhere for those who wait for it, and the
+        next one may try again."""
+        waiting = frozenset(self.segments.unread(segment) & self.workers.keys())
         hashes = segment.header.full_hashes
-        waiting = sorted(self.segments.unread(segment))
-        return [Lost(worker_id, hashes) for worker_id in waiting if worker_id in self.workers]
+        for block_hash in hashes:
+            record = self._blocks[block_hash]
+            record.wanted_by |= waiting - record.workers
+        instructions = self._fail(hashes)
+        self._blocks.forget_unknown(hashes)
+        return instructions
 
     def segment_read(self, segment_id: int, ref: object) -> list[Instruction]:
         """A segment has come from disk into the object store."""
@@ -287,6 +297,33 @@ class Directory:
             for block_hash in ready:
                 self._ask(worker.worker_id, block_hash)
             instructions.append(Export(worker.worker_id, tuple(ready)))
+        return instructions
+
+    def replace_stalled(self, now: float, patience_s: float) -> list[Instruction]:
+        """Have another request compute what workers wait for and whoever was to send it has not sent for `patience_s`.
+        To be called several times in that time.
+
+        Not to blame is a request that waits for blocks itself, nor one whose blocks nobody else could compute: who
+        waits for those, as a decode worker does for its own request's, helps itself.
+        """
+        instructions: list[Instruction] = []
+        senders: list[tuple[WorkerRecord | Reservation, WorkerRecord, dict[BlockHash, None]]] = [
+            (worker, worker, worker.exporting) for worker in self.workers.values()
+        ]
+        for reservation in self._reservations.values():
+            worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
+            if worker is not None:
+                senders.append((reservation, worker, reservation.producing))
+        for sender, worker, promised in senders:
+            wanted = next((h for h in promised if self._blocks[h].wanted_by), None)
+            if wanted is None or (isinstance(sender, Reservation) and self._is_waiting(sender)):
+                sender.silent_since = None
+            elif sender.silent_since is None:
+                sender.silent_since = now
+            elif now - sender.silent_since >= patience_s:
+                sender.silent_since = None
+                if self._first_lacking(wanted, but_not_at=worker.worker_id) is not None:
+                    instructions += self._replace(worker, promised)
         return instructions
 
     # Requests
@@ -428,7 +465,7 @@ class Directory:
             self._produced(block_hash, record)
         if self.segments.disk_budget_bytes and record.segment is None:
             worker.unsaved.append(block_hash)
-        if not record.wanted_by or record.producer is not None or record.segment is not None:
+        if not record.wanted_by or record.producer is not None:
             return False
         self._ask(worker.worker_id, block_hash)
         return True
@@ -441,9 +478,13 @@ class Directory:
     def _produced(self, block_hash: BlockHash, record: BlockRecord) -> None:
         """Nobody needs to compute or export this block any more."""
         if record.producer in self.workers:
-            self.workers[record.producer].exporting.pop(block_hash, None)
+            worker = self.workers[record.producer]
+            worker.exporting.pop(block_hash, None)
+            worker.silent_since = None
         elif record.producer in self._reservations:
-            self._reservations[record.producer].producing.pop(block_hash, None)
+            reservation = self._reservations[record.producer]
+            reservation.producing.pop(block_hash, None)
+            reservation.silent_since = None
         record.producer = None
 
     def _lacking(self, worker_id: str, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
@@ -622,18 +663,46 @@ class Directory:
             *(Lost(worker_id, tuple(missing)) for worker_id, missing in lost.items()),
         ]
 
-    def _first_lacking(self, block_hash: BlockHash) -> Reservation | None:
+    def _first_lacking(self, block_hash: BlockHash, but_not_at: str | None = None) -> Reservation | None:
         """The request that was admitted first of those that could compute a block and whose worker does not hold it."""
         for request_id, reservation in self._reservations.items():
+            if block_hash not in reservation.lacking or reservation.admission.prefill == but_not_at:
+                continue
             worker = self.workers.get(reservation.admission.prefill)
-            if (
-                worker is not None
-                and request_id in worker.requests
-                and block_hash in reservation.lacking
-                and block_hash not in worker.blocks
-            ):
+            if worker is not None and request_id in worker.requests and block_hash not in worker.blocks:
                 return reservation
         return None
+
+    def _is_waiting(self, reservation: Reservation) -> bool:
+        """Whether its prefill worker waits for blocks that the request needs and others are to send."""
+        worker_id = reservation.admission.prefill
+        for block_hash in reservation.admission.prefill_awaited:
+            record = self._blocks.get(block_hash)
+            if record is None or block_hash not in reservation.lacking or block_hash in reservation.producing:
+                continue
+            if worker_id in record.wanted_by or (record.segment and worker_id in record.segment.wanted_by):
+                return True
+        return False
+
+    def _replace(self, worker: WorkerRecord, promised: Iterable[BlockHash]) -> list[Instruction]:
+        """Rely on a worker no more for blocks that it, or a request there, was to send.
+
+        Its other requests that lack them are likely to stand still as well, and from now on wait for a later one. So
+        they do not take over, and what they were to compute is taken over too, or there would be a circle.
+        """
+        behind = [
+            reservation
+            for reservation in map(self._reservations.__getitem__, worker.requests)
+            if reservation.admission.prefill == worker.worker_id
+            and any(h in reservation.lacking and h not in worker.blocks for h in promised)
+        ]
+        given_up = dict.fromkeys(chain(promised, *(reservation.producing for reservation in behind)))
+        for reservation in behind:
+            reservation.lacking.clear()
+        replaced = [h for h in given_up if self._blocks[h].wanted_by and self._first_lacking(h) is not None]
+        for block_hash in replaced:
+            self._produced(block_hash, self._blocks[block_hash])
+        return self._fail(replaced, asks_holders=False)
 
     def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
         return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]

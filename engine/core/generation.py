@@ -87,7 +87,11 @@ class Generation:
             self.imported_tokens = len(admission.prefill_awaited) * block_size
 
     def assignments(self, admission: Admission, reply_to: str, await_timeout_s: float) -> list[tuple[str, Assignment]]:
-        """What each of this attempt's workers is asked to do."""
+        """What each of this attempt's workers is asked to do.
+
+        After `await_timeout_s` without a block the manager has one of those that wait compute it
+        (`Directory.replace_stalled`), so the others wait as long again. A decode worker waits for its own prefill.
+        """
         split = [
             (admission.prefill, Stage.PREFILL, admission.prefill_awaited, admission.prefill_epoch),
             (admission.decode, Stage.DECODE, admission.decode_awaited, admission.decode_epoch),
@@ -106,7 +110,7 @@ class Generation:
                     reply_to,
                     self.salt,
                     awaited,
-                    await_timeout_s,
+                    await_timeout_s if stage is Stage.DECODE else 2 * await_timeout_s,
                     num_scored=len(self.prompt_logprobs),
                     cache=self.cache,
                     promised_to=epoch,

@@ -26,6 +26,8 @@ from engine.core.types import Admission, AdmitRequest, Assignment, CacheWish, Ro
 from engine.model.engine import Engine, ExportedSegment
 
 AWAIT_TIMEOUT_S = 30.0
+CHECK_S = AWAIT_TIMEOUT_S / 8
+"""How often the manager looks for those who do not send what others wait for."""
 RETRY_S = 0.25
 MAX_TURNS = 20_000
 
@@ -55,6 +57,15 @@ class SimWorker:
     is_stalled: bool = False
     num_unsent: int = 0
     """Segments that it cannot send next."""
+    commands: list[Callable[[], object]] = field(default_factory=list)
+    """What its engine's thread was asked to do while it was stalled."""
+
+    def post(self, command: Callable[[], object]) -> None:
+        """Have the engine's thread do something, when it is back."""
+        if self.is_stalled:
+            self.commands.append(command)
+        elif self.is_alive:
+            command()
 
 
 @dataclass(eq=False)
@@ -128,6 +139,24 @@ class Cluster:
         self.workers[worker_id] = worker = SimWorker(worker_id, role, epoch, engine)
         self._register(worker)
 
+    def stall(self, worker_id: str) -> None:
+        """A worker's engine does nothing any more, and nobody is told."""
+        self.workers[worker_id].is_stalled = True
+
+    def resume(self, worker_id: str) -> None:
+        """It goes on, with what it was asked to do meanwhile."""
+        worker = self.workers[worker_id]
+        worker.is_stalled = False
+        commands, worker.commands = worker.commands, []
+        for command in commands:
+            worker.post(command)
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes, and the manager looks around, before and after."""
+        for passed in (0.0, seconds):
+            self.now += passed
+            self._carry_out(self.manager.directory.replace_stalled(self.now, AWAIT_TIMEOUT_S))
+
     def restart_manager(self) -> None:
         """The manager dies with all that was said to it and by it, and another comes up, which knows nothing."""
         for channel in [channel for channel in self.mail if channel[0] in ("exports", "to manager", "from manager")]:
@@ -138,11 +167,12 @@ class Cluster:
             self._admitted(self._place_alone(request), request)
         for worker in self.workers.values():
             if worker.is_alive:
-                worker.engine.scheduler.stop_awaiting_all()
-                self._register(worker)
+                worker.post(worker.engine.scheduler.stop_awaiting_all)
+                worker.post(lambda w=worker: self._register(w))  # type: ignore[misc]
 
     def ping(self) -> None:
         """The ingress tells workers for whom to wait on."""
+        now = self.now
         for worker in self.followed.values():
             awaiting = [
                 generation.request_id
@@ -151,7 +181,7 @@ class Cluster:
                 and generation.awaits_prefill
                 and generation.prefill in self.followed
             ]
-            self._call(worker, lambda w, ids=awaiting: w.engine.scheduler.keep_awaiting(ids, self.now))
+            self._call(worker, lambda w, ids=awaiting: w.engine.scheduler.keep_awaiting(ids, now))
 
     def deliver(self, channel: Channel) -> None:
         """The next message of a channel arrives."""
@@ -203,7 +233,7 @@ class Cluster:
     def drain(self, random: Random) -> None:
         """Let everything happen that can, in the order that `random` says; time passes only when nothing moves."""
         for _ in range(MAX_TURNS):
-            if not self.turn(random) and not self._wait():
+            if not self.turn(random) and not self.wait():
                 break
         else:
             raise AssertionError("it does not end")
@@ -244,21 +274,22 @@ class Cluster:
 
     def _call(self, worker: SimWorker, function: Callable[[SimWorker], object]) -> None:
         """The ingress calls a worker, which may be dead by then."""
-        self._say(("calls", worker.worker_id, worker.epoch), lambda: function(worker) if worker.is_alive else None)
+        self._say(("calls", worker.worker_id, worker.epoch), lambda: worker.post(lambda: function(worker)))
 
-    def _wait(self) -> bool:
+    def wait(self) -> bool:
         """Time passes, up to what somebody waits for; False if nobody does."""
-        deadlines = [w.engine.scheduler.next_deadline() for w in self.workers.values() if w.is_alive]
+        moving = [worker for worker in self.workers.values() if worker.is_alive and not worker.is_stalled]
+        deadlines = [worker.engine.scheduler.next_deadline() for worker in moving]
         due = min((deadline for deadline in deadlines if deadline is not None), default=None)
         if due is None and not self.retries:
             return False
         self.num_timeouts += 1
         if self.retries:
-            self.now += RETRY_S
+            self.pass_time(RETRY_S)
             retries, self.retries = self.retries, []
             self._dispatch([generation for generation in retries if generation.request_id in self.active])
         elif due is not None:
-            self.now = max(self.now, due)
+            self.pass_time(max(0.0, min(due - self.now, CHECK_S)))
         return True
 
     # The ingress
@@ -295,8 +326,9 @@ class Cluster:
         self._say(("calls", worker.worker_id, worker.epoch), lambda: self._submit(worker, assignment))
 
     def _submit(self, worker: SimWorker, assignment: Assignment) -> None:
+        now = self.now
         if worker.is_alive:
-            worker.engine.submit(assignment, self.now)
+            worker.post(lambda: worker.engine.submit(assignment, now))
         else:
             self._answer("submit failed", lambda: self._not_submitted(assignment))
 
@@ -381,7 +413,7 @@ class Cluster:
                 case Deliver(segment=segment):
                     self._answer("import", lambda w=worker, s=segment: self._import(w, s))
                 case Export(hashes=hashes):
-                    self._answer("export", lambda w=worker, h=hashes: self._export(w, h))
+                    self._answer("export", lambda w=worker, h=hashes: w.post(lambda: self._export(w, h)))
                 case Lost(hashes=hashes):
                     self._answer("lost", lambda w=worker, h=hashes: self._blocks_lost(w, h))
 
@@ -426,13 +458,12 @@ class Cluster:
             segment.segment_id not in manager.unreadable
         )
         payload = segment.ref if is_readable else None
-        worker.engine.import_segment(segment.header, payload, self.now)  # type: ignore[arg-type]
+        now = self.now
+        worker.post(lambda: worker.engine.import_segment(segment.header, payload, now))  # type: ignore[arg-type]
         if not is_readable:
             self._answer("to manager", lambda: manager.directory.segments.undelivered(segment))
 
     def _export(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
-        if not worker.is_alive:
-            return
         segments, missing = worker.engine.export(hashes)
         for segment in segments:
             self._send_segment(worker, segment)
@@ -444,8 +475,8 @@ class Cluster:
             )
 
     def _blocks_lost(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
-        if worker.is_alive:
-            worker.engine.scheduler.blocks_settled(hashes, self.now)
+        now = self.now
+        worker.post(lambda: worker.engine.scheduler.blocks_settled(hashes, now))
 
 
 def _exports(worker: SimWorker) -> Channel:

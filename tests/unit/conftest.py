@@ -37,8 +37,9 @@ def make_directory() -> Iterator[Callable[..., Directory]]:
     """Builds directories of blocks of four tokens and ten bytes."""
     made: list[Directory] = []
 
-    def make(segment_budget_bytes: int = 10_000, disk_budget_bytes: int = 0) -> Directory:
-        directory = Directory(CostModel(block_size=4, piggyback_tokens=0), segment_budget_bytes, disk_budget_bytes)
+    def make(segment_budget_bytes: int = 10_000, disk_budget_bytes: int = 0, piggyback_tokens: int = 0) -> Directory:
+        costs = CostModel(block_size=4, piggyback_tokens=piggyback_tokens)
+        directory = Directory(costs, segment_budget_bytes, disk_budget_bytes)
         made.append(directory)
         return directory
 

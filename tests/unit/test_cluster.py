@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from cluster import Cluster, Sizes
+from cluster import AWAIT_TIMEOUT_S, Cluster, Sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,3 +124,30 @@ def test_a_worker_that_computes_dies(
     # (`EarlyMessages`); if then the handover overtakes an import, it computes the missing part of the prefix, too.
     again = len(PREFIX) if D in roles else 0
     assert cluster.num_prefill_tokens <= len(PREFIX) + sum(map(len, SUFFIXES)) + lost + again
+
+
+@pytest.mark.parametrize("roles", [(M, M), (M, M, M, M), (P, P, D, D), (P, P, P, D)])
+@given(seed=seeds, num_steps=st.integers(0, 3))
+@settings(max_examples=8)
+def test_a_worker_that_computes_stalls(roles: tuple[Role, ...], seed: int, num_steps: int) -> None:
+    """One of those that wait elsewhere computes for all of them. The first goes on after all, and does no harm."""
+    random, cluster = Random(seed), Cluster(roles, SIZES)
+    cluster.calls_are_prompt = True
+    start(cluster, [PREFIX + suffix for suffix in SUFFIXES], random, at_once=True)
+    while cluster.admitting or cluster.num_prefill_tokens < num_steps * SIZES.token_budget:
+        cluster.turn(random)
+    computed = cluster.num_prefill_tokens
+    stalled = cluster.active["r0"].prefill or ""
+    cluster.stall(stalled)
+    elsewhere = {name: g for name, g in cluster.active.items() if stalled not in (g.prefill, g.decode)}
+    while elsewhere.keys() & cluster.active.keys():
+        if not cluster.turn(random):
+            cluster.ping()
+            assert cluster.wait()
+    assert cluster.now < 2 * AWAIT_TIMEOUT_S
+    needed = len(PREFIX) + sum(len(generation.prompt) - len(PREFIX) for generation in elsewhere.values())
+    assert needed <= cluster.num_prefill_tokens <= needed + computed
+    cluster.resume(stalled)
+    cluster.drain(random)
+    assert len(cluster.ended) == NUM_REQUESTS
+    assert cluster.num_prefill_tokens <= 2 * len(PREFIX) + sum(map(len, SUFFIXES)) + computed

@@ -5,7 +5,7 @@ See `cluster.Cluster` for what is real here. `builders.FakeModel` finds out who 
 
 from random import Random
 
-from cluster import Cluster, Sizes
+from cluster import AWAIT_TIMEOUT_S, Cluster, Sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -89,8 +89,21 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), is_stalled=st.booleans())
     def stall(self, data, is_stalled) -> None:
-        """A worker does not step for a while."""
-        data.draw(st.sampled_from(list(self.cluster.workers.values()))).is_stalled = is_stalled
+        """A worker does nothing for a while."""
+        worker_id = data.draw(st.sampled_from(list(self.cluster.workers)))
+        (self.cluster.stall if is_stalled else self.cluster.resume)(worker_id)
+
+    @precondition(lambda self: any(generation.prefill for generation in self.cluster.active.values()))
+    @rule(data=st.data(), seed=st.integers(0, 1 << 20), num_turns=st.integers(1, 100))
+    def stall_for_long(self, data, seed, num_turns) -> None:
+        """A worker that has something to do does nothing for so long that others take over."""
+        busy = sorted({generation.prefill for generation in self.cluster.active.values() if generation.prefill})
+        self.cluster.stall(data.draw(st.sampled_from(busy)))
+        random = Random(seed)
+        for _ in range(num_turns):
+            self.cluster.turn(random)
+        self.cluster.ping()
+        self.cluster.pass_time(AWAIT_TIMEOUT_S)
 
     @rule(data=st.data(), count=st.integers(1, 3))
     def cannot_send(self, data, count) -> None:
@@ -99,7 +112,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 6.0, 31.0]))
     def time_passes(self, seconds) -> None:
-        self.cluster.now += seconds
+        self.cluster.pass_time(seconds)
 
     @rule()
     def ping(self) -> None:
@@ -115,7 +128,7 @@ class ClusterMachine(RuleBasedStateMachine):
         if not hasattr(self, "cluster"):
             return
         for worker in list(self.cluster.workers.values()):
-            worker.is_stalled = False
+            self.cluster.resume(worker.worker_id)
             if not worker.is_alive:
                 self.cluster.start_worker(worker.worker_id, worker.role, worker.epoch + 1)
         self.cluster.drain(Random(self.num_requests))

@@ -348,6 +348,152 @@ def test_an_admission_that_is_repeated_replaces_the_first(split: Directory) -> N
     assert split.num_blocks == 0
 
 
+# Who was to send blocks is there, and does not send them
+
+PATIENCE_S = 30.0
+
+
+def silence(directory: Directory, since: float = 0.0) -> list[Instruction]:
+    """Nothing happens for as long as anybody is patient; what comes of it."""
+    for passed in (0.0, PATIENCE_S / 2, PATIENCE_S - 0.1):
+        assert directory.replace_stalled(since + passed, PATIENCE_S) == []
+    instructions = directory.replace_stalled(since + PATIENCE_S, PATIENCE_S)
+    directory.check_integrity()
+    return instructions
+
+
+def admit_at(directory: Directory, chosen: str, request_id: str, *hashes: BlockHash) -> Admission:
+    """Admit a request where only one worker is quick."""
+    for worker_id in directory.workers:
+        costs = WorkerCosts() if worker_id == chosen else WorkerCosts(1.0, 1.0, 1.0)
+        directory.worker_measured(worker_id, 1, costs, 100)
+    admission, _ = admit(directory, request_id, *hashes)
+    assert admission.prefill == chosen
+    return admission
+
+
+@pytest.fixture
+def crowd(make_directory: MakeDirectory) -> Directory:
+    """Requests "1a", "2b" ... of the same blocks, admitted in this order, each to the worker it names."""
+    directory = make_directory()
+    for worker_id in "abc":
+        join(directory, worker_id, Role.MIXED)
+    for request_id in ("1a", "2b", "3c", "4a", "5b"):
+        admit_at(directory, request_id[1], request_id, A, B)
+    return directory
+
+
+def test_when_the_one_who_computes_stalls_one_other_takes_over(crowd: Directory) -> None:
+    assert silence(crowd) == [Lost("b", (A, B))], "c goes on waiting, and so does a, for 4a"
+    assert seal(crowd, "b", A) == [Export("b", (A,))]
+    assert delivered(export(crowd, "b", A)) == [("a", (A,)), ("c", (A,))]
+
+
+def test_who_goes_on_late_does_no_harm(crowd: Directory) -> None:
+    silence(crowd)
+    assert seal(crowd, "a", A, B) == [Export("a", (A, B))]
+    assert seal(crowd, "b", A) == [], "it is under way to those who wait"
+    assert delivered(export(crowd, "a", A, B)) == [("c", (A, B))]
+    for request_id in ("1a", "2b", "3c", "4a", "5b"):
+        assert crowd.release(request_id) == []
+
+
+def test_the_next_one_may_stall_too(crowd: Directory) -> None:
+    silence(crowd)
+    assert admit_at(crowd, "b", "6b", A, B).prefill_awaited == (A, B), "now b waits for what it computes"
+    assert silence(crowd, since=PATIENCE_S) == [Lost("c", (A, B))], "not 4a, whose worker has stalled before"
+    assert silence(crowd, since=2 * PATIENCE_S) == [], "nobody is left: who waits helps itself"
+
+
+def test_who_sends_now_and_then_has_not_stalled(crowd: Directory) -> None:
+    crowd.replace_stalled(0.0, PATIENCE_S)
+    export(crowd, "a", A)
+    assert silence(crowd, since=PATIENCE_S) == [Lost("b", (B,))]
+
+
+def test_an_export_that_does_not_come_is_computed_by_one(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A, B)
+    for worker_id in ("p", "q"):
+        join(directory, worker_id, Role.PREFILL)
+    assert {admit(directory, name, A, B, C)[0].prefill for name in ("r", "s")} == {"p", "q"}
+    first = directory._reservations["r"].admission.prefill
+    assert silence(directory) == [Lost(first, (A, B))]
+    assert delivered(export(directory, "d", A, B)) == [("q" if first == "p" else "p", (A, B))]
+
+
+def test_a_worker_that_exports_slowly_has_not_stalled(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "d", Role.DECODE, A, B)
+    join(directory, "p", Role.PREFILL)
+    assert admit(directory, "r", A, B, C)[1] == [Export("d", (A, B))]
+    directory.replace_stalled(0.0, PATIENCE_S)
+    export(directory, "d", A)
+    assert silence(directory, since=PATIENCE_S) == [Lost("p", (B,))]
+
+
+def test_where_only_the_stalled_worker_could_compute_nothing_changes(split: Directory) -> None:
+    admit(split, "r", A, B)
+    admit(split, "s", A, B)
+    assert silence(split) == []
+    assert split.release("r") == [Export("p", (A, B))]
+    assert split.export_failed("p", 1, [A, B]) == [Lost("p", (A, B))], "s takes over, d waits on"
+
+
+def test_who_waits_itself_is_not_to_blame(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    for request_id, worker_id, hashes in (("1", "a", (A,)), ("2", "b", (A, B)), ("3", "c", (A, B, C))):
+        join(directory, worker_id, Role.MIXED)
+        assert admit(directory, request_id, *hashes)[0].prefill == worker_id
+    assert silence(directory) == [Lost("b", (A,))], "c waits on for A and B"
+    [lost] = silence(directory, since=PATIENCE_S)
+    assert isinstance(lost, Lost) and (lost.worker_id, {*lost.hashes}) == ("c", {A, B})
+
+
+@pytest.fixture
+def behind(make_directory: MakeDirectory) -> Directory:
+    """2a is to compute B when it has got A, which 1a is to compute."""
+    directory = make_directory()
+    for worker_id in "abc":
+        join(directory, worker_id, Role.MIXED)
+    admit_at(directory, "a", "1a", A)
+    admit_at(directory, "a", "2a", A, B)
+    return directory
+
+
+def test_nobody_waits_for_those_who_wait_for_a_later_one(behind: Directory) -> None:
+    """Otherwise 2a would wait for A of 3b, and 3b for B of 2a."""
+    assert admit_at(behind, "b", "3b", A, B, C).prefill_awaited == (A, B)
+    assert silence(behind) == [Lost("b", (A, B))]
+
+
+def test_who_waits_for_them_later_waits_only_so_long(behind: Directory) -> None:
+    """4c comes to wait for B of 2a, and 2a, when 3b has left, for A of 4c."""
+    admit_at(behind, "b", "3b", A)
+    assert silence(behind) == [Lost("b", (A,))]
+    assert admit_at(behind, "c", "4c", A, B, C).prefill_awaited == (A, B)
+    behind.release("3b")
+    assert behind.export_failed("b", 1, [A]) == [Lost("c", (A,))]
+    assert silence(behind, since=PATIENCE_S) == [Lost("c", (B,))]
+
+
+def test_a_decode_worker_waits_on_for_its_own_request(split: Directory) -> None:
+    admit(split, "r", A, B)
+    assert silence(split) == []
+    assert delivered(export(split, "p", A, B)) == [("d", (A, B))]
+
+
+def test_a_decode_worker_may_take_over_from_the_prefill_worker(make_directory: MakeDirectory) -> None:
+    """What is not shared is too short to be handed over."""
+    directory = make_directory(piggyback_tokens=4)
+    join(directory, "p", Role.PREFILL)
+    join(directory, "d", Role.DECODE)
+    assert admit(directory, "r", A, B)[0].prefill == "p"
+    directory.worker_measured("p", 1, WorkerCosts(1.0, 1.0, 1.0), 100)
+    assert admit(directory, "s", A, B)[0].prefill == "d"
+    assert silence(directory) == [Lost("d", (A, B))]
+
+
 # The budget of exported bytes
 
 

@@ -134,11 +134,39 @@ def test_a_file_that_cannot_be_read_now_stays_for_the_next_one(make: MakeDirecto
     write(directory, A, B)
     [read] = ask(directory, "r", A, B)
     assert isinstance(read, ReadFile)
-    assert directory.segment_unread(read.segment) == [Lost("d", (A, B)), Lost("p", (A, B))]
+    assert directory.segment_unread(read.segment) == [Lost("p", (A, B))], "it computes them, d waits for it"
     assert directory.segment_unread(read.segment) == []
     assert ask(directory, "s", A, B) == [read]
     delivered = directory.segment_read(read.segment.segment_id, "ref")
     assert {type(i) for i in delivered} == {Deliver} and directory.segments.disk_bytes == 20
+
+
+def test_of_those_who_wait_for_a_file_in_vain_one_computes(make_directory: MakeDirectory) -> None:
+    directory = make_directory(0, UNBOUNDED)
+    for worker_id in "pqr":
+        directory.register(worker_id, Role.MIXED, 1, 10, ())
+    write(directory, A, B)
+    (read,), *others = (ask(directory, name, A, B) for name in "123")
+    assert isinstance(read, ReadFile) and others == [[], []]
+    [lost] = directory.segment_unread(read.segment)
+    assert isinstance(lost, Lost)
+    assert directory.blocks_changed(lost.worker_id, 1, [A, B], ()) == [Export(lost.worker_id, (A, B))]
+    header = file_of(A, B)
+    receivers = {i.worker_id for i in directory.segment_exported(lost.worker_id, 1, header, "ref")}  # type: ignore[union-attr]
+    assert receivers == {*"pqr"} - {lost.worker_id}
+
+
+def test_who_waits_for_a_file_is_not_to_blame_for_what_it_computes(make: MakeDirectory) -> None:
+    directory = make(segment_budget_bytes=0)
+    write(directory, A)
+    [read] = ask(directory, "r", A, B)
+    directory.register("p2", Role.PREFILL, 1, 10, ())
+    assert directory.admit(AdmitRequest("s", 0, (A, B), 10))[0].prefill == "p2"
+    assert directory.replace_stalled(0.0, 30.0) == directory.replace_stalled(30.0, 30.0) == []
+    assert isinstance(read, ReadFile)
+    directory.segment_read(read.segment.segment_id, "ref")
+    assert directory.replace_stalled(60.0, 30.0) == []
+    assert directory.replace_stalled(90.0, 30.0) == [Lost("p2", (B,))]
 
 
 def test_what_cannot_be_fetched_stays_on_disk(make: MakeDirectory) -> None:
@@ -209,9 +237,12 @@ def test_a_damaged_file_is_erased_and_its_blocks_are_lost(make: MakeDirectory) -
     assert isinstance(read, ReadFile)
     erased, *lost = directory.segment_lost(read.segment.segment_id)
     assert erased == EraseFile(file_of(A, B))
-    assert lost == [Lost("d", (A, B)), Lost("p", (A, B))]
-    assert (directory.num_blocks, directory.segments.disk_bytes) == (0, 0)
+    assert lost == [Lost("p", (A, B))]
+    assert directory.segments.disk_bytes == len(directory.segments) == 0
     assert directory.segment_read(read.segment.segment_id, "ref") == []
+    assert [(i.worker_id, i.segment.header) for i in export(directory, A, B) if isinstance(i, Deliver)] == [
+        ("d", file_of(A, B))
+    ]
 
 
 def test_files_are_known_after_a_restart_and_bounded(make: MakeDirectory) -> None:

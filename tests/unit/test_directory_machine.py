@@ -34,6 +34,7 @@ from engine.core.types import (
 BLOCK_SIZE = 4
 BLOCK_BYTES = 10
 WORKERS = ["w0", "w1", "w2", "w3"]
+PATIENCE_S = 30.0
 
 
 def chain(path: Iterable[int]) -> tuple[BlockHash, ...]:
@@ -81,6 +82,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.last_epoch: dict[str, int] = {}
         self.admitted: dict[str, Admitted] = {}
         self.num_requests = 0
+        self.now = 0.0
         self.writing: list[Segment] = []
         self.reading: list[Segment] = []
 
@@ -168,12 +170,13 @@ class DirectoryMachine(RuleBasedStateMachine):
     def wait(self, seconds) -> None:
         self.directory.segments.now += seconds
 
-    @rule(path=PATHS, spare=st.integers(1, 40), wish=WISHES)
-    def admit(self, path, spare, wish) -> None:
-        request_id = f"r{self.num_requests}"
-        self.num_requests += 1
-        num_tokens = len(path) * BLOCK_SIZE + spare
-        self._admit(AdmitRequest(request_id, 0, path, num_tokens, cache=wish))
+    @rule(path=PATHS, spare=st.integers(1, 40), count=st.integers(1, 3), wish=WISHES)
+    def admit(self, path, spare, count, wish) -> None:
+        for _ in range(count):
+            request_id = f"r{self.num_requests}"
+            self.num_requests += 1
+            num_tokens = len(path) * BLOCK_SIZE + spare
+            self._admit(AdmitRequest(request_id, 0, path, num_tokens, cache=wish))
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data(), path=PATHS)
@@ -256,6 +259,15 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         self._carry_out(self.directory.save())
+
+    # Time
+
+    @rule(seconds=st.sampled_from([1.0, PATIENCE_S / 2, PATIENCE_S, PATIENCE_S]))
+    def time_passes(self, seconds) -> None:
+        """Who was to send something and did not is replaced, where that is possible; what it sends is still welcome."""
+        for passed in (0.0, seconds):
+            self.now += passed
+            self._carry_out(self.directory.replace_stalled(self.now, PATIENCE_S))
 
     # What must always hold
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.core.errors import ModelFailedError
 from engine.core.generation import Generation
-from engine.core.types import Admission, CacheWish, FinishReason, Salt, SamplingParams, TokenEvent
+from engine.core.types import Admission, CacheWish, FinishReason, Salt, SamplingParams, Stage, TokenEvent
 
 ANSWER = [7, 7, 8, 9, 7]
 
@@ -28,6 +28,13 @@ def event(position: int, attempt: int = 0) -> TokenEvent:
 
 def error(attempt: int = 0) -> TokenEvent:
     return TokenEvent("r", attempt, 0, None, FinishReason.ERROR, None, 0, "why")
+
+
+def test_all_but_decode_workers_wait_until_one_of_them_had_time_to_compute() -> None:
+    assigned = make_generation().assignments(admission("p", "d"), "ingress", 30.0)
+    assert [(a.stage, a.await_timeout_s) for _, a in assigned] == [(Stage.PREFILL, 60.0), (Stage.DECODE, 30.0)]
+    [(_, whole)] = make_generation("m", "m").assignments(admission("m", "m"), "ingress", 30.0)
+    assert (whole.stage, whole.await_timeout_s) == (Stage.WHOLE, 60.0)
 
 
 POSITIONS = st.integers(0, len(ANSWER) - 1)
