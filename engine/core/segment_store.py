@@ -140,6 +140,8 @@ class SegmentStore:
         block's above all."""
         for segment in leased:
             segment.leases -= 1
+        if not self._segments:
+            return
         records = (self._blocks.get(block_hash) for block_hash in hashes)
         used = {r.segment.segment_id: None for r in records if r is not None and r.segment is not None}
         for segment_id in reversed(used):
