@@ -3,7 +3,7 @@
     python -m benchmarks.index [--blocks 1000000 10000000] [--workers 8] [--json FILE]
 
 One `Directory` in this process, filled with that many blocks in prompts of 64, spread over the workers. A probe is one
-block of a prompt looked up and found while a request is admitted.
+block of a prompt looked up and found.
 """
 
 import argparse

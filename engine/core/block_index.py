@@ -1,9 +1,8 @@
 """What the manager knows of each block of the cluster, and which blocks came and went."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from engine.core.cache_events import CacheEvents, CacheUpdate
 from engine.core.cache_statistics import CacheStatistics
@@ -12,12 +11,9 @@ from engine.core.types import BlockHash, SegmentHeader
 MAX_REMEMBERED = 1 << 17
 """Blocks that are gone, and continuations of blocks, remembered to explain misses by."""
 
-GC_THRESHOLDS = (10_000, 100, 1_000)
+GC_THRESHOLDS = (10_000, 10, 10_000)
 """The index is millions of objects without cycles. A look at all of them, usual whenever they have grown by a quarter,
 makes requests wait. Cycles, such as those of errors, die young."""
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +79,9 @@ class BlockIndex(defaultdict[BlockHash, BlockRecord]):
         """The block left a place; note it if it was the last one."""
         self._statistics.evicted_blocks[reason] += 1
         if not record.is_stored:
-            remember(self.gone, block_hash, None)
+            self.gone[block_hash] = None
+            if len(self.gone) > MAX_REMEMBERED:
+                self.gone.popitem(last=False)
             self._events.add(False, block_hash)
 
     def forget_unknown(self, hashes: Iterable[BlockHash]) -> None:
@@ -99,8 +97,27 @@ class BlockIndex(defaultdict[BlockHash, BlockRecord]):
         return self._events.since(sequence, stored)
 
 
-def remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Put something into a memory of bounded size, which forgets what came first."""
-    memory[key] = value
-    if len(memory) > MAX_REMEMBERED:
-        memory.popitem(last=False)
+class Continuations:
+    """For a tenant and a block, the one that followed it in the tenant's last prompt with new blocks.
+
+    The last `capacity` that were noted are remembered, and at most as many older ones, which are forgotten all at
+    once: one by one that cost as much as to note them.
+    """
+
+    def __init__(self, capacity: int = MAX_REMEMBERED) -> None:
+        self._capacity = capacity
+        self._recent: defaultdict[str, dict[BlockHash, BlockHash]] = defaultdict(dict)
+        self._older: defaultdict[str, dict[BlockHash, BlockHash]] = defaultdict(dict)
+        self._num_recent = 0
+
+    def after(self, tenant: str, hashes: Iterable[BlockHash]) -> list[BlockHash | None]:
+        """What followed each of these blocks."""
+        recent, older = self._recent[tenant], self._older[tenant]
+        return [recent.get(block_hash) or older.get(block_hash) for block_hash in hashes]
+
+    def note(self, tenant: str, links: Mapping[BlockHash, BlockHash]) -> None:
+        """What follows what in a prompt."""
+        self._recent[tenant].update(links)
+        self._num_recent += len(links)
+        if self._num_recent >= self._capacity:
+            self._older, self._recent, self._num_recent = self._recent, defaultdict(dict), 0

@@ -13,13 +13,12 @@ Nothing here is needed for correctness. A worker that gets less than it was prom
 directory may forget anything at any time, and a stale entry costs time, never a wrong token.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import TypeAlias
 
-from engine.core.block_index import BlockIndex, BlockRecord, Segment, remember
+from engine.core.block_index import BlockIndex, BlockRecord, Continuations, Segment
 from engine.core.cache_events import CacheUpdate
 from engine.core.cache_statistics import CacheStatistics
 from engine.core.costs import WorkerCosts
@@ -142,8 +141,7 @@ class Directory:
         self._crowd = Crowd()
         """The same workers, as requests see them."""
         self._reservations: dict[str, Reservation] = {}
-        self._continuations: OrderedDict[tuple[str, BlockHash], BlockHash] = OrderedDict()
-        """For a tenant and a block, the one that followed it in the tenant's last prompt with new blocks."""
+        self._continuations = Continuations()
         self.decisions = Decisions()
 
     # Workers
@@ -337,15 +335,15 @@ class Directory:
         if not self.workers:
             raise NoWorkerError("no worker is ready")
         instructions = self.release(request.request_id)
-        placement = place(*self._options(request), self.costs)
+        records = [self._blocks.get(block_hash) for block_hash in request.hashes]
+        placement = place(*self._options(request, records), self.costs)
         prefill = placement.prefill
         decode = placement.decode if request.generates else prefill
         involved = {prefill, decode}
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
-        self._record(request, placement)
+        self._record(request, records, placement)
         prefill_awaited = self._lacking(prefill, request.hashes[num_local:num_cached])
-        to_compute = request.hashes[num_cached:]
         decode_awaited = self._lacking(decode, request.hashes) if decode != prefill else ()
         admission = Admission(
             request.request_id,
@@ -366,8 +364,9 @@ class Directory:
         for worker_id in involved:
             self.workers[worker_id].requests.add(request.request_id)
         self._offer(involved)
-        for block_hash in to_compute:
-            record = self._blocks[block_hash]
+        for block_hash, record in zip(request.hashes[num_cached:], records[num_cached:], strict=True):
+            if record is None:
+                record = self._blocks[block_hash]
             if record.producer is None and record.segment is None:
                 record.producer = request.request_id
                 reservation.producing[block_hash] = None
@@ -404,6 +403,14 @@ class Directory:
     def events_since(self, sequence: int | None) -> CacheUpdate:
         """What was stored and removed (`BlockIndex.events_since`)."""
         return self._blocks.events_since(sequence)
+
+    def leading(self, hashes: Sequence[BlockHash]) -> Iterator[BlockRecord]:
+        """The records of the leading blocks that are held or being computed anywhere."""
+        for block_hash in hashes:
+            record = self._blocks.get(block_hash)
+            if record is None:
+                return
+            yield record
 
     @property
     def num_blocks(self) -> int:
@@ -489,41 +496,41 @@ class Directory:
 
     def _lacking(self, worker_id: str, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
         """Those of `hashes` that a worker does not hold."""
-        return tuple(block_hash for block_hash in hashes if block_hash not in self.workers[worker_id].blocks)
+        held = self.workers[worker_id].blocks
+        return tuple([block_hash for block_hash in hashes if block_hash not in held])
 
-    def _options(self, request: AdmitRequest) -> tuple[Demand, list[Candidate]]:
-        """What a request needs, and what each worker has to offer, in one walk along its blocks."""
+    def _options(self, request: AdmitRequest, records: Iterable[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
+        """What a request needs, and what each worker has to offer, in one walk along its leading blocks."""
         holders: dict[int, set[str]] = {}
         still = set(self.workers)
+        before: Set[str] | None = None  # the last block's workers: mostly the next one's, too
         num_reachable = 0
-        pending_us = 0
-        for index, record in enumerate(self.leading(request.hashes)):
-            if not still <= record.workers:
-                holders[index] = still - record.workers
-                still = still & record.workers
-            num_reachable = index + 1
-            producer = None if record.is_stored else self._reservations.get(record.producer or "")
-            if producer is not None:
-                pending_us = max(pending_us, self.workers[producer.admission.prefill].queued_us)
+        producers: set[str | None] = set()
+        for record in records:
+            if record is None:
+                break
+            if record.workers is not before:
+                before = record.workers
+                if not still <= before:
+                    holders[num_reachable] = still - before
+                    still = still & before
+            if not record.workers and record.segment is None:
+                producers.add(record.producer)
+            num_reachable += 1
         if still:
             holders[num_reachable] = still
+        computing = [self._reservations[name].admission.prefill for name in producers if name in self._reservations]
+        pending_us = max((self.workers[worker_id].queued_us for worker_id in computing), default=0)
         demand = Demand(request.num_tokens, num_reachable, pending_us / US_PER_S, request.session or request.request_id)
         return demand, self._crowd.candidates(holders)
 
-    def leading(self, hashes: Sequence[BlockHash]) -> Iterator[BlockRecord]:
-        """The records of the leading blocks that are held or being computed anywhere."""
-        for block_hash in hashes:
-            record = self._blocks.get(block_hash)
-            if record is None:
-                return
-            yield record
-
-    def _record(self, request: AdmitRequest, placement: Placement) -> None:
+    def _record(self, request: AdmitRequest, records: Sequence[BlockRecord | None], placement: Placement) -> None:
         """Keep what explains this placement."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
-        others = self._sources(request.hashes, num_local, num_cached, request.cache.tenant)
-        runs = runs_of(chain(repeat(BlockSource.LOCAL, num_local), others))
+        imported = [_source(record) for record in records[num_local:num_cached] if record is not None]
+        computed = self._misses(request, records, num_cached)
+        runs = runs_of(chain(repeat(BlockSource.LOCAL, num_local), imported, computed))
         decision = Decision(
             request.attempt,
             request.cache.tenant,
@@ -538,31 +545,29 @@ class Directory:
         self.decisions.admitted(request.request_id, decision)
         self.statistics.admitted(request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview)
 
-    def _sources(
-        self, hashes: Sequence[BlockHash], num_local: int, num_cached: int, tenant: str
-    ) -> Iterator[BlockSource]:
-        """Of the blocks behind the first `num_local`; those from `num_cached` on are not fetched."""
-        parent = hashes[num_local - 1] if num_local else b""
-        for index in range(num_local, len(hashes)):
-            block_hash = hashes[index]
-            record = self._blocks.get(block_hash)
-            if record is None:
-                before = tenant, parent
-                others = self._continuations.get(before) if index else None
-                if block_hash in self._blocks.gone:
-                    yield BlockSource.EVICTED
-                elif others is not None and others != block_hash:
-                    yield BlockSource.DIVERGED
-                else:
-                    yield BlockSource.NEVER_SEEN
-                remember(self._continuations, before, block_hash)
-            elif index >= num_cached:
-                yield BlockSource.RECOMPUTED
-            elif record.segment is not None:
-                yield BlockSource.STORE if record.segment.is_in_store else BlockSource.DISK
+    def _misses(
+        self, request: AdmitRequest, records: Sequence[BlockRecord | None], num_cached: int
+    ) -> list[BlockSource]:
+        """Why the blocks behind the first `num_cached` have to be computed; remembers what follows what."""
+        hashes, parents = request.hashes[num_cached:], (b"", *request.hashes)[num_cached:-1]
+        followers = self._continuations.after(request.cache.tenant, parents)
+        gone = self._blocks.gone
+        reasons: list[BlockSource] = []
+        links: dict[BlockHash, BlockHash] = {}
+        for parent, block_hash, record, follower in zip(parents, hashes, records[num_cached:], followers, strict=True):
+            if record is not None:
+                reasons.append(BlockSource.RECOMPUTED)
+                continue
+            if block_hash in gone:
+                reasons.append(BlockSource.EVICTED)
+            elif follower is not None and follower != block_hash:
+                reasons.append(BlockSource.DIVERGED)
             else:
-                yield BlockSource.WORKER if record.workers else BlockSource.PENDING
-            parent = block_hash
+                reasons.append(BlockSource.NEVER_SEEN)
+            if parent:
+                links[parent] = block_hash
+        self._continuations.note(request.cache.tenant, links)
+        return reasons
 
     def _leave_worker(self, block_hash: BlockHash, worker_id: str, reason: str) -> None:
         record = self._blocks[block_hash]
@@ -580,7 +585,8 @@ class Directory:
             if record.segment is not None:
                 segments[record.segment.segment_id] = record.segment
                 continue
-            record.wanted_by = record.wanted_by | alone if record.wanted_by else alone
+            if worker_id not in record.wanted_by:
+                record.wanted_by = record.wanted_by | alone if record.wanted_by else alone
             if record.producer is None and record.workers:
                 holder = min(record.workers)
                 self._ask(holder, block_hash)
@@ -607,10 +613,13 @@ class Directory:
         """The request computes no more. Its worker may have blocks that it has not told of yet: where somebody waits
         for one, it is asked, and says which ones will not come."""
         abandoned, reservation.producing = reservation.producing, {}
-        wanted = [block_hash for block_hash in abandoned if self._blocks[block_hash].wanted_by]
-        worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
+        wanted = []
         for block_hash in abandoned:
-            self._blocks[block_hash].producer = None
+            record = self._blocks[block_hash]
+            record.producer = None
+            if record.wanted_by:
+                wanted.append(block_hash)
+        worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
         instructions: list[Instruction] = []
         if worker is None:
             instructions = self._fail(wanted)
@@ -706,3 +715,10 @@ class Directory:
 
     def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
         return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
+
+
+def _source(record: BlockRecord) -> BlockSource:
+    """Where a block comes from that is not computed, and not in the pool of the worker that needs it."""
+    if record.segment is not None:
+        return BlockSource.STORE if record.segment.is_in_store else BlockSource.DISK
+    return BlockSource.WORKER if record.workers else BlockSource.PENDING

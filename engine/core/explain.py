@@ -144,8 +144,10 @@ def best_considered(placement: Placement) -> tuple[Prediction, ...]:
     room = MAX_CONSIDERED
     for prediction in sorted(placement.considered, key=lambda prediction: prediction.ttft_s)[:MAX_CONSIDERED]:
         if room:
-            worker_ids = nsmallest(room, prediction.worker_ids, key=lambda name: (name != placement.prefill, name))
-            best.append(prediction._replace(worker_ids=worker_ids))
+            worker_ids = prediction.worker_ids
+            if len(worker_ids) > 1:
+                worker_ids = nsmallest(room, worker_ids, key=lambda name: (name != placement.prefill, name))
+            best.append(Prediction(list(worker_ids), *prediction[1:]))
             room -= len(worker_ids)
     return tuple(best)
 

@@ -171,7 +171,7 @@ class SegmentStore:
     def released(self, leased: Iterable[Segment], hashes: Iterable[BlockHash], wish: CacheWish) -> None:
         """A request ended: its leases are gone, and the segments with its blocks are the most recent ones, the first
         block's above all, kept as it wishes."""
-        records = (self._blocks.get(block_hash) for block_hash in hashes)
+        records = map(self._blocks.get, hashes if self._segments else ())
         used = {r.segment.segment_id: r.segment for r in records if r is not None and r.segment is not None}
         for segment in leased:
             segment.leases -= 1
