@@ -144,6 +144,14 @@ class BlockPool:
         self._queue.pause(self._path(blocks), self.now, retention)
         self.release(blocks)
 
+    def want(self, hashes: Iterable[BlockHash]) -> None:
+        """A request waits for its turn to use these blocks, here or not: until `unwant` they are evicted late."""
+        self._queue.want(hashes)
+
+    def unwant(self, hashes: Iterable[BlockHash]) -> None:
+        """It waits no longer."""
+        self._queue.unwant(hashes)
+
     def seal(self, block: int, block_hash: BlockHash, content: BlockContent | None = None) -> None:
         """Say what a held block contains, now that it does. A second block of equal content stays unnamed.
 

@@ -40,8 +40,8 @@ def evict_all(queue: EvictionQueue[str], now: float = 0.0) -> list[str]:
 
 
 class EvictionMachine(RuleBasedStateMachine):
-    """A queue under requests of three tenants that share prefixes, their own and public ones, run at the same time,
-    end or pause, and let time pass."""
+    """A queue under requests of three tenants that share prefixes, their own and public ones, wait, run at the same
+    time, end or pause, and let time pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +50,7 @@ class EvictionMachine(RuleBasedStateMachine):
         self.deadlines: dict[str, float] = {}
         self.owners: dict[str, str] = {}
         self.priorities: dict[str, int] = {}
+        self.waiting: list[Path] = []
         self.survival: Survival[str] = Survival(max_visits=5)
         self.duel = Duel(self.survival)
         self.queue: EvictionQueue[str] = EvictionQueue(self.survival, QUOTAS)
@@ -93,6 +94,16 @@ class EvictionMachine(RuleBasedStateMachine):
         held = {key for other, _ in self.running for key in other}
         self.queue.release([key for key in path if key not in held], self.now)
 
+    @rule(name=st.text("xyz", min_size=1, max_size=6), first=st.sampled_from("abcp"))
+    def queue_up(self, name: str, first: str) -> None:
+        self.waiting.append(path_of(first + name))
+        self.queue.want(self.waiting[-1])
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def stop_waiting(self, data: st.DataObject) -> None:
+        self.queue.unwant(self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1))))
+
     @rule(passed_s=st.floats(0.1, 5000))
     def wait(self, passed_s: float) -> None:
         self.now += passed_s
@@ -112,10 +123,11 @@ class EvictionMachine(RuleBasedStateMachine):
             else:
                 owner = self.owners[victim]
                 assert self.respects_quotas(owner, before, leaves)
-                assert self.priorities[victim] == min(
-                    self.priorities[leaf] for leaf in leaves if self.is_of(owner, leaf)
-                )
+                assert self.place(victim) == min(self.place(leaf) for leaf in leaves if self.is_of(owner, leaf))
             del self.deadlines[victim], self.owners[victim], self.priorities[victim]
+
+    def place(self, key: str) -> tuple[bool, int]:
+        return any(key in path for path in self.waiting), self.priorities[key]
 
     def is_of(self, tenant: str, key: str) -> bool:
         return self.owners[key] == tenant
@@ -192,6 +204,29 @@ def test_a_priority_counts_within_its_tenant_only(queue: EvictionQueue[str]) -> 
 
 
 def test_another_tenant_cannot_raise_a_priority(queue: EvictionQueue[str]) -> None:
+def test_what_waiting_requests_will_use_goes_last(queue: EvictionQueue[str]) -> None:
+    use(queue, "cx")
+    queue.want(path_of("cx"))
+    queue.want(path_of("cxy"))
+    use(queue, "dx", now=1, retention=Retention(priority=9))
+    queue.unwant(path_of("cx"))
+    queue.check_integrity()
+    assert evict_all(queue, now=2) == ["dx", "d", "cx", "c"]
+    use(queue, "cx", now=3)
+    use(queue, "dx", now=4, retention=Retention(priority=9))
+    queue.unwant(path_of("cxy"))
+    assert evict_all(queue, now=5) == ["cx", "c", "dx", "d"]
+
+
+def test_waiting_requests_of_a_tenant_cost_others_nothing() -> None:
+    queue: EvictionQueue[str] = EvictionQueue(LeastRecent())
+    use(queue, "dx", retention=Retention("d"))
+    use(queue, "cx", now=1, retention=Retention("c"))
+    use(queue, "ex", now=2, retention=Retention("d"))
+    queue.want(path_of("dx"))
+    assert evict_all(queue, now=3) == ["ex", "e", "dx", "d", "cx", "c"], "d's oldest came before c's"
+
+
     use(queue, "px", retention=Retention("c"))
     use(queue, "px", retention=Retention("d", priority=10))
     use(queue, "cx", now=1, retention=Retention("c", priority=1))
