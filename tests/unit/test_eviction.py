@@ -402,6 +402,17 @@ def test_a_small_lead_changes_nothing() -> None:
     assert challenger.lead == 0, "whoever leads now is compared with it from now on"
 
 
+def test_a_second_use_is_known_though_the_blocks_are_gone() -> None:
+    """Of the whole path, the last block included, and of a trunk that others went on from."""
+    survival: Survival[str] = Survival()
+    queue: EvictionQueue[str] = EvictionQueue(survival)
+    for now, name in enumerate(["cxyz", "pqabcd", "pqefgh"]):
+        use(queue, name, float(now))
+    evict_all(queue, now=10.0)
+    assert survival.visit(path_of("cxyz"), 0, 0, 11.0).num_again == 4
+    assert survival.visit(path_of("pqij"), 0, 0, 12.0).num_again == 2
+
+
 def test_an_import_is_no_visit() -> None:
     """Blocks that come before the request that uses them teach nothing, and no ghost sees them."""
     duel: Duel[str] = Duel()
