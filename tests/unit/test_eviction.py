@@ -64,7 +64,8 @@ class EvictionMachine(RuleBasedStateMachine):
     def favour(self, order: int) -> None:
         """Whatever the ghosts saw: one order has won."""
         for index, ghost in enumerate(self.duel.ghosts):
-            ghost.lead, ghost.spread = float(index == order), 0.0
+            for score in ghost.scores:
+                score.lead, score.spread = float(index == order), 0.0
 
     @rule(
         tenant=st.sampled_from("abc"),
@@ -203,7 +204,6 @@ def test_a_priority_counts_within_its_tenant_only(queue: EvictionQueue[str]) -> 
     assert evict_all(queue, now=3) == ["ex", "e", "dx", "d", "cx", "c"], "d's oldest came before c's"
 
 
-def test_another_tenant_cannot_raise_a_priority(queue: EvictionQueue[str]) -> None:
 def test_what_waiting_requests_will_use_goes_last(queue: EvictionQueue[str]) -> None:
     use(queue, "cx")
     queue.want(path_of("cx"))
@@ -227,6 +227,7 @@ def test_waiting_requests_of_a_tenant_cost_others_nothing() -> None:
     assert evict_all(queue, now=3) == ["ex", "e", "dx", "d", "cx", "c"], "d's oldest came before c's"
 
 
+def test_another_tenant_cannot_raise_a_priority(queue: EvictionQueue[str]) -> None:
     use(queue, "px", retention=Retention("c"))
     use(queue, "px", retention=Retention("d", priority=10))
     use(queue, "cx", now=1, retention=Retention("c", priority=1))
@@ -383,23 +384,54 @@ def test_the_real_queue_follows_the_leader_at_once() -> None:
     queue: EvictionQueue[str] = EvictionQueue(duel)
     for now, name in enumerate(["cx", "dx", "cx", "ex", "fx"]):
         use(queue, name, now)
-    duel.ghosts[1].lead = 1000.0
+    duel.ghosts[1].scores[0].lead = 1000.0
     assert evict_all(queue, now=5) == ["dx", "d", "ex", "e", "fx", "f", "cx", "c"], "used once first"
     for now, name in enumerate(["cx", "dx", "cx", "ex", "fx"], 6):
         use(queue, name, now)
-    duel.ghosts[0].lead = 1000.0
+    duel.ghosts[0].scores[0].lead = 1000.0
     assert evict_all(queue, now=11) == ["dx", "d", "cx", "c", "ex", "e", "fx", "f"], "the order of use"
 
 
 def test_a_small_lead_changes_nothing() -> None:
     duel: Duel[str] = Duel()
-    challenger = duel.ghosts[1]
+    slow = duel.ghosts[1].scores[0]
     for _ in range(2):
-        challenger.score(9)
-    assert challenger.lead > 0 and duel.age(1.0) is not None
-    challenger.score(9)
+        slow.add(9)
+    assert slow.lead > 0 and duel.age(1.0) is not None
+    slow.add(9)
     assert duel.age(2.0) is None
-    assert challenger.lead == 0, "whoever leads now is compared with it from now on"
+    assert slow.lead == 0, "whoever leads now is compared with it from now on"
+
+
+def test_what_chance_can_do_is_not_forgotten_when_the_leader_changes() -> None:
+    """Otherwise three requests would be enough for the next change."""
+    duel: Duel[str] = Duel()
+    recent, once = (ghost.scores[0] for ghost in duel.ghosts[:2])
+    for _ in range(1000):
+        once.add(9)
+        once.add(-9)
+    once.lead = 1000.0
+    assert duel.age(1.0) is None
+    for _ in range(3):
+        recent.add(9)
+    assert duel.age(2.0) is not None
+
+
+def test_the_fast_clock_sees_a_load_that_has_changed() -> None:
+    """After a long time of chance a lead is certain by it long before it is by the slow one."""
+    duel: Duel[str] = Duel()
+    slow, fast = duel.ghosts[1].scores
+    for _ in range(3000):
+        for num_more in (9, -9):
+            slow.add(num_more)
+            fast.add(num_more)
+    num_steps = 0
+    while duel.age(float(num_steps)) is not None:
+        assert not slow.is_certain
+        slow.add(3)
+        fast.add(3)
+        num_steps += 1
+    assert num_steps < 200
 
 
 def test_a_second_use_is_known_though_the_blocks_are_gone() -> None:
@@ -420,7 +452,7 @@ def test_an_import_is_no_visit() -> None:
     queue.release(path_of("cxyz"), 0)
     assert not any(len(ghost.queue) for ghost in duel.ghosts)
     use(queue, "cxyz", now=1)
-    assert [ghost.lead for ghost in duel.ghosts] == [0, 0, 0]
+    assert not any(score.lead for ghost in duel.ghosts for score in ghost.scores)
 
 
 def _hits(ranking: Ranking[str], requests: Iterable[tuple[float, str]], capacity: int) -> float:
