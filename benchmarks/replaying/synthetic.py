@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from random import Random
 
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
@@ -91,6 +91,62 @@ def _in_turn(random: Random) -> Iterator[_Use]:
         yield now, path
 
 
+def _agents(random: Random) -> Iterator[_Use]:
+    """Agents of 5 kinds, each behind its tools' 10 blocks: bursts of short turns seconds apart, then often silence."""
+    blocks = iter(range(50, 1 << 62))
+    started_s, number = 0.0, 0
+    due: list[tuple[float, int, list[int]]] = []
+    while True:
+        while not due or started_s <= due[0][0]:
+            number += 1
+            kind = random.randrange(5)
+            path = [*range(10 * kind, 10 * kind + 10), *_take(blocks, _size(random, 4))]
+            heapq.heappush(due, (started_s, number, path))
+            started_s += random.expovariate(1 / 10)
+        now, agent, path = heapq.heappop(due)
+        yield now, path
+        path = path + _take(blocks, _size(random, 1))
+        if random.random() < 0.9:
+            heapq.heappush(due, (now + random.lognormvariate(math.log(4), 0.5), agent, path))
+        elif random.random() < 0.6:
+            heapq.heappush(due, (now + random.expovariate(1 / 600), agent, path))
+
+
+def _few_shot(random: Random) -> Iterator[_Use]:
+    """Half the requests put a question behind one of 200 prompts of Zipf's popularity; the others come once."""
+    weights = list(accumulate(1 / rank for rank in range(1, 201)))
+    fresh = iter(range(1 << 40, 1 << 62))
+    for number in range(NUM_REQUESTS):
+        if random.random() < 0.5:
+            [prompt] = random.choices(range(200), cum_weights=weights)
+            yield float(number), _document(prompt) + _take(fresh, 1)
+        else:
+            yield float(number), _take(fresh, _size(random, 20))
+
+
+def _phases(random: Random) -> Iterator[_Use]:
+    """Chat at first, then a scan past a hot set for good."""
+    end_s = 0.0
+    for end_s, path in islice(_chat(random, _memoryless), NUM_REQUESTS // 2):
+        yield end_s, path
+    for arrival_s, path in _scan(random):
+        yield end_s + arrival_s, [(1 << 41) + block for block in path]
+
+
+def _tenants(random: Random) -> Iterator[_Use]:
+    """Three tenants' chats at once, with think times of 10, 60 and 600 s."""
+    return heapq.merge(*(_apart(_chat(random, partial(_around, mean_s=mean_s)), mean_s) for mean_s in (10, 60, 600)))
+
+
+def _around(random: Random, mean_s: int) -> float:
+    return random.lognormvariate(math.log(mean_s), 0.5)
+
+
+def _apart(uses: Iterable[_Use], number: int) -> Iterator[_Use]:
+    """The same requests for blocks that nobody else has."""
+    return ((now, [(number << 41) + block for block in path]) for now, path in uses)
+
+
 def _document(number: int) -> list[int]:
     return list(range(8 * number, 8 * number + 8))
 
@@ -117,4 +173,8 @@ SYNTHETIC: Mapping[str, Callable[[Random], Iterable[_Use]]] = {
     "popularity": partial(_popularity, num_requests_each=NUM_REQUESTS),
     "popularity-shifting": partial(_popularity, num_requests_each=1000),
     "loop-and-chat": _in_turn,
+    "agents": _agents,
+    "few-shot": _few_shot,
+    "chat-then-scan": _phases,
+    "tenants": _tenants,
 }

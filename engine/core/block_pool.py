@@ -146,6 +146,14 @@ class BlockPool:
         self._queue.pause(self._path(blocks), self.now, retention)
         self.release(blocks)
 
+    def want(self, hashes: Iterable[BlockHash]) -> None:
+        """A request waits for its turn to use these blocks, here or not: until `unwant` they are evicted late."""
+        self._queue.want(hashes)
+
+    def unwant(self, hashes: Iterable[BlockHash]) -> None:
+        """It waits no longer."""
+        self._queue.unwant(hashes)
+
     def retention_of(self, block: int) -> Retention:
         """What requests wish for a sealed block."""
         return self._queue.retention_of(self._name(block)) or self._retentions[block]

@@ -36,6 +36,8 @@ class Request:
     await_deadline: float = 0.0
     held: list[int] = field(default_factory=list)
     """Imported blocks kept for this request until it starts."""
+    wanted: tuple[BlockHash, ...] = ()
+    """Blocks that the pool was told to evict late because the request will use them when its turn comes."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the cache when the request first started; None before that."""
     scores: list[TokenLogprobs] = field(default_factory=list)

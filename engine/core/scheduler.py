@@ -231,6 +231,7 @@ class Scheduler:
                 budget -= 1
         if not preempted:
             self._admit(now)
+        self._want_for_waiting()
         scheduled = {chunk.request.request_id for chunk in chunks}
         prefills = [request for request in self.running.values() if request.request_id not in scheduled]
         for request, share in share_budget(prefills, budget):
@@ -364,7 +365,7 @@ class Scheduler:
 
     def _start(self, request: Request, matched: list[int], now: float) -> None:
         self.pool.acquire(matched)
-        self._drop_holds(request)
+        self._stop_waiting(request)
         request.awaited.clear()
         request.awaits_handover = False  # one that comes now comes too late: its token may have been sampled here
         block_size, last = self.pool.block_size, len(request.token_ids) - 1
@@ -512,7 +513,7 @@ class Scheduler:
             self._leave_running(request, has_ended=has_ended)
         else:
             (self.preempted if request in self.preempted else self.waiting).remove(request)
-        self._drop_holds(request)
+        self._stop_waiting(request)
         del self._requests[request.request_id]
 
     def _awaiting(self) -> list[Request]:
@@ -534,6 +535,18 @@ class Scheduler:
             self.pool.acquire([block])
             request.held.append(block)
             request.awaited.discard(block_hash)
+
+    def _want_for_waiting(self) -> None:
+        """Have the blocks that requests will use evicted late while they wait for their turn."""
+        for request in (*self.waiting, *self.preempted):
+            if not request.wanted and request.swapped is None:
+                request.wanted = tuple(request.full_hashes())
+                self.pool.want(request.wanted)
+
+    def _stop_waiting(self, request: Request) -> None:
+        self._drop_holds(request)
+        self.pool.unwant(request.wanted)
+        request.wanted = ()
 
     def _drop_holds(self, request: Request) -> bool:
         held, request.held = request.held, []

@@ -40,8 +40,8 @@ def evict_all(queue: EvictionQueue[str], now: float = 0.0) -> list[str]:
 
 
 class EvictionMachine(RuleBasedStateMachine):
-    """A queue under requests of three tenants that share prefixes, their own and public ones, run at the same time,
-    end or pause, and let time pass."""
+    """A queue under requests of three tenants that share prefixes, their own and public ones, wait, run at the same
+    time, end or pause, and let time pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +50,7 @@ class EvictionMachine(RuleBasedStateMachine):
         self.deadlines: dict[str, float] = {}
         self.owners: dict[str, str] = {}
         self.priorities: dict[str, int] = {}
+        self.waiting: list[Path] = []
         self.survival: Survival[str] = Survival(max_visits=5)
         self.duel = Duel(self.survival)
         self.queue: EvictionQueue[str] = EvictionQueue(self.survival, QUOTAS)
@@ -63,7 +64,8 @@ class EvictionMachine(RuleBasedStateMachine):
     def favour(self, order: int) -> None:
         """Whatever the ghosts saw: one order has won."""
         for index, ghost in enumerate(self.duel.ghosts):
-            ghost.lead, ghost.spread = float(index == order), 0.0
+            for score in ghost.scores:
+                score.lead, score.spread = float(index == order), 0.0
 
     @rule(
         tenant=st.sampled_from("abc"),
@@ -93,6 +95,16 @@ class EvictionMachine(RuleBasedStateMachine):
         held = {key for other, _ in self.running for key in other}
         self.queue.release([key for key in path if key not in held], self.now)
 
+    @rule(name=st.text("xyz", min_size=1, max_size=6), first=st.sampled_from("abcp"))
+    def queue_up(self, name: str, first: str) -> None:
+        self.waiting.append(path_of(first + name))
+        self.queue.want(self.waiting[-1])
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def stop_waiting(self, data: st.DataObject) -> None:
+        self.queue.unwant(self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1))))
+
     @rule(passed_s=st.floats(0.1, 5000))
     def wait(self, passed_s: float) -> None:
         self.now += passed_s
@@ -112,10 +124,11 @@ class EvictionMachine(RuleBasedStateMachine):
             else:
                 owner = self.owners[victim]
                 assert self.respects_quotas(owner, before, leaves)
-                assert self.priorities[victim] == min(
-                    self.priorities[leaf] for leaf in leaves if self.is_of(owner, leaf)
-                )
+                assert self.place(victim) == min(self.place(leaf) for leaf in leaves if self.is_of(owner, leaf))
             del self.deadlines[victim], self.owners[victim], self.priorities[victim]
+
+    def place(self, key: str) -> tuple[bool, int]:
+        return any(key in path for path in self.waiting), self.priorities[key]
 
     def is_of(self, tenant: str, key: str) -> bool:
         return self.owners[key] == tenant
@@ -188,6 +201,29 @@ def test_a_priority_counts_within_its_tenant_only(queue: EvictionQueue[str]) -> 
     use(queue, "dx", retention=Retention("d", priority=10))
     use(queue, "cx", now=1, retention=Retention("c"))
     use(queue, "ex", now=2, retention=Retention("d"))
+    assert evict_all(queue, now=3) == ["ex", "e", "dx", "d", "cx", "c"], "d's oldest came before c's"
+
+
+def test_what_waiting_requests_will_use_goes_last(queue: EvictionQueue[str]) -> None:
+    use(queue, "cx")
+    queue.want(path_of("cx"))
+    queue.want(path_of("cxy"))
+    use(queue, "dx", now=1, retention=Retention(priority=9))
+    queue.unwant(path_of("cx"))
+    queue.check_integrity()
+    assert evict_all(queue, now=2) == ["dx", "d", "cx", "c"]
+    use(queue, "cx", now=3)
+    use(queue, "dx", now=4, retention=Retention(priority=9))
+    queue.unwant(path_of("cxy"))
+    assert evict_all(queue, now=5) == ["cx", "c", "dx", "d"]
+
+
+def test_waiting_requests_of_a_tenant_cost_others_nothing() -> None:
+    queue: EvictionQueue[str] = EvictionQueue(LeastRecent())
+    use(queue, "dx", retention=Retention("d"))
+    use(queue, "cx", now=1, retention=Retention("c"))
+    use(queue, "ex", now=2, retention=Retention("d"))
+    queue.want(path_of("dx"))
     assert evict_all(queue, now=3) == ["ex", "e", "dx", "d", "cx", "c"], "d's oldest came before c's"
 
 
@@ -348,23 +384,65 @@ def test_the_real_queue_follows_the_leader_at_once() -> None:
     queue: EvictionQueue[str] = EvictionQueue(duel)
     for now, name in enumerate(["cx", "dx", "cx", "ex", "fx"]):
         use(queue, name, now)
-    duel.ghosts[1].lead = 1000.0
+    duel.ghosts[1].scores[0].lead = 1000.0
     assert evict_all(queue, now=5) == ["dx", "d", "ex", "e", "fx", "f", "cx", "c"], "used once first"
     for now, name in enumerate(["cx", "dx", "cx", "ex", "fx"], 6):
         use(queue, name, now)
-    duel.ghosts[0].lead = 1000.0
+    duel.ghosts[0].scores[0].lead = 1000.0
     assert evict_all(queue, now=11) == ["dx", "d", "cx", "c", "ex", "e", "fx", "f"], "the order of use"
 
 
 def test_a_small_lead_changes_nothing() -> None:
     duel: Duel[str] = Duel()
-    challenger = duel.ghosts[1]
+    slow = duel.ghosts[1].scores[0]
     for _ in range(2):
-        challenger.score(9)
-    assert challenger.lead > 0 and duel.age(1.0) is not None
-    challenger.score(9)
+        slow.add(9)
+    assert slow.lead > 0 and duel.age(1.0) is not None
+    slow.add(9)
     assert duel.age(2.0) is None
-    assert challenger.lead == 0, "whoever leads now is compared with it from now on"
+    assert slow.lead == 0, "whoever leads now is compared with it from now on"
+
+
+def test_what_chance_can_do_is_not_forgotten_when_the_leader_changes() -> None:
+    """Otherwise three requests would be enough for the next change."""
+    duel: Duel[str] = Duel()
+    recent, once = (ghost.scores[0] for ghost in duel.ghosts[:2])
+    for _ in range(1000):
+        once.add(9)
+        once.add(-9)
+    once.lead = 1000.0
+    assert duel.age(1.0) is None
+    for _ in range(3):
+        recent.add(9)
+    assert duel.age(2.0) is not None
+
+
+def test_the_fast_clock_sees_a_load_that_has_changed() -> None:
+    """After a long time of chance a lead is certain by it long before it is by the slow one."""
+    duel: Duel[str] = Duel()
+    slow, fast = duel.ghosts[1].scores
+    for _ in range(3000):
+        for num_more in (9, -9):
+            slow.add(num_more)
+            fast.add(num_more)
+    num_steps = 0
+    while duel.age(float(num_steps)) is not None:
+        assert not slow.is_certain
+        slow.add(3)
+        fast.add(3)
+        num_steps += 1
+    assert num_steps < 200
+
+
+def test_a_second_use_is_known_though_the_blocks_are_gone() -> None:
+    """Of the whole path, the last block included, and of a trunk that others went on from."""
+    survival: Survival[str] = Survival()
+    queue: EvictionQueue[str] = EvictionQueue(survival)
+    for now, name in enumerate(["cxyz", "pqabcd", "pqefgh"]):
+        use(queue, name, float(now))
+    evict_all(queue, now=10.0)
+    assert survival.visit(path_of("cxyz"), 0, 0, 11.0).num_again == 4
+    assert survival.visit(path_of("pqij"), 0, 0, 12.0).num_again == 2
 
 
 def test_an_import_is_no_visit() -> None:
@@ -374,7 +452,7 @@ def test_an_import_is_no_visit() -> None:
     queue.release(path_of("cxyz"), 0)
     assert not any(len(ghost.queue) for ghost in duel.ghosts)
     use(queue, "cxyz", now=1)
-    assert [ghost.lead for ghost in duel.ghosts] == [0, 0, 0]
+    assert not any(score.lead for ghost in duel.ghosts for score in ghost.scores)
 
 
 def _hits(ranking: Ranking[str], requests: Iterable[tuple[float, str]], capacity: int) -> float:

@@ -306,6 +306,23 @@ def test_imports_that_wait_are_given_up_before_anybody_is_preempted(make_schedul
     assert tokens_of(run_all(scheduler, model, now=100.0)["w"]) == answer_to(waiting)
 
 
+def test_what_a_waiting_request_will_use_is_evicted_last(make_scheduler: MakeScheduler) -> None:
+    """Its prefix is the oldest in the cache, and the request before it needs half of the pool."""
+    scheduler = make_scheduler(num_blocks=6, max_model_len=24, max_requests=1)
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("cached", PROMPT[:8], max_tokens=1))
+    run_all(scheduler, model)
+    submit(scheduler, make_assignment("newer", (2,) * 8, max_tokens=1))
+    run_all(scheduler, model)
+    submit(scheduler, make_assignment("running", (3,) * 13, max_tokens=1))
+    submit(scheduler, make_assignment("waiting", PROMPT[:9], max_tokens=1))
+    submit(scheduler, make_assignment("gone", (2,) * 9, max_tokens=1))
+    scheduler.abort("gone")
+    events = run_all(scheduler, model)
+    assert events["waiting"][0].cached_tokens == 8
+    assert not scheduler.pool._queue._num_wanting, "nobody waits"
+
+
 def test_a_step_may_have_to_wait_for_exports(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(num_blocks=3, max_model_len=12)
     model = FakeModel(scheduler.pool)

@@ -10,6 +10,7 @@ Performance Caching", ISCA '07).
 A ghost knows no tenants, priorities or expiries, and takes each request for as long as its end.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeAlias
 
@@ -17,10 +18,10 @@ from engine.core.eviction.queue import EvictionQueue
 from engine.core.eviction.ranking import Key, Visit
 from engine.core.eviction.survival import Survival
 
-DECAY = 0.5 ** (1 / 2000)
-"""What a hit counts one request later."""
-CERTAINTY = 1.5
-"""How many standard deviations of chance a lead must exceed: changing the order costs blocks that the old one kept."""
+CLOCKS = ((2000, 1.5), (200, 2.5))
+"""After how many requests a hit counts half, and how many standard deviations of chance a lead must exceed: changing
+the order costs blocks that the old one kept. The slow clock finds small leads, the fast one that the load is another.
+"""
 _LATEST = 2.0**48
 """More than there will be visits."""
 _Order: TypeAlias = Callable[[Key, int, Visit[Key]], float]
@@ -48,7 +49,8 @@ class Duel(Generic[Key]):
         visit.previous = previous
         par = hits[self.ghosts.index(self._leader)]
         for ghost, num_hits in zip(self.ghosts, hits, strict=True):
-            ghost.score(num_hits - par)
+            for score in ghost.scores:
+                score.add(num_hits - par)
         return visit
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
@@ -63,13 +65,21 @@ class Duel(Generic[Key]):
     def age(self, now: float) -> Iterable[Visit[Key]] | None:
         moved = self._survival.age(now)
         self._by_survival.queue.requeue(moved)
-        best = max(self.ghosts, key=lambda ghost: ghost.lead)
-        if best.lead > CERTAINTY * best.spread**0.5:
-            self._leader = best
-            for ghost in self.ghosts:
-                ghost.lead = ghost.spread = 0.0
-            return None
+        for scores in zip(*(ghost.scores for ghost in self.ghosts), strict=True):
+            best = max(scores, key=lambda score: score.lead)
+            if best.is_certain:
+                self._follow(self.ghosts[scores.index(best)])
+                return None
         return moved if self._leader is self._by_survival else ()
+
+    def _follow(self, leader: "Ghost[Key]") -> None:
+        """Leads count from now on; how far chance alone may carry them is known from before."""
+        for old, new in zip(self._leader.scores, leader.scores, strict=True):
+            old.spread = new.spread
+        self._leader = leader
+        for ghost in self.ghosts:
+            for score in ghost.scores:
+                score.lead = 0.0
 
     def check_integrity(self) -> None:
         """Assert that what is learnt and what the ghosts hold are whole."""
@@ -83,6 +93,27 @@ class Duel(Generic[Key]):
         return visit
 
 
+class Score:
+    """How one ghost does against the leader's, by one clock."""
+
+    def __init__(self, half_life: int, certainty: float) -> None:
+        self._decay = 0.5 ** (1 / half_life)
+        self._certainty = certainty
+        self.lead = 0.0
+        """Hits more than the leader's, since it leads; older ones count less."""
+        self.spread = 0.0
+        """The lead's variance if the two were equally good: the sum of its steps' squares."""
+
+    def add(self, num_more: int) -> None:
+        """The ghost has hit so many blocks of a request more than the leader's."""
+        self.lead = self.lead * self._decay + num_more
+        self.spread = self.spread * self._decay + num_more**2
+
+    @property
+    def is_certain(self) -> bool:
+        return self.lead > self._certainty * math.sqrt(self.spread)
+
+
 class Ghost(Generic[Key]):
     """What the real queue would hold if it always followed one order, and how much that would have hit."""
 
@@ -91,10 +122,7 @@ class Ghost(Generic[Key]):
     def __init__(self, rank: _Order[Key]) -> None:
         self.rank = rank
         self.queue: EvictionQueue[Key] = EvictionQueue(self)
-        self.lead = 0.0
-        """Hits more than the leader's, since it leads; older ones count less."""
-        self.spread = 0.0
-        """The lead's variance if the two were equally good: the sum of its steps' squares."""
+        self.scores = [Score(half_life, certainty) for half_life, certainty in CLOCKS]
         self._latest: Visit[Key] | None = None
 
     def see(self, path: Sequence[Key], visit: Visit[Key], num_blocks: int, now: float) -> int:
@@ -110,11 +138,6 @@ class Ghost(Generic[Key]):
         queue.visit(path, now)
         queue.release(path, now)
         return num_hits
-
-    def score(self, num_more: int) -> None:
-        """It has hit so many blocks of a request more than the leader."""
-        self.lead = self.lead * DECAY + num_more
-        self.spread = self.spread * DECAY + num_more**2
 
     def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
         """The real queue's visit: what is learnt is learnt once."""

@@ -5,14 +5,16 @@ expired blocks go first, then what the ranking finds least worth; a tenant above
 and nobody else's need takes a tenant's blocks below its floor while others above theirs have a leaf to give.
 
 Priorities count within a tenant only: the tenant that has the least worth leaf pays, with one of its lowest priority.
-So no wish of a tenant's makes another's blocks go sooner.
+So no wish of a tenant's makes another's blocks go sooner. What requests that wait for their turn will use goes last, in
+the same way: after the other blocks of its tenant.
 
-A block costs O(log n) when it becomes a leaf, a look at each tenant and priority when it is evicted, and O(1) when it
-is visited, acquired or released. Keys are whatever names a block to the owner, such as a hash in a worker's pool. The
-queue has no clock.
+A block costs O(log n) when it becomes a leaf or, being one, begins or ceases to be wanted by requests that wait, a look
+at each tenant and priority when it is evicted, and O(1) when it is visited, acquired or released. Keys are whatever
+names a block to the owner, such as a hash in a worker's pool. The queue has no clock.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
@@ -27,6 +29,10 @@ class Quota:
 
     floor: int = 0
     ceiling: int | None = None
+
+
+_WANTED = 1 << 62
+"""More than any two priorities differ by."""
 
 
 class _Block(Generic[Key]):
@@ -99,8 +105,10 @@ class EvictionQueue(Generic[Key]):
         self._weight_of: Callable[[Key], int] = weight_of or (lambda key: 1)
         self._quotas = dict(quotas or {})
         self._blocks: dict[Key, _Block[Key]] = {}
-        self._heaps: dict[str, dict[int, list[_Entry[Key]]]] = {}
-        """Leaves by tenant and priority; the least worth ones come first."""
+        self._heaps: dict[str, dict[int, list[_Entry[Key]]]] = defaultdict(lambda: defaultdict(list))
+        """Leaves by tenant and place; the least worth ones come first."""
+        self._num_wanting: dict[Key, int] = {}
+        """How many requests wait to use a block, which may be here or not."""
         self._evictable: dict[str, int] = {}
         """The weight of each tenant's evictable blocks."""
         self._num_evictable = 0
@@ -178,6 +186,20 @@ class EvictionQueue(Generic[Key]):
             if parent.is_leaf:
                 self._push(parent)
 
+    def want(self, keys: Iterable[Key]) -> None:
+        """A request that waits for its turn will use these blocks: until `unwant` they go after its tenant's others."""
+        for key in keys:
+            self._num_wanting[key] = self._num_wanting.get(key, 0) + 1
+            self._move(key)
+
+    def unwant(self, keys: Iterable[Key]) -> None:
+        """It waits no longer."""
+        for key in keys:
+            self._num_wanting[key] -= 1
+            if not self._num_wanting[key]:
+                del self._num_wanting[key]
+            self._move(key)
+
     def forget(self, key: Key) -> None:
         """A block that is evictable or held is gone."""
         if key in self:
@@ -202,9 +224,7 @@ class EvictionQueue(Generic[Key]):
     def requeue(self, visits: Iterable[Visit[Key]]) -> None:
         """The worth of these visits has changed, and with it the places of their leaves."""
         for visit in visits:
-            block = self._blocks.get(visit.leaves.get(self, visit.landmark))  # a trunk's leaf is its landmark
-            if block is not None and block.is_leaf:
-                self._push(block)
+            self._move(visit.leaves.get(self, visit.landmark))  # a trunk's leaf is its landmark
 
     def check_integrity(self) -> None:
         """Assert that counts agree with the blocks and that every leaf can be found."""
@@ -215,13 +235,13 @@ class EvictionQueue(Generic[Key]):
             assert block.num_children == sum(parent is block for parent in children)
         leaves = [block for block in evictable if block.num_children == 0]
         queued = {
-            (tenant, priority, block.key)
+            (tenant, place, block.key)
             for tenant, heaps in self._heaps.items()
-            for priority, heap in heaps.items()
+            for place, heap in heaps.items()
             for _, stamp, block in heap
             if _is_valid(block, stamp)
         }
-        assert queued == {(block.tenant, block.priority, block.key) for block in leaves}
+        assert queued == {(block.tenant, self._place(block), block.key) for block in leaves}
         expiring = {(expires_at, block.key) for expires_at, stamp, block in self._expiring if _is_valid(block, stamp)}
         assert expiring == {(block.expires_at, block.key) for block in leaves if block.expires_at is not None}
         for tenant, weight in self._evictable.items():
@@ -285,11 +305,22 @@ class EvictionQueue(Generic[Key]):
         self._num_evictable += change
         self._evictable[block.tenant] = self._evictable.get(block.tenant, 0) + change * self._weight_of(block.key)
 
+    def _move(self, key: Key) -> None:
+        """A block may have another place than before: if it is a leaf, queue it there."""
+        block = self._blocks.get(key)
+        if block is not None and block.is_leaf:
+            self._push(block)
+
+    def _place(self, leaf: _Block[Key]) -> int:
+        """Its priority, or one above all that are not wanted."""
+        return leaf.priority + _WANTED if leaf.key in self._num_wanting else leaf.priority
+
     def _push(self, leaf: _Block[Key]) -> None:
         self._num_pushed += 1
         leaf.stamp = self._num_pushed
         leaf.visit.leaves[self] = leaf.key
-        heap = self._heaps.setdefault(leaf.tenant, {}).setdefault(leaf.priority, [])
+        place = self._place(leaf) if self._num_wanting else leaf.priority
+        heap = self._heaps[leaf.tenant][place]
         self._put(heap, self._ranking.rank(leaf.key, leaf.depth, leaf.visit), leaf)
         if leaf.expires_at is not None:
             self._put(self._expiring, leaf.expires_at, leaf)
@@ -320,9 +351,9 @@ class EvictionQueue(Generic[Key]):
         return leaves[payer][0][2]
 
     def _tops(self, tenant: str) -> list[_Entry[Key]]:
-        """The tenant's least worth leaf of each priority that has any, the lowest priority first."""
+        """The tenant's least worth leaf of each place that has any: the lowest priority first, wanted ones last."""
         heaps = self._heaps[tenant]
-        tops = (self._top(heaps[priority]) for priority in sorted(heaps))
+        tops = (self._top(heaps[place]) for place in sorted(heaps))
         return [top for top in tops if top is not None]
 
     def _top(self, heap: list[_Entry[Key]]) -> _Entry[Key] | None:

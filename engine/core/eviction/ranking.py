@@ -15,6 +15,7 @@ class Visit(Generic[Key]):
     __slots__ = (
         "age_bin",
         "born",
+        "end",
         "is_over",
         "kind",
         "landmark",
@@ -26,12 +27,14 @@ class Visit(Generic[Key]):
         "turn",
     )
 
-    def __init__(self, kind: int, turn: int, length: int, born: float, landmark: Key) -> None:
+    def __init__(self, kind: int, turn: int, length: int, born: float, landmark: Key, end: Key) -> None:
         self.kind = kind
         self.turn = turn
         self.length = length
         self.born = born
         self.landmark = landmark
+        self.end = end
+        """The last block."""
         self.age_bin = 0
         self.is_over = False
         self.number = 0
@@ -86,7 +89,7 @@ class LeastRecent(Generic[Key]):
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
         self._num_visits += 1
-        visit = Visit(0, 0, len(path), now, path[-1])
+        visit = Visit(0, 0, len(path), now, path[-1], path[-1])
         visit.number = self._num_visits
         return visit
 

@@ -12,7 +12,8 @@ Where requests part, the last common block is a *trunk*: it is worth what its ow
 many there were, add to that.
 
 Visits are remembered after their blocks are gone, by the hash of one block (the landmark, in the middle of what the
-request added), so what is learnt does not depend on what was kept. At most `MAX_VISITS` are; nothing else grows.
+request added) and that of the last, so what is learnt does not depend on what was kept. At most `MAX_VISITS` are;
+nothing else grows.
 """
 
 from collections import OrderedDict
@@ -55,19 +56,21 @@ class Survival(Generic[Key]):
 
     def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
         """Learn from a request's path, and remember it until the next request comes by its landmark."""
-        previous = self._continued(path, now)
-        turn = 0
+        previous, num_shared = self._continued(path, now)
+        turn, num_again = 0, max(num_known, num_shared)
         if previous is not None:
             turn = previous.turn + 1
-            if len(path) >= previous.length:
-                num_known = max(num_known, previous.length - 1)  # evicted meanwhile, but it had been here
+            if len(path) >= previous.length:  # evicted meanwhile, but it had been here
+                num_known = max(num_known, previous.length - 1)
+                is_whole = path[previous.length - 1] == previous.end
+                num_again = max(num_known, num_again, previous.length * is_whole)
             self._visit_table.leave(previous.kind, previous.age_bin, returned=True)
             self._end(previous, self._visits, self._visit_ages)
         added = max(1, len(path) - num_known)
         kind = _kind(turn, added)
         landmark = path[min(len(path) - 1, max(1, len(path) - added - 1 + added // 2))]
-        visit = Visit(kind, turn, len(path), now, landmark)
-        visit.num_again = num_known
+        visit = Visit(kind, turn, len(path), now, landmark, path[-1])
+        visit.num_again = num_again
         visit.previous = previous
         if len(path) > 1:  # a single block says nothing of who will come
             self._remember(visit, self._visits, self._visit_ages, self._visit_table)
@@ -75,7 +78,7 @@ class Survival(Generic[Key]):
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
         """Worth what a first visit of its kind is worth at its age."""
-        visit = Visit(_kind(0, max(1, len(path) - num_known)), 0, len(path), now, path[-1])
+        visit = Visit(_kind(0, max(1, len(path) - num_known)), 0, len(path), now, path[-1], path[-1])
         self._remember(visit, self._pauses, self._pause_ages, self._pause_table)
         return visit
 
@@ -112,23 +115,24 @@ class Survival(Generic[Key]):
                     assert known[landmark] is visit and visit.landmark == landmark
                     assert visit.age_bin == index and not visit.is_over
 
-    def _continued(self, path: Sequence[Key], now: float) -> Visit[Key] | None:
-        """The visit whose landmark is the furthest along `path`; counts the trunks on the way."""
+    def _continued(self, path: Sequence[Key], now: float) -> tuple[Visit[Key] | None, int]:
+        """The visit whose landmark is the furthest along `path`, and how many blocks others used for sure."""
         visits, trunks = self._visits, self._trunks
-        previous = None
-        for key in path:
+        previous, num_shared = None, 0
+        for depth, key in enumerate(path, 1):
             if key in trunks:
+                num_shared = depth
                 trunk = trunks[key]
                 self._trunk_table.leave(trunk.kind, trunk.age_bin, returned=True)
                 self._end(trunk, trunks, self._trunk_ages)
                 self._use_trunk(key, trunk.turn + 1, now)
             if key in visits:
-                previous = visits[key]
-        return previous
+                previous, num_shared = visits[key], depth
+        return previous, num_shared
 
     def _use_trunk(self, key: Key, num_uses: int, now: float) -> None:
         kind = min(NUM_TRUNK_KINDS - 1, (num_uses + 1).bit_length() - 1)
-        use = Visit(kind, num_uses, 0, now, key)
+        use = Visit(kind, num_uses, 0, now, key, key)
         self._remember(use, self._trunks, self._trunk_ages, self._trunk_table)
 
     def _remember(self, visit: Visit[Key], known: _Memory[Key], ages: list[_Memory[Key]], table: LifeTable) -> None:
