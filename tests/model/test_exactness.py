@@ -206,9 +206,8 @@ def test_resumed_elsewhere_from_what_was_delivered(
         second.submit(resumed, 0.0)
         request = second.scheduler.get(name)
         assert request is not None
-        segment, _ = first.export(request.full_hashes()[:num_imported])
-        if segment is not None:
-            segment = segment.arrived()
+        segments, _ = first.export(request.full_hashes()[:num_imported])
+        for segment in map(ExportedSegment.arrived, segments):
             assert second.import_segment(segment.header, segment.payload, 0.0)
         outputs: Output = []
         while (step := second.step(0.0)) is not None:
@@ -239,6 +238,6 @@ def test_int8_weights() -> None:
     second.submit(both(300)[0], 0.0)
     request = second.scheduler.get("greedy")
     assert request is not None
-    segment, _ = first.export(request.full_hashes())
-    assert segment is not None and second.import_segment(segment.header, segment.payload, 0.0)
+    [segment], _ = first.export(request.full_hashes())
+    assert second.import_segment(segment.header, segment.payload, 0.0)
     assert run(second, both(300)[1:]) == expected[300]
