@@ -27,6 +27,7 @@ from aiohttp import web
 
 from cli import chat
 from cli.main import main
+from cli.serve import free_port
 from configs import load_config
 from engine.api.responses import ResponseHead, Usage
 from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
@@ -456,7 +457,8 @@ class TestServeRefuses:
         assert serve("--config", str(config)).startswith(f"raydix: config {config}: ")
 
     def test_no_such_model(self, serve: Callable[..., str], tmp_path: Path) -> None:
-        assert serve("--model", f"{tmp_path}/none").startswith(f"raydix: there is no model at {tmp_path}/none")
+        line = serve("--model", f"{tmp_path}/none", "--port", str(free_port()))  # a server may have the default one
+        assert line.startswith(f"raydix: there is no model at {tmp_path}/none")
 
     def test_port_in_use(self, serve: Callable[..., str], tmp_path: Path) -> None:
         fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
