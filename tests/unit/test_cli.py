@@ -259,6 +259,7 @@ class TestNoServer:
         [
             ({"status": 404, "text": "no"}, "does not list its models: HTTP 404 Not Found; try --model"),
             ({"status": 503, "text": '{"detail": "loading"}'}, "does not list its models: HTTP 503: loading; try"),
+            ({"status": 401, "text": "no"}, "does not list its models: HTTP 401 Unauthorized"),
             ({"text": '{"data": []}'}, "lists no model"),
             ({"text": "<html>"}, "lists no model"),
         ],
@@ -270,8 +271,9 @@ class TestNoServer:
         application = web.Application()
         application.router.add_get("/v1/models", models)
         with serving(application) as url:
-            with pytest.raises(StartupError, match=re.escape(reason)):
+            with pytest.raises(StartupError, match=re.escape(reason)) as refused:
                 asyncio.run(chat.Server(url).model(None))
+            assert ("try --model" in str(refused.value)) == (reply.get("status") in (404, 503))
             assert asyncio.run(chat.Server(url).model("named")) == "named"
 
 
