@@ -416,7 +416,7 @@ class Frontend:
         if first is not None and len(job.answers) == 1 and usage.completion_tokens > 1:
             tpot_s = (now - first) / (usage.completion_tokens - 1)
         imported = min(usage.cached_tokens, sum(a.generation.imported_tokens for a in job.answers[:: job.spec.n]))
-        hits = {"worker": usage.cached_tokens - imported, "imported": imported}
+        hits = {"local": usage.cached_tokens - imported, "imported": imported}
         self._metrics.finished(
             job.tenant.name, outcome, usage.prompt_tokens, usage.completion_tokens, hits, ttft_s, tpot_s
         )

@@ -207,7 +207,8 @@ class Server:
         if name is not None:
             return name
         if reply.status != 200:
-            raise StartupError(f"{self.url} does not list its models: {_http_error(reply, body)}; try --model")
+            advice = "" if reply.status in (401, 403) else "; try --model"  # chats would be refused as well
+            raise StartupError(f"{self.url} does not list its models: {_http_error(reply, body)}{advice}")
         try:
             return str(json.loads(body)["data"][0]["id"])
         except (LookupError, TypeError, ValueError):

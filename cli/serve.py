@@ -95,7 +95,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         if not stop.is_set():
             console.print(
-                f"ready after {time.monotonic() - started:.1f} s: {_url(config)}\n\n{example(config)}\n", soft_wrap=True
+                f"ready after {time.monotonic() - started:.1f} s: {_url(config)}, Ray at {cluster.address()}\n\n"
+                f"{example(config)}\n",
+                soft_wrap=True,
             )
         stop.wait()
         console.print("stopping")
@@ -139,6 +141,12 @@ class LocalCluster:
             logging_level=logging.ERROR,
             configure_logging=True,
         )
+
+    def address(self) -> str:
+        """What `ray.init` of another program takes; `auto` finds the right cluster only where there is no other."""
+        import ray
+
+        return str(ray.get_runtime_context().gcs_address)
 
     def deploy(self, progress: Callable[[str], None], stop: threading.Event) -> None:
         """Start Serve and the application; returns when it is ready, or when told to stop.

@@ -65,7 +65,7 @@ def test_requests_are_measured(server: Server) -> None:
     during = seen(lambda: measured(before, decode), "two requests and a stream")
     assert during.grown(before, "prompt_tokens_total", tenant="anonymous") >= 2 * PROMPT_TOKENS
     assert during.grown(before, "generation_tokens_total") >= 2 * ANSWER_TOKENS
-    assert during.grown(before, "cache_hit_tokens_total", tenant="anonymous", source="worker") >= HIT_TOKENS
+    assert during.grown(before, "cache_hit_tokens_total", tenant="anonymous", source="local") >= HIT_TOKENS
     assert during.grown(before, "transcript_lookups_total", result="hit") >= 1
     assert during.grown(before, "ttft_seconds_count") >= 2
     assert during.grown(before, "ttft_seconds_sum") > 0

@@ -159,6 +159,8 @@ def test_it_serves_until_it_is_told_to_stop(terminal: Terminal, stop: Callable[[
         answer = json.load(response)
     assert answer["model"] == MODEL
     assert answer["choices"][0]["message"]["content"].strip()
+    [(host, port)] = re.findall(r"Ray at (\S+):(\d+)", terminal.screen)
+    socket.create_connection((host, int(port)), timeout=10).close()
 
     processes, shared_memory = terminal.processes(), terminal.shared_memory()
     assert len(processes) > 8

@@ -27,6 +27,7 @@ from aiohttp import web
 
 from cli import chat
 from cli.main import main
+from cli.serve import free_port
 from configs import load_config
 from engine.api.responses import ResponseHead, Usage
 from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
@@ -258,6 +259,7 @@ class TestNoServer:
         [
             ({"status": 404, "text": "no"}, "does not list its models: HTTP 404 Not Found; try --model"),
             ({"status": 503, "text": '{"detail": "loading"}'}, "does not list its models: HTTP 503: loading; try"),
+            ({"status": 401, "text": "no"}, "does not list its models: HTTP 401 Unauthorized"),
             ({"text": '{"data": []}'}, "lists no model"),
             ({"text": "<html>"}, "lists no model"),
         ],
@@ -269,8 +271,9 @@ class TestNoServer:
         application = web.Application()
         application.router.add_get("/v1/models", models)
         with serving(application) as url:
-            with pytest.raises(StartupError, match=re.escape(reason)):
+            with pytest.raises(StartupError, match=re.escape(reason)) as refused:
                 asyncio.run(chat.Server(url).model(None))
+            assert ("try --model" in str(refused.value)) == (reply.get("status") in (404, 503))
             assert asyncio.run(chat.Server(url).model("named")) == "named"
 
 
@@ -456,7 +459,8 @@ class TestServeRefuses:
         assert serve("--config", str(config)).startswith(f"raydix: config {config}: ")
 
     def test_no_such_model(self, serve: Callable[..., str], tmp_path: Path) -> None:
-        assert serve("--model", f"{tmp_path}/none").startswith(f"raydix: there is no model at {tmp_path}/none")
+        line = serve("--model", f"{tmp_path}/none", "--port", str(free_port()))  # a server may have the default one
+        assert line.startswith(f"raydix: there is no model at {tmp_path}/none")
 
     def test_port_in_use(self, serve: Callable[..., str], tmp_path: Path) -> None:
         fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
