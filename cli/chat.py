@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             stream.reconfigure(errors="replace")
     server = Server(options.url, _api_key(options.api_key_env))
     model = asyncio.run(server.model(options.model))
-    chat = Chat(server, model, options.system, options.max_tokens)
+    chat = Chat(server, model, options.system, options.max_tokens, options.temperature)
     try:
         return chat.run()
     except BrokenPipeError:
@@ -59,11 +59,12 @@ def run(options: argparse.Namespace) -> int:
 class Chat:
     """One conversation, its prompt and its screen."""
 
-    def __init__(self, server: "Server", model: str, system: str | None, max_tokens: int) -> None:
+    def __init__(self, server: "Server", model: str, system: str | None, max_tokens: int, temperature: float) -> None:
         self._server = server
         self._model = model
         self._beginning: list[Message] = [{"role": "system", "content": system}] if system else []
         self._max_tokens = max_tokens
+        self._temperature = temperature
         self._messages = list(self._beginning)
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._has_failed = False
@@ -112,6 +113,7 @@ class Chat:
             "model": self._model,
             "messages": messages,
             "max_tokens": self._max_tokens,
+            "temperature": self._temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -38,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", help="the model's name (default: the server's first)")
     chat.add_argument("--system", help="a system message to begin with")
     chat.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: %(default)s)")
+    chat.add_argument(
+        "--temperature", type=float, default=0.2, help="0: always the likeliest token (default: %(default)s)"
+    )
     chat.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (OPENAI_API_KEY)")
     chat.set_defaults(run=_chat)
 

@@ -178,6 +178,7 @@ class TestPipedChat:
         assert {key: body[key] for key in body if key != "messages"} == {
             "model": "tiny",
             "max_tokens": 9,
+            "temperature": 0.2,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
