@@ -13,7 +13,7 @@ Nothing here is needed for correctness. A worker that gets less than it was prom
 directory may forget anything at any time, and a stale entry costs time, never a wrong token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import TypeAlias
@@ -312,6 +312,7 @@ class Directory:
             worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
             if worker is not None:
                 senders.append((reservation, worker, reservation.producing))
+        stalled: dict[BlockHash, tuple[WorkerRecord, dict[BlockHash, None]]] = {}
         for sender, worker, promised in senders:
             wanted = next((h for h in promised if self._blocks[h].wanted_by), None)
             if wanted is None or (isinstance(sender, Reservation) and self._is_waiting(sender)):
@@ -320,8 +321,11 @@ class Directory:
                 sender.silent_since = now
             elif now - sender.silent_since >= patience_s:
                 sender.silent_since = None
-                if self._first_lacking(wanted, but_not_at=worker.worker_id) is not None:
-                    instructions += self._replace(worker, promised)
+                stalled[wanted] = worker, promised
+        for wanted in self._lacked_elsewhere({block: worker.worker_id for block, (worker, _) in stalled.items()}):
+            worker, promised = stalled[wanted]
+            if wanted in promised and self._first_lacking(wanted, but_not_at=worker.worker_id) is not None:
+                instructions += self._replace(worker, promised)
         return instructions
 
     # Requests
@@ -681,6 +685,15 @@ class Directory:
             if worker is not None and request_id in worker.requests and block_hash not in worker.blocks:
                 return reservation
         return None
+
+    def _lacked_elsewhere(self, promised: Mapping[BlockHash, str]) -> list[BlockHash]:
+        """Those of the blocks, each promised by a worker, that requests on others lack: mostly none of many, so all
+        are looked for in one walk."""
+        lacked: set[BlockHash] = set()
+        for reservation in self._reservations.values() if promised else ():
+            common = reservation.lacking.keys() & promised.keys()
+            lacked.update(h for h in common if promised[h] != reservation.admission.prefill)
+        return [block_hash for block_hash in promised if block_hash in lacked]
 
     def _is_waiting(self, reservation: Reservation) -> bool:
         """Whether its prefill worker waits for blocks that the request needs and others are to send."""
