@@ -119,6 +119,8 @@ class Reservation:
     leased: list[Segment]
     lacking: dict[BlockHash, None]
     """Blocks, in order, that its prefill worker may have to compute yet: others are to send it some of them."""
+    is_awaited: bool = False
+    """Whether somebody may wait for some of `producing`."""
     silent_since: float | None = None
     """The same of `producing`, while the request does not wait for others itself."""
 
@@ -273,6 +275,8 @@ class Directory:
         for block_hash in hashes:
             record = self._blocks[block_hash]
             record.wanted_by |= waiting - record.workers
+            if record.producer in self._reservations:
+                self._reservations[record.producer].is_awaited = True
         instructions = self._fail(hashes)
         self._blocks.forget_unknown(hashes)
         return instructions
@@ -310,11 +314,13 @@ class Directory:
         ]
         for reservation in self._reservations.values():
             worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
-            if worker is not None:
+            if reservation.is_awaited and worker is not None:
                 senders.append((reservation, worker, reservation.producing))
         stalled: dict[BlockHash, tuple[WorkerRecord, dict[BlockHash, None]]] = {}
         for sender, worker, promised in senders:
             wanted = next((h for h in promised if self._blocks[h].wanted_by), None)
+            if isinstance(sender, Reservation):
+                sender.is_awaited = wanted is not None
             if wanted is None or (isinstance(sender, Reservation) and self._is_waiting(sender)):
                 sender.silent_since = None
             elif sender.silent_since is None:
@@ -450,6 +456,7 @@ class Directory:
         for reservation in self._reservations.values():
             for block_hash in reservation.producing:
                 assert self._blocks[block_hash].producer == reservation.admission.request_id
+                assert reservation.is_awaited or not self._blocks[block_hash].wanted_by
         self.segments.check_integrity([leased for r in self._reservations.values() for leased in r.leased])
 
     # Inside
@@ -595,6 +602,8 @@ class Directory:
                 holder = min(record.workers)
                 self._ask(holder, block_hash)
                 exports.setdefault(holder, []).append(block_hash)
+            elif record.producer in self._reservations:
+                self._reservations[record.producer].is_awaited = True
         for segment in segments.values():
             self.segments.lease(segment)
             reservation.leased.append(segment)
@@ -666,6 +675,7 @@ class Directory:
             successor = self._first_lacking(block_hash)
             if successor is not None:
                 successor.producing[block_hash] = None
+                successor.is_awaited = True
                 record.producer = successor.admission.request_id
                 told = told & {successor.admission.prefill}
             record.wanted_by -= told

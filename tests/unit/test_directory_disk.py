@@ -156,6 +156,18 @@ def test_of_those_who_wait_for_a_file_in_vain_one_computes(make_directory: MakeD
     assert receivers == {*"pqr"} - {lost.worker_id}
 
 
+def test_who_computes_instead_of_a_file_may_stall_when_others_wait_later(make_directory: MakeDirectory) -> None:
+    directory = make_directory(0, UNBOUNDED)
+    for worker_id in "pq":
+        directory.register(worker_id, Role.MIXED, 1, 10, ())
+    write(directory, A, B)
+    for name, told in (("1", [Lost("q", (A, B))]), ("2", [])):
+        [read] = ask(directory, name, A, B)
+        assert isinstance(read, ReadFile) and directory.segment_unread(read.segment) == told
+        assert directory.replace_stalled(0.0, 30.0) == []
+    assert directory.replace_stalled(30.0, 30.0) == [Lost("p", (A, B))]
+
+
 def test_who_waits_for_a_file_is_not_to_blame_for_what_it_computes(make: MakeDirectory) -> None:
     directory = make(segment_budget_bytes=0)
     write(directory, A)
