@@ -271,7 +271,7 @@ class Directory:
         """A segment could not be read from disk now: its blocks come from elsewhere for those who wait for it, and the
         next one may try again."""
         waiting = frozenset(self.segments.unread(segment) & self.workers.keys())
-        hashes = segment.header.full_hashes
+        hashes = [h for h in segment.header.full_hashes if self._blocks[h].segment in (segment, None)]
         for block_hash in hashes:
             record = self._blocks[block_hash]
             record.wanted_by |= waiting - record.workers

@@ -156,6 +156,17 @@ def test_of_those_who_wait_for_a_file_in_vain_one_computes(make_directory: MakeD
     assert receivers == {*"pqr"} - {lost.worker_id}
 
 
+def test_a_file_that_cannot_be_read_has_no_bearing_on_another_segment(make_directory: MakeDirectory) -> None:
+    """Both have A. It comes from the first one, which can be read, so nobody is told to compute it."""
+    directory = make_directory(0, UNBOUNDED)
+    directory.register("p", Role.MIXED, 1, 10, ())
+    write(directory, A)
+    write(directory, A, B)
+    _, unreadable = ask(directory, "r", A, B)
+    assert isinstance(unreadable, ReadFile)
+    assert directory.segment_unread(unreadable.segment) == [Lost("p", (B,))]
+
+
 def test_who_computes_instead_of_a_file_may_stall_when_others_wait_later(make_directory: MakeDirectory) -> None:
     directory = make_directory(0, UNBOUNDED)
     for worker_id in "pq":
