@@ -14,7 +14,7 @@ names a block to the owner, such as a hash in a worker's pool. The queue has no 
 """
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
@@ -226,8 +226,9 @@ class EvictionQueue(Generic[Key]):
         for visit in visits:
             self._move(visit.leaves.get(self, visit.landmark))  # a trunk's leaf is its landmark
 
-    def check_integrity(self) -> None:
-        """Assert that counts agree with the blocks and that every leaf can be found."""
+    def check_integrity(self, wanted: Iterable[Key] | None = None) -> None:
+        """Assert that counts agree with the blocks, and with `wanted` if given, and that every leaf can be found."""
+        assert wanted is None or self._num_wanting == Counter(wanted)
         evictable = [block for block in self._blocks.values() if block.is_evictable]
         assert len(self) == len(evictable)
         children = [block.parent for block in evictable]
