@@ -190,7 +190,8 @@ class EvictionQueue(Generic[Key]):
         """A request that waits for its turn will use these blocks: until `unwant` they go after its tenant's others."""
         for key in keys:
             self._num_wanting[key] = self._num_wanting.get(key, 0) + 1
-            self._move(key)
+            if self._num_wanting[key] == 1:
+                self._move(key)
 
     def unwant(self, keys: Iterable[Key]) -> None:
         """It waits no longer."""
@@ -198,7 +199,7 @@ class EvictionQueue(Generic[Key]):
             self._num_wanting[key] -= 1
             if not self._num_wanting[key]:
                 del self._num_wanting[key]
-            self._move(key)
+                self._move(key)
 
     def forget(self, key: Key) -> None:
         """A block that is evictable or held is gone."""
