@@ -91,7 +91,9 @@ class KVCacheManager:
             self._watch = asyncio.create_task(self._watch_ingresses())
             self._background.start(self._watch_senders())
             if self._disk is not None:
-                self._carry_out(self._directory.segments.files_found(await self._disk.open()))
+                files = await self._disk.open()
+                self._directory.segments.now = time.time()
+                self._carry_out(self._directory.segments.files_found(files))
                 self._background.start(self._save_blocks())
 
     async def check(self) -> None:

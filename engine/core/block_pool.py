@@ -204,9 +204,10 @@ class BlockPool:
         self._sealed_journal, self._evicted_journal = [], []
         return sealed, evicted
 
-    def check_integrity(self, held: Iterable[int] | None = None) -> None:
-        """Assert that every block is in exactly one state; with `held`, that those are all references there are."""
-        self._queue.check_integrity()
+    def check_integrity(self, held: Iterable[int] | None = None, wanted: Iterable[BlockHash] | None = None) -> None:
+        """Assert that every block is in exactly one state; with `held`, that those are all references there are, and
+        with `wanted`, that requests wait for those."""
+        self._queue.check_integrity(wanted)
         free, cached = set(self._free), {self._by_hash[block_hash] for block_hash in self._queue}
         assert len(free) == len(self._free), "a block is free twice"
         for block in range(self.num_blocks):

@@ -4,9 +4,9 @@
              + swaps * swap_s + swapped bytes * swap_byte_s
     import = import_s + bytes * import_byte_s
 
-The fit is least squares over what was seen lately. What was not seen lately keeps the value that it had. A hiccup of
-the machine counts for little: otherwise one slow import could make all later ones seem dearer than computing, so that
-none is tried any more and the fit never learns better.
+The fit is least squares over what was seen lately. What was not seen lately keeps the value that it had, of steps; of
+imports it goes back to the first guess, and in both a hiccup of the machine counts for little. Otherwise slow imports
+could make all later ones seem dearer than computing, so that none is tried any more and the fit never learns better.
 """
 
 from collections.abc import Sequence

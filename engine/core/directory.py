@@ -13,7 +13,7 @@ Nothing here is needed for correctness. A worker that gets less than it was prom
 directory may forget anything at any time, and a stale entry costs time, never a wrong token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import TypeAlias
@@ -92,6 +92,8 @@ class WorkerRecord:
     """Blocks, in order, that it was asked to export: it is their producer."""
     silent_since: float | None = None
     """Since when, as far as noted, some of `exporting` have been waited for and none has come."""
+    has_sealed: bool = False
+    """Whether it has sealed any block since that was last looked at."""
     unsaved: list[BlockHash] = field(default_factory=list)
     """Blocks that it sealed and no segment contained, to be exported for the disk."""
     alone: frozenset[str] = field(init=False)
@@ -119,6 +121,8 @@ class Reservation:
     leased: list[Segment]
     lacking: dict[BlockHash, None]
     """Blocks, in order, that its prefill worker may have to compute yet: others are to send it some of them."""
+    is_awaited: bool = False
+    """Whether somebody may wait for some of `producing`."""
     silent_since: float | None = None
     """The same of `producing`, while the request does not wait for others itself."""
 
@@ -269,10 +273,12 @@ class Directory:
         """A segment could not be read from disk now: its blocks come from elsewhere for those who wait for it, and the
         next one may try again."""
         waiting = frozenset(self.segments.unread(segment) & self.workers.keys())
-        hashes = segment.header.full_hashes
+        hashes = [h for h in segment.header.full_hashes if self._blocks[h].segment in (segment, None)]
         for block_hash in hashes:
             record = self._blocks[block_hash]
             record.wanted_by |= waiting - record.workers
+            if record.producer in self._reservations:
+                self._reservations[record.producer].is_awaited = True
         instructions = self._fail(hashes)
         self._blocks.forget_unknown(hashes)
         return instructions
@@ -301,8 +307,9 @@ class Directory:
         """Have another request compute what workers wait for and whoever was to send it has not sent for `patience_s`.
         To be called several times in that time.
 
-        Not to blame is a request that waits for blocks itself, nor one whose blocks nobody else could compute: who
-        waits for those, as a decode worker does for its own request's, helps itself.
+        Not to blame is a request that waits for blocks itself, or for its turn at a worker that computes others; nor
+        one whose blocks nobody else could compute: who waits for those, as a decode worker does for its own request's,
+        helps itself.
         """
         instructions: list[Instruction] = []
         senders: list[tuple[WorkerRecord | Reservation, WorkerRecord, dict[BlockHash, None]]] = [
@@ -310,18 +317,28 @@ class Directory:
         ]
         for reservation in self._reservations.values():
             worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
-            if worker is not None:
+            if reservation.is_awaited and worker is not None:
                 senders.append((reservation, worker, reservation.producing))
+        stalled: dict[BlockHash, tuple[WorkerRecord, dict[BlockHash, None]]] = {}
         for sender, worker, promised in senders:
             wanted = next((h for h in promised if self._blocks[h].wanted_by), None)
-            if wanted is None or (isinstance(sender, Reservation) and self._is_waiting(sender)):
+            if isinstance(sender, Reservation):
+                sender.is_awaited = wanted is not None
+                if worker.has_sealed or self._is_waiting(sender):
+                    wanted = None
+            if wanted is None:
                 sender.silent_since = None
             elif sender.silent_since is None:
                 sender.silent_since = now
             elif now - sender.silent_since >= patience_s:
                 sender.silent_since = None
-                if self._first_lacking(wanted, but_not_at=worker.worker_id) is not None:
-                    instructions += self._replace(worker, promised)
+                stalled[wanted] = worker, promised
+        for worker in self.workers.values():
+            worker.has_sealed = False
+        for wanted in self._lacked_elsewhere({block: worker.worker_id for block, (worker, _) in stalled.items()}):
+            worker, promised = stalled[wanted]
+            if wanted in promised and self._first_lacking(wanted, but_not_at=worker.worker_id) is not None:
+                instructions += self._replace(worker, promised)
         return instructions
 
     # Requests
@@ -446,6 +463,7 @@ class Directory:
         for reservation in self._reservations.values():
             for block_hash in reservation.producing:
                 assert self._blocks[block_hash].producer == reservation.admission.request_id
+                assert reservation.is_awaited or not self._blocks[block_hash].wanted_by
         self.segments.check_integrity([leased for r in self._reservations.values() for leased in r.leased])
 
     # Inside
@@ -462,6 +480,7 @@ class Directory:
 
     def _sealed(self, worker: WorkerRecord, block_hash: BlockHash) -> bool:
         """Note that a worker holds a block; whether others want it and the worker should export it."""
+        worker.has_sealed = True
         worker.blocks.add(block_hash)
         record = self._blocks[block_hash]
         self._blocks.came(block_hash, record)
@@ -591,6 +610,8 @@ class Directory:
                 holder = min(record.workers)
                 self._ask(holder, block_hash)
                 exports.setdefault(holder, []).append(block_hash)
+            elif record.producer in self._reservations:
+                self._reservations[record.producer].is_awaited = True
         for segment in segments.values():
             self.segments.lease(segment)
             reservation.leased.append(segment)
@@ -662,6 +683,7 @@ class Directory:
             successor = self._first_lacking(block_hash)
             if successor is not None:
                 successor.producing[block_hash] = None
+                successor.is_awaited = True
                 record.producer = successor.admission.request_id
                 told = told & {successor.admission.prefill}
             record.wanted_by -= told
@@ -681,6 +703,15 @@ class Directory:
             if worker is not None and request_id in worker.requests and block_hash not in worker.blocks:
                 return reservation
         return None
+
+    def _lacked_elsewhere(self, promised: Mapping[BlockHash, str]) -> list[BlockHash]:
+        """Those of the blocks, each promised by a worker, that requests on others lack: mostly none of many, so all
+        are looked for in one walk."""
+        lacked: set[BlockHash] = set()
+        for reservation in self._reservations.values() if promised else ():
+            common = reservation.lacking.keys() & promised.keys()
+            lacked.update(h for h in common if promised[h] != reservation.admission.prefill)
+        return [block_hash for block_hash in promised if block_hash in lacked]
 
     def _is_waiting(self, reservation: Reservation) -> bool:
         """Whether its prefill worker waits for blocks that the request needs and others are to send."""

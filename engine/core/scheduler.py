@@ -322,7 +322,7 @@ class Scheduler:
             assert request.num_computed <= len(request.blocks) * self.pool.block_size
             assert request.num_computed < len(request.token_ids)
             assert running or not request.blocks
-            assert not running or not request.held
+            assert not running or not (request.held or request.wanted)
             assert request.swapped is None or request in self.preempted
             held += request.blocks + request.held
             assert 0 <= request.num_reported <= len(request.scores)
@@ -330,7 +330,7 @@ class Scheduler:
             assert request.num_scored >= request.num_to_score or request.num_computed <= request.num_scored
         assert self._num_swapped_blocks() <= self.swapping.max_blocks
         self.scores.check_integrity()
-        self.pool.check_integrity(held)
+        self.pool.check_integrity(held, [block_hash for request in places for block_hash in request.wanted])
 
     # Admission
 

@@ -17,7 +17,7 @@ class Role(StrEnum):
 
 
 class EvictionReason(StrEnum):
-    """Why a worker's pool has a block no more. All but the last two made room for another."""
+    """Why a worker's pool has a block no more. All but the last two made room for another, also among segments."""
 
     FULL = "pool full"
     EXPIRED = "expired"

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.request import Request
 from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput
 from engine.core.swapping import SwapPolicy
-from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, SegmentHeader, TokenEvent
+from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, Retention, SegmentHeader, TokenEvent
 from engine.model.runner import Runner
 from engine.model.segments import Bytes, checksum
 from engine.model.swap_space import ProcessMemory, SwapSpace
@@ -137,15 +136,21 @@ class Engine:
         return intact
 
     def export(self, hashes: Iterable[BlockHash]) -> tuple[list[ExportedSegment], tuple[BlockHash, ...]]:
-        """Segments of those of `hashes` that are here, and the ones that are not. Blocks share a segment if the same
-        is wished for them, since they are kept together."""
+        """Segments of those of `hashes` that are here, and the ones that are not. A segment is kept as a whole, so its
+        blocks have one tenant and one priority, and all expire, with the last of them, or none does."""
         wanted = list(hashes)
         blocks = {block_hash: self.pool.lookup(block_hash) for block_hash in wanted}
         here = [(block_hash, block) for block_hash, block in blocks.items() if block is not None]
         missing = tuple(block_hash for block_hash, block in blocks.items() if block is None)
+        alike: dict[tuple[str, int, bool], list[tuple[BlockHash, int, Retention]]] = {}
+        for block_hash, block in here:
+            wish = self.pool.retention_of(block)
+            key = wish.tenant, wish.priority, wish.expires_at is None
+            alike.setdefault(key, []).append((block_hash, block, wish))
         segments = []
-        for retention, run in groupby(here, lambda item: self.pool.retention_of(item[1])):
-            found, block_ids = zip(*run, strict=True)
+        for group in alike.values():
+            found, block_ids, wishes = zip(*group, strict=True)
+            retention = max(wishes, key=lambda wish: wish.expires_at or 0.0)
             self.pool.acquire(block_ids)
             segments.append(self._pack(ExportedBlocks("", found, block_ids, retention=retention)))
         return segments, missing

@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -66,7 +67,10 @@ class SegmentFiles:
         found = []
         for path in self.folder.iterdir():
             try:
-                header = _header_of(path) if path.suffix == SUFFIX else None
+                header = None
+                if path.suffix == SUFFIX:
+                    with path.open("rb") as file:
+                        header = _header_of(file)
                 if header is not None and path == self._path(header):
                     found.append((path.stat().st_mtime_ns, path.name, header))
                 elif path.suffix in (SUFFIX, UNFINISHED):
@@ -108,11 +112,12 @@ class SegmentFiles:
         """
         path = self._path(header)
         try:
-            found = _header_of(path)
-            if found is None or replace(found, retention=header.retention) != header:
-                raise DamagedFileError(f"{path} is not what it was")
-            os.utime(path)
-            return np.fromfile(path, np.uint8, offset=len(_line_of(found)))
+            with path.open("rb") as file:  # which another one may replace meanwhile
+                found = _header_of(file)
+                if found is None or replace(found, retention=header.retention) != header:
+                    raise DamagedFileError(f"{path} is not what it was")
+                os.utime(path)
+                return np.fromfile(file, np.uint8)
         except FileNotFoundError:
             raise DamagedFileError(f"{path} is gone") from None
 
@@ -140,11 +145,14 @@ def _line_of(header: SegmentHeader) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
-def _header_of(path: Path) -> SegmentHeader | None:
-    """The header of a file of the right size; None if it is no such file. Raises OSError if it cannot be read."""
-    with path.open("rb") as file:
-        line = file.readline(MAX_HEADER_BYTES)
-    size = path.stat().st_size
+def _header_of(file: BinaryIO) -> SegmentHeader | None:
+    """The header of a file of the right size, which is read up to its payload; None if it is no such file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    line = file.readline(MAX_HEADER_BYTES)
+    size = os.fstat(file.fileno()).st_size
     try:
         fields = json.loads(line)
         hashes = tuple(bytes.fromhex(block_hash) for block_hash in fields["hashes"])

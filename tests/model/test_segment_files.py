@@ -86,6 +86,14 @@ def test_what_is_wished_for_it_may_change(files: SegmentFiles) -> None:
     assert (files.read(first) == payload).all()
 
 
+def test_it_may_change_while_the_file_is_read(files: SegmentFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, payload = segment(b"a")
+    header = files.write(header, payload)
+    longer = replace(header, retention=Retention("a longer name"))
+    monkeypatch.setattr(os, "utime", lambda path: files.write(longer, payload))
+    assert (files.read(header) == payload).all()
+
+
 def test_a_tail_is_left_out(files: SegmentFiles) -> None:
     header, payload = segment(b"a", b"b", b"tail", tail=True)
     own = files.write(header, payload)

@@ -422,6 +422,13 @@ def test_an_export_that_does_not_come_is_computed_by_one(make_directory: MakeDir
     assert delivered(export(directory, "d", A, B)) == [("q" if first == "p" else "p", (A, B))]
 
 
+def test_who_waits_for_its_turn_at_a_busy_worker_has_not_stalled(crowd: Directory) -> None:
+    for now in range(4 * int(PATIENCE_S)):
+        seal(crowd, "a", b"of another %d" % now)
+        assert crowd.replace_stalled(now, PATIENCE_S) == []
+    assert silence(crowd, since=4 * PATIENCE_S) == [Lost("b", (A, B))], "it stands still now"
+
+
 def test_a_worker_that_exports_slowly_has_not_stalled(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     join(directory, "d", Role.DECODE, A, B)

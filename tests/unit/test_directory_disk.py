@@ -156,6 +156,29 @@ def test_of_those_who_wait_for_a_file_in_vain_one_computes(make_directory: MakeD
     assert receivers == {*"pqr"} - {lost.worker_id}
 
 
+def test_a_file_that_cannot_be_read_has_no_bearing_on_another_segment(make_directory: MakeDirectory) -> None:
+    """Both have A. It comes from the first one, which can be read, so nobody is told to compute it."""
+    directory = make_directory(0, UNBOUNDED)
+    directory.register("p", Role.MIXED, 1, 10, ())
+    write(directory, A)
+    write(directory, A, B)
+    _, unreadable = ask(directory, "r", A, B)
+    assert isinstance(unreadable, ReadFile)
+    assert directory.segment_unread(unreadable.segment) == [Lost("p", (B,))]
+
+
+def test_who_computes_instead_of_a_file_may_stall_when_others_wait_later(make_directory: MakeDirectory) -> None:
+    directory = make_directory(0, UNBOUNDED)
+    for worker_id in "pq":
+        directory.register(worker_id, Role.MIXED, 1, 10, ())
+    write(directory, A, B)
+    for name, told in (("1", [Lost("q", (A, B))]), ("2", [])):
+        [read] = ask(directory, name, A, B)
+        assert isinstance(read, ReadFile) and directory.segment_unread(read.segment) == told
+        assert directory.replace_stalled(0.0, 30.0) == []
+    assert directory.replace_stalled(30.0, 30.0) == [Lost("p", (A, B))]
+
+
 def test_who_waits_for_a_file_is_not_to_blame_for_what_it_computes(make: MakeDirectory) -> None:
     directory = make(segment_budget_bytes=0)
     write(directory, A)

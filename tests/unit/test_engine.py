@@ -252,6 +252,22 @@ def test_what_a_running_request_wishes_goes_with_its_blocks() -> None:
     engine.abort(["r"])
 
 
+def test_blocks_in_any_order_share_a_segment_that_expires_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise those of requests that run at the same time, or have a time to live, would be a segment each."""
+    monkeypatch.setattr("engine.model.engine.time.time", lambda: 1e9)
+    engine = make_engine(num_blocks=32)
+    prompts = [(number,) * 4 for number in range(1, 7)]
+    for number, prompt in enumerate(prompts):
+        wish = CacheWish("tu"[number % 2], ttl_s=60.0 if number % 2 else None)
+        engine.submit(make_assignment(f"{number}", prompt, max_tokens=1, cache=wish), float(number))
+        run(engine, now=float(number))
+    exported, _ = engine.export([block_hash for prompt in prompts for block_hash in hashes_of(prompt)])
+    assert [(segment.header.retention, len(segment.header.hashes)) for segment in exported] == [
+        (Retention("t"), 3),
+        (Retention("u", 0, 1e9 + 60), 3),
+    ]
+
+
 def test_export_of_what_is_not_here() -> None:
     engine = make_engine()
     assert engine.export([b"absent"]) == ([], (b"absent",))

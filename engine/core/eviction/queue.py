@@ -14,7 +14,7 @@ names a block to the owner, such as a hash in a worker's pool. The queue has no 
 """
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
@@ -190,7 +190,8 @@ class EvictionQueue(Generic[Key]):
         """A request that waits for its turn will use these blocks: until `unwant` they go after its tenant's others."""
         for key in keys:
             self._num_wanting[key] = self._num_wanting.get(key, 0) + 1
-            self._move(key)
+            if self._num_wanting[key] == 1:
+                self._move(key)
 
     def unwant(self, keys: Iterable[Key]) -> None:
         """It waits no longer."""
@@ -198,7 +199,7 @@ class EvictionQueue(Generic[Key]):
             self._num_wanting[key] -= 1
             if not self._num_wanting[key]:
                 del self._num_wanting[key]
-            self._move(key)
+                self._move(key)
 
     def forget(self, key: Key) -> None:
         """A block that is evictable or held is gone."""
@@ -226,8 +227,9 @@ class EvictionQueue(Generic[Key]):
         for visit in visits:
             self._move(visit.leaves.get(self, visit.landmark))  # a trunk's leaf is its landmark
 
-    def check_integrity(self) -> None:
-        """Assert that counts agree with the blocks and that every leaf can be found."""
+    def check_integrity(self, wanted: Iterable[Key] | None = None) -> None:
+        """Assert that counts agree with the blocks, and with `wanted` if given, and that every leaf can be found."""
+        assert wanted is None or self._num_wanting == Counter(wanted)
         evictable = [block for block in self._blocks.values() if block.is_evictable]
         assert len(self) == len(evictable)
         children = [block.parent for block in evictable]
