@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 """The status that proxies log for a client that left; nobody reads it."""
 
+MAX_SEQUENCE_DIGITS = 19
+"""No event's number is longer, and Python refuses to read one of thousands of digits."""
 OPEN_ROUTES = {"/health", "/version"}
 """What needs no API key."""
 
@@ -147,8 +149,8 @@ class Ingress:
     @app.get("/v1/cache/events")
     async def cache_events(self, request: Request) -> Response:
         since = request.query_params.get("since", request.headers.get("last-event-id"))
-        if since is not None and not since.isdecimal():
-            raise RequestError(f"'since' must be a sequence number, not '{since}'.", param="since")
+        if since is not None and not (since.isdecimal() and len(since) <= MAX_SEQUENCE_DIGITS):
+            raise RequestError(f"'since' must be a sequence number, not '{since[:100]}'.", param="since")
         number = None if since is None else int(since)
         return EventStreamResponse(self._frontend.cache.events(number, request.state.tenant))
 

@@ -5,9 +5,10 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -63,6 +64,18 @@ HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
 }
 """Which servers HAProxy knows and how it is told of others: in a folder of its own, for the same reason."""
+REAPER = """
+import contextlib, psutil, shutil, sys
+folder = sys.argv[1]
+sys.stdin.read()
+for process in psutil.process_iter(["cmdline"]):
+    if any(argument.startswith(folder + "/") for argument in process.info["cmdline"] or ()):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+shutil.rmtree(folder, ignore_errors=True)
+"""
+"""A program that waits for the end of the process which started it, then ends HAProxy and removes its folder. Ray's
+processes notice that end by themselves; HAProxy would go on and keep the port."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -124,13 +137,16 @@ class LocalCluster:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._folder: str | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         for name, value in SERVE_SWITCHES.items():
             os.environ.setdefault(name, value)
 
     def start(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="raydix-")
-        os.environ.update(own_places(Path(self._folder)))
+        folder = tempfile.mkdtemp(prefix="raydix-")
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-c", REAPER, folder], stdin=subprocess.PIPE, start_new_session=True
+        )
+        os.environ.update(own_places(Path(folder)))
         import ray
 
         ray.init(
@@ -177,15 +193,17 @@ class LocalCluster:
         """End every process of the cluster. Ray leaves one behind: HAProxy survives the actor that started it."""
         import ray
 
+        reaper, self._reaper = self._reaper, None
         if ray.is_initialized():
-            processes = psutil.Process().children(recursive=True)
+            own = None if reaper is None else reaper.pid
+            processes = [child for child in psutil.Process().children(recursive=True) if child.pid != own]
             ray.shutdown()
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if reaper is not None:
+            reaper.communicate()
 
 
 def own_places(folder: Path) -> dict[str, str]:

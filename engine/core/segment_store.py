@@ -107,7 +107,7 @@ class SegmentStore:
                 self._use([segment], header.retention)
             else:
                 unused += self._erase(header)
-        return unused + self._make_room_on_disk(0)
+        return unused + self._make_room_on_disk(0, "")  # all can go, and floors add up to no more than the budget
 
     def exported(self, header: SegmentHeader, ref: object) -> tuple[Segment, list[DiskInstruction]]:
         """A segment is in the object store: note which blocks are in it, and keep it if there are any."""
@@ -285,14 +285,14 @@ class SegmentStore:
         self._settle(on_disk)
 
     def _write(self, segment: Segment) -> list[DiskInstruction]:
-        """Have a new segment written, unless the disk has no room or does not keep up."""
+        """Have a new segment written, unless the disk does not keep up or has no room but what others are granted."""
         num_bytes = segment.header.num_bytes
         keeps_up = (
             not self._writing or sum(file.num_bytes for file in self._writing.values()) + num_bytes <= MAX_WRITING_BYTES
         )
         if not keeps_up or num_bytes > self.disk_budget_bytes:
             return []
-        instructions = self._make_room_on_disk(num_bytes)
+        instructions = self._make_room_on_disk(num_bytes, segment.header.retention.tenant)
         if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
             self._writing[segment.segment_id] = segment.header
             self._has_file(segment.header)
@@ -313,11 +313,15 @@ class SegmentStore:
         """Remove a file that a segment has no more, unless another has it."""
         return [] if file.full_hashes in self._num_sharing else [EraseFile(file)]
 
-    def _make_room_on_disk(self, num_bytes: int) -> list[DiskInstruction]:
-        """Give up files until so many bytes fit."""
+    def _make_room_on_disk(self, num_bytes: int, tenant: str) -> list[DiskInstruction]:
+        """Give up files until so many bytes of this tenant's fit, or only those of others are left that their floors
+        cover."""
         erased: list[DiskInstruction] = []
-        while self.disk_bytes + num_bytes > self.disk_budget_bytes and len(self._on_disk):
-            segment_id, reason = self._on_disk.evict_with_reason(self.now)
+        while self.disk_bytes + num_bytes > self.disk_budget_bytes:
+            evicted = self._on_disk.evict_for(tenant, self.now)
+            if evicted is None:
+                break
+            segment_id, reason = evicted
             segment = self._segments[segment_id]
             file = segment.file
             assert file is not None

@@ -128,5 +128,6 @@ def test_events_of_the_cache_can_be_followed(server: Server) -> None:
     resumed = server.events(f"/v1/cache/events?since={first['next']}")
     assert next(resumed) == (kind, stored)
     resumed.close()
+    assert server.request("GET", f"/v1/cache/events?since={'9' * 5000}")[0] == 400
     status, _, body = server.request("GET", "/v1/cache/events?since=now")
     assert status == 400 and json.loads(body)["error"]["param"] == "since"

@@ -121,10 +121,18 @@ def assert_nothing_left(terminal: Terminal, processes: list[psutil.Process], sha
     assert not [path for path in shared_memory if path.exists()]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", terminal.port)) != 0
-        probe.close()
+    assert is_free(terminal.port)
+
+
+def is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", terminal.port))
+        probe.bind(("127.0.0.1", port))
+    return True
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def assert_quiet(screen: str) -> None:
@@ -169,6 +177,17 @@ def test_it_serves_until_it_is_told_to_stop(terminal: Terminal, stop: Callable[[
     assert_nothing_left(terminal, processes, shared_memory)
     assert_quiet(terminal.screen)
     assert terminal.screen.rstrip().endswith("stopping")
+
+
+@pytest.mark.slow
+def test_when_it_is_killed_its_port_becomes_free(terminal: Terminal) -> None:
+    """Of Ray's processes two notice it only after a minute."""
+    eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+    processes = terminal.processes()
+    terminal.process.kill()
+    eventually(lambda: is_free(terminal.port), "HAProxy has ended, too", 10)
+    left = {process.name() for process in processes if is_alive(process)}
+    assert all(name.startswith("ray::") for name in left), left
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from engine.core.block_index import BlockIndex
+from engine.core.block_index import BlockIndex, Segment
 from engine.core.cache_statistics import CacheStatistics
 from engine.core.segment_store import SegmentStore, WriteFile
 from engine.core.tenants import Tenant
@@ -61,6 +61,28 @@ def test_one_tenant_cannot_flush_another_below_its_floor(make: MakeTier) -> None
     tier.put(b"a", b"b", b"c", tenant="small")
     tier.put(*(bytes([number]) for number in range(20)), tenant="large", priority=10)
     assert {b"b", b"c"} <= tier.kept and b"a" not in tier.kept
+
+
+@pytest.mark.parametrize("is_leased", [False, True], ids=["being written", "leased"])
+def test_what_one_tenant_holds_on_disk_grows_only_to_another_s_floor(is_leased: bool) -> None:
+    tier = Tier("disk", [Tenant("small", cache_min=0.5)])
+    tier.put(b"a", b"b", tenant="small")
+    leased: list[Segment] = []
+    for name in (b"1", b"2", b"3", b"4"):
+        header = SegmentHeader("m", (name,), NUM_BYTES, 0, retention=Retention("large"))
+        segment, instructions = tier.store.exported(header, "ref")
+        if is_leased and instructions:
+            tier.store.written(segment.segment_id, header)
+            leased += [kept for kept in [tier.store.get(segment.segment_id)] if kept is not None]
+            tier.store.lease(leased[-1])
+        tier.store.check_integrity(leased)
+    assert {b"a", b"b"} <= tier.kept and tier.store.disk_bytes == 4 * NUM_BYTES
+
+
+def test_a_tenant_below_its_floor_pays_for_its_own_need() -> None:
+    tier = Tier("disk", [Tenant("all", cache_min=1.0)])
+    tier.put(b"a", b"b", b"c", b"d", b"e", tenant="all")
+    assert tier.kept == {b"b", b"c", b"d", b"e"}
 
 
 def test_a_tenant_above_its_ceiling_pays_with_its_own(make: MakeTier) -> None:

@@ -213,14 +213,13 @@ class EvictionQueue(Generic[Key]):
 
     def evict_with_reason(self, now: float) -> tuple[Key, EvictionReason]:
         """`evict`, and why it was this block that had to make room."""
-        self._age(now)
-        block = self._expired(now)
-        reason = EvictionReason.EXPIRED
-        if block is None:
-            block = self._least_worth()
-            reason = EvictionReason.QUOTA if self._is_above_ceiling(block.tenant) else EvictionReason.FULL
-        self.forget(block.key)
-        return block.key, reason
+        evicted = self._evict(now)
+        assert evicted is not None, "nothing can be evicted"
+        return evicted
+
+    def evict_for(self, tenant: str, now: float) -> tuple[Key, EvictionReason] | None:
+        """`evict_with_reason` for what this tenant can do without: None rather than one that another's floor covers."""
+        return self._evict(now, tenant)
 
     def requeue(self, visits: Iterable[Visit[Key]]) -> None:
         """The worth of these visits has changed, and with it the places of their leaves."""
@@ -334,6 +333,19 @@ class EvictionQueue(Generic[Key]):
             heapq.heapify(heap)
         heapq.heappush(heap, (order, leaf.stamp, leaf))
 
+    def _evict(self, now: float, tenant: str | None = None) -> tuple[Key, EvictionReason] | None:
+        """`tenant`: the only one that pays when none is above its floor."""
+        self._age(now)
+        block = self._expired(now)
+        reason = EvictionReason.EXPIRED
+        if block is None:
+            block = self._least_worth(tenant)
+            if block is None:
+                return None
+            reason = EvictionReason.QUOTA if self._is_above_ceiling(block.tenant) else EvictionReason.FULL
+        self.forget(block.key)
+        return block.key, reason
+
     def _expired(self, now: float) -> _Block[Key] | None:
         while self._expiring and self._expiring[0][0] <= now:
             _, stamp, block = heapq.heappop(self._expiring)
@@ -341,14 +353,15 @@ class EvictionQueue(Generic[Key]):
                 return block
         return None
 
-    def _least_worth(self) -> _Block[Key]:
+    def _least_worth(self, last_payer: str | None) -> _Block[Key] | None:
         leaves = {tenant: tops for tenant in self._heaps if (tops := self._tops(tenant))}
-        assert leaves, "nothing can be evicted"
         payers = (
             [tenant for tenant in leaves if self._is_above_ceiling(tenant)]
             or [tenant for tenant in leaves if self._is_above_floor(tenant)]
-            or list(leaves)
+            or [tenant for tenant in leaves if last_payer in (None, tenant)]
         )
+        if not payers:
+            return None
         payer = min(payers, key=lambda tenant: min(leaves[tenant]))
         return leaves[payer][0][2]
 
