@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from configs import Config, load_config
 from configs.load import CONFIG_FOLDER
@@ -321,3 +321,10 @@ def test_a_configuration_cannot_be_changed() -> None:
     config = load_config("cpu")
     with pytest.raises(ValueError, match="frozen"):
         config.http.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("key", ["pool_gib", "segment_gib", "disk_gib", "transcript_mib", "await_timeout_s"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_sizes_and_times_are_finite(key: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=key):
+        Config.model_validate({"cache": {key: value}, "workers": {"mixed": {}}})
