@@ -93,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
     with console.status("starting") as status:
         _check_port(config.http.host, config.http.port)
         _check_disk(config.cache)
+        _check_memory(config)
         prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
         started = time.monotonic()
         try:
@@ -245,6 +246,15 @@ def _check_disk(cache: CacheSection) -> None:
         files = SegmentFiles(cache.disk_path)
         files.open()
         files.close()  # the manager's from now on
+
+
+def _check_memory(config: Config) -> None:
+    needed_gib, memory_gib = config.stored_gib + STORE_RESERVE_GIB, psutil.virtual_memory().total / GIB
+    if needed_gib > memory_gib:
+        raise StartupError(
+            f"cache.segment_gib and each worker's cache.swap_gib come to an object store of {needed_gib:,.1f} GiB; "
+            f"this machine has {memory_gib:,.1f} GiB of memory"
+        )
 
 
 def free_port() -> int:

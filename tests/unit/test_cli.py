@@ -463,6 +463,11 @@ class TestServeRefuses:
         line = serve("--model", f"{tmp_path}/none", "--port", str(free_port()))  # a server may have the default one
         assert line.startswith(f"raydix: there is no model at {tmp_path}/none")
 
+    def test_more_in_the_object_store_than_there_is_memory(self, serve: Callable[..., str], tmp_path: Path) -> None:
+        (tmp_path / "large.yaml").write_text("{cache: {segment_gib: 1.0e+6}, workers: {mixed: {}}}")
+        line = serve("--config", str(tmp_path / "large.yaml"), "--port", str(free_port()))
+        assert line.startswith("raydix: cache.segment_gib and each worker's cache.swap_gib come to an object store of ")
+
     def test_port_in_use(self, serve: Callable[..., str], tmp_path: Path) -> None:
         fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         model = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **dict.fromkeys(fields, 16)}

@@ -85,6 +85,13 @@ def test_a_tenant_below_its_floor_pays_for_its_own_need() -> None:
     assert tier.kept == {b"b", b"c", b"d", b"e"}
 
 
+def test_a_floor_holds_to_the_byte(make: MakeTier) -> None:
+    tier = make(Tenant("small", cache_min=0.45))
+    tier.put(b"a", b"b", b"c", tenant="small")
+    tier.put(*(bytes([number]) for number in range(20)), tenant="large")
+    assert {b"b", b"c"} <= tier.kept, "1.8 segments are granted"
+
+
 def test_a_tenant_above_its_ceiling_pays_with_its_own(make: MakeTier) -> None:
     tier = make(Tenant("bounded", cache_max=0.5))
     tier.put(b"a", tenant="other")

@@ -357,7 +357,7 @@ class EvictionQueue(Generic[Key]):
         leaves = {tenant: tops for tenant in self._heaps if (tops := self._tops(tenant))}
         payers = (
             [tenant for tenant in leaves if self._is_above_ceiling(tenant)]
-            or [tenant for tenant in leaves if self._is_above_floor(tenant)]
+            or [tenant for tenant, tops in leaves.items() if self._can_spare(tops[0][2])]
             or [tenant for tenant in leaves if last_payer in (None, tenant)]
         )
         if not payers:
@@ -388,9 +388,10 @@ class EvictionQueue(Generic[Key]):
         quota = self._quotas.get(tenant)
         return quota is not None and quota.ceiling is not None and self._evictable[tenant] > quota.ceiling
 
-    def _is_above_floor(self, tenant: str) -> bool:
-        quota = self._quotas.get(tenant)
-        return quota is None or self._evictable[tenant] > quota.floor
+    def _can_spare(self, block: _Block[Key]) -> bool:
+        """Whether its tenant is not below its floor without it."""
+        quota = self._quotas.get(block.tenant)
+        return quota is None or self._evictable[block.tenant] - self._weight_of(block.key) >= quota.floor
 
 
 def _is_valid(block: _Block[Key], stamp: int) -> bool:
