@@ -31,8 +31,9 @@ from actors.metrics import ManagerMetrics
 from engine.core.block_index import GC_THRESHOLDS, Segment
 from engine.core.cache_events import CacheUpdate
 from engine.core.cache_report import cache_report
-from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
+from engine.core.directory import Directory
 from engine.core.errors import NoWorkerError
+from engine.core.instructions import Deliver, Export, Instruction, Lost
 from engine.core.placement import CostModel
 from engine.core.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
 from engine.core.tenants import Tenant
@@ -251,7 +252,7 @@ class KVCacheManager:
         """Find others for what does not come from those who were to send it."""
         while True:
             await asyncio.sleep(self._await_timeout_s / NUM_STALL_CHECKS)
-            self._carry_out(self._directory.replace_stalled(time.monotonic(), self._await_timeout_s))
+            self._carry_out(self._directory.supply.replace_stalled(time.monotonic(), self._await_timeout_s))
 
     async def _follow(self, worker_id: str, epoch: int, handle: ActorHandle[Any]) -> None:
         """Read one worker's export stream until the worker is gone."""

@@ -8,7 +8,8 @@ from typing import Protocol
 from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import ReplayError
 from benchmarks.replaying.worker import Job, ReplayWorker
-from engine.core.directory import Directory, Export, Instruction
+from engine.core.directory import Directory
+from engine.core.instructions import Export, Instruction
 from engine.core.placement import preferred
 from engine.core.types import AdmitRequest, Role, SegmentHeader
 

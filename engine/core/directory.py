@@ -13,10 +13,9 @@ Nothing here is needed for correctness. A worker that gets less than it was prom
 directory may forget anything at any time, and a stale entry costs time, never a wrong token.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from itertools import chain, repeat
-from typing import TypeAlias
 
 from engine.core.block_index import BlockIndex, BlockRecord, Continuations, Segment
 from engine.core.cache_events import CacheUpdate
@@ -24,14 +23,16 @@ from engine.core.cache_statistics import CacheStatistics
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.explain import BlockSource, Decision, Decisions, best_considered, runs_of
-from engine.core.placement import Candidate, CostModel, Crowd, Demand, Offer, Placement, place
-from engine.core.segment_store import DiskInstruction, ReadFile, SegmentStore
+from engine.core.instructions import Export, Instruction
+from engine.core.placement import Candidate, CostModel, Crowd, Demand, Placement, place
+from engine.core.reservations import US_PER_S, Reservation, WorkerRecord, Workers
+from engine.core.segment_store import SegmentStore
+from engine.core.supply import Supply
 from engine.core.tenants import Tenant
 from engine.core.types import (
     Admission,
     AdmitRequest,
     BlockHash,
-    CacheWish,
     EvictionReason,
     Role,
     SegmentHeader,
@@ -41,90 +42,6 @@ MIN_SAVED_BLOCKS = 16
 """A busy worker is not asked to export fewer blocks than this for the disk's sake, ..."""
 MAX_SAVED_BLOCKS = 64
 """... and no worker more at a time."""
-US_PER_S = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Hand a segment to a worker."""
-
-    worker_id: str
-    segment: Segment
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Ask a worker to export blocks it holds."""
-
-    worker_id: str
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Tell a worker that blocks it waits for will not come."""
-
-    worker_id: str
-    hashes: tuple[BlockHash, ...]
-
-
-WorkerInstruction: TypeAlias = Deliver | Export | Lost
-Instruction: TypeAlias = WorkerInstruction | DiskInstruction
-
-
-@dataclass(slots=True)
-class WorkerRecord:
-    """What is known of one worker incarnation."""
-
-    worker_id: str
-    role: Role
-    epoch: int
-    costs: WorkerCosts
-    token_budget: int
-    num_free_blocks: int | None = None
-    blocks: set[BlockHash] = field(default_factory=set)
-    requests: set[str] = field(default_factory=set)
-    decoding: set[str] = field(default_factory=set)
-    """Those of `requests` that decode here, now or once their prefill is done."""
-    queued_us: int = 0
-    """Predicted time of the prefills promised to it and not done yet."""
-    exporting: dict[BlockHash, None] = field(default_factory=dict)
-    """Blocks, in order, that it was asked to export: it is their producer."""
-    silent_since: float | None = None
-    """Since when, as far as noted, some of `exporting` have been waited for and none has come."""
-    has_sealed: bool = False
-    """Whether it has sealed any block since that was last looked at."""
-    unsaved: list[BlockHash] = field(default_factory=list)
-    """Blocks that it sealed and no segment contained, to be exported for the disk."""
-    alone: frozenset[str] = field(init=False)
-    """Its id: a set that the records of blocks which only this worker has, or wants, have in common."""
-
-    def __post_init__(self) -> None:
-        self.alone = frozenset((self.worker_id,))
-
-    @property
-    def offer(self) -> Offer:
-        queued_s = self.queued_us / US_PER_S
-        return Offer(self.role, self.costs, self.token_budget, queued_s, len(self.decoding), self.num_free_blocks)
-
-
-@dataclass(slots=True)
-class Reservation:
-    """An admitted request: what it was promised and what load it puts on whom."""
-
-    admission: Admission
-    hashes: tuple[BlockHash, ...]
-    wish: CacheWish
-    queued_us: int
-    producing: dict[BlockHash, None]
-    """Blocks, in order, that others may rely on it to compute."""
-    leased: list[Segment]
-    lacking: dict[BlockHash, None]
-    """Blocks, in order, that its prefill worker may have to compute yet: others are to send it some of them."""
-    is_awaited: bool = False
-    """Whether somebody may wait for some of `producing`."""
-    silent_since: float | None = None
-    """The same of `producing`, while the request does not wait for others itself."""
 
 
 class Directory:
@@ -141,10 +58,11 @@ class Directory:
         self.statistics = CacheStatistics(costs.block_size)
         self._blocks = BlockIndex(self.statistics)
         self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants)
-        self.workers: dict[str, WorkerRecord] = {}
+        self.workers = Workers()
         self._crowd = Crowd()
         """The same workers, as requests see them."""
         self._reservations: dict[str, Reservation] = {}
+        self.supply = Supply(self._blocks, self.workers, self._reservations, self.segments)
         self._continuations = Continuations()
         self.decisions = Decisions()
 
@@ -171,31 +89,31 @@ class Directory:
 
     def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
         """A worker is gone, and with it its pool and what it was about to compute. Its segments stay."""
-        worker = self._worker(worker_id, epoch)
+        worker = self.workers.current(worker_id, epoch)
         if worker is None:
             return []
         del self.workers[worker_id]
         self._crowd.remove(worker_id)
         for block_hash in worker.blocks:
             self._leave_worker(block_hash, worker_id, "worker lost")
-        instructions = self._fail(block_hash for block_hash in worker.blocks)
+        instructions = self.supply.fail(block_hash for block_hash in worker.blocks)
         for request_id in worker.requests:
             reservation = self._reservations[request_id]
             if reservation.admission.prefill == worker_id:
                 reservation.queued_us = 0
-                instructions += self._stop_producing(reservation)
+                instructions += self.supply.stop_producing(reservation)
         for block_hash in worker.exporting:
             self._blocks[block_hash].producer = None
-        instructions += self._fail(worker.exporting)
+        instructions += self.supply.fail(worker.exporting)
         self._blocks.forget_unknown([*worker.blocks, *worker.exporting])
         return instructions
 
     def is_current(self, worker_id: str, epoch: int) -> bool:
-        return self._worker(worker_id, epoch) is not None
+        return self.workers.current(worker_id, epoch) is not None
 
     def worker_measured(self, worker_id: str, epoch: int, costs: WorkerCosts | None, num_free_blocks: int) -> None:
         """A worker reports what it costs (None: it has not measured anything yet) and how much room it has."""
-        worker = self._worker(worker_id, epoch)
+        worker = self.workers.current(worker_id, epoch)
         if worker is not None:
             worker.costs = costs or worker.costs
             worker.num_free_blocks = num_free_blocks
@@ -209,7 +127,7 @@ class Directory:
         evicted: Iterable[tuple[BlockHash, EvictionReason]],
     ) -> list[Instruction]:
         """A worker's pool gained and lost blocks."""
-        worker = self._worker(worker_id, epoch)
+        worker = self.workers.current(worker_id, epoch)
         if worker is None:
             return []
         wanted = [block_hash for block_hash in sealed if self._sealed(worker, block_hash)]
@@ -217,7 +135,7 @@ class Directory:
         for block_hash, reason in lost.items():
             worker.blocks.discard(block_hash)
             self._leave_worker(block_hash, worker_id, reason)
-        instructions = self._fail(lost)
+        instructions = self.supply.fail(lost)
         self._blocks.forget_unknown(lost)
         if wanted:
             instructions.append(Export(worker_id, tuple(wanted)))
@@ -227,7 +145,7 @@ class Directory:
 
     def segment_exported(self, worker_id: str, epoch: int, header: SegmentHeader, ref: object) -> list[Instruction]:
         """A worker exported blocks: index them and hand them to everybody who waits for one of them."""
-        if self._worker(worker_id, epoch) is None:
+        if self.workers.current(worker_id, epoch) is None:
             return []
         receivers: set[str] = set()
         instructions: list[Instruction] = []
@@ -235,30 +153,30 @@ class Directory:
             record = self._blocks[block_hash]
             receivers |= record.wanted_by
             record.wanted_by = frozenset()
-            self._produced(block_hash, record)
+            self.supply.produced(block_hash, record)
         if header.handover is not None:
             reservation = self._reservations.get(header.handover.request_id)
             if reservation is not None and reservation.admission.attempt == header.handover.attempt:
                 receivers.add(reservation.admission.decode)
                 reservation.lacking.clear()
-                instructions = self._stop_producing(reservation)
+                instructions = self.supply.stop_producing(reservation)
         receivers.discard(worker_id)
         segment, disk_instructions = self.segments.exported(header, ref)
-        return instructions + disk_instructions + self._deliver(receivers, segment)
+        return instructions + disk_instructions + self.supply.deliver(receivers, segment)
 
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
-        failed = self._take_back(worker_id, epoch, hashes)
+        failed = self.supply.take_back(worker_id, epoch, hashes)
         evicted = [(block_hash, EvictionReason.FULL) for block_hash in failed]
-        instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=evicted) + self._fail(failed)
+        instructions = self.blocks_changed(worker_id, epoch, sealed=(), evicted=evicted) + self.supply.fail(failed)
         self._blocks.forget_unknown(failed)
         return instructions
 
     def blocks_unsent(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker could not send blocks that it was asked to export, and may hold them still. Nobody is asked again
         for those who wait now, since that could fail for ever: they compute."""
-        failed = self._take_back(worker_id, epoch, hashes)
-        instructions = self._fail(failed, asks_holders=False)
+        failed = self.supply.take_back(worker_id, epoch, hashes)
+        instructions = self.supply.fail(failed, asks_holders=False)
         self._blocks.forget_unknown(failed)
         return instructions
 
@@ -279,7 +197,7 @@ class Directory:
             record.wanted_by |= waiting - record.workers
             if record.producer in self._reservations:
                 self._reservations[record.producer].is_awaited = True
-        instructions = self._fail(hashes)
+        instructions = self.supply.fail(hashes)
         self._blocks.forget_unknown(hashes)
         return instructions
 
@@ -288,7 +206,7 @@ class Directory:
         segment = self.segments.get(segment_id)
         if segment is None or segment.is_in_store:
             return []
-        return self._deliver(self.segments.read(segment, ref), segment)
+        return self.supply.deliver(self.segments.read(segment, ref), segment)
 
     def save(self) -> list[Instruction]:
         """Have blocks exported that no segment contains, so that they get to disk; to be called now and then."""
@@ -299,46 +217,8 @@ class Directory:
             if not ready or (len(ready) < MIN_SAVED_BLOCKS and worker.requests):
                 continue
             for block_hash in ready:
-                self._ask(worker.worker_id, block_hash)
+                self.supply.ask(worker.worker_id, block_hash)
             instructions.append(Export(worker.worker_id, tuple(ready)))
-        return instructions
-
-    def replace_stalled(self, now: float, patience_s: float) -> list[Instruction]:
-        """Have another request compute what workers wait for and whoever was to send it has not sent for `patience_s`.
-        To be called several times in that time.
-
-        Not to blame is a request that waits for blocks itself, or for its turn at a worker that computes others; nor
-        one whose blocks nobody else could compute: who waits for those, as a decode worker does for its own request's,
-        helps itself.
-        """
-        instructions: list[Instruction] = []
-        senders: list[tuple[WorkerRecord | Reservation, WorkerRecord, dict[BlockHash, None]]] = [
-            (worker, worker, worker.exporting) for worker in self.workers.values()
-        ]
-        for reservation in self._reservations.values():
-            worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
-            if reservation.is_awaited and worker is not None:
-                senders.append((reservation, worker, reservation.producing))
-        stalled: dict[BlockHash, tuple[WorkerRecord, dict[BlockHash, None]]] = {}
-        for sender, worker, promised in senders:
-            wanted = next((h for h in promised if self._blocks[h].wanted_by), None)
-            if isinstance(sender, Reservation):
-                sender.is_awaited = wanted is not None
-                if worker.has_sealed or self._is_waiting(sender):
-                    wanted = None
-            if wanted is None:
-                sender.silent_since = None
-            elif sender.silent_since is None:
-                sender.silent_since = now
-            elif now - sender.silent_since >= patience_s:
-                sender.silent_since = None
-                stalled[wanted] = worker, promised
-        for worker in self.workers.values():
-            worker.has_sealed = False
-        for wanted in self._lacked_elsewhere({block: worker.worker_id for block, (worker, _) in stalled.items()}):
-            worker, promised = stalled[wanted]
-            if wanted in promised and self._first_lacking(wanted, but_not_at=worker.worker_id) is not None:
-                instructions += self._replace(worker, promised)
         return instructions
 
     # Requests
@@ -387,8 +267,8 @@ class Directory:
             if record.producer is None and record.segment is None:
                 record.producer = request.request_id
                 reservation.producing[block_hash] = None
-        instructions += self._promise(reservation, prefill, prefill_awaited)
-        instructions += self._promise(reservation, decode, decode_awaited)
+        instructions += self.supply.promise(reservation, prefill, prefill_awaited)
+        instructions += self.supply.promise(reservation, decode, decode_awaited)
         return admission, instructions
 
     def first_token(self, request_id: str, attempt: int, ttft_s: float) -> Decision | None:
@@ -413,7 +293,7 @@ class Directory:
             self.workers[worker_id].decoding.discard(request_id)
         self._offer(involved)
         self.segments.released(reservation.leased, reservation.hashes, reservation.wish)
-        return self._stop_producing(reservation)
+        return self.supply.stop_producing(reservation)
 
     # What others may ask
 
@@ -468,10 +348,6 @@ class Directory:
 
     # Inside
 
-    def _worker(self, worker_id: str, epoch: int | None) -> WorkerRecord | None:
-        worker = self.workers.get(worker_id)
-        return worker if worker is not None and epoch in (None, worker.epoch) else None
-
     def _offer(self, worker_ids: Iterable[str]) -> None:
         """The load or the costs of these workers may have changed."""
         for worker_id in worker_ids:
@@ -488,30 +364,13 @@ class Directory:
         if record.wanted_by:
             record.wanted_by -= worker.alone
         if record.producer not in self.workers:
-            self._produced(block_hash, record)
+            self.supply.produced(block_hash, record)
         if self.segments.disk_budget_bytes and record.segment is None:
             worker.unsaved.append(block_hash)
         if not record.wanted_by or record.producer is not None:
             return False
-        self._ask(worker.worker_id, block_hash)
+        self.supply.ask(worker.worker_id, block_hash)
         return True
-
-    def _ask(self, worker_id: str, block_hash: BlockHash) -> None:
-        """Note that a worker is asked to export a block."""
-        self._blocks[block_hash].producer = worker_id
-        self.workers[worker_id].exporting[block_hash] = None
-
-    def _produced(self, block_hash: BlockHash, record: BlockRecord) -> None:
-        """Nobody needs to compute or export this block any more."""
-        if record.producer in self.workers:
-            worker = self.workers[record.producer]
-            worker.exporting.pop(block_hash, None)
-            worker.silent_since = None
-        elif record.producer in self._reservations:
-            reservation = self._reservations[record.producer]
-            reservation.producing.pop(block_hash, None)
-            reservation.silent_since = None
-        record.producer = None
 
     def _lacking(self, worker_id: str, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
         """Those of `hashes` that a worker does not hold."""
@@ -593,159 +452,11 @@ class Directory:
         record.workers -= {worker_id}
         self._blocks.left(block_hash, record, reason)
 
-    def _promise(self, reservation: Reservation, worker_id: str, hashes: Iterable[BlockHash]) -> list[Instruction]:
-        """Arrange that `worker_id` gets `hashes`: from segments now, from other workers or producers when ready."""
-        instructions: list[Instruction] = []
-        segments: dict[int, Segment] = {}
-        exports: dict[str, list[BlockHash]] = {}
-        alone = self.workers[worker_id].alone
-        for block_hash in hashes:
-            record = self._blocks[block_hash]
-            if record.segment is not None:
-                segments[record.segment.segment_id] = record.segment
-                continue
-            if worker_id not in record.wanted_by:
-                record.wanted_by = record.wanted_by | alone if record.wanted_by else alone
-            if record.producer is None and record.workers:
-                holder = min(record.workers)
-                self._ask(holder, block_hash)
-                exports.setdefault(holder, []).append(block_hash)
-            elif record.producer in self._reservations:
-                self._reservations[record.producer].is_awaited = True
-        for segment in segments.values():
-            self.segments.lease(segment)
-            reservation.leased.append(segment)
-            if segment.is_in_store:
-                instructions.append(Deliver(worker_id, segment))
-            else:
-                if not segment.wanted_by:
-                    instructions.append(ReadFile(segment))
-                segment.wanted_by.add(worker_id)
-        instructions += [Export(owner, tuple(owned)) for owner, owned in exports.items()]
-        return instructions
-
     def _unqueue(self, reservation: Reservation) -> None:
-        worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
+        worker = self.workers.current(reservation.admission.prefill, reservation.admission.prefill_epoch)
         if worker is not None:
             worker.queued_us -= reservation.queued_us
         reservation.queued_us = 0
-
-    def _stop_producing(self, reservation: Reservation) -> list[Instruction]:
-        """The request computes no more. Its worker may have blocks that it has not told of yet: where somebody waits
-        for one, it is asked, and says which ones will not come."""
-        abandoned, reservation.producing = reservation.producing, {}
-        wanted = []
-        for block_hash in abandoned:
-            record = self._blocks[block_hash]
-            record.producer = None
-            if record.wanted_by:
-                wanted.append(block_hash)
-        worker = self._worker(reservation.admission.prefill, reservation.admission.prefill_epoch)
-        instructions: list[Instruction] = []
-        if worker is None:
-            instructions = self._fail(wanted)
-        elif wanted:
-            for block_hash in wanted:
-                self._ask(worker.worker_id, block_hash)
-            instructions = [Export(worker.worker_id, tuple(wanted))]
-        self._blocks.forget_unknown(abandoned)
-        return instructions
-
-    def _take_back(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """Those of `hashes` that this worker was asked to export; it is not any more."""
-        worker = self._worker(worker_id, epoch)
-        if worker is None:
-            return []
-        ordered = [block_hash for block_hash in hashes if block_hash in worker.exporting]
-        for block_hash in ordered:
-            self._produced(block_hash, self._blocks[block_hash])
-        return ordered
-
-    def _fail(self, hashes: Iterable[BlockHash], *, asks_holders: bool = True) -> list[Instruction]:
-        """Nobody is about to send these blocks any more. Where some are wanted, find who does it instead: a worker that
-        holds them, or else the request that was admitted first of those that lack them, whose worker is told not to
-        wait for them. Without either, whoever wants them is told.
-
-        The first, because then requests only wait for earlier ones, and never in a circle.
-        """
-        exports: dict[str, list[BlockHash]] = {}
-        lost: dict[str, list[BlockHash]] = {}
-        for block_hash in hashes:
-            record = self._blocks.get(block_hash)
-            if record is None or record.producer is not None or not record.wanted_by:
-                continue
-            if record.workers and asks_holders:
-                holder = min(record.workers)
-                self._ask(holder, block_hash)
-                exports.setdefault(holder, []).append(block_hash)
-                continue
-            told = record.wanted_by
-            successor = self._first_lacking(block_hash)
-            if successor is not None:
-                successor.producing[block_hash] = None
-                successor.is_awaited = True
-                record.producer = successor.admission.request_id
-                told = told & {successor.admission.prefill}
-            record.wanted_by -= told
-            for worker_id in told & self.workers.keys():
-                lost.setdefault(worker_id, []).append(block_hash)
-        return [
-            *(Export(worker_id, tuple(held)) for worker_id, held in exports.items()),
-            *(Lost(worker_id, tuple(missing)) for worker_id, missing in lost.items()),
-        ]
-
-    def _first_lacking(self, block_hash: BlockHash, but_not_at: str | None = None) -> Reservation | None:
-        """The request that was admitted first of those that could compute a block and whose worker does not hold it."""
-        for request_id, reservation in self._reservations.items():
-            if block_hash not in reservation.lacking or reservation.admission.prefill == but_not_at:
-                continue
-            worker = self.workers.get(reservation.admission.prefill)
-            if worker is not None and request_id in worker.requests and block_hash not in worker.blocks:
-                return reservation
-        return None
-
-    def _lacked_elsewhere(self, promised: Mapping[BlockHash, str]) -> list[BlockHash]:
-        """Those of the blocks, each promised by a worker, that requests on others lack: mostly none of many, so all
-        are looked for in one walk."""
-        lacked: set[BlockHash] = set()
-        for reservation in self._reservations.values() if promised else ():
-            common = reservation.lacking.keys() & promised.keys()
-            lacked.update(h for h in common if promised[h] != reservation.admission.prefill)
-        return [block_hash for block_hash in promised if block_hash in lacked]
-
-    def _is_waiting(self, reservation: Reservation) -> bool:
-        """Whether its prefill worker waits for blocks that the request needs and others are to send."""
-        worker_id = reservation.admission.prefill
-        for block_hash in reservation.admission.prefill_awaited:
-            record = self._blocks.get(block_hash)
-            if record is None or block_hash not in reservation.lacking or block_hash in reservation.producing:
-                continue
-            if worker_id in record.wanted_by or (record.segment and worker_id in record.segment.wanted_by):
-                return True
-        return False
-
-    def _replace(self, worker: WorkerRecord, promised: Iterable[BlockHash]) -> list[Instruction]:
-        """Rely on a worker no more for blocks that it, or a request there, was to send.
-
-        Its other requests that lack them are likely to stand still as well, and from now on wait for a later one. So
-        they do not take over, and what they were to compute is taken over too, or there would be a circle.
-        """
-        behind = [
-            reservation
-            for reservation in map(self._reservations.__getitem__, worker.requests)
-            if reservation.admission.prefill == worker.worker_id
-            and any(h in reservation.lacking and h not in worker.blocks for h in promised)
-        ]
-        given_up = dict.fromkeys(chain(promised, *(reservation.producing for reservation in behind)))
-        for reservation in behind:
-            reservation.lacking.clear()
-        replaced = [h for h in given_up if self._blocks[h].wanted_by and self._first_lacking(h) is not None]
-        for block_hash in replaced:
-            self._produced(block_hash, self._blocks[block_hash])
-        return self._fail(replaced, asks_holders=False)
-
-    def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
-        return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
 
 
 def _source(record: BlockRecord) -> BlockSource:

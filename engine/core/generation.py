@@ -90,7 +90,7 @@ class Generation:
         """What each of this attempt's workers is asked to do.
 
         After `await_timeout_s` without a block the manager has one of those that wait compute it
-        (`Directory.replace_stalled`), so the others wait as long again. A decode worker waits for its own prefill.
+        (`Supply.replace_stalled`), so the others wait as long again. A decode worker waits for its own prefill.
         """
         split = [
             (admission.prefill, Stage.PREFILL, admission.prefill_awaited, admission.prefill_epoch),

@@ -17,9 +17,10 @@ from builders import FINGERPRINT, FakeModel, chain_of, expected_answer
 
 from engine.core.block_index import Segment
 from engine.core.block_pool import BlockPool
-from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
+from engine.core.directory import Directory
 from engine.core.errors import NoWorkerError
 from engine.core.generation import Generation
+from engine.core.instructions import Deliver, Export, Instruction, Lost
 from engine.core.placement import CostModel, preferred
 from engine.core.scheduler import SchedulerLimits
 from engine.core.types import Admission, AdmitRequest, Assignment, CacheWish, Role, Salt, SamplingParams, TokenEvent
@@ -155,7 +156,7 @@ class Cluster:
         """Time passes, and the manager looks around, before and after."""
         for passed in (0.0, seconds):
             self.now += passed
-            self._carry_out(self.manager.directory.replace_stalled(self.now, AWAIT_TIMEOUT_S))
+            self._carry_out(self.manager.directory.supply.replace_stalled(self.now, AWAIT_TIMEOUT_S))
 
     def restart_manager(self) -> None:
         """The manager dies with all that was said to it and by it, and another comes up, which knows nothing."""

@@ -8,9 +8,10 @@ import pytest
 
 from engine.core.cache_report import cache_report
 from engine.core.costs import WorkerCosts
-from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
+from engine.core.directory import Directory
 from engine.core.errors import NoWorkerError
 from engine.core.explain import BlockSource
+from engine.core.instructions import Deliver, Export, Instruction, Lost
 from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 
 MakeDirectory = Callable[..., Directory]
@@ -356,8 +357,8 @@ PATIENCE_S = 30.0
 def silence(directory: Directory, since: float = 0.0) -> list[Instruction]:
     """Nothing happens for as long as anybody is patient; what comes of it."""
     for passed in (0.0, PATIENCE_S / 2, PATIENCE_S - 0.1):
-        assert directory.replace_stalled(since + passed, PATIENCE_S) == []
-    instructions = directory.replace_stalled(since + PATIENCE_S, PATIENCE_S)
+        assert directory.supply.replace_stalled(since + passed, PATIENCE_S) == []
+    instructions = directory.supply.replace_stalled(since + PATIENCE_S, PATIENCE_S)
     directory.check_integrity()
     return instructions
 
@@ -406,7 +407,7 @@ def test_the_next_one_may_stall_too(crowd: Directory) -> None:
 
 
 def test_who_sends_now_and_then_has_not_stalled(crowd: Directory) -> None:
-    crowd.replace_stalled(0.0, PATIENCE_S)
+    crowd.supply.replace_stalled(0.0, PATIENCE_S)
     export(crowd, "a", A)
     assert silence(crowd, since=PATIENCE_S) == [Lost("b", (B,))]
 
@@ -425,7 +426,7 @@ def test_an_export_that_does_not_come_is_computed_by_one(make_directory: MakeDir
 def test_who_waits_for_its_turn_at_a_busy_worker_has_not_stalled(crowd: Directory) -> None:
     for now in range(4 * int(PATIENCE_S)):
         seal(crowd, "a", b"of another %d" % now)
-        assert crowd.replace_stalled(now, PATIENCE_S) == []
+        assert crowd.supply.replace_stalled(now, PATIENCE_S) == []
     assert silence(crowd, since=4 * PATIENCE_S) == [Lost("b", (A, B))], "it stands still now"
 
 
@@ -434,7 +435,7 @@ def test_a_worker_that_exports_slowly_has_not_stalled(make_directory: MakeDirect
     join(directory, "d", Role.DECODE, A, B)
     join(directory, "p", Role.PREFILL)
     assert admit(directory, "r", A, B, C)[1] == [Export("d", (A, B))]
-    directory.replace_stalled(0.0, PATIENCE_S)
+    directory.supply.replace_stalled(0.0, PATIENCE_S)
     export(directory, "d", A)
     assert silence(directory, since=PATIENCE_S) == [Lost("p", (B,))]
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.directory import MIN_SAVED_BLOCKS, Deliver, Directory, Export, Instruction, Lost
+from engine.core.directory import MIN_SAVED_BLOCKS, Directory
 from engine.core.explain import BlockSource
+from engine.core.instructions import Deliver, Export, Instruction, Lost
 from engine.core.segment_store import EraseFile, ReadFile, WriteFile
 from engine.core.types import AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 
@@ -175,8 +176,8 @@ def test_who_computes_instead_of_a_file_may_stall_when_others_wait_later(make_di
     for name, told in (("1", [Lost("q", (A, B))]), ("2", [])):
         [read] = ask(directory, name, A, B)
         assert isinstance(read, ReadFile) and directory.segment_unread(read.segment) == told
-        assert directory.replace_stalled(0.0, 30.0) == []
-    assert directory.replace_stalled(30.0, 30.0) == [Lost("p", (A, B))]
+        assert directory.supply.replace_stalled(0.0, 30.0) == []
+    assert directory.supply.replace_stalled(30.0, 30.0) == [Lost("p", (A, B))]
 
 
 def test_who_waits_for_a_file_is_not_to_blame_for_what_it_computes(make: MakeDirectory) -> None:
@@ -185,11 +186,11 @@ def test_who_waits_for_a_file_is_not_to_blame_for_what_it_computes(make: MakeDir
     [read] = ask(directory, "r", A, B)
     directory.register("p2", Role.PREFILL, 1, 10, ())
     assert directory.admit(AdmitRequest("s", 0, (A, B), 10))[0].prefill == "p2"
-    assert directory.replace_stalled(0.0, 30.0) == directory.replace_stalled(30.0, 30.0) == []
+    assert directory.supply.replace_stalled(0.0, 30.0) == directory.supply.replace_stalled(30.0, 30.0) == []
     assert isinstance(read, ReadFile)
     directory.segment_read(read.segment.segment_id, "ref")
-    assert directory.replace_stalled(60.0, 30.0) == []
-    assert directory.replace_stalled(90.0, 30.0) == [Lost("p2", (B,))]
+    assert directory.supply.replace_stalled(60.0, 30.0) == []
+    assert directory.supply.replace_stalled(90.0, 30.0) == [Lost("p2", (B,))]
 
 
 def test_what_cannot_be_fetched_stays_on_disk(make: MakeDirectory) -> None:

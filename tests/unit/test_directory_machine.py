@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.block_index import Segment
 from engine.core.costs import WorkerCosts
-from engine.core.directory import Deliver, Directory, Export, Instruction, Lost
+from engine.core.directory import Directory
 from engine.core.errors import NoWorkerError
+from engine.core.instructions import Deliver, Export, Instruction, Lost
 from engine.core.placement import CostModel
 from engine.core.segment_store import EraseFile, ReadFile, WriteFile
 from engine.core.tenants import Tenant
@@ -267,7 +268,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         """Who was to send something and did not is replaced, where that is possible; what it sends is still welcome."""
         for passed in (0.0, seconds):
             self.now += passed
-            self._carry_out(self.directory.replace_stalled(self.now, PATIENCE_S))
+            self._carry_out(self.directory.supply.replace_stalled(self.now, PATIENCE_S))
 
     # What must always hold
 
