@@ -1,8 +1,14 @@
-"""Waiting for the answer of a remote call."""
+"""Making remote calls, and waiting for their answers.
+
+When Ray cancels a task it cancels the calls made by that task as well, even those that clean up after it and those that
+others rely on by then. So calls for more than one request's own sake are made in a context of their own, in which Ray
+knows of no task.
+"""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any
 
 from ray.exceptions import RayError
@@ -25,15 +31,21 @@ async def quietly(ref: Any) -> Any:
         return None
 
 
+def apart(call: Callable[..., Any], *args: Any) -> Any:
+    """What `call(*args)` returns, made as no part of the current task."""
+    return Context().run(call, *args)
+
+
 class Background:
-    """Tasks that nobody waits for: kept alive until they end, and an error that one of them raises is logged."""
+    """Tasks that nobody waits for: kept alive until they end, and an error that one of them raises is logged. They are
+    no part of the task that starts them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run `work` beside the caller."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

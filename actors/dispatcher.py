@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.batching import Batch
-from actors.calls import Background, quietly
+from actors.calls import Background, apart, quietly
 from actors.manager_link import ManagerLink
 from actors.messages import Ended, FirstToken
 from actors.names import find_actor
@@ -191,7 +192,7 @@ class Dispatcher:
     def _flush_soon(self) -> None:
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush, context=Context())
 
     def _flush(self) -> None:
         """Send what has gathered in this turn of the event loop: one call per receiver."""
@@ -228,7 +229,7 @@ class Dispatcher:
         """Call a worker without waiting; if it is dead, its token stream will tell."""
         handle = self._workers.get(worker_id)
         if handle is not None:
-            self._background.start(quietly(getattr(handle, method).remote(*args)))
+            self._background.start(quietly(apart(getattr(handle, method).remote, *args)))
 
     # Receiving
 

@@ -14,7 +14,7 @@ from cli.serve import APP_NAME
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
 from engine.core.types import FinishReason
-from tests.integration.conftest import MODEL, Server, random_prompt
+from tests.integration.conftest import MODEL, Server, eventually, random_prompt
 
 TIMEOUT_S = 60
 
@@ -115,12 +115,13 @@ def test_streams_run_side_by_side(handle: Any) -> None:
     assert ["".join(chunk.text for chunk in stream) for stream in streams] == alone
 
 
-def test_a_caller_that_cancels_frees_everything(handle: Any) -> None:
+def test_a_caller_that_cancels_frees_everything(server: Server, handle: Any) -> None:
     request = GenerateRequest(prompt="hi", max_tokens=3000, ignore_eos=True)
     stream = handle.options(stream=True).stream.remote(request)
     next(iter(stream))
     stream.cancel()
     handle.generate.remote(request).cancel()
+    eventually(server.is_idle, "freed at once, and not because nobody asks for its tokens any more", 5)
 
 
 @pytest.mark.parametrize(
