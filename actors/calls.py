@@ -45,7 +45,7 @@ class Background:
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run `work` beside the caller."""
-        task = asyncio.get_running_loop().create_task(work, context=Context())
+        task: asyncio.Task[Any] = apart(asyncio.get_running_loop().create_task, work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

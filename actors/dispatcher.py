@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,7 +191,7 @@ class Dispatcher:
     def _flush_soon(self) -> None:
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush, context=Context())
+            apart(asyncio.get_running_loop().call_soon, self._flush)
 
     def _flush(self) -> None:
         """Send what has gathered in this turn of the event loop: one call per receiver."""

@@ -147,7 +147,7 @@ def best_considered(placement: Placement) -> tuple[Prediction, ...]:
             worker_ids = prediction.worker_ids
             if len(worker_ids) > 1:
                 worker_ids = nsmallest(room, worker_ids, key=lambda name: (name != placement.prefill, name))
-            best.append(Prediction(list(worker_ids), *prediction[1:]))
+            best.append(prediction._replace(worker_ids=list(worker_ids)))
             room -= len(worker_ids)
     return tuple(best)
 

@@ -564,8 +564,9 @@ class Scheduler:
         """Publish the blocks that are full now; returns the index of the first of them."""
         first = request.num_sealed
         hashes = request.full_hashes()
-        retention = self._retention(request)
-        for index in range(first, request.num_computed // self.pool.block_size):
+        full = range(first, request.num_computed // self.pool.block_size)
+        retention = self._retention(request) if full else DEFAULT_RETENTION
+        for index in full:
             self._computing.pop(hashes[index], None)
             tokens = request.token_ids[index * self.pool.block_size : (index + 1) * self.pool.block_size]
             content = BlockContent(request.chain.parent(hashes, index), tuple(tokens))

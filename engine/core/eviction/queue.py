@@ -320,8 +320,7 @@ class EvictionQueue(Generic[Key]):
         self._num_pushed += 1
         leaf.stamp = self._num_pushed
         leaf.visit.leaves[self] = leaf.key
-        place = self._place(leaf) if self._num_wanting else leaf.priority
-        heap = self._heaps[leaf.tenant][place]
+        heap = self._heaps[leaf.tenant][self._place(leaf)]
         self._put(heap, self._ranking.rank(leaf.key, leaf.depth, leaf.visit), leaf)
         if leaf.expires_at is not None:
             self._put(self._expiring, leaf.expires_at, leaf)
