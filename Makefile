@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CONFIG ?= cpu
+CONFIG ?=
 PORT ?=
+CLIENTS := $(VENV)-clients
 
-.PHONY: install serve chat test check bench bench-peers clean
+.PHONY: install serve chat test test-clients chaos fuzz check docs bench-peers clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,24 +18,73 @@ $(VENV)/.installed: pyproject.toml
 install: $(VENV)/.installed
 
 serve: install
-	@exec $(BIN)/raydix serve --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL))
+	@exec $(BIN)/raydix serve $(if $(CONFIG),--config $(CONFIG)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL))
 
 chat: install
 	@exec $(BIN)/raydix chat $(if $(URL),--url $(URL))
 
-# Everything that needs no GPU.
+# The tests but those for GPUs and most of the kills, which `make chaos` runs. Unit tests alone must run nearly every
+# line of the core, and most lines of the actors.
 test: install
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" tests/unit --numprocesses=auto --cov=actors --cov=engine/core --cov-report=
+	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
+	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
+	$(BIN)/python -m pytest -m "not gpu and not chaos" tests/kernels tests/model tests/integration tests/chaos
+
+# Clients that others wrote against real servers, each folder of tests/clients with a server of its own: make
+# test-clients-sdk runs one folder. The table of what the clients saw is in build/clients.md.
+test-clients:
+	rm -f build/clients.md
+	$(MAKE) --keep-going test-clients-sdk test-clients-openai_2 test-clients-programs
+
+test-clients-%: install $(CLIENTS)/%/.installed
+	RAYDIX_CLIENTS_TABLE=build/clients.md $(CLIENTS)/$*/bin/python -m pytest tests/clients/$*
+
+# Programs that cannot be installed are skipped in the table.
+test-clients-programs: install $(CLIENTS)/sdk/.installed
+	-$(MAKE) --keep-going $(CLIENTS)/programs/.installed $(CLIENTS)/node/.installed
+	RAYDIX_CLIENTS_TABLE=build/clients.md $(CLIENTS)/sdk/bin/python -m pytest tests/clients/programs
+
+.PRECIOUS: $(CLIENTS)/%/.installed
+$(CLIENTS)/node/.installed: tests/clients/programs/ai_sdk/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --silent --no-audit --no-fund
+	touch $@
+
+$(CLIENTS)/%/.installed: tests/clients/%/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+# Every process is killed or stopped at every moment, for half an hour; writes the table of pauses.
+chaos: install
+	RAYDIX_CHAOS_JSON=benchmarks/results/chaos.json $(BIN)/python -m pytest tests/chaos
+
+# Requests made from /openapi.json, against a server that runs at URL: no 5xx, and every reply as described.
+fuzz: $(VENV)-fuzz/bin/schemathesis
+	$< run $(or $(URL),http://127.0.0.1:8000)/openapi.json --phases coverage,fuzzing --max-examples 50 \
+		--checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance \
+		--exclude-path /v1/cache/events --request-timeout 300 --suppress-health-check all
+
+$(VENV)-fuzz/bin/schemathesis:
+	$(PYTHON) -m venv $(VENV)-fuzz
+	$(VENV)-fuzz/bin/pip install --quiet --disable-pip-version-check 'schemathesis>=4.32,<5'
 
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
+	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_documentation.py
+	$(MAKE) docs
 
-# The engines that benchmarks.engine compares with, each in an environment of its own; PEERS names some of them.
+# The documentation in site/, its reference pages generated from the code; a broken link is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What benchmarks.engine and benchmarks.grammar_peers compare with, each in an environment of its own; PEERS names some.
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-fuzz $(CLIENTS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

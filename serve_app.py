@@ -11,15 +11,15 @@ from ray import serve
 from ray.serve import Application
 
 from actors.host import CHECK_TIMEOUT_S, MANAGER_CPUS, ActorHost
-from actors.ingress import Ingress
+from actors.ingress.app import Ingress
 from actors.names import MANAGER
 from configs import Config, load_config
 from configs.schema import WorkerSection
 
 HOST_CPUS = 0.01
-"""A host only starts and watches its child, which holds the worker's own reservation."""
+"""CPUs of a host, which only starts and watches its child; the child holds the worker's own reservation."""
 MAX_ONGOING_REQUESTS = 100_000
-"""Serve's own limit is out of the way: the ingress has one that answers 429."""
+"""Serve's own limit, set out of the way: the ingress has a limit of its own, and answers 429."""
 
 
 def build(args: Mapping[str, Any] | None = None) -> Application:
@@ -38,6 +38,7 @@ def compose(config: Config) -> Application:
     hosts = [_host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}]).bind(MANAGER, content)]
     for role, section in config.workers.sections.items():
         hosts.append(_worker_host(role, section).bind(role, content))
+
     deployment: Any = serve.deployment(Ingress)
     ingress = deployment.options(
         name="ingress",

@@ -1,56 +1,73 @@
 """Making remote calls, and waiting for their answers.
 
-When Ray cancels a task it cancels the calls made by that task as well, even those that clean up after it and those that
-others rely on by then. So calls for more than one request's own sake are made in a context of their own, in which Ray
-knows of no task.
+When Ray cancels a task, Ray also cancels the calls made by the task, clean-up calls and calls that other requests rely
+on included. So a call for more than one request's own sake is detached: made in a context in which Ray knows of no
+task.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from ray.exceptions import RayError
 
+from engine.core.log_fields import about
+
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-async def answer(ref: Any, timeout_s: float | None = None) -> Any:
-    """What a call returned. Raises what it raised, and TimeoutError when that takes longer than `timeout_s`."""
+
+async def answer(call: Awaitable[T], timeout_s: float | None = None) -> T:
+    """Return the result of a call. Raises the call's error, and TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
-        return await ref
+        return await call
 
 
-async def quietly(ref: Any) -> Any:
-    """Wait for a call whose failure is somebody else's to notice; what it returned, or None if it failed."""
+async def quietly(call: Awaitable[T]) -> T | None:
+    """Return the result of a call, or None after a failure: for calls whose failure is noticed elsewhere."""
     try:
-        return await ref
+        return await call
     except RayError as error:
         logger.debug("call failed: %s", type(error).__name__)
         return None
 
 
-def apart(call: Callable[..., Any], *args: Any) -> Any:
-    """What `call(*args)` returns, made as no part of the current task."""
-    return Context().run(call, *args)
+def run_detached(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return `function(*args, **kwargs)`. Calls sent by the function are no part of the current task."""
+    return Context().run(function, *args, **kwargs)
+
+
+async def sleep(seconds: float) -> float:
+    """Sleep, and return how much longer that took, in seconds: much longer when the process was stopped meanwhile."""
+    started = time.monotonic()
+    await asyncio.sleep(seconds)
+    return max(0.0, time.monotonic() - started - seconds)
 
 
 class Background:
-    """Tasks that nobody waits for: kept alive until they end, and an error that one of them raises is logged. They are
-    no part of the task that starts them."""
+    """Detached tasks: kept alive until their end, and no part of the task that starts them. Errors are logged."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def start(self, work: Coroutine[object, object, object]) -> None:
         """Run `work` beside the caller."""
-        task: asyncio.Task[Any] = apart(asyncio.get_running_loop().create_task, work)
+        task = run_detached(asyncio.get_running_loop().create_task, work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
-        return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    async def ended(self, timeout_s: float) -> None:
+        """Wait for the end of the tasks that run now, for at most `timeout_s`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a background task failed", exc_info=error)
+            name = task.get_coro().__qualname__  # type: ignore[union-attr]
+            logger.error("background task %s failed", name, exc_info=error, extra=about("task_failed", task=name))

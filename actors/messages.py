@@ -1,4 +1,4 @@
-"""Values that actors send each other, beyond those of `engine.core.types`."""
+"""Messages between actors, beyond the values of `engine.core.types`."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -7,7 +7,15 @@ from engine.core.costs import WorkerCosts
 from engine.core.types import BlockHash, EvictionReason, Role, SegmentHeader
 
 INGRESS_SILENCE_S = 10.0
-"""An ingress replica that says nothing for so long is gone, and its requests are given up everywhere."""
+"""Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""
+
+WORKER_SILENCE_S = 4.0
+"""Silence of a worker after which the manager forgets the worker until it registers again."""
+
+STARTING_REPORT_S = 1.0
+"""Interval at which a host tells the manager that its worker is starting."""
+STARTING_SILENCE_S = 5.0
+"""Silence of a host after which its worker does not count as starting any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,65 +26,47 @@ class ExportItem:
     sealed: tuple[BlockHash, ...] = ()
     evicted: tuple[tuple[BlockHash, EvictionReason], ...] = ()
     missing: tuple[BlockHash, ...] = ()
-    """Blocks that were asked for and are not here any more."""
+    """Requested blocks that the pool does not hold any more."""
     unsent: tuple[BlockHash, ...] = ()
-    """Blocks that could not be sent; what becomes of them here, `evicted` tells."""
+    """Blocks that could not be sent; `evicted` tells whether they leave the pool."""
+    has_reset: bool = False
+    """The worker has forgotten its cached blocks: whatever it had exported of them has come before."""
 
 
 class Imported(Enum):
-    """What became of a segment at the worker that was to take it."""
+    """Fate of a segment at the receiving worker."""
 
     TAKEN = auto()
     NOT_FETCHED = auto()
-    """It could not be had from the object store, or not in time."""
+    """The object store could not provide the segment, or not in time."""
     DAMAGED = auto()
-    """It was not what its header says."""
+    """The content contradicts the header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """How a worker introduces itself to the manager."""
+    """Introduction of a worker to the manager."""
 
     worker_id: str
     epoch: int
     role: Role
     block_bytes: int
     token_budget: int
+    device: str
+    fingerprint: str
+    """Two workers share KV only if their fingerprints are equal."""
     hashes: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A registered worker, as others may know it."""
-
-    worker_id: str
-    role: Role
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a worker's heartbeat says."""
+    """Contents of a worker's heartbeat."""
 
     costs: WorkerCosts | None
-    """None before it has measured anything."""
+    """None before the first measurement."""
     num_free_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """An attempt got its first token, so long after it was admitted."""
-
-    request_id: str
-    attempt: int
-    ttft_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request is over."""
-
-    request_id: str
-    attempt: int = 0
-    how: str = "aborted"
-    num_preemptions: int = 0
+    """Blocks that no request holds."""
+    num_empty_blocks: int
+    """Free blocks that contain nothing."""
+    num_steps: int
+    """Steps that `costs` were fitted to so far."""

@@ -1,59 +1,103 @@
-"""Every metric that raydix reports, in one place. Prometheus names are `ray_` plus these (Ray adds the prefix)."""
+"""Declarations of all metrics. Ray exports them under these names with the prefix `ray_`, `/metrics` without it."""
 
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray.serve import metrics as serve_metrics
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from actors.instruments import CounterInstrument, GaugeInstrument, HistogramInstrument
 from engine.core.costs import StepShape
-from engine.core.types import Role
+from engine.core.types import DraftSource, Role
+from engine.core.worker.drafts.draft import DraftCounts
 
 if TYPE_CHECKING:
-    from engine.core.explain import Decision
-    from engine.core.request import Request
+    from engine.core.manager.explain import Decision
+    from engine.core.worker.request import Request
     from engine.model.engine import Engine
 
+OUTCOMES = ("stop", "length", "aborted", "failed")
+"""Ways in which a request may end."""
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A client's request at its end, with tokens of all prompts and choices."""
+
+    tenant: str
+    """A configured name, so there are few."""
+    outcome: str
+    """One of `OUTCOMES`."""
+    num_prompt: int
+    num_generated: int
+    hits: Mapping[str, int]
+    """Cached tokens of the prompt by source."""
+    ttft_s: float | None
+    tpot_s: float | None
+
+
 class WorkerMetrics:
-    """What one worker reports. Steps are only counted; `flush` reports them, off the steps' critical path."""
+    """Metrics of one worker. Steps are only counted; `flush` reports the counts, off the steps' critical path."""
 
     def __init__(self, worker_id: str, role: Role) -> None:
         tags = {"worker": worker_id, "role": str(role)}
         keys = tuple(tags)
 
-        def counter(name: str, description: str, *more_keys: str) -> Counter:
+        def counter(name: str, description: str, *more_keys: str) -> CounterInstrument:
             metric = Counter(name, description=description, tag_keys=keys + more_keys)
             metric.set_default_tags(tags)
-            return metric
+            return CounterInstrument(metric, tags)
 
-        def gauge(name: str, description: str) -> Gauge:
+        def gauge(name: str, description: str) -> GaugeInstrument:
             metric = Gauge(name, description=description, tag_keys=keys)
             metric.set_default_tags(tags)
-            return metric
+            return GaugeInstrument(metric, tags)
 
         self._prefilled = counter("raydix_prefill_tokens", "Prompt tokens computed, again after a loss too.")
-        self._decoded = counter("raydix_decode_tokens", "Generated tokens computed.")
+        self._decoded = counter("raydix_decode_tokens", "Generated tokens computed, without drafts.")
+        self._drafted = counter("raydix_draft_tokens", "Draft tokens computed beside decodes.", "source")
+        self._accepted = counter("raydix_accepted_draft_tokens", "Draft tokens that became part of answers.", "source")
         self._exported = counter("raydix_exported_bytes", "KV bytes sent to the object store.")
         self._imported = counter("raydix_imported_bytes", "KV bytes taken from the object store.")
         self._preempted = counter(
-            "raydix_preemptions", "Requests that lost their blocks to make room, by what became of their KV.", "way"
+            "raydix_preemptions",
+            "Requests that lost their blocks to make room, by the way their KV is restored.",
+            "way",
         )
-        self._swapped = counter("raydix_swapped_bytes", "KV bytes of preempted requests, by where to.", "direction")
-        self._swap_s = counter("raydix_swap_seconds", "Time that steps took for these copies.", "direction")
+        self._swapped = counter(
+            "raydix_swapped_bytes", "KV bytes of preempted requests copied to and from the object store.", "direction"
+        )
+        self._swap_s = counter("raydix_swap_seconds", "Time that steps took for copies of swapped KV.", "direction")
+        self._idle_tokens = counter(
+            "raydix_idle_tokens", "Prefill tokens computed at idle priority, for turns that may come."
+        )
+        self._idle = counter("raydix_idle_requests", "Requests at idle priority, by what became of them.", "outcome")
         self._running = gauge("raydix_running_requests", "Requests that hold blocks.")
         self._waiting = gauge("raydix_waiting_requests", "Requests that wait for blocks, imports or their turn.")
         self._available = gauge("raydix_available_blocks", "Blocks that are free or cached by nobody's request.")
         self._cached = gauge("raydix_cached_blocks", "Blocks that nobody holds and that can still be hit.")
-        self._queue_s = Histogram(
+        queue_s = Histogram(
             "raydix_queue_seconds", description="Submission to start.", boundaries=_LATENCY_S, tag_keys=keys
         )
-        self._queue_s.set_default_tags(tags)
+        queue_s.set_default_tags(tags)
+        self._queue_s = HistogramInstrument(queue_s, tags)
+        self._begin_counters()
+
+        # Grown since the last flush, except `_counts`: the engine's own counts at the last flush.
         self._num_prefilled = 0
         self._num_decoded = 0
-        self._preemptions: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+
+    def _begin_counters(self) -> None:
+        for metric in (self._prefilled, self._decoded, self._exported, self._imported, self._idle_tokens):
+            metric.begin()
+        self._idle.begin(outcome=("computed", "found", "dropped"))
+        for metric in (self._drafted, self._accepted):
+            metric.begin(source=tuple(DraftSource))
+        self._preempted.begin(way=("swap", "recompute"))
+        self._swapped.begin(direction=("out", "in"))
+        self._swap_s.begin(direction=("out", "in"))
 
     def step(self, shape: StepShape) -> None:
         """Count one engine step."""
@@ -61,19 +105,25 @@ class WorkerMetrics:
         self._num_decoded += shape.num_decodes
 
     def flush(self, engine: "Engine") -> None:
-        """Report the steps counted since the last time, and how the engine is now."""
+        """Report the steps counted since the last flush, and the engine's present state."""
         for metric, count in ((self._prefilled, self._num_prefilled), (self._decoded, self._num_decoded)):
             if count:
                 metric.inc(count)
         self._num_prefilled = self._num_decoded = 0
-        self._flush_preemptions(asdict(engine.preemptions))
+        drafts = engine.scheduler.drafting.counts
+        self._flush_counts(asdict(engine.preemptions) | asdict(engine.scheduler.idle.counts) | _named(drafts))
         self._running.set(len(engine.scheduler.running))
         self._waiting.set(engine.scheduler.num_waiting)
         self._available.set(engine.pool.num_available)
         self._cached.set(engine.pool.num_cached)
 
-    def _flush_preemptions(self, counts: dict[str, float]) -> None:
-        """Report what these counts have grown by."""
+    def _flush_counts(self, counts: dict[str, float]) -> None:
+        """Report the growth of these counts."""
+        drafts: list[tuple[str, CounterInstrument, dict[str, str]]] = [
+            (f"{source} {name}", metric, {"source": source})
+            for source in DraftSource
+            for name, metric in (("drafted", self._drafted), ("accepted", self._accepted))
+        ]
         for name, metric, tags in (
             ("num_swapped", self._preempted, {"way": "swap"}),
             ("num_recomputed", self._preempted, {"way": "recompute"}),
@@ -81,11 +131,17 @@ class WorkerMetrics:
             ("swapped_in_bytes", self._swapped, {"direction": "in"}),
             ("swapped_out_s", self._swap_s, {"direction": "out"}),
             ("swapped_in_s", self._swap_s, {"direction": "in"}),
+            ("num_tokens", self._idle_tokens, {}),
+            ("num_computed", self._idle, {"outcome": "computed"}),
+            ("num_found", self._idle, {"outcome": "found"}),
+            ("num_dropped", self._idle, {"outcome": "dropped"}),
+            *drafts,
         ):
-            grown = counts[name] - self._preemptions.get(name, 0)
+            grown = counts[name] - self._counts.get(name, 0)
             if grown:
                 metric.inc(grown, tags=tags)
-        self._preemptions = counts
+
+        self._counts = counts
 
     def finished(self, request: "Request") -> None:
         """Count one request that ended or was handed over."""
@@ -100,88 +156,103 @@ class WorkerMetrics:
 
 
 class ManagerMetrics:
-    """What the manager reports of its decisions."""
+    """Metrics of the manager's decisions."""
 
     def __init__(self) -> None:
-        self._error_s = Histogram(
+        error_s = Histogram(
             "raydix_ttft_prediction_error_seconds",
             description="Difference of predicted and actual time from admission to first token.",
             boundaries=_LATENCY_S,
         )
-        self._regret_s = Histogram(
+        regret_s = Histogram(
             "raydix_placement_regret_seconds",
-            description="How much later the first token came than the best other candidate was predicted to give it.",
+            description="How much later the first token came than the best other candidate was predicted to give "
+            "it; 0 without one.",
             boundaries=_LATENCY_S,
         )
+        self._error_s, self._regret_s = HistogramInstrument(error_s), HistogramInstrument(regret_s)
 
     def first_token(self, decision: "Decision") -> None:
-        """Compare what was predicted with what happened."""
+        """Compare the prediction of a first token with the measurement."""
         if decision.ttft_s is not None and decision.regret_s is not None:
             self._error_s.observe(abs(decision.ttft_s - decision.predicted_ttft_s))
             self._regret_s.observe(decision.regret_s)
 
 
 class IngressMetrics:
-    """What one ingress replica reports, once per request."""
+    """Metrics of one ingress replica, reported once per request."""
 
-    def __init__(self) -> None:
-        self._requests = serve_metrics.Counter(
-            "raydix_requests", description="Requests by how they ended.", tag_keys=_keys("tenant", "outcome")
-        )
-        self._prompt = serve_metrics.Counter(
-            "raydix_prompt_tokens", description="Prompt tokens received.", tag_keys=_keys("tenant")
-        )
-        self._generated = serve_metrics.Counter(
-            "raydix_generation_tokens", description="Tokens generated.", tag_keys=_keys("tenant")
-        )
-        self._hits = serve_metrics.Counter(
+    def __init__(self, tenants: Iterable[str], replica: str = "") -> None:
+        """`tenants` are the names of all tenants that may send requests. `replica` names this replica at `/metrics`,
+        as Serve does elsewhere."""
+        from ray.serve import metrics as serve_metrics  # all of Serve, which workers and the manager can spare
+
+        tags = {"replica": replica}
+
+        def counter(name: str, description: str, *keys: str) -> CounterInstrument:
+            metric = serve_metrics.Counter(name, description=description, tag_keys=_keys(*keys))
+            return CounterInstrument(metric, tags)
+
+        def histogram(name: str, description: str) -> HistogramInstrument:
+            metric = serve_metrics.Histogram(name, description=description, boundaries=_LATENCY_S)
+            return HistogramInstrument(metric, tags)
+
+        self._requests = counter("raydix_requests", "Requests by how they ended.", "tenant", "outcome")
+        self._prompt = counter("raydix_prompt_tokens", "Prompt tokens received.", "tenant")
+        self._generated = counter("raydix_generation_tokens", "Tokens generated.", "tenant")
+        self._hits = counter(
             "raydix_cache_hit_tokens",
-            description="Prompt tokens found in a cache, by where the request's worker found them.",
-            tag_keys=_keys("tenant", "source"),
+            "Prompt tokens found in a cache, by where the request's worker found them.",
+            "tenant",
+            "source",
         )
-        self._ttft_s = serve_metrics.Histogram(
-            "raydix_ttft_seconds", description="Arrival to first token.", boundaries=_LATENCY_S
-        )
-        self._tpot_s = serve_metrics.Histogram(
-            "raydix_tpot_seconds", description="Mean time per token after the first.", boundaries=_LATENCY_S
-        )
-        self._lookups = serve_metrics.Counter(
+        self._ttft_s = histogram("raydix_ttft_seconds", "Arrival to first token.")
+        self._tpot_s = histogram("raydix_tpot_seconds", "Mean time per token after the first.")
+        self._lookups = counter(
             "raydix_transcript_lookups",
-            description="Chats with earlier answers, by whether their token ids were known.",
-            tag_keys=("result",),
+            "Answers that chats went on from by reference, by whether their token ids were known.",
+            "result",
         )
-        self._failovers = serve_metrics.Counter(
-            "raydix_failovers", description="Requests that went on at another worker."
-        )
+        self._failovers = counter("raydix_failovers", "Requests that went on at another worker.")
 
-    def finished(
-        self,
-        tenant: str,
-        outcome: str,
-        num_prompt: int,
-        num_generated: int,
-        hits: dict[str, int],
-        ttft_s: float | None,
-        tpot_s: float | None,
-    ) -> None:
-        """Count one request at its end. `tenant` is a configured name, so there are few."""
-        self._requests.inc(tags={"tenant": tenant, "outcome": outcome})
-        self._prompt.inc(num_prompt, tags={"tenant": tenant})
-        if num_generated:
-            self._generated.inc(num_generated, tags={"tenant": tenant})
-        for source, count in hits.items():
+        names = tuple(tenants)
+        self._requests.begin(tenant=names, outcome=OUTCOMES)
+        self._prompt.begin(tenant=names)
+        self._generated.begin(tenant=names)
+        self._hits.begin(tenant=names, source=("local", "imported"))
+        self._lookups.begin(result=("hit", "miss"))
+        self._failovers.begin()
+
+    def finished(self, request: FinishedRequest) -> None:
+        """Count one request at its end."""
+        tenant = request.tenant
+        self._requests.inc(tags={"tenant": tenant, "outcome": request.outcome})
+        self._prompt.inc(request.num_prompt, tags={"tenant": tenant})
+
+        if request.num_generated:
+            self._generated.inc(request.num_generated, tags={"tenant": tenant})
+        for source, count in request.hits.items():
             if count:
                 self._hits.inc(count, tags={"tenant": tenant, "source": source})
-        if ttft_s is not None:
-            self._ttft_s.observe(ttft_s)
-        if tpot_s is not None:
-            self._tpot_s.observe(tpot_s)
+
+        if request.ttft_s is not None:
+            self._ttft_s.observe(request.ttft_s)
+        if request.tpot_s is not None:
+            self._tpot_s.observe(request.tpot_s)
 
     def looked_up(self, hit: bool) -> None:
         self._lookups.inc(tags={"result": "hit" if hit else "miss"})
 
     def failed_over(self) -> None:
         self._failovers.inc()
+
+
+def _named(drafts: Mapping[DraftSource, DraftCounts]) -> dict[str, float]:
+    """The counts of drafts by names of their own."""
+    named: dict[str, float] = {}
+    for source, counts in drafts.items():
+        named |= {f"{source} drafted": counts.num_drafted, f"{source} accepted": counts.num_accepted}
+    return named
 
 
 def _keys(*names: str) -> Any:

@@ -1,1 +1,1 @@
-"""Benchmarks: programs that measure, and the figures they left in `results/`."""
+"""Benchmarks: measuring programs, and their published figures in `results/`."""

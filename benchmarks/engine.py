@@ -23,7 +23,7 @@ from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site, ggu
 from engine.model.sources import DEFAULT_MODEL, resolve_model
 
 SPINNING = 0.05
-"""Cores used by engines that wait, from which on the figures deserve a warning."""
+"""Cores used by waiting engines from which on the figures deserve a warning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     site = Site(options.peers_home.expanduser(), resolve_model(options.model), gguf_file(options.model))
     machine = describe("benchmarks.engine", sys.argv[1:] if arguments is None else list(arguments))
     comparison = Comparison(site, options.patience)
+
     try:
         comparison.load([RAYDIX, *peers])
         if RAYDIX.name in comparison.left_out:
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison.run(CASES, options.rounds)
     finally:
         comparison.close()
+
     result = {**machine, "model": public_name(options.model), "rounds": options.rounds, **report(comparison)}
     print(table(comparison.contenders))
     if comparison.idle_cores > SPINNING:
@@ -60,11 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"warning: others were at work during {comparison.num_disturbed} turns", file=sys.stderr)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
+
     return 0
 
 
 def chosen(names: Sequence[str]) -> list[Peer]:
-    """The peers that `--peers` names.
+    """Return the peers that `--peers` names.
 
     Raises:
         ValueError: there is no such peer.
@@ -78,7 +81,7 @@ def chosen(names: Sequence[str]) -> list[Peer]:
 
 
 def report(comparison: Comparison) -> dict[str, Any]:
-    """Everything that was measured, ready for JSON."""
+    """All measurements, ready for JSON."""
     raydix = comparison.contenders[0]
     return {
         "engines": {
@@ -130,7 +133,7 @@ def _cell(case: Case, contender: Contender, raydix: Contender) -> str:
 
 
 def _ratio(case: Case, contender: Contender, raydix: Contender) -> float | None:
-    """How many times as long as raydix the contender takes: above 1, raydix is faster."""
+    """Ratio of the contender's time to raydix's: above 1, raydix is faster."""
     own, other = raydix.median(case), contender.median(case)
     return other / own if own and other else None
 

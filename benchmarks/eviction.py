@@ -22,16 +22,18 @@ COLUMNS = ("lru", "once_first", "adaptive", "belady", "infinite")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 for what the user got wrong."""
+    """Returns the exit status: 2 for a mistake of the user's."""
     options = _parser().parse_args(arguments)
     try:
         traces = {path.name: read_trace(path) for path in options.traces}
     except ReplayError as error:
         print(f"eviction: {error}", file=sys.stderr)
         return 2
+
     traces |= {name: make_trace(name) for name in options.made}
     results: dict[str, dict[int, dict[str, float]]] = {}
     print(f"{'blocks hit (%)':<28}{'blocks':>8}" + "".join(f"{name:>12}" for name in (*COLUMNS, "to simple")))
+
     for name, trace in traces.items():
         results[name] = {}
         for capacity in options.capacities:
@@ -39,10 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             difference = rates["adaptive"] - max(rates["lru"], rates["once_first"])
             cells = [f"{100 * rates[column]:>12.1f}" for column in COLUMNS]
             print(f"{name:<28}{capacity:>8,}" + "".join(cells) + f"{100 * difference:>+12.1f}", flush=True)
+
     if options.json is not None:
         command = sys.argv[1:] if arguments is None else arguments
         report = describe("benchmarks.eviction", command, packages=("raydix",)) | {"hit_rates": results}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
+
     return 0
 
 

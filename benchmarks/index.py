@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import describe
-from engine.core.block_index import GC_THRESHOLDS
-from engine.core.directory import Directory
-from engine.core.placement import CostModel
+from engine.core.manager.block_index import GC_THRESHOLDS
+from engine.core.manager.directory import Directory
+from engine.core.manager.placement import CostModel
 from engine.core.types import AdmitRequest, BlockHash, Role
 
 PROMPT_BLOCKS = 64
@@ -29,7 +29,7 @@ NUM_ADMISSIONS = 5000
 
 
 def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
-    """Figures of an index of `num_blocks` blocks. Memory is what the process grew by, hashes included."""
+    """Figures of an index of `num_blocks` blocks. Memory is the growth of the process, hashes included."""
     gc.collect()
     gc.set_threshold(*GC_THRESHOLDS)
     before = psutil.Process().memory_info().rss
@@ -37,6 +37,7 @@ def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
     workers = [f"worker {index}" for index in range(num_workers)]
     for worker_id in workers:
         directory.register(worker_id, Role.MIXED, 1, 1, ())
+
     samples: list[tuple[BlockHash, ...]] = []
     started = time.perf_counter()
     num_prompts = num_blocks // PROMPT_BLOCKS
@@ -45,12 +46,14 @@ def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
         directory.blocks_changed(workers[index % num_workers], 1, hashes, ())
         if index % max(1, num_prompts // NUM_ADMISSIONS) == 0:
             samples.append(hashes)
+
     filled_s = time.perf_counter() - started
     grown = psutil.Process().memory_info().rss - before
 
     started = time.perf_counter()
     for index, hashes in enumerate(samples):
-        directory.admit(AdmitRequest(f"hit {index % 64}", 0, hashes, PROMPT_BLOCKS * BLOCK_SIZE + 1))
+        directory.admit(AdmitRequest(f"hit {index % 64}", 0, hashes, PROMPT_BLOCKS * BLOCK_SIZE + 1), 0.0)
+
     admitting_s = time.perf_counter() - started
 
     started = time.perf_counter()
@@ -74,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     sizes = []
+
     for num_blocks in options.blocks:
         sizes.append(figures := measure(num_blocks, options.workers))
         print(
@@ -81,9 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures['admits_per_s']:>7,.0f} admissions/s of {PROMPT_BLOCKS} blocks, "
             f"{figures['bytes_per_block']:.0f} bytes per block"
         )
+
     if options.json is not None:
         described = describe("benchmarks.index", sys.argv[1:] if arguments is None else list(arguments))
         options.json.write_text(json.dumps({**described, "workers": options.workers, "sizes": sizes}, indent=2) + "\n")
+
     return 0
 
 

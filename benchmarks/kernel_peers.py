@@ -1,7 +1,7 @@
-"""What else can compute attention on this GPU: torch's backends, flex attention, and libraries where installed.
+"""Peers for attention on this GPU: torch's backends, flex attention, and libraries where installed.
 
-Each peer is a function without arguments that returns [num_tokens, num_heads, head_dim]. They are given keys and values
-contiguous and in the layout they like best; only flashinfer reads the paged pool in decode.
+Each peer is a function without arguments that returns [num_tokens, num_heads, head_dim]. Peers get keys and values
+contiguous and in their preferred layout; only flashinfer reads the paged pool in decode.
 """
 
 import importlib
@@ -52,7 +52,7 @@ class AttentionInputs:
 
 
 def attention_peers(inputs: AttentionInputs, *, with_flex: bool) -> dict[str, Callable[[], Peer]]:
-    """Makers of peers by name; a maker, or the peer it makes, raises where this machine cannot run it."""
+    """Makers of peers by name; a maker, or the peer made, raises where this machine cannot run it."""
     makers: dict[str, Callable[[], Peer]] = {
         "sdpa-flash": lambda: _sdpa(inputs, SDPBackend.FLASH_ATTENTION),
         "sdpa-efficient": lambda: _sdpa(inputs, SDPBackend.EFFICIENT_ATTENTION),
@@ -73,6 +73,7 @@ def _sdpa(inputs: AttentionInputs, backend: SDPBackend) -> Peer:
     shares_heads = backend != SDPBackend.EFFICIENT_ATTENTION
     if not shares_heads:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+
     is_chunk = 1 < inputs.num_queries < inputs.context_len
     is_causal = inputs.num_queries == inputs.context_len > 1
     mask = _chunk_mask(inputs, backend) if is_chunk else None
@@ -88,7 +89,7 @@ def _sdpa(inputs: AttentionInputs, backend: SDPBackend) -> Peer:
 
 
 def _chunk_mask(inputs: AttentionInputs, backend: SDPBackend) -> Tensor:
-    """What the last queries of a longer context see; `is_causal` would align them to the first keys."""
+    """Mask of the last queries of a longer context; `is_causal` would align them to the first keys."""
     if backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         return causal_lower_right(inputs.num_queries, inputs.context_len)  # a rule, no tensor in memory
     shape = (inputs.num_queries, inputs.context_len)
@@ -119,12 +120,14 @@ def _flash_attn(inputs: AttentionInputs) -> Peer:
 def _flashinfer(inputs: AttentionInputs) -> Peer:
     flashinfer = importlib.import_module("flashinfer")
     num_heads, head_dim = inputs.query.shape[1:]
+
     if inputs.num_queries > 1:
         if inputs.batch > 1:
             raise ValueError("only one sequence at a time here")
         _, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs.contiguous())
         prefill = flashinfer.single_prefill_with_kv_cache
         return lambda: prefill(inputs.query, k, v, causal=True, sm_scale=inputs.scale)
+
     num_kv_heads, block_size = inputs.keys.shape[1:3]
     blocks = inputs.block_tables.shape[1]
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=inputs.query.device)

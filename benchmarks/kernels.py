@@ -1,9 +1,9 @@
-"""Speed of the GPU kernels and of a whole model on them, against the machine's own ceilings and what else is installed.
+"""Speed of the GPU kernels and of a whole model on them, against the machine's own ceilings and installed peers.
 
 `python -m benchmarks.kernels [--json FILE] [--quick]` needs an NVIDIA GPU, torch and triton, no Ray and no network; the
 model needs numpy, too. Each operation is checked against its float32 reference first, the model with graphs against
-without and a whole prompt against chunks, and only what passes is timed; peers whose result differs are not timed
-either. Exit code 0: all passed; 1: something did not; 2: there is no GPU.
+without and a whole prompt against chunks, and only correct ones are timed; peers whose result differs are not timed
+either. Exit code 0: all passed; 1: a check failed; 2: there is no GPU.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WIDTHS = (30, 34, 9, 9, 15, 11, 0)
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this machine reaches at best: a copy of 2 GiB, and a bfloat16 product of 8192 x 8192 matrices."""
+    """Ceilings of this machine: a copy of 2 GiB, and a bfloat16 product of 8192 x 8192 matrices."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
@@ -36,9 +36,9 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case: its error, and if that passed its time, rate, share of the ceiling, and the peers' times in ms.
+    """One case: its error, and if correct its time, rate, share of the ceiling, and the peers' times in ms.
 
-    `peers_missing` says of each peer that was not timed why.
+    `peers_missing` gives the reason for each peer that was not timed.
     """
 
     operation: str
@@ -66,17 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs an NVIDIA GPU that torch can use; found none", file=sys.stderr)
         return 2
+
     torch.manual_seed(0)
     results, ceilings = run_all(arguments.quick, arguments.only, with_model=arguments.only in "model")
     if arguments.json:
         report = describe("benchmarks.kernels", sys.argv[1:] if argv is None else argv)
         report |= {"ceilings": asdict(ceilings), "results": [asdict(result) for result in results]}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
     return 0 if all(result.passed for result in results) else 1
 
 
 def run_all(quick: bool, only: str, with_model: bool) -> tuple[list[Result], Ceilings]:
-    """Measures the ceilings, then every case, printing each line as it is known."""
+    """Measures the ceilings, then every case, printing each line as soon as it is known."""
     ceilings = measure_ceilings()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(
@@ -89,17 +91,19 @@ def run_all(quick: bool, only: str, with_model: bool) -> tuple[list[Result], Cei
         if only in case.operation:
             results.append(measure(case, ceilings))
             print(line(cells(results[-1])), flush=True)
+
     if with_model:
         for result in model_results(quick, ceilings):
             results.append(result)
             print(line(cells(result)), flush=True)
+
     failed = sum(not result.passed for result in results)
     print(f"\n{len(results) - failed} of {len(results)} passed")
     return results, ceilings
 
 
 def model_results(quick: bool, ceilings: Ceilings) -> Iterator[Result]:
-    """The whole model, if it fits; it also needs numpy, which the kernels do not."""
+    """Measures the whole model, if it fits; it also needs numpy, which the kernels do not."""
     try:
         from benchmarks.model_cases import model_cases
 
@@ -119,15 +123,17 @@ def measure_ceilings() -> Ceilings:
 
 
 def measure(case: Case, ceilings: Ceilings) -> Result:
-    """Checks a case, and times it and its peers if it passes."""
+    """Checks a case, and times the operation and its peers after a passed check."""
     try:
         out = case.run()
         error = case.error(out)
     except Exception as problem:
         return Result(case.operation, case.shape, None, False, failure=reason(problem))
+
     if not error <= case.limit:
         failure = f"error {error:.2e} is over {case.limit:.0e}"
         return Result(case.operation, case.shape, error if error < float("inf") else None, False, failure=failure)
+
     ms = time_from_outside_ms(case.run) if case.returns_when_done else time_ms(graphed(case.run))
     tflops_per_s = case.flops / ms / 1e9 if case.flops else None
     gb_per_s = case.num_bytes / ms / 1e6 if case.num_bytes else None
@@ -217,7 +223,7 @@ def reason(problem: Exception) -> str:
 
 
 def cells(result: Result) -> tuple[str, ...]:
-    """A result as the cells of its line."""
+    """Cells of a result's line."""
     error = "-" if result.error is None else f"{result.error:.1e}"
     if result.ms is None:
         return result.operation, result.shape, error, "FAILED", "", "", result.failure or ""

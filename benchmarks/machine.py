@@ -1,7 +1,7 @@
-"""What a figure was measured on: machine, versions and command, for every benchmark's result file.
+"""Circumstances of a figure: machine, versions and command, for every benchmark's result file.
 
 Results are published, so nothing here names a host, a user or a folder: paths in the command keep only their last part
-(`public_name` says what is taken for a path), and a server that is not on this machine appears as `HOST`.
+(`public_name` defines a path), and a server that is not on this machine appears as `HOST`.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ def command_line(module: str, argv: Sequence[str]) -> str:
 
 
 def public_name(text: str) -> str:
-    """`text` itself, or its last part where it is a path: absolute or relative to a home, to here or to a parent, of
-    three parts or more, or of two of which the last is a file by its suffix. `org/name` and `package:name/file` are
-    names of models.
-    """
+    """Return `text`, or its last part if it is a path: absolute or relative to a home, to here or to a parent, of three
+    parts or more, or of two of which the last is a file by its suffix. `org/name` and `package:name/file` are names of
+    models."""
     parts = text.split("/")
     is_relative = len(parts) > 2 or (len(parts) == 2 and Path(text).suffix in FILE_SUFFIXES)
     is_path = text.startswith(("/", "~", "./", "../")) or (is_relative and not re.search(r"[\s:]", parts[0]))
@@ -78,7 +77,7 @@ def public_name(text: str) -> str:
 
 
 def public_url(url: str) -> str:
-    """`url` with credentials dropped, and with `HOST` for a host that is not this machine."""
+    """Return `url` with credentials dropped, and with `HOST` for a host that is not this machine."""
     parts = urlsplit(url)
     host = (parts.hostname or "") if is_loopback(parts.hostname or "") else "HOST"
     host = f"[{host}]" if ":" in host else host
@@ -86,7 +85,7 @@ def public_url(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` names this machine's loopback interface, decided without asking a name server."""
+    """True if `host` names this machine's loopback interface, decided without asking a name server."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -106,7 +105,7 @@ def _cpu_model() -> str:
 
 
 def _output(*command: str) -> str:
-    """What `command` prints; nothing where it is missing or fails."""
+    """Output of `command`; empty if the command is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
 """A whole Llama-3-8B on a GPU for `benchmarks.kernels`: random weights in the real shapes, the engine's own runner.
 
-What is timed is a step as an engine runs it, from the scheduled chunks to the sampled tokens on the host, by the clock
-on the wall. Decoding is bound by reading every weight and the KV once, prefill by the arithmetic of its rows.
+A step is timed as an engine runs it, from the scheduled chunks to the sampled tokens on the host, by the clock on the
+wall. Decoding is bound by reading every weight and the KV once, prefill by the arithmetic of its rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,16 @@ from benchmarks.kernel_cases import (
     Case,
     relative_error,
 )
-from engine.core.hashing import root_hash
-from engine.core.request import Request
-from engine.core.scheduler import ScheduledChunk, SchedulerOutput
+from engine.core.hashing import BlockChain, root_hash
 from engine.core.types import Assignment, SamplingParams, Stage
+from engine.core.worker.request import Request
+from engine.core.worker.step import ScheduledChunk, SchedulerOutput
 from engine.model.config import ModelConfig
 from engine.model.cuda import CudaGraphs
 from engine.model.cuda_kv_pool import CudaKVPool
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
+from engine.model.families import config_of
 from engine.model.runner import ModelRunner
 from engine.model.weights import RandomTensors
 
@@ -45,7 +46,7 @@ def model_cases(quick: bool) -> Iterator[Case]:
     config = llama(4 if quick else NUM_LAYERS)
     device = torch.device("cuda")
     num_blocks = max(max(BATCHES) * CONTEXT, PROMPT) // BLOCK_SIZE
-    pool = CudaKVPool(config, num_blocks, BLOCK_SIZE, torch.bfloat16, device)
+    pool = CudaKVPool(config=config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device)
     pool.data.normal_()
     for deterministic in (False, True):
         weights = RandomTensors(config, device="cuda")
@@ -55,7 +56,7 @@ def model_cases(quick: bool) -> Iterator[Case]:
 
 def llama(num_layers: int) -> ModelConfig:
     """Llama-3-8B, or the beginning of one."""
-    return ModelConfig.from_hf(
+    return config_of(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": VOCABULARY,
@@ -72,14 +73,14 @@ def llama(num_layers: int) -> ModelConfig:
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: int) -> float:
-    """What a step has to read in bfloat16: all weights but the embedding, and the KV of every sequence."""
+    """Bytes read by a step in bfloat16: all weights but the embedding, and the KV of every sequence."""
     weights = config.num_layers * sum(layer_weights(config)) + config.vocab_size * config.hidden_size
     kv = batch * context * config.num_layers * 2 * config.num_kv_heads * config.head_dim
     return 2.0 * (weights + kv)
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
-    """What computing a prompt needs for its last token's logits: of the last layer little more than keys and values."""
+    """Arithmetic of a prompt up to its last token's logits: of the last layer little more than keys and values."""
     qkv, rest = layer_weights(config)
     products = config.num_layers * qkv + (config.num_layers - 1) * rest
     pairs = num_tokens * (num_tokens + 1) / 2
@@ -111,8 +112,17 @@ def prefills(num_tokens: int, chunk: int) -> list[ScheduledChunk]:
 def _request(index: int, num_tokens: int) -> Request:
     token_ids = tuple((7919 * (index + 1) * position) % VOCABULARY for position in range(num_tokens))
     sampling = SamplingParams(max_tokens=1)
-    assignment = Assignment(str(index), 0, Stage.WHOLE, token_ids, num_tokens, sampling, "benchmark")
-    request = Request(assignment, root_hash("benchmark"), BLOCK_SIZE, index)
+    assignment = Assignment(
+        request_id=str(index),
+        attempt=0,
+        stage=Stage.WHOLE,
+        token_ids=token_ids,
+        num_prompt_tokens=num_tokens,
+        sampling=sampling,
+        reply_to="benchmark",
+    )
+    chain = BlockChain(root_hash("benchmark"), assignment.salt, BLOCK_SIZE)
+    request = Request(assignment, chain, arrival=index)
     blocks = -(-num_tokens // BLOCK_SIZE)
     request.blocks += range(index * blocks, (index + 1) * blocks)
     return request
@@ -123,6 +133,7 @@ def _cases(decoder: Decoder, pool: CudaKVPool, mode: str) -> Iterator[Case]:
     eager = ModelRunner(decoder, pool)
     shapes = graph_shapes(max(BATCHES), CONTEXT, BLOCK_SIZE)
     runner = CudaRunner(decoder, pool, shapes, CudaGraphs(decoder.device))
+
     for batch in BATCHES:
         chunks = decodes(batch, CONTEXT)
         for name, used in (("model decode", runner), ("model decode, no graph", eager)):
@@ -135,6 +146,7 @@ def _cases(decoder: Decoder, pool: CudaKVPool, mode: str) -> Iterator[Case]:
                 num_bytes=decode_bytes(config, batch, CONTEXT),
                 returns_when_done=True,
             )
+
     [whole], parts = prefills(PROMPT, PROMPT), prefills(PROMPT, PROMPT // 4)
     yield Case(
         "model prefill" + mode,
@@ -151,7 +163,7 @@ Steps = Sequence[Sequence[ScheduledChunk]]
 
 
 def _difference(runner: ModelRunner, steps: Steps, other: ModelRunner, other_steps: Steps, _: object) -> float:
-    """Relative difference of what the last step's logits are made of, computed in two ways."""
+    """Relative difference of the rows for the last step's logits, computed in two ways."""
     return relative_error(_last(runner, steps), _last(other, other_steps))
 
 

@@ -1,4 +1,4 @@
-"""What int8 weights cost in quality: the perplexity of real text beside that of bfloat16 and float32.
+"""Cost of int8 weights in quality: the perplexity of real text, beside bfloat16 and float32.
 
     python -m benchmarks.perplexity [--text FILE] [--windows 64] [--window 1024] [--json FILE]
 
@@ -25,8 +25,7 @@ from rich.progress import track
 from tokenizers import Tokenizer
 
 from benchmarks.machine import describe, public_name
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import EngineSettings, Quantization
+from engine.core.settings import EngineSettings, Quantization, SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage
 from engine.model.build import build_engine
 from engine.model.engine import Engine
@@ -58,11 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = windows(token_ids, options.window, options.windows)
     if len(chosen) < 2:
         parser.error(f"the text has {len(token_ids)} tokens, and two windows of {options.window} are needed")
+
     engines = {name: _engine(options.model, options.window, *variant) for name, variant in VARIANTS.items()}
     losses: dict[str, list[float]] = {name: [] for name in engines}
     for window in track(chosen, "scoring", console=Console(stderr=True)):
         for name, engine in engines.items():
             losses[name].append(mean_loss(engine, window))
+
     result: dict[str, Any] = {
         **describe("benchmarks.perplexity", sys.argv[1:] if arguments is None else list(arguments)),
         "model": public_name(options.model),
@@ -77,18 +78,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print(f"{len(chosen)} windows of {options.window} tokens of {result['text']['name']}")
     print(f"{'':<10} {'perplexity':>10} {'over ' + BASE:>16} {'standard error':>16}")
+
     for name, figures in result["variants"].items():
         print(
             f"{name:<10} {figures['perplexity']:>10.3f} {figures['over_percent']:>+14.2f} % "
             f"{figures['over_standard_error_percent']:>14.2f} %"
         )
+
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
+
     return 0
 
 
 def python_help() -> str:
-    """The texts of `help("while")` and the like, in alphabetical order of their topics."""
+    """Texts of `help("while")` and the like, in alphabetical order of their topics."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -105,7 +109,18 @@ def windows(token_ids: Sequence[int], size: int, count: int) -> list[Sequence[in
 def mean_loss(engine: Engine, window: Sequence[int]) -> float:
     """The mean negative log-probability of the tokens behind the first, in nats."""
     sampling = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    engine.submit(Assignment("window", 0, Stage.WHOLE, tuple(window), len(window), sampling, ""), time.monotonic())
+    engine.submit(
+        Assignment(
+            request_id="window",
+            attempt=0,
+            stage=Stage.WHOLE,
+            token_ids=tuple(window),
+            num_prompt_tokens=len(window),
+            sampling=sampling,
+            reply_to="",
+        ),
+        time.monotonic(),
+    )
     scores: list[float] = []
     while (step := engine.step(time.monotonic())) is not None:
         scores += [at.chosen for event in step.scores for at in event.logprobs]

@@ -23,8 +23,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from benchmarks.load.progress import EVERY_S, bar
@@ -33,14 +34,16 @@ from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.report import draw, summarise, text
 from benchmarks.replaying.routers import ROUTERS, make_router
-from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, Speeds, read_costs
+from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, Speeds, jittered, read_costs
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
 from benchmarks.replaying.worker import Job, ReplayWorker
-from engine.core.block_pool import BlockPool
 from engine.core.eviction.policies import EvictionPolicy, make_queue
 from engine.core.types import Role
+from engine.core.worker.block_pool import BlockPool
 
 RATES = {"prefill_rate": 10_000.0, "decode_step_ms": 20.0, "handover_gib_per_s": 10.0}
+KV_KIB_PER_TOKEN = 128.0
+TOKEN_BUDGET = 512
 
 
 def replay(
@@ -50,29 +53,39 @@ def replay(
     policy: EvictionPolicy,
     router: str,
     speeds: Speeds,
+    jitter: float = 0.0,
+    seed: int = 0,
 ) -> tuple[list[Job], list[ReplayWorker]]:
-    """Run a trace on one worker per role.
+    """Run a trace on one worker per role. Each worker's speed is off by up to `jitter`, and its fit by as much again,
+    which is the spread that it reports.
 
     Raises:
         ReplayError: there is no such router.
     """
+    random = Random(seed)
     workers = [
         ReplayWorker(
-            f"{role}-{number}", role, BlockPool(capacity_blocks, MOONCAKE_BLOCK_TOKENS, make_queue(policy)), speeds
+            f"{role}-{number}",
+            role,
+            BlockPool(capacity_blocks, MOONCAKE_BLOCK_TOKENS, make_queue(policy, num_blocks=capacity_blocks)),
+            *jittered(speeds, jitter, random),
         )
         for number, role in enumerate(roles)
     ]
-    cluster = Cluster(workers, make_router(router, workers, speeds))
+    cluster = Cluster(workers, make_router(router, workers, speeds, jitter))
     started = drawn = time.monotonic()
     jobs = []
+
     for job in cluster.run(trace):
         jobs.append(job)
         if sys.stderr.isatty() and time.monotonic() - drawn >= EVERY_S:
             drawn = time.monotonic()
             line = bar(len(jobs) / len(trace), len(jobs), 0, 0, drawn - started)
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
     return jobs, workers
 
 
@@ -93,7 +106,7 @@ def parse_roles(workers: int, split: str | None) -> list[Role]:
 
 
 def parse_policy(name: str) -> EvictionPolicy:
-    """The policy of that name.
+    """Return the policy of this name.
 
     Raises:
         ReplayError: there is none.
@@ -105,7 +118,7 @@ def parse_policy(name: str) -> EvictionPolicy:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 for what the user got wrong."""
+    """Returns the exit status: 2 for a mistake of the user's."""
     options = _parser().parse_args(arguments)
     try:
         _run(options, sys.argv[1:] if arguments is None else list(arguments))
@@ -119,18 +132,25 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     policy, roles = parse_policy(options.policy), parse_roles(options.workers, options.roles)
     if options.capacity_blocks < 1:
         raise ReplayError("--capacity-blocks must be at least 1")
+    if not 0 <= options.jitter < 1:
+        raise ReplayError("--jitter must be from 0 to below 1")
+
     speeds = _speeds(options)
     trace = read_trace(options.trace, options.requests)
     if options.shared_cache:
         _compare_policies(trace, options.shared_cache, options.json, arguments)
         return
+
     started = time.perf_counter()
-    jobs, workers = replay(trace, roles, options.capacity_blocks, policy, options.router, speeds)
+    jobs, workers = replay(
+        trace, roles, options.capacity_blocks, policy, options.router, speeds, options.jitter, options.seed
+    )
     took_s = time.perf_counter() - started
     result = summarise(jobs, workers, options.ttft_slo_ms / 1000, options.tpot_slo_ms / 1000)
     bounds = {} if options.no_bounds else hit_rates(trace, options.capacity_blocks * len(roles))
     print(text(result, bounds))
     print(f"replayed in           {took_s:.1f} s")
+
     if options.json is not None:
         report: dict[str, Any] = {
             **describe("benchmarks.replay", arguments, packages=("raydix",)),
@@ -139,6 +159,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
             **result,
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
+
     if options.plot is not None:
         label = f"{options.trace.name}: {len(roles)} workers of {options.capacity_blocks} blocks"
         draw(result, bounds, f"{label}, {policy}, {options.router}", options.plot)
@@ -155,10 +176,19 @@ def _speeds(options: argparse.Namespace) -> Speeds:
     block_kib = options.kv_kib_per_token * MOONCAKE_BLOCK_TOKENS
     if options.costs is not None:
         return FittedSpeeds(read_costs(options.costs), options.token_budget, int(block_kib * 1024))
+    return constant_speeds(rates, options.token_budget, block_kib)
+
+
+def constant_speeds(
+    rates: Mapping[str, float] = RATES,
+    token_budget: int = TOKEN_BUDGET,
+    block_kib: float = KV_KIB_PER_TOKEN * MOONCAKE_BLOCK_TOKENS,
+) -> ConstantSpeeds:
+    """The machine of the options, or of their defaults."""
     return ConstantSpeeds(
         rates["prefill_rate"],
         rates["decode_step_ms"] / 1000,
-        options.token_budget,
+        token_budget,
         rates["handover_gib_per_s"] / (block_kib / (1 << 20)),
     )
 
@@ -186,12 +216,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity-blocks", type=int, default=2500, help="blocks of 512 tokens in each worker's pool")
     parser.add_argument("--policy", default="adaptive", help=f"eviction: {', '.join(EvictionPolicy)}")
     parser.add_argument("--router", default="directory", help=f"placement: {', '.join(ROUTERS)}")
+    parser.add_argument(
+        "--jitter", type=float, default=0.0, help="each worker is off by up to this share, its fit by as much again"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter")
     parser.add_argument("--prefill-rate", type=float, help="tokens per second and worker (10000)")
     parser.add_argument("--decode-step-ms", type=float, help="one step without prefill beside it (20)")
     parser.add_argument("--handover-gib-per-s", type=float, help="rate of hand-overs (10)")
     parser.add_argument("--costs", type=Path, help="instead of these three: a worker's costs as /v1/cache shows them")
-    parser.add_argument("--token-budget", type=int, default=512, help="prefill tokens that ride along in a decode step")
-    parser.add_argument("--kv-kib-per-token", type=float, default=128.0, help="size of KV, for hand-overs")
+    parser.add_argument(
+        "--token-budget", type=int, default=TOKEN_BUDGET, help="prefill tokens that ride along in a decode step"
+    )
+    parser.add_argument("--kv-kib-per-token", type=float, default=KV_KIB_PER_TOKEN, help="size of KV, for hand-overs")
     parser.add_argument("--ttft-slo-ms", type=float, default=5000.0, help="objective for the first token")
     parser.add_argument("--tpot-slo-ms", type=float, default=100.0, help="objective for each further token")
     parser.add_argument("--shared-cache", type=int, nargs="+", help="only compare policies in one cache of these sizes")

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(options: Options, argv: Sequence[str], console: Console) -> int:
-    """One run: load, print, write what was asked for."""
+    """One run: load, print, write the files asked for."""
     outcome = run_loop(run(options))
     document = report.build(options, argv, outcome)
     report.show(document, console)
@@ -59,11 +59,13 @@ def compare_reports(argv: Sequence[str], console: Console) -> int:
     arguments = parser.parse_args(argv)
     if len(arguments.reports) < 2:
         raise BenchmarkError("compare needs two reports or more")
+
     documents = [report.load(path) for path in arguments.reports]
     if len({document["label"] for document in documents}) < len(documents):
         documents = [
             {**document, "label": path.stem} for document, path in zip(documents, arguments.reports, strict=True)
         ]
+
     compare.show(documents, console)
     draw(documents, arguments.plot)
     console.print(f"drawn in {arguments.plot}", markup=False)

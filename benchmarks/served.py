@@ -1,11 +1,12 @@
 """raydix beside `vllm serve`, over HTTP: the same weights, cores and load, in turns.
 
-    python -m benchmarks.served [--config cpu_mixed] [--rounds 2] [--json FILE]
+    python -m benchmarks.served [--config cpu_mixed cpu] [--rounds 2] [--alone] [--json FILE]
 
 In each round each server is started, loaded by `benchmarks.serve` with every scenario, and stopped; every other round
-goes the other way round. Medians over the rounds are reported, and raydix's figure over each other's. vLLM is what
-`make bench-peers PEERS=vllm` installs, once as it starts by itself, which leaves a core of two to all but the engine,
-and once with its engine on all cores and the libraries that measured best for it (see `peers.roster`).
+goes the other way round. Medians over the rounds are reported, and the first server's figure over each other's. raydix
+is started with each configuration. vLLM is what `make bench-peers PEERS=vllm` installs, once as it starts by itself,
+which leaves a core of two to all but the engine, and once with its engine on all cores and the libraries that measured
+best for it (see `peers.roster`); `--alone` leaves it out.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import psutil
 
 from benchmarks.machine import describe
 from benchmarks.peers.roster import DEFAULT_HOME, MAX_REQUESTS, PEERS, POOL_GIB, RAYDIX, ROOT, Site, process_environment
-from cli.serve import free_port
+from cli.cluster import free_port
 from engine.model.sources import DEFAULT_MODEL, resolve_model
 
 READY_TIMEOUT_S = 600.0
@@ -38,13 +39,13 @@ STOP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A load, and the figure that tells how it was borne."""
+    """A load, and the figure that measures the server under it."""
 
     name: str
     load: str
     """Options of `benchmarks.serve`."""
     figure: tuple[str, ...]
-    """Where it is in the report's summary."""
+    """Path of the figure in the report's summary."""
     unit: str
 
     def read(self, report: Mapping[str, Any]) -> float:
@@ -53,7 +54,12 @@ class Scenario:
             value = value[key]
         return float(value)
 
+    def readings(self) -> list["Scenario"]:
+        """The scenario, and the same load by its first tokens and its longest gap."""
+        return [self, *(replace(self, name=f"{self.name}: {name}", figure=at, unit="ms") for name, at in LATENCIES)]
 
+
+LATENCIES = (("first token, median", ("ttft_ms", "p50")), ("longest gap", ("gap_ms", "max")))
 SCENARIOS = (
     Scenario(
         "512 in, 64 out, 8 streams",
@@ -68,27 +74,33 @@ SCENARIOS = (
         "tok/s",
     ),
     Scenario(
-        "chat, 8 users, 5 turns: first token of later turns",
+        "chat, 8 users, 5 turns",
         "--workload chat --users 8 --turns 5",
         ("later_turn_ttft_ms", "p50"),
-        "ms",
+        "ms to the first token of later turns",
     ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How a server is started."""
+    """Way to start a server."""
 
     name: str
     command: tuple[str, ...]
-    """Without the port, which goes last."""
+    """Command line without the port, which goes last."""
     environment: Mapping[str, str]
 
 
-def servers(site: Site, config: str) -> list[Server]:
-    """Raydix first."""
-    raydix = (sys.executable, "-m", "cli.main", "serve", "--config", config, "--port")
+def raydix_servers(site: Site, configs: Sequence[str]) -> list[Server]:
+    """raydix with each configuration."""
+    command = (sys.executable, "-m", "cli.main", "serve", "--config")
+    environment = process_environment(RAYDIX, site)
+    return [Server(f"raydix {config}", (*command, config, "--port"), environment) for config in configs]
+
+
+def vllm_servers(site: Site) -> list[Server]:
+    """vLLM as it starts by itself, and with its best measured settings."""
     settings = {
         "--dtype": "bfloat16",
         "--max-model-len": "4096",
@@ -104,7 +116,6 @@ def servers(site: Site, config: str) -> list[Server]:
     tuned["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"
     del tuned["VLLM_ENABLE_V1_MULTIPROCESSING"]
     return [
-        Server("raydix", raydix, process_environment(RAYDIX, site)),
         Server("vLLM CPU", vllm, plain),
         Server("vLLM CPU, all cores", vllm, tuned),
     ]
@@ -112,12 +123,13 @@ def servers(site: Site, config: str) -> list[Server]:
 
 @contextmanager
 def running(server: Server, log: Path) -> Iterator[str]:
-    """The server's address, from when it answers on; every process of it ends with the block."""
+    """Yield the server's address, once it answers; every process of it ends with the block."""
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*server.command, str(port)], env=dict(server.environment), stdout=output, stderr=output, cwd=ROOT
         )
+
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -151,62 +163,69 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             member.kill()
 
 
-def measure(url: str, scenario: Scenario, report: Path) -> float:
-    """Load the server and return the scenario's figure."""
+def measure(url: str, scenario: Scenario, report: Path) -> dict[str, float]:
+    """Load the server and return each reading of the scenario by its name."""
     command = [sys.executable, "-m", "benchmarks.serve", "--url", url, "--no-progress", "--json", str(report)]
     subprocess.run([*command, *scenario.load.split()], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return scenario.read(json.loads(report.read_text()))
+    result = json.loads(report.read_text())
+    return {reading.name: round(reading.read(result), 2) for reading in scenario.readings()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.served", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--config", default="cpu_mixed", help="raydix's configuration")
+    parser.add_argument("--config", nargs="+", default=["cpu_mixed"], help="raydix's configurations")
+    parser.add_argument("--alone", action="store_true", help="without vLLM")
     parser.add_argument("--rounds", type=int, default=2, help="how often each server is started; medians are reported")
     parser.add_argument("--peers-home", type=Path, default=DEFAULT_HOME, help="where the peers' environments are")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args(arguments)
     site = Site(options.peers_home.expanduser(), resolve_model(DEFAULT_MODEL), None)
-    if reason := PEERS["vllm"].why_not(site):
+    if not options.alone and (reason := PEERS["vllm"].why_not(site)):
         parser.error(f"vllm: {reason}")
 
     result = describe("benchmarks.served", sys.argv[1:] if arguments is None else list(arguments))
-    contenders = servers(site, options.config)
-    figures: dict[str, dict[str, list[float]]] = {scenario.name: {} for scenario in SCENARIOS}
+    contenders = raydix_servers(site, options.config) + ([] if options.alone else vllm_servers(site))
+    readings = [reading for scenario in SCENARIOS for reading in scenario.readings()]
+    figures: dict[str, dict[str, list[float]]] = {reading.name: {} for reading in readings}
+
     with tempfile.TemporaryDirectory(prefix="raydix-served-") as folder:
         for number in range(options.rounds):
             for server in contenders[:: -1 if number % 2 else 1]:
                 with running(server, Path(folder, f"{server.name}.log")) as url:
                     for scenario in SCENARIOS:
-                        value = measure(url, scenario, Path(folder, "report.json"))
-                        figures[scenario.name].setdefault(server.name, []).append(round(value, 2))
-                        print(f"{server.name}, {scenario.name}: {value:.1f} {scenario.unit}", file=sys.stderr)
-    rows = [row(scenario, figures[scenario.name]) for scenario in SCENARIOS]
+                        for name, value in measure(url, scenario, Path(folder, "report.json")).items():
+                            figures[name].setdefault(server.name, []).append(value)
+                            print(f"{server.name}, {name}: {value:.1f}", file=sys.stderr)
+
+    rows = [row(reading, figures[reading.name], contenders[0].name) for reading in readings]
     print(table(rows))
     if options.json is not None:
         options.json.write_text(json.dumps({**result, "rounds": options.rounds, "scenarios": rows}, indent=2) + "\n")
+
     return 0
 
 
-def row(scenario: Scenario, figures: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A scenario's medians, ready for JSON."""
+def row(scenario: Scenario, figures: Mapping[str, Sequence[float]], first: str) -> dict[str, Any]:
+    """A reading's medians, ready for JSON, and those of the server `first` over the others'."""
     medians = {name: statistics.median(values) for name, values in figures.items()}
-    ratios = {name: round(medians["raydix"] / median, 3) for name, median in medians.items() if name != "raydix"}
+    medians = {first: medians.pop(first), **medians}
+    ratios = {name: round(medians[first] / median, 3) for name, median in medians.items() if name != first}
     return {
         "scenario": scenario.name,
         "load": scenario.load,
         "unit": scenario.unit,
         "medians": medians,
-        "raydix_over": ratios,
+        "first_over": ratios,
         "rounds": dict(figures),
     }
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a row for each scenario, a column for each server."""
+    """Markdown: a row for each reading, a column for each server, and the first one's figure over the others'."""
     names = list(rows[0]["medians"])
     lines = [["", *names], ["---"] * (len(names) + 1)]
     for each in rows:
-        ratios = {name: f" (raydix x {ratio:.2f})" for name, ratio in each["raydix_over"].items()}
+        ratios = {name: f" (x {ratio:.2f})" for name, ratio in each["first_over"].items()}
         cells = [f"{each['medians'][name]:.1f}{ratios.get(name, '')}" for name in names]
         lines.append([f"{each['scenario']}, {each['unit']}", *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""What everything around the model costs: tokens per second through HTTP with a model that returns at once.
+"""Cost of everything around the model: tokens per second through HTTP with a model that returns at once.
 
     python -m benchmarks.stack [--streams 1 16 64 256] [--tokens 1000] [--config cpu_mixed] [--json FILE]
 
@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
-from cli.serve import APP_NAME, LocalCluster, free_port
+from cli.cluster import LocalCluster, free_port
 from configs import load_config
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import EngineSettings
+from engine.core.settings import EngineSettings, SchedulerLimits
 from engine.core.types import AdmitRequest, Assignment, SamplingParams, Stage
 from engine.model.build import build_engine
 from engine.model.engine import BlockStore, Engine
@@ -46,7 +45,7 @@ ADMIT_BLOCKS = 64
 
 
 class Stream(asyncio.Protocol):
-    """One request: counts nothing but its end, so that the load generator costs as little as it can."""
+    """One request: counts nothing but its end, so that the load generator costs as little as possible."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -116,12 +115,10 @@ def load(port: int, streams: Sequence[int], num_tokens: int, rounds: int) -> tup
     return rates, first
 
 
-def admits_per_s() -> float:
+def admits_per_s(manager: Any) -> float:
     """Admissions of prompts of 64 blocks, half of them known, in batches of 64, two under way as from two ingress
-    replicas; each releases the one before the last. What a client does beforehand, such as hashing, is not in it."""
+    replicas; each releases the one before the last. A client's own work before, such as hashing, is not included."""
     import ray
-
-    manager: Any = ray.get_actor("kv_cache_manager", namespace=f"raydix:{APP_NAME}")
 
     shared = tuple(random.randbytes(16) for _ in range(ADMIT_BLOCKS // 2))
     batches = [
@@ -143,12 +140,13 @@ def admits_per_s() -> float:
         under_way.append(manager.admit.remote(batch))
         if len(under_way) == 2:
             assert None not in ray.get(under_way.pop(0))
+
     assert all(None not in ray.get(call) for call in under_way)
     return NUM_ADMIT_BATCHES * ADMIT_BATCH / (time.perf_counter() - started)
 
 
 class CountingStore:
-    """A block store that counts the bytes which are copied out of it and into it."""
+    """A block store that counts the bytes copied out of it and into it."""
 
     def __init__(self, store: BlockStore) -> None:
         self.store = store
@@ -175,14 +173,14 @@ class CountingStore:
 def move_blocks(engine: Engine, put: Callable[[Bytes], Any], get: Callable[[Any], Bytes]) -> tuple[float, float]:
     """Take all cached blocks of `engine` through an object store, as one worker exports and another imports them.
 
-    Returns the seconds that takes and how often each byte of KV is copied. `put` copies what it is given; what `get`
-    returns is a copy, too, unless it is a view of the store's memory.
+    Returns the duration in seconds and the copies of each byte of KV. `put` copies its argument; the result of `get` is
+    a copy, too, unless it is a view of the store's memory.
     """
     hashes = engine.pool.hashes()
     counting = CountingStore(engine.store)
     started = time.perf_counter()
     engine.store = counting
-    [segment], missing = engine.export(hashes)
+    [segment], missing = engine.export(hashes, 0.0)
     assert not missing
     ref = put(segment.payload)
     export_s = time.perf_counter() - started
@@ -198,17 +196,40 @@ def move_blocks(engine: Engine, put: Callable[[Bytes], Any], get: Callable[[Any]
 
 
 def hand_over(num_tokens: int = 2048, rounds: int = 5) -> dict[str, float]:
-    """Medians: prefill seconds, seconds to take its KV from one pool through the object store into another, and how
-    often each byte of KV is copied on that way."""
+    """Medians: prefill seconds, seconds to take its KV from one pool through the object store into another, and copies
+    of each byte of KV on the way."""
     import ray
 
     limits = SchedulerLimits(512, 16)
-    engine = build_engine(EngineSettings(DEFAULT_MODEL, "bfloat16", "cpu", None, 16, None, 0.5, limits))
+    engine = build_engine(
+        EngineSettings(
+            source=DEFAULT_MODEL,
+            dtype="bfloat16",
+            device="cpu",
+            max_model_len=None,
+            block_size=16,
+            num_blocks=None,
+            pool_gib=0.5,
+            limits=limits,
+        )
+    )
     prefills, moves, copies = [], [], []
+
     for index in range(rounds):
         prompt = tuple(random.randrange(100, 40_000) for _ in range(num_tokens))
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        engine.submit(Assignment(f"r{index}", 0, Stage.WHOLE, prompt, num_tokens, sampling, ""), 0.0)
+        engine.submit(
+            Assignment(
+                request_id=f"r{index}",
+                attempt=0,
+                stage=Stage.WHOLE,
+                token_ids=prompt,
+                num_prompt_tokens=num_tokens,
+                sampling=sampling,
+                reply_to="",
+            ),
+            0.0,
+        )
         started = time.perf_counter()
         while engine.step(0.0) is not None:
             pass
@@ -217,6 +238,7 @@ def hand_over(num_tokens: int = 2048, rounds: int = 5) -> dict[str, float]:
         moves.append(taken_s)
         copies.append(num_copies)
         engine.pool.reset()
+
     prefill_s, move_s = statistics.median(prefills), statistics.median(moves)
     return {
         "tokens": num_tokens,
@@ -241,14 +263,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = {"model": {"source": NULL + DEFAULT_MODEL}, "http": {"port": port}, "workers": {"mixed": workers}}
     cluster = LocalCluster(load_config(options.config, overrides))
     cluster.start()
+
     try:
         cluster.deploy(lambda progress: None, threading.Event())
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as generator:
             rates, first = generator.submit(load, port, options.streams, options.tokens, options.rounds).result()
-        admits = admits_per_s()
+        admits = admits_per_s(cluster.manager())
         moved = hand_over()
     finally:
         cluster.stop()
+
     result = {
         **describe("benchmarks.stack", sys.argv[1:] if arguments is None else list(arguments)),
         "load_average_1min_after": round(os.getloadavg()[0], 2),
@@ -259,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for count, rate in rates.items():
         print(f"{count:>4} streams: {rate:>8,.0f} tokens/s")
+
     print(f"first token of one stream: p50 {first['p50']:.2f}, p90 {first['p90']:.2f}, p99 {first['p99']:.2f} ms")
     print(f"admissions: {admits:,.0f}/s")
     print(
@@ -268,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
+
     return 0
 
 

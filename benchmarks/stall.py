@@ -1,4 +1,4 @@
-"""How long decoding streams wait while a long prompt is prefilled beside them, for several token budgets.
+"""Pauses of decoding streams while a long prompt is prefilled beside them, for several token budgets.
 
     python -m benchmarks.stall [--budgets 128 512 2048] [--streams 8] [--prompt 2048] [--json FILE]
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import EngineSettings
+from engine.core.costs import CostFit, WorkerCosts
+from engine.core.settings import EngineSettings, SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage
 from engine.model.build import build_engine
 from engine.model.engine import Engine
@@ -29,16 +29,20 @@ def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, floa
     generator = random.Random(time.time_ns())
     for index in range(num_streams):
         _submit(engine, f"stream {index}", [generator.randrange(100, 40_000) for _ in range(64)], 4000)
+
     for _ in range(10):
         engine.step(time.monotonic())
-    quiet = [_step_ms(engine) for _ in range(20)]
+
+    costs = CostFit(WorkerCosts())
+    quiet = [_step_ms(engine, costs) for _ in range(20)]
     arrived = time.perf_counter()
     _submit(engine, "prompt", [generator.randrange(100, 40_000) for _ in range(prompt_len)], 1)
     gaps = []
     while engine.scheduler.get("prompt") is not None:
-        gaps.append(_step_ms(engine))
+        gaps.append(_step_ms(engine, costs))
+
     ttft_s = time.perf_counter() - arrived
-    engine.abort([f"stream {index}" for index in range(num_streams)])
+    engine.abort([f"stream {index}" for index in range(num_streams)], 0.0)
     return {
         "quiet_gap_ms": sorted(quiet)[len(quiet) // 2],
         "median_gap_ms": sorted(gaps)[len(gaps) // 2],
@@ -49,13 +53,29 @@ def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, floa
 
 def _submit(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> None:
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    engine.submit(Assignment(name, 0, Stage.WHOLE, tuple(prompt), len(prompt), sampling, ""), time.monotonic())
+    engine.submit(
+        Assignment(
+            request_id=name,
+            attempt=0,
+            stage=Stage.WHOLE,
+            token_ids=tuple(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            reply_to="",
+        ),
+        time.monotonic(),
+    )
 
 
-def _step_ms(engine: Engine) -> float:
+def _step_ms(engine: Engine, costs: CostFit) -> float:
+    """Run a step; the engine learns its costs as in a worker."""
     started = time.perf_counter()
-    engine.step(time.monotonic())
-    return (time.perf_counter() - started) * 1e3
+    result = engine.step(time.monotonic())
+    step_s = time.perf_counter() - started
+    if result is not None:
+        costs.step(result.shape, step_s)
+        engine.scheduler.learn_costs(costs.costs())
+    return step_s * 1e3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     engines = {
         budget: build_engine(
-            EngineSettings(options.model, "bfloat16", "auto", None, 16, None, 0.5, SchedulerLimits(budget, 32))
+            EngineSettings(
+                source=options.model,
+                dtype="bfloat16",
+                device="auto",
+                max_model_len=None,
+                block_size=16,
+                num_blocks=None,
+                pool_gib=0.5,
+                limits=SchedulerLimits(budget, 32),
+            )
         )
         for budget in options.budgets
     }
@@ -78,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for _ in range(options.rounds):
         for budget, engine in engines.items():
             rounds[budget].append(measure(engine, options.streams, options.prompt))
+
     result: dict[str, Any] = {
         **describe("benchmarks.stall", sys.argv[1:] if arguments is None else list(arguments)),
         "streams": options.streams,
@@ -86,13 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print(f"{options.streams} streams decode, a prompt of {options.prompt} tokens arrives (milliseconds)")
     print(f"{'budget':>8} {'quiet gap':>10} {'median gap':>11} {'longest gap':>12} {'prompt TTFT':>12}")
+
     for budget, figures in result["budgets"].items():
         print(
             f"{budget:>8} {figures['quiet_gap_ms']:>10.1f} {figures['median_gap_ms']:>11.1f} "
             f"{figures['longest_gap_ms']:>12.1f} {figures['prompt_ttft_s'] * 1e3:>12.0f}"
         )
+
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
+
     return 0
 
 

@@ -1,9 +1,9 @@
 """`raydix chat`: a conversation in the terminal with any server that speaks OpenAI's chat completions.
 
-Answers go to stdout, all else to stderr, so that a pipe carries answers alone; then each line of stdin is a question.
-A question joins the conversation together with its answer: whole, or as far as it came when Ctrl-C stopped it. A
-question that failed leaves no trace. Each question has its own connection: one kept open would often have been closed
-by the server by the time the next question is typed, and closing it is what tells the server to stop.
+Answers go to stdout, all else to stderr, so that a pipe carries answers alone; then each line of stdin is a question. A
+question joins the conversation together with its answer: whole, or as far as it came before Ctrl-C. A failed question
+leaves no trace. Each question has its own connection: the server would often have closed an open one before the next
+question is typed, and closing a connection is the way to tell the server to stop.
 """
 
 import argparse
@@ -12,6 +12,8 @@ import contextlib
 import io
 import json
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -20,19 +22,23 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
+from cli.wrapping import Wrapper
 from engine.core.errors import StartupError
 
 Message: TypeAlias = dict[str, str]
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
-"""Longest line of a stream; a server may put many tokens, with what belongs to them, into one event."""
+"""Longest line of a stream; a server may put many tokens, with their data, into one event."""
+
+COMMAND = re.compile(r"/\w*")
+COMMANDS = "/new starts over, /quit ends"
 
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class AnswerError(Exception):
-    """There is no answer; one line for the person who asked."""
+    """Failure of an answer; the message is one line for the user."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,7 +54,13 @@ def run(options: argparse.Namespace) -> int:
             stream.reconfigure(errors="replace")
     server = Server(options.url, _api_key(options.api_key_env))
     model = asyncio.run(server.model(options.model))
-    chat = Chat(server, model, options.system, options.max_tokens, options.temperature)
+    chat = Chat(
+        server=server,
+        model=model,
+        system=options.system,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+    )
     try:
         return chat.run()
     except BrokenPipeError:
@@ -74,27 +86,33 @@ class Chat:
         if self._is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (input() uses it once it is imported)
-            _note(f"{self._model} at {self._server.url}; /new starts over, /quit ends, Ctrl-C stops an answer")
+            _note(f"{self._model} at {self._server.url}; {COMMANDS}, Ctrl-C stops an answer")
+
         try:
             while (question := self._question()) != "/quit":
                 if question == "/new":
                     self._messages = list(self._beginning)
                     _note("a new conversation")
+                elif COMMAND.fullmatch(question.partition(" ")[0]):
+                    self._has_failed = True
+                    _note(f"no such command: {question[:40]}; {COMMANDS}, // begins a question with /")
                 elif question:
-                    self._ask(question)
+                    self._ask(question.replace("/", "", 1) if question.startswith("//") else question)
         except (EOFError, KeyboardInterrupt):
             if self._is_terminal:
                 print()
+
         return int(self._has_failed and not self._is_terminal)
 
     def _question(self) -> str:
         return input("> " if self._is_terminal else "").strip()
 
     def _ask(self, question: str) -> None:
-        """Show the answer to `question` as it comes, then what it took."""
+        """Show the answer to `question` as it comes, then its figures."""
         messages = [*self._messages, {"role": "user", "content": question}]
         answer = Answer()
         ending = ""
+
         try:
             asyncio.run(self._stream(messages, answer))
         except KeyboardInterrupt:
@@ -102,10 +120,12 @@ class Chat:
         except AnswerError as error:
             self._has_failed = True
             ending = f"error: {error}"
+
         if answer.text:
             print(flush=True)
         if answer.text and not ending.startswith("error"):
             self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+
         _note("; ".join(part for part in (ending, answer.summary()) if part))
 
     async def _stream(self, messages: list[Message], answer: "Answer") -> None:
@@ -118,11 +138,15 @@ class Chat:
             "stream_options": {"include_usage": True},
         }
         asked = time.monotonic()
+        wrapper = Wrapper()
+
         async with contextlib.aclosing(self._server.events(body)) as events:
             async for event in events:
                 answer.add(event, time.monotonic() - asked)
                 if event.text:
-                    print(_printable(event.text), end="", flush=True)
+                    text = _printable(event.text)
+                    shown = wrapper.push(text, shutil.get_terminal_size().columns) if self._is_terminal else text
+                    print(shown, end="", flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +160,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one event of a stream says."""
+    """Contents of one event of a stream."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -145,7 +169,7 @@ class Event:
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of an answer. Times are seconds since it was asked for."""
+    """An answer as far as it has come. Times are seconds since the question."""
 
     text: str = ""
     first_s: float | None = None
@@ -163,7 +187,7 @@ class Answer:
         self.usage = event.usage or self.usage
 
     def summary(self) -> str:
-        """What the answer took, as far as it is known: a phrase for each figure."""
+        """Figures of the answer, as far as known: a phrase for each."""
         parts = []
         usage = self.usage
         if self.first_s is not None:
@@ -206,24 +230,27 @@ class Server:
                 body = await reply.read()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise StartupError(f"cannot reach {self.url}: {_reason(error)}") from None
+
         if name is not None:
             return name
         if reply.status != 200:
             advice = "" if reply.status in (401, 403) else "; try --model"  # chats would be refused as well
             raise StartupError(f"{self.url} does not list its models: {_http_error(reply, body)}{advice}")
+
         try:
             return str(json.loads(body)["data"][0]["id"])
         except (LookupError, TypeError, ValueError):
             raise StartupError(f"{self.url} lists no model; is it an OpenAI-compatible server?") from None
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[Event, None]:
-        """The events of one chat completion, until it is complete.
+        """Yield the events of one chat completion, until it is complete.
 
         Raises:
-            AnswerError: the server cannot be reached, refuses, fails, or sends what cannot be understood.
+            AnswerError: the server cannot be reached, refuses, fails, or sends something unreadable.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         is_finished = False
+
         try:
             async with (
                 aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=MAX_LINE_BYTES) as session,
@@ -242,12 +269,13 @@ class Server:
                     yield event
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise AnswerError(f"no answer from {self.url}: {_reason(error)}") from None
+
         if not is_finished:
             raise AnswerError(f"{self.url} ended the stream before the answer was complete")
 
 
 def _api_key(variable: str | None) -> str | None:
-    """The key in an environment variable: not an argument, which everyone on the machine could read."""
+    """Read the key from an environment variable: an argument would be readable by everyone on the machine."""
     if variable is not None and not os.environ.get(variable):
         raise StartupError(f"--api-key-env {variable}: no such variable in the environment")
     return os.environ.get(variable or "OPENAI_API_KEY")
@@ -308,7 +336,7 @@ def _reason(error: Exception) -> str:
 
 
 def _note(text: str) -> None:
-    """Write a line about the conversation, dim where that can be."""
+    """Write a line about the conversation, dim where the terminal can."""
     if text:
         print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
@@ -318,5 +346,5 @@ def _line(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` without what could command a terminal."""
+    """Remove from `text` all characters that could command a terminal."""
     return text.translate(_CONTROLS)

@@ -1,4 +1,4 @@
-"""`raydix`: parses the command line and runs a subcommand. Exit code 2 says that it could not start."""
+"""`raydix`: parses the command line and runs a subcommand. Exit code 2: the subcommand could not start."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from engine.core.errors import StartupError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -21,17 +21,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="raydix", description="LLM serving on Ray.")
-    parser.add_argument("--version", action="version", version=f"raydix {version('raydix')}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+def parser() -> argparse.ArgumentParser:
+    """The options of `raydix` and of its subcommands."""
+    raydix = argparse.ArgumentParser(prog="raydix", description="LLM serving on Ray.")
+    raydix.add_argument("--version", action="version", version=f"raydix {version('raydix')}")
+    commands = raydix.add_subparsers(required=True, metavar="command")
 
     serve = commands.add_parser("serve", help="start Ray and Serve on this machine and serve a model")
     serve.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")
-    serve.add_argument("--config", default="cpu", help="name or path of a configuration (default: cpu)")
+    serve.add_argument("--config", help="name or path of a configuration (default: what suits the machine)")
     serve.add_argument("--host", help="address to bind (default: the configuration's, 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to bind (default: the configuration's, 8000)")
+    serve.add_argument(
+        "--restart", action="store_true", help="start again when the server fails, as when Ray's GCS dies"
+    )
     serve.set_defaults(run=_serve)
+
+    batch = commands.add_parser("batch", help="answer a file of requests, with a server of its own or a running one")
+    batch.add_argument("source", metavar="in.jsonl", help="requests, in OpenAI's form for batches")
+    batch.add_argument("-o", "--output", required=True, metavar="out.jsonl", help="file for the answers")
+    batch.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")
+    batch.add_argument("--config", help="name or path of a configuration (default: what suits the machine)")
+    batch.add_argument("--address", help="Ray cluster of a running server to use, as raydix serve prints it, or auto")
+    batch.add_argument("--tenant", help="on whose behalf, where the server has tenants")
+    batch.add_argument("--concurrency", type=int, help="lines at a time (default: 64, at a running server 32)")
+    batch.set_defaults(run=_batch)
 
     chat = commands.add_parser("chat", help="chat with a running server in the terminal")
     chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
@@ -46,13 +60,23 @@ def _parser() -> argparse.ArgumentParser:
 
     key = commands.add_parser("key", help="make an API key for a tenant, and the hash of it for the configuration")
     key.set_defaults(run=_key)
-    return parser
+    return raydix
 
 
 def _serve(options: argparse.Namespace) -> int:
+    if options.restart:
+        from cli import restart
+
+        return restart.run(options)
     from cli import serve  # Ray is slow to import, and its switches must be in the environment before
 
     return serve.run(options)
+
+
+def _batch(options: argparse.Namespace) -> int:
+    from cli import batch
+
+    return batch.run(options)
 
 
 def _chat(options: argparse.Namespace) -> int:

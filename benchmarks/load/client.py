@@ -1,4 +1,4 @@
-"""One request to the server, and what came of it."""
+"""One request to the server, and its record."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Record:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Pauses a reader sees: between reads that carried tokens. Tokens that arrived together leave none."""
+        """Pauses seen by a reader: between reads that carried tokens. Tokens that arrived together leave none."""
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Which request this is: its number, how late it is being sent, and in chat whose turn."""
+    """Identity of a request: its number, the lateness of its sending, and in chat its user and turn."""
 
     index: int
     late_s: float = 0.0
@@ -140,7 +140,7 @@ class Client:
         )
 
     async def _follow(self, path: str, body: bytes, stream: Stream) -> tuple[str | None, str]:
-        """Feed the response to `stream`; returns what went wrong over HTTP, if anything, and a sentence about it."""
+        """Feed the response to `stream`; returns the kind of an HTTP failure, if any, and a sentence about it."""
         url = self._url + path
         try:
             async with self._session.post(url, data=body, headers=JSON_HEADERS, allow_redirects=False) as response:
@@ -156,7 +156,7 @@ class Client:
 
 
 def _verdict(stream: Stream, ended_s: float) -> tuple[str | None, str]:
-    """Whether what arrived is a whole answer."""
+    """True if the arrived text is a whole answer."""
     try:
         stream.finish(ended_s)
     except ValueError as error:
@@ -209,7 +209,7 @@ async def find_model(client: Client, options: Options) -> str:
 
 
 async def find_version(client: Client) -> str | None:
-    """What the server says at /version, if it says anything."""
+    """Return the server's answer at /version, if there is one."""
     status, body = await client.get("/version")
     version = body.get("version") if status == 200 and isinstance(body, dict) else None
     return version if version is None else str(version)

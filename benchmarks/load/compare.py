@@ -52,14 +52,17 @@ def show(reports: Sequence[Report], console: Console) -> None:
     table.add_column("")
     for report in reports:
         table.add_column(report["label"], justify="right")
+
     for report in reports[1:]:
         table.add_column(f"{report['label']} / {reports[0]['label']}", justify="right")
+
     for rows in zip(*(metrics(report["summary"]) for report in reports), strict=True):
         name, base, more_is_better = rows[0]
         values = [value for _, value, _ in rows]
         if any(value is not None for value in values):
             ratios = [_coloured(ratio(base, value), more_is_better) for value in values[1:]]
             table.add_row(name, *("-" if value is None else f"{value:,.2f}" for value in values), *ratios)
+
     console.print(table)
     for line in differences(reports):
         console.print(line, style="yellow", highlight=False, markup=False)

@@ -77,7 +77,7 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Options of a run; raises BenchmarkError with one line for what cannot be."""
+    """Parse the options of a run; raises BenchmarkError with one line for invalid ones."""
     values = vars(_parser().parse_args(argv))
     chat = values["workload"] == "chat"
     if values["rate"] is not None and values["concurrency"] is not None:
@@ -94,7 +94,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def base_url(url: str, allow_remote: bool) -> str:
-    """`url` without a trailing slash or /v1; refuses hosts off this machine unless they are allowed."""
+    """Return `url` without a trailing slash or /v1; refuses hosts off this machine unless they are allowed."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchmarkError(f"--url {url}: expected something like http://127.0.0.1:8000")
@@ -109,7 +109,7 @@ def _default(values: dict[str, Any], name: str, value: object) -> None:
 
 
 def _number(kind: type[int] | type[float], low: float, above: bool = False) -> Callable[[str], float]:
-    """An argparse type: a finite number not below `low`, or above it."""
+    """Make an argparse type: a finite number not below `low`, or above it."""
 
     def convert(text: str) -> float:
         number = kind(text)

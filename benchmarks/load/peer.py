@@ -1,10 +1,10 @@
-"""A trivial streaming server, to find out how fast the load generator itself can receive.
+"""A trivial streaming server, to measure the load generator's own limit.
 
-`python -m benchmarks.load.peer --port 8900`, then point `benchmarks.serve` at it: what the report shows is the ceiling
+`python -m benchmarks.load.peer --port 8900`, then point `benchmarks.serve` at this server: the report shows the ceiling
 of generator and loopback together, since this peer computes nothing. All running streams get one event per step, as
-from an engine; a stream whose client reads too slowly is skipped, so the slower side sets the pace. It speaks just
-enough HTTP/1.1 for that (one request at a time per connection, Content-Length bodies) and is no server for anything
-else. It binds the loopback interface only.
+from an engine; a stream whose client reads too slowly is skipped, so the slower side sets the pace. The server speaks
+just enough HTTP/1.1 for the measurement (one request at a time per connection, Content-Length bodies) and is no server
+for any other use. It binds the loopback interface only.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self.wake.set()
 
     def step(self) -> bool:
-        """Send what one engine step would; False when nothing could be sent."""
+        """Send the events of one engine step; False when nothing could be sent."""
         if self.paused:
             return False
         count = min(self.left, self.tokens_per_write)

@@ -26,14 +26,17 @@ def draw(reports: Sequence[Report], path: Path) -> None:
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2)
+
     for column, (key, name) in enumerate(CURVES.items()):
         axes = figure.add_subplot(grid[0, column])
         _distribution(axes, reports, key, name)
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
     _timeline(figure.add_subplot(grid[1, :]), reports)
     figure.suptitle(" / ".join(report["label"] for report in reports))
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)

@@ -56,7 +56,7 @@ def build(options: Options, argv: Sequence[str], outcome: Outcome) -> Report:
 
 
 def load(path: Path) -> Report:
-    """A report written earlier; raises BenchmarkError with one line when it is none."""
+    """Read a report written earlier; raises BenchmarkError with one line for any other file."""
     try:
         report = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
@@ -76,26 +76,29 @@ def save(report: Report, path: Path) -> None:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the latency table, the other figures, and what is wrong with the run, if anything."""
+    """Print the latency table, the other figures, and the faults of the run, if any."""
     summary = report["summary"]
     table = Table(title=f"{report['label']}, milliseconds", title_justify="left")
     table.add_column("")
     for figure in FIGURES:
         table.add_column(figure, justify="right")
+
     for key, name in LATENCIES.items():
         if summary.get(key):
             table.add_row(name, *(f"{summary[key][figure]:,.2f}" for figure in FIGURES))
+
     console.print(table)
     figures = Table(show_header=False, box=None)
     for name, value in _figures(report):
         figures.add_row(name, value)
+
     console.print(figures)
     for line in warnings(report):
         console.print(line, style="yellow", highlight=False, markup=False)
 
 
 def warnings(report: Report) -> list[str]:
-    """What a reader has to know before believing the figures."""
+    """Warnings for readers of the figures."""
     summary = report["summary"]
     lines = [
         f"{count} x {error}: {summary['error_messages'][error]}".rstrip(": ")
@@ -105,12 +108,14 @@ def warnings(report: Report) -> list[str]:
         lines.append(
             f"{summary['short_answers']} answers were shorter than asked for: does the server obey ignore_eos?"
         )
+
     if report["generator_cpu"] > BUSY_GENERATOR:
         lines.append(f"the generator itself used {report['generator_cpu']:.0%} of a core: it may be the limit")
     if summary["late_ms"] and summary["late_ms"]["p99"] > LATE_GENERATOR_MS:
         lines.append(f"requests were sent late (p99 {summary['late_ms']['p99']:.0f} ms): the generator lacks CPU")
     if report["interrupted"]:
         lines.append("interrupted: only requests that had ended are counted")
+
     return lines
 
 

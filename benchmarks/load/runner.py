@@ -1,6 +1,7 @@
 """Sending a workload: open loop, closed loop, conversations.
 
-Every run ends by itself: `Limits` bounds the requests, the timeout bounds each, and an interrupt keeps what there is.
+Every run ends by itself: `Limits` bounds the requests, the timeout bounds each, and an interrupt keeps the records so
+far.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Issue = Callable[[Ticket], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class Outcome:
-    """All records of a run in the order they ended, and what the generator itself cost."""
+    """All records of a run in the order of their ends, and the generator's own cost."""
 
     model: str
     server_version: str | None
@@ -102,7 +103,7 @@ class Sender:
             await self._closed_loop(issue, tickets)
 
     async def _open_loop(self, issue: Issue, tickets: Limits, rate: float) -> None:
-        """Send when it is due, whatever the answers; lateness is this process's own and recorded."""
+        """Send each request when it is due, whatever the answers; lateness is this process's own and recorded."""
         async with asyncio.TaskGroup() as group:
             for due_s in arrival_times(rate, self.options.arrivals, self.options.seed):
                 if not tickets.open(due_s):
@@ -147,12 +148,15 @@ class Sender:
         options, user = self.options, ticket.index
         thinks = think_times(options.think, f"{options.seed} {user}")
         messages = workload.open_conversation(options.seed, options.shared_tokens)
+
         for turn in range(options.turns):
             if turn:
                 await asyncio.sleep(next(thinks))
+
             index = self.limits.take(self.client.now())
             if index is None:
                 return
+
             text = workload.user_text(options.seed, user, turn, options.input_tokens)
             messages.append({"role": "user", "content": text})
             body = self._shape.chat_body(messages)
@@ -165,6 +169,7 @@ class Sender:
             await self._keep(record)
             if record.error is not None:
                 return
+
             messages.append({"role": "assistant", "content": record.text})
 
     async def _keep(self, record: Record) -> None:

@@ -1,11 +1,11 @@
 """Server-sent events of an OpenAI stream, split by hand so that the generator costs little beside the server.
 
 A read is cut at its last line end and its `data:` lines are counted, which is a search for bytes. JSON is parsed only
-where it decides something: up to the first token (a chat begins with an event that has a role and no token) and in the
-last few reads (the end of the text, usage, errors and `[DONE]`). Every event between them is taken for a token's; how
-many tokens there were in all, the server's usage says, since one event may carry several.
+where a decision depends on it: up to the first token (a chat begins with an event that has a role and no token) and in
+the last few reads (the end of the text, usage, errors and `[DONE]`). Every event between them counts as one token's;
+the server's usage gives the true number of tokens, since one event may carry several.
 
-No I/O and no clock: reads come with the time they arrived.
+No I/O and no clock: reads come with the time of their arrival.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LineSplitter:
         return data[:end]
 
     def finish(self) -> bytes:
-        """What came after the last line end."""
+        """Bytes after the last line end."""
         rest, self._rest = self._rest, b""
         return rest
 
@@ -52,7 +52,7 @@ def payloads(lines: bytes) -> list[bytes]:
 
 
 def token_text(event: dict[str, Any]) -> str | None:
-    """The text of an event that carries a token (perhaps empty), or None for one that carries none.
+    """Text of an event that carries a token (perhaps empty), or None for an event without one.
 
     A completion's event without a finish reason is a token even if its text is empty: the detokenizer may hold back
     half a character. A chat's event needs some content, since its first event carries only a role.
@@ -71,9 +71,9 @@ def token_text(event: dict[str, Any]) -> str | None:
 
 @dataclass(slots=True)
 class Stream:
-    """What one response stream has shown so far; complete after `finish`.
+    """Contents of one response stream so far; complete after `finish`.
 
-    arrivals: time of each read that carried tokens; events: how many such events it carried.
+    arrivals: time of each read that carried tokens; events: how many such events each read carried.
     """
 
     keep_text: bool = False
@@ -103,7 +103,7 @@ class Stream:
             self._note(now, count_events(lines) if self.arrivals else self._parse(now, lines))
 
     def finish(self, now: float) -> None:
-        """The stream ended at `now`: look into what has only been counted so far."""
+        """End the stream at `now`: parse the events that have only been counted so far."""
         if rest := self._splitter.finish():
             self._recent.append((now, rest))
         for then, lines in self._recent:
@@ -124,17 +124,21 @@ class Stream:
             if payload == b"[DONE]":
                 self.done = True
                 continue
+
             event = orjson.loads(payload)
             if event.get("choices") and self._first_choice is None:
                 self._first_choice = now
+
             self.usage = event.get("usage") or self.usage
             if "error" in event:
                 self.error = error_message(event)
+
             text = token_text(event)
             if text is not None:
                 num_tokens += 1
                 if self.keep_text:
                     self._texts.append(text)
+
         return num_tokens
 
 

@@ -113,7 +113,7 @@ def timeline(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _tokens_per_read(record: Record) -> Any:
-    """Events of each read, scaled so that they sum to the tokens the server counted."""
+    """Events of each read, scaled so that they sum to the tokens counted by the server."""
     events = np.asarray(record.events, float)
     return events * (record.completion_tokens / events.sum()) if events.size else events
 

@@ -1,4 +1,4 @@
-"""What requests say: prompts of token ids of exact length, and conversations in plain words. All from a seed.
+"""Contents of requests: prompts of token ids of exact length, and conversations in plain words. All from a seed.
 
 Each prompt depends only on (seed, kind, index), never on the order of sending, so two runs with one seed send the same.
 """
@@ -40,7 +40,7 @@ def shared_prompt(seed: int, index: int, num_shared: int, num_unique: int, vocab
 
 
 def user_text(seed: int, user: int, turn: int, num_words: int) -> str:
-    """What `user` says at `turn`: seeded words, one to two tokens each in most vocabularies."""
+    """Message of `user` at `turn`: seeded words, one to two tokens each in most vocabularies."""
     words = random.Random(f"{seed} {user} {turn}").choices(WORDS, k=num_words)
     return " ".join(words).capitalize() + "."
 
@@ -52,7 +52,7 @@ def open_conversation(seed: int, num_words: int) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all requests of a run have in common."""
+    """Values common to all requests of a run."""
 
     model: str
     output_tokens: int

@@ -1,5 +1,6 @@
-"""raydix beside the CPU engines people would use instead, each in a process and an environment of its own.
+"""raydix beside other CPU engines, each in a process and an environment of its own.
 
-`install` makes the environments, `roster` says which engines there are and how each is started, `worker` talks to one,
-`cases` says what is measured. `engines/` holds what runs inside each environment and needs nothing from here.
+`install` makes the environments, `roster` lists the engines and the way to start each, `process` and `worker` talk to
+one, `cases` defines the measurements. `engines/` holds the code that runs inside each environment and needs nothing
+from here; `grammars/` does the same for libraries that compile grammars.
 """

@@ -1,4 +1,4 @@
-"""How many cores everybody but the engines uses: a figure taken while somebody else computes is none."""
+"""Load of the machine by processes other than the engines: a figure taken under such load does not count."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import psutil
 
 QUIET = 0.2
-"""Cores that others may use in a turn that counts."""
+"""Limit of the cores used by others in a turn that counts."""
 SAMPLE_S = 2.0
 
 
 @dataclass
 class Watch:
-    """What others used while it watched."""
+    """Cores used by others during the watch."""
 
     cores: float = 0.0
 
 
 @contextmanager
 def watching(own_cpu_s: Callable[[], float]) -> Iterator[Watch]:
-    """Watches for as long as the block runs; `own_cpu_s` is the CPU time that this benchmark's processes used."""
+    """Watches for as long as the block runs; `own_cpu_s` is the CPU time used by this benchmark's processes."""
     watch = Watch()
     started, before = time.perf_counter(), _busy_s() - own_cpu_s()
     yield watch
@@ -39,7 +39,7 @@ def wait_until_quiet(own_cpu_s: Callable[[], float], patience_s: float) -> None:
 
 
 def _busy_s() -> float:
-    """CPU time that all processes used, and that was taken from this machine by its host."""
+    """CPU time used by all processes, and taken from this machine by its host."""
     times = psutil.cpu_times()
     busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
     return float(busy)

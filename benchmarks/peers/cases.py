@@ -1,9 +1,10 @@
-"""What is measured. Every engine gets the same prompts: random tokens, different in each case, round and repetition.
+"""Cases of the comparison. Every engine gets the same prompts: random tokens, different in each case, round and
+repetition.
 
 * prefill: one prompt that no engine has seen, one token.
-* decode: the time for 65 tokens less the time for one, over 64, with the same prompts in both. They were submitted
-  once before, so that an engine with a prefix cache prefills neither time and only decoding is left in the difference;
-  an engine without one prefills both times.
+* decode: the time for 65 tokens less the time for one, over 64, with the same prompts in both. The prompts were
+  submitted once before, so that an engine with a prefix cache prefills neither time and only decoding is left in the
+  difference; an engine without one prefills both times.
 * prefix hit: a prompt for the second time, one token.
 """
 
@@ -23,13 +24,13 @@ TOKEN_IDS = range(100, 40_000)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the comparison. `measure` gives seconds, `figures` what is reported of them, by name with unit."""
+    """One row of the comparison. `measure` gives seconds, `figures` the reported values, by name with unit."""
 
     name: str
     measure: Callable[[Generate, random.Random], float]
     figures: Callable[[float], dict[str, float]]
     repetitions: int
-    """In each round, of which the median counts: more for what is short."""
+    """Measurements in each round, of which the median counts: more for short ones."""
     streams: int = 1
     needs_prefix_cache: bool = False
 
@@ -62,7 +63,9 @@ def decode(streams: int, repetitions: int) -> Case:
     def figures(seconds: float) -> dict[str, float]:
         return {"tokens_per_s": streams / seconds, "ms_per_step": seconds * 1e3}
 
-    return Case(f"decode {streams} streams", measure, figures, repetitions, streams)
+    return Case(
+        name=f"decode {streams} streams", measure=measure, figures=figures, repetitions=repetitions, streams=streams
+    )
 
 
 def prefix_hit(length: int, repetitions: int) -> Case:

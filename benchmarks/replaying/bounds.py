@@ -1,4 +1,4 @@
-"""What one cache for all requests would hit: without end, in an order of eviction, and with Belady's foresight.
+"""Hits of one cache for all requests: without end, in an order of eviction, and with Belady's foresight.
 
 Hits are the leading blocks of a prompt that are in the cache; requests take no time.
 """
@@ -21,7 +21,10 @@ def hit_rates(trace: Sequence[TraceRequest], capacity: int) -> dict[str, float]:
     """Hits per block of the prompts of an infinite cache, and with `capacity` blocks of each order and Belady's."""
     return {
         "infinite": with_queue(trace, NEVER, make_queue(EvictionPolicy.LRU)),
-        **{policy.value: with_queue(trace, capacity, make_queue(policy)) for policy in EvictionPolicy},
+        **{
+            policy.value: with_queue(trace, capacity, make_queue(policy, num_blocks=capacity))
+            for policy in EvictionPolicy
+        },
         "once_first": with_queue(trace, capacity, EvictionQueue(OnceFirst())),
         "belady": belady(trace, capacity),
     }
@@ -47,15 +50,16 @@ class OnceFirst(LeastRecent[BlockHash]):
 
 
 def with_queue(trace: Sequence[TraceRequest], capacity: int, queue: EvictionQueue[BlockHash]) -> float:
-    """The hit rate of one cache that evicts from `queue`, which is empty."""
+    """Hit rate of one cache that evicts from `queue`, which is empty."""
     num_hits = 0
     for request in trace:
         num_hits += _num_leading(queue, request.hashes)
         for key in request.hashes:
             if key in queue:
                 queue.acquire(key)
-        while len(queue) + len(request.hashes) > capacity and len(queue):
-            queue.evict(request.arrival_s)
+        num_more = len(queue) + len(request.hashes) - capacity
+        if num_more > 0:
+            queue.evict_many(min(num_more, len(queue)), request.arrival_s)
         queue.visit(request.hashes, request.arrival_s)
         queue.release(request.hashes, request.arrival_s)
         while len(queue) > capacity:
@@ -64,7 +68,7 @@ def with_queue(trace: Sequence[TraceRequest], capacity: int, queue: EvictionQueu
 
 
 def belady(trace: Sequence[TraceRequest], capacity: int) -> float:
-    """The hit rate of evicting what is needed last (Belady, IBM Systems Journal 1966), children before parents."""
+    """Hit rate of evicting the block needed last (Belady, IBM Systems Journal 1966), children before parents."""
     next_use = _next_uses(trace)
     due: dict[BlockHash, int] = {}
     queue: list[tuple[int, int, BlockHash]] = []
@@ -82,7 +86,7 @@ def belady(trace: Sequence[TraceRequest], capacity: int) -> float:
 
 
 def _next_uses(trace: Sequence[TraceRequest]) -> list[list[int]]:
-    """For each request and block the number of the next request that has it."""
+    """For each request and block the number of the next request that has the block."""
     seen: dict[BlockHash, int] = {}
     uses = []
     for number in range(len(trace) - 1, -1, -1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.replaying.routers import Router
+from benchmarks.replaying.rules import Router
 from benchmarks.replaying.traces import TraceRequest
 from benchmarks.replaying.worker import Job, ReplayWorker
 
@@ -20,7 +20,7 @@ class Cluster:
         self._num_events = 0
 
     def run(self, trace: Sequence[TraceRequest]) -> Iterator[Job]:
-        """Yields each job when it has arrived; all have ended (or are refused: no blocks) when it stops."""
+        """Yields each job on its arrival; at the end all have ended (or are refused: no blocks)."""
         for number, request in enumerate(trace):
             while self._events and self._events[0][0] <= request.arrival_s:
                 self._next()
@@ -50,7 +50,7 @@ class Cluster:
         self._start(worker, job.request.arrival_s)
 
     def _start(self, worker: ReplayWorker, now: float) -> None:
-        """Whatever can start on a worker: handed-over jobs first, they have been computed."""
+        """Start all work that can start on a worker: handed-over jobs first, since they have been computed."""
         while worker.incoming and worker.take_blocks(worker.incoming[0], now):
             job = worker.incoming.popleft()
             worker.publish(job)
@@ -91,7 +91,7 @@ class Cluster:
         self._set_timer(worker, now)
 
     def _set_timer(self, worker: ReplayWorker, now: float) -> None:
-        """Wake up when the worker's next answer is complete; what was planned before is void."""
+        """Wake up when the worker's next answer is complete; an earlier plan is void."""
         when = worker.next_decoded_s(now)
         if when is not None:
             timer = self._at(when, lambda then: self._decoded(worker, timer, then))

@@ -1,4 +1,4 @@
-"""What a replay found: figures for JSON and the terminal, and a plot."""
+"""Results of a replay: figures for JSON and the terminal, and a plot."""
 
 from __future__ import annotations
 
@@ -42,17 +42,19 @@ def summarise(
 
 
 def text(result: dict[str, Any], bounds: dict[str, float]) -> str:
-    """The figures as a user reads them."""
+    """Format the figures for a reader."""
     lines = [
         f"requests              {result['requests']:,}, of which {result['refused']:,} were too long for a pool",
         f"prompt blocks hit     {result['hit_rate']:.1%}, {result['imported']:.1%} imported",
     ]
     if bounds:
         lines.append("  one shared cache    " + ", ".join(f"{name} {rate:.1%}" for name, rate in bounds.items()))
+
     for key, name in (("ttft_ms", "time to first token"), ("tpot_ms", "time per token")):
         if result[key]:
             figures = ", ".join(f"{q} {result[key][q]:,.0f}" for q in ("p50", "p90", "p99"))
             lines.append(f"{name:<21} {figures} ms")
+
     share, per_s = result["goodput_share"], result["goodput_per_s"]
     lines += [
         f"goodput               {share:.1%} within the objectives, {per_s:.2f}/s",
@@ -72,6 +74,7 @@ def draw(result: dict[str, Any], bounds: dict[str, float], label: str, path: Pat
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ReplayError("plots need matplotlib: pip install matplotlib") from error
+
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     (hits, load), (ttft, tpot) = figure.subplots(2, 2)
@@ -84,8 +87,10 @@ def draw(result: dict[str, Any], bounds: dict[str, float], label: str, path: Pat
         values = np.maximum(result["curves"][key], 1e-3)
         axes.plot(values, np.linspace(0, 100, values.size))
         axes.set(xscale="log", xlabel=name, ylabel="share (%)", ylim=(0, 101))
+
     for axes in (hits, load, ttft, tpot):
         axes.spines[["top", "right"]].set_visible(False)
+
     figure.suptitle(label)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,29 +1,32 @@
-"""How fast the pretended machine is: at constant rates, or by the costs that a server has fitted to its workers."""
+"""Speed of the pretended machine: at constant rates, or by the costs that a server has fitted to its workers."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
+from random import Random
 from typing import Literal, Protocol
 
 from benchmarks.replaying.traces import ReplayError
 from engine.core.costs import WorkerCosts
-from engine.core.placement import CostModel
+from engine.core.manager.placement import CostModel
 
-DECODES_PER_STEP = 16
-"""Decodes that the directory thinks a step's time is made of; at constant rates it does not depend on them."""
+DECODES_PER_STEP = 256
+"""So many decodes make a step twice as long, the directory thinks; at constant rates they do not, but a choice between
+decode workers needs a reason."""
+STEP_COSTS = ("step_s", "prefill_token_s", "decode_token_s", "pair_s")
 
 
 class Speeds(Protocol):
-    """The machine that is pretended: seconds that a worker takes."""
+    """The pretended machine: seconds of each kind of a worker's work."""
 
     @property
     def imports(self) -> bool:
-        """Whether a worker gets what it was promised from the pools of others; otherwise it computes that."""
+        """True if a worker gets promised blocks from the pools of others; otherwise it computes them."""
         ...
 
     @property
@@ -34,7 +37,7 @@ class Speeds(Protocol):
         ...
 
     def chunk_s(self, num_tokens: int, num_cached: int, num_decodes: int) -> float:
-        """What that adds to each decode step meanwhile."""
+        """Seconds that a prefill adds to each decode step meanwhile."""
         ...
 
     def decode_step_s(self, num_decodes: int) -> float: ...
@@ -44,7 +47,11 @@ class Speeds(Protocol):
         ...
 
     def cost_model(self, block_size: int) -> tuple[CostModel, int]:
-        """What the directory reckons with, and the bytes of a block."""
+        """Costs that the directory uses, and the bytes of a block."""
+        ...
+
+    def slowed(self, factor: float) -> Speeds:
+        """The same machine when everything but moving blocks takes `factor` times as long."""
         ...
 
 
@@ -54,7 +61,7 @@ class ConstantSpeeds:
 
     prefill_tokens_per_s: float
     step_s: float
-    """Of decodes, without prefill beside it."""
+    """Step time of decodes, without prefill beside them."""
     token_budget: int
     handover_blocks_per_s: float
     imports: Literal[False] = False
@@ -75,13 +82,18 @@ class ConstantSpeeds:
         """Imports between pools are not replayed: computing a block, which has one byte here, is cheaper, except beside
         many decodes."""
         token_s = 1 / self.prefill_tokens_per_s
+        step_s = min(self.step_s, self.token_budget * token_s)
         costs = WorkerCosts(
-            step_s=0.0,
-            prefill_token_s=token_s,
-            decode_token_s=self.step_s / DECODES_PER_STEP,
-            import_byte_s=1.01 * block_size * token_s,
+            step_s=step_s,
+            prefill_token_s=token_s - step_s / self.token_budget,
+            decode_token_s=step_s / DECODES_PER_STEP,
+            import_byte_s=2 * block_size * token_s,
+            spread=0.0,
         )
         return CostModel(block_size, prior=costs), 1
+
+    def slowed(self, factor: float) -> ConstantSpeeds:
+        return replace(self, prefill_tokens_per_s=self.prefill_tokens_per_s / factor, step_s=self.step_s * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,16 @@ class FittedSpeeds:
     def cost_model(self, block_size: int) -> tuple[CostModel, int]:
         return CostModel(block_size, prior=self.costs), self.block_bytes
 
+    def slowed(self, factor: float) -> FittedSpeeds:
+        slower = {name: factor * getattr(self.costs, name) for name in STEP_COSTS}
+        return replace(self, costs=replace(self.costs, **slower))
+
+
+def jittered(speeds: Speeds, jitter: float, random: Random) -> tuple[Speeds, Speeds]:
+    """One worker's real speeds and its fitted ones: each off its nominal value by up to `jitter`."""
+    real = speeds.slowed(1 + random.uniform(-jitter, jitter))
+    return real, real.slowed(1 + random.uniform(-jitter, jitter))
+
 
 def read_costs(path: Path) -> WorkerCosts:
     """The costs of a worker, from JSON as `/v1/cache` shows them.
@@ -121,23 +143,27 @@ def read_costs(path: Path) -> WorkerCosts:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReplayError(f"cannot read {path.name}: {error}") from error
+
     if not isinstance(values, dict):
         raise ReplayError(f"{path.name}: not a JSON object")
+
     names = [field.name for field in fields(WorkerCosts)]
     if unknown := sorted(values.keys() - set(names)):
         raise ReplayError(f"{path.name}: unknown {_list(unknown)}; there are {', '.join(names)}")
-    if missing := [name for name in names if name not in values]:
+    if missing := [name for name in names if name not in values and name != "draft_token_s"]:  # no drafts in a replay
         raise ReplayError(f"{path.name}: {_list(missing)} missing")
-    costs = WorkerCosts(**{name: _seconds(values, name, path) for name in names})
+
+    costs = WorkerCosts(**{name: _number(values, name, path) for name in values})
     if not costs.decode_step_s(1) > 0:
         raise ReplayError(f"{path.name}: a step must take time, but step_s and decode_token_s are 0")
+
     return costs
 
 
-def _seconds(values: Mapping[str, object], name: str, path: Path) -> float:
+def _number(values: Mapping[str, object], name: str, path: Path) -> float:
     value = values[name]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ReplayError(f"{path.name}: {name} must be a number of seconds from 0, not {value!r}")
+        raise ReplayError(f"{path.name}: {name} must be a number from 0, not {value!r}")
     return float(value)
 
 

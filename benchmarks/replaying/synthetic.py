@@ -14,11 +14,11 @@ from engine.core.types import BlockHash
 
 NUM_REQUESTS = 10_000
 _Use = tuple[float, list[int]]
-"""When a request comes, and the numbers of its blocks."""
+"""Arrival of a request, and the numbers of its blocks."""
 
 
 def make_trace(name: str) -> list[TraceRequest]:
-    """The trace of that name in `SYNTHETIC`."""
+    """Make the trace of this name in `SYNTHETIC`."""
     uses = [use for use, _ in zip(SYNTHETIC[name](Random(name)), range(NUM_REQUESTS), strict=False)]
     return [
         TraceRequest(arrival_s, tuple(_hash(block) for block in blocks), len(blocks) * MOONCAKE_BLOCK_TOKENS, 1)
@@ -96,6 +96,7 @@ def _agents(random: Random) -> Iterator[_Use]:
     blocks = iter(range(50, 1 << 62))
     started_s, number = 0.0, 0
     due: list[tuple[float, int, list[int]]] = []
+
     while True:
         while not due or started_s <= due[0][0]:
             number += 1
@@ -103,6 +104,7 @@ def _agents(random: Random) -> Iterator[_Use]:
             path = [*range(10 * kind, 10 * kind + 10), *_take(blocks, _size(random, 4))]
             heapq.heappush(due, (started_s, number, path))
             started_s += random.expovariate(1 / 10)
+
         now, agent, path = heapq.heappop(due)
         yield now, path
         path = path + _take(blocks, _size(random, 1))
@@ -138,12 +140,80 @@ def _tenants(random: Random) -> Iterator[_Use]:
     return heapq.merge(*(_apart(_chat(random, partial(_around, mean_s=mean_s)), mean_s) for mean_s in (10, 60, 600)))
 
 
+def _retrieval(random: Random) -> Iterator[_Use]:
+    """Questions behind one instruction of 2 blocks and 3 of 500 passages of Zipf's popularity, in any order."""
+    weights = list(accumulate(1 / rank for rank in range(1, 501)))
+    numbers: dict[tuple[int, ...], int] = {}
+    for number in range(NUM_REQUESTS):
+        passages = random.choices(range(500), cum_weights=weights, k=3)
+        path = [0, 1]
+        for end in range(1, 4):  # a block is named by all before it
+            first = 10 + 4 * numbers.setdefault(tuple(passages[:end]), len(numbers))
+            path += range(first, first + 4)
+        yield float(number), [*path, (1 << 40) + number]
+
+
+def _periodic(random: Random) -> Iterator[_Use]:
+    """60 jobs that come every 100 to 1,000 s with a prompt of 30 blocks and 2 new ones, and chats between them."""
+    fresh = iter(range(1 << 40, 1 << 62))
+    jobs = [(random.uniform(0, 1000), random.uniform(100, 1000), number) for number in range(60)]
+    heapq.heapify(jobs)
+    chat = _apart(_chat(random, _lognormal), 7)
+    now, talk = next(chat)
+    while True:
+        if now <= jobs[0][0]:
+            yield now, talk
+            now, talk = next(chat)
+            continue
+        due, period_s, number = jobs[0]
+        yield due, [*range(30 * number, 30 * number + 30), *_take(fresh, 2)]
+        heapq.heapreplace(jobs, (due + period_s, period_s, number))
+
+
+def _edits(random: Random) -> Iterator[_Use]:
+    """Editors that ask again 5 s after each change, at a random place in a file of 20 blocks, and in the end leave."""
+    blocks = iter(range(1 << 62))
+    started_s, number = 0.0, 0
+    due: list[tuple[float, int, list[int]]] = []
+    while True:
+        while not due or started_s <= due[0][0]:
+            number += 1
+            heapq.heappush(due, (started_s, number, _take(blocks, 20)))
+            started_s += random.expovariate(1 / 30)
+        now, editor, path = heapq.heappop(due)
+        yield now, path
+        if random.random() < 0.95:
+            kept = random.randrange(len(path))
+            path = path[:kept] + _take(blocks, 20 - kept)
+            heapq.heappush(due, (now + random.expovariate(1 / 5), editor, path))
+
+
+def _samples(random: Random) -> Iterator[_Use]:
+    """Problems of 10 blocks answered 8 times within 10 s, of which half are asked again an hour later."""
+    events: list[tuple[float, int, list[int]]] = []
+    fresh = iter(range(1 << 40, 1 << 62))
+    started_s, problem = 0.0, 0
+
+    while True:
+        while not events or started_s <= events[0][0]:
+            problem += 1
+            again_s = [0.0, 3600.0] if random.random() < 0.5 else [0.0]
+            for later_s in again_s:
+                for _ in range(8):
+                    at = started_s + later_s + random.uniform(0, 10)
+                    path = [*range(10 * problem, 10 * problem + 10), *_take(fresh, 1)]
+                    heapq.heappush(events, (at, path[-1], path))
+            started_s += random.expovariate(1 / 8)
+        now, _, path = heapq.heappop(events)
+        yield now, path
+
+
 def _around(random: Random, mean_s: int) -> float:
     return random.lognormvariate(math.log(mean_s), 0.5)
 
 
 def _apart(uses: Iterable[_Use], number: int) -> Iterator[_Use]:
-    """The same requests for blocks that nobody else has."""
+    """The same requests, each with blocks of its own."""
     return ((now, [(number << 41) + block for block in path]) for now, path in uses)
 
 
@@ -177,4 +247,8 @@ SYNTHETIC: Mapping[str, Callable[[Random], Iterable[_Use]]] = {
     "few-shot": _few_shot,
     "chat-then-scan": _phases,
     "tenants": _tenants,
+    "retrieval": _retrieval,
+    "periodic": _periodic,
+    "edits": _edits,
+    "samples": _samples,
 }

@@ -16,7 +16,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 
 class ReplayError(Exception):
-    """What the user asked for cannot be replayed; the message says why."""
+    """The user's request cannot be replayed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class TraceRequest:
 
     @property
     def session(self) -> str:
-        """What stands for the conversation: its first two blocks, as the very first one may be everybody's."""
+        """Key of the conversation: its first two blocks, as the very first one may be everybody's."""
         return b"".join(self.hashes[:2]).hex()
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace, by arrival. Requests of a CSV file share nothing with each other.
+    """Read the first `limit` requests of a trace, by arrival. Requests of a CSV file share nothing with each other.
 
     Raises:
-        ReplayError: the file cannot be read, or a line is not what it should be; the message names the line.
+        ReplayError: the file cannot be read, or a line is invalid; the message names the line.
     """
     parse = _azure if path.suffix == ".csv" else _mooncake
     try:
@@ -65,17 +65,21 @@ def _mooncake_request(line: str) -> TraceRequest:
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
+
     ids = row["hash_ids"]
     if not isinstance(ids, list) or not ids:
         raise ValueError("hash_ids must be a list of block ids")
+
     hashes = tuple(_whole(block, "hash_ids").to_bytes(16, "big") for block in ids)
     arrival = row["timestamp"]
     if not isinstance(arrival, int | float) or isinstance(arrival, bool) or arrival < 0:
         raise ValueError("timestamp must be a number of milliseconds")
+
     tokens = _whole(row["input_length"], "input_length")
     needed = -(-tokens // MOONCAKE_BLOCK_TOKENS)
     if len(hashes) != needed:
         raise ValueError(f"{tokens} tokens are {needed} blocks of {MOONCAKE_BLOCK_TOKENS}, but there are {len(hashes)}")
+
     return TraceRequest(arrival / 1000, hashes, tokens, max(1, _whole(row["output_length"], "output_length")))
 
 

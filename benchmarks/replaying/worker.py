@@ -1,7 +1,7 @@
 """One worker in virtual time: prefills one after the other, decodes all at once, blocks by the engine's own pool.
 
 While a prefill runs beside decodes, each step carries a chunk of it as well, so every decoding request waits one chunk
-per token. How long a prefill takes is reckoned when it starts, with the decodes of then. All decodes of a worker
+per token. The duration of a prefill is computed at its start, with the decodes at this time. All decodes of a worker
 progress alike, so one clock of decoded tokens serves them all.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import TraceRequest
-from engine.core.block_pool import BlockPool
 from engine.core.types import BlockHash, Role
+from engine.core.worker.block_pool import BlockPool
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way. Times are virtual seconds; `blocks` are those it holds where it is now."""
+    """A request on its way. Times are virtual seconds; `blocks` are held at its current worker."""
 
     number: int
     request: TraceRequest
@@ -27,9 +27,9 @@ class Job:
     decode: str = ""
     blocks: list[int] = field(default_factory=list)
     promised: frozenset[BlockHash] = frozenset()
-    """Blocks that its prefill worker was to import when the job was placed."""
+    """Blocks that the prefill worker was to import when the job was placed."""
     num_hits: int = 0
-    """Leading blocks that it found, imported ones included."""
+    """Leading blocks found by the job, imported ones included."""
     num_imported: int = 0
     num_computed_tokens: int = 0
     first_token_s: float | None = None
@@ -39,11 +39,15 @@ class Job:
 class ReplayWorker:
     """State of one worker; `Cluster` moves it on."""
 
-    def __init__(self, worker_id: str, role: Role, pool: BlockPool, speeds: Speeds) -> None:
+    def __init__(
+        self, worker_id: str, role: Role, pool: BlockPool, speeds: Speeds, fitted: Speeds | None = None
+    ) -> None:
         self.worker_id = worker_id
         self.role = role
         self.pool = pool
         self.speeds = speeds
+        self.fitted = fitted or speeds
+        """Speeds reported by the worker."""
         self.waiting: deque[Job] = deque()
         self.incoming: deque[Job] = deque()
         """Handed over and waiting for blocks."""
@@ -57,9 +61,10 @@ class ReplayWorker:
         self._since = 0.0
 
     def take_blocks(self, job: Job, now: float, num_reachable: int = 0) -> bool:
-        """Give a job the cached prefix and room for the rest, its answer included where it decodes; False if full.
+        """Give a job the cached prefix and room for the remaining blocks, its answer included where it decodes; False
+        if full.
 
-        Of the first `num_reachable` blocks it imports those that are not here.
+        Of the first `num_reachable` blocks, missing ones are imported.
         """
         pool, request = self.pool, job.request
         matched = pool.match(request.hashes)
@@ -67,29 +72,30 @@ class ReplayWorker:
         num_missing = len(request.hashes) - len(matched) + num_answer
         if num_missing > pool.num_available - sum(pool.is_cached(block) for block in matched):
             return False
-        pool.now = now
+
         pool.acquire(matched)
-        job.blocks = matched + pool.allocate(num_missing)
+        job.blocks = matched + pool.allocate(num_missing, now)
+
         if job.prefill == self.worker_id:
             job.num_hits = max(len(matched), num_reachable)
             job.num_imported = job.num_hits - len(matched)
             cached = min(job.num_hits * pool.block_size, request.num_prompt_tokens - 1)
             job.num_computed_tokens = request.num_prompt_tokens - cached
+
         return True
 
     def publish(self, job: Job) -> None:
-        """The prompt's KV is there: name its blocks."""
+        """Name the blocks of a complete prompt."""
         for block, block_hash in zip(job.blocks, job.request.hashes, strict=False):
             if self.pool.hash_of(block) is None:
                 self.pool.seal(block, block_hash)
 
     def give_back(self, job: Job, now: float) -> None:
-        self.pool.now = now
-        self.pool.retire(job.blocks)
+        self.pool.retire(job.blocks, now)
         job.blocks = []
 
     def start_prefill(self, job: Job, now: float) -> float:
-        """When it will be done."""
+        """Time at which the job will be done."""
         self._advance(now)
         self.prefilling = job
         num_tokens = job.num_computed_tokens
@@ -118,7 +124,7 @@ class ReplayWorker:
         return now + max(0.0, self._decoding[0][0] - self._decoded) * self._step_s
 
     def pop_decoded(self, now: float) -> Job:
-        """The answer that is complete now."""
+        """Return the answer that is complete now."""
         self._advance(now)
         target, _, job = heapq.heappop(self._decoding)
         self._decoded = target

@@ -1,1 +1,1 @@
-"""What callers send and get: OpenAI's wire shapes and the types of the Python handle. No server, no Ray, no torch."""
+"""OpenAI's wire shapes and the types of the Python handle. No server, no Ray, no torch."""

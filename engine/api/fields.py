@@ -1,30 +1,49 @@
-"""The fields that HTTP requests and the Python handle share, each with its bounds, and what they become.
+"""Fields shared by HTTP requests and the Python handle, each with its bounds, and their normal form.
 
 null always means the default.
 """
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+)
 
-from engine.api.spec import ChatMessage, GenerationSpec, Prompt
-from engine.api.validation import StrictModel, describe, only, problem
+from engine.api.formats import FormatFields
+from engine.api.prompts import MAX_TOKEN_ID, Label, Message, continued_answers, require_unicode
+from engine.api.spec import UNASKED, GenerationSpec, Prompt, ReasoningUse, ToolUse, Truncation
+from engine.api.validation import INTEGRAL, StrictModel, describe, problem
 from engine.core.errors import RequestError
+from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, Grammar, SamplingParams
 
-MAX_TOKEN_ID = 2**31 - 1
+T = TypeVar("T")
+
 MAX_STOPS = 16
 MAX_STOP_LEN = 1024
 """Characters of a stop string."""
 MAX_BIASES = 1024
-MAX_PROMPTS = 1024
+MAX_TOKEN_LIST = 2**20
+MAX_BAD_WORDS = 128
 MAX_CHOICES = 1024
 """Choices of one response: prompts times `n`."""
 MAX_PRIORITY = 10
+MAX_TEMPLATE_LEN = 65_536
+"""Characters of a chat template, and of its arguments as JSON."""
+MAX_TEMPLATE_ARGUMENTS = 64
 MAX_TTL_S = 366 * 86_400
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-Label = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
+RequestId = Annotated[str, StringConstraints(pattern=REQUEST_ID_PATTERN)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID), INTEGRAL]
 
 
 def _parse_stops(value: object) -> tuple[str, ...]:
@@ -35,6 +54,7 @@ def _parse_stops(value: object) -> tuple[str, ...]:
         raise problem(f"must be a string or a list of strings, got {describe(value)}")
     if len(value) > MAX_STOPS:
         raise problem(f"must have at most {MAX_STOPS} strings, got {len(value)}")
+
     for stop in value:
         if not isinstance(stop, str):
             raise problem(f"must be a string or a list of strings, got {describe(stop)} in the list")
@@ -42,13 +62,35 @@ def _parse_stops(value: object) -> tuple[str, ...]:
             raise problem("must not have an empty string")
         if len(stop) > MAX_STOP_LEN:
             raise problem(f"must have strings of at most {MAX_STOP_LEN} characters, got {len(stop)}")
-        _require_unicode(stop)
+        require_unicode(stop)
+
     return tuple(value)
 
 
 Stops = Annotated[
     Sequence[str],
     PlainValidator(_parse_stops, json_schema_input_type=str | list[str]),
+    PlainSerializer(list, return_type=list[str]),
+]
+
+
+def _parse_bad_words(value: object) -> tuple[str, ...]:
+    """A list of words, each with more than spaces."""
+    if not isinstance(value, list | tuple):
+        raise problem(f"must be a list of strings, got {describe(value)}")
+    if len(value) > MAX_BAD_WORDS:
+        raise problem(f"must have at most {MAX_BAD_WORDS} strings, got {len(value)}")
+    for word in value:
+        if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_LEN:
+            raise problem(f"must have strings of 1 to {MAX_STOP_LEN} characters, not all spaces")
+        require_unicode(word)
+
+    return tuple(dict.fromkeys(value))
+
+
+BadWords = Annotated[
+    Sequence[str],
+    PlainValidator(_parse_bad_words, json_schema_input_type=list[str]),
     PlainSerializer(list, return_type=list[str]),
 ]
 
@@ -68,138 +110,78 @@ def _as_token_id(value: object) -> object:
     raise problem("must have a token id as key")
 
 
-def _parse_prompts(value: object) -> tuple[Prompt, ...]:
-    """A string, a list of strings, token ids, or a list of token id lists; never empty."""
-    if isinstance(value, str):
-        return (_text_prompt(value),)
-    if not isinstance(value, list | tuple):
-        raise problem(f"must be a string, a list of strings or token ids, got {describe(value)}")
-    if not value:
-        raise problem("must not be empty")
-    if type(value[0]) is int:
-        return (_token_prompt(value),)
-    if len(value) > MAX_PROMPTS:
-        raise problem(f"must have at most {MAX_PROMPTS} prompts, got {len(value)}")
-    if all(isinstance(prompt, str) for prompt in value):
-        return tuple(map(_text_prompt, value))
-    if all(isinstance(prompt, list | tuple) for prompt in value):
-        return tuple(map(_token_prompt, value))
-    raise problem("must be a string, a list of strings, a list of token ids or a list of token id lists")
-
-
-def _text_prompt(value: str) -> str:
-    if not value:
-        raise problem("must not be empty")
-    _require_unicode(value)
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise problem("must be at least 1, or -1, got 0")
     return value
 
 
-def _require_unicode(text: str) -> None:
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise problem("must be valid Unicode") from None
+def _template_arguments(value: dict[str, object]) -> dict[str, object]:
+    """Few and short arguments with names that a template can use."""
+    if len(value) > MAX_TEMPLATE_ARGUMENTS:
+        raise problem(f"must have at most {MAX_TEMPLATE_ARGUMENTS} elements, got {len(value)}")
+    wrong = next((name for name in value if not name.isidentifier()), None)
+    if wrong is not None:
+        raise problem(f"must have names of variables as keys, got {describe(wrong)}")
+
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise problem("must hold values of JSON") from None
+    require_unicode(text)
+    if len(text) > MAX_TEMPLATE_LEN:
+        raise problem(f"must have at most {MAX_TEMPLATE_LEN} characters")
+    return value
 
 
-def _token_prompt(value: list[Any] | tuple[Any, ...]) -> tuple[int, ...]:
-    if not value:
-        raise problem("must not be empty")
-    if set(map(type, value)) != {int}:
-        wrong = next(token for token in value if type(token) is not int)
-        raise problem(f"must have integers as token ids, got {describe(wrong)}")
-    if min(value) < 0 or max(value) > MAX_TOKEN_ID:
-        raise problem(f"must have token ids from 0 to {MAX_TOKEN_ID}")
-    return tuple(value)
-
-
-def _parse_prompt(value: object) -> Prompt:
-    """A string or token ids, not empty."""
-    if isinstance(value, str):
-        return _text_prompt(value)
-    if isinstance(value, list | tuple):
-        return _token_prompt(value)
-    raise problem(f"must be a string or token ids, got {describe(value)}")
-
-
-OnePrompt = Annotated[
-    str | Sequence[int],
-    PlainValidator(_parse_prompt, json_schema_input_type=str | list[int]),
-    PlainSerializer(lambda prompt: prompt if isinstance(prompt, str) else list(prompt), return_type=str | list[int]),
-]
-Prompts = Annotated[
-    tuple[Prompt, ...],
-    PlainValidator(_parse_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-    PlainSerializer(list, return_type=list[Any]),
+TemplateArguments = Annotated[
+    dict[str, object],
+    AfterValidator(_template_arguments),
+    WithJsonSchema({"type": "object", "additionalProperties": {"description": "Any JSON."}}),
 ]
 
 
-def _join_content(value: object) -> object:
-    """A list of text parts as one text, a line each."""
-    if not isinstance(value, list):
-        if value is None or isinstance(value, str):
-            return value
-        raise problem(f"must be a string or a list of parts, got {describe(value)}")
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise problem(f"must have objects with a 'type' as parts, but part {number} is {describe(part)}")
-        if kind != "text":
-            raise problem(f"has a part of type {describe(kind)} at {number}; only 'text' is supported")
-        if not isinstance(part.get("text"), str) or set(part) > {"type", "text"}:
-            raise problem(f"must have {{'type': 'text', 'text': a string}} as parts, but part {number} differs")
-        texts.append(part["text"])
-    return "\n".join(texts)
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
-class FunctionCall(StrictModel):
-    """What the assistant called, as it was returned in an earlier turn."""
+class PromptFields(StrictModel):
+    """Fields of every request that say nothing of an answer: part of the prompt, place in the queue, use of caches."""
 
-    name: str
-    arguments: str
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_not_zero), INTEGRAL] | None = Field(
+        default=None,
+        description="Keep so many of the prompt's tokens; -1 as many as leave room for `max_tokens`, or for one token.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Side of the prompt that `truncate_prompt_tokens` cuts off; left."
+    )
+    user: Annotated[str, StringConstraints(max_length=512)] | None = Field(default=None, description="Who asks.")
+    session_id: Label | None = Field(default=None, description="Requests of one session prefer one worker.")
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63), INTEGRAL] | None = Field(
+        default=None, description="Requests of a lower priority start before, and are preempted after, others; 0."
+    )
+    cache_salt: Label | None = Field(
+        default=None, description="Share cached prefixes only with requests of the same salt."
+    )
+    cache_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), INTEGRAL] | None = Field(
+        default=None, description="The tenant's KV of lower priorities is evicted before that of higher ones; 0."
+    )
+    cache_ttl_s: Annotated[float, Field(gt=0, le=MAX_TTL_S)] | None = Field(
+        default=None, description="So many seconds after the request its KV is evicted before any other."
+    )
 
-
-class ToolCall(StrictModel):
-    """One tool call of an assistant message."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(StrictModel):
-    """One turn of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_join_content)] = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    refusal: Annotated[Any, only()] = None
-    audio: Annotated[Any, only()] = None
-    function_call: Annotated[Any, only()] = None
-    annotations: Any = None
-
-    def for_template(self) -> ChatMessage:
-        """The message as chat templates know it: their name for a developer is system."""
-        message: dict[str, object] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
-        }
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        return message
+    def truncated_to(self) -> Truncation | None:
+        """Part of the prompt to keep; None for all of the prompt."""
+        if self.truncate_prompt_tokens is None:
+            return None
+        num_tokens = None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return Truncation(num_tokens, keeps_end=self.truncation_side != "right")
 
 
-class SamplingFields(StrictModel):
-    """Fields of every request, whatever way it came."""
+class SamplingFields(FormatFields, PromptFields):
+    """Fields of every request, over HTTP and through the Python handle."""
 
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+    max_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
         default=None,
         description="Most tokens to generate; 0 only scores or echoes the prompt. A chat may fill the context, a "
         "completion has 16.",
@@ -210,13 +192,13 @@ class SamplingFields(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="Draw from the likeliest tokens that hold this much probability together."
     )
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = Field(
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID), INTEGRAL] | None = Field(
         default=None, description="Draw from this many likeliest tokens; 0 and -1 mean all."
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None, description="Draw from tokens at least this likely, relative to the likeliest."
     )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), INTEGRAL] | None = Field(
         default=None, description="The same seed and request give the same answer."
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
@@ -236,8 +218,19 @@ class SamplingFields(StrictModel):
         ]
         | None
     ) = Field(default=None, description="Added to the logits of these token ids.")
-    min_tokens: Annotated[int, Field(ge=0)] | None = Field(
+    min_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
         default=None, description="No stop before this many tokens are generated."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = Field(
+        default=None, description="Generate these tokens only; the end of the answer is one of them or none."
+    )
+    bad_words: BadWords | None = Field(
+        default=None,
+        description="Words whose last token is not generated where the tokens before it stand; up to 128. Where "
+        "`allowed_token_ids` leaves nothing else, the word is generated.",
+    )
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = Field(
+        default=None, description="With `logprobs`: report these tokens in place of the likeliest ones."
     )
     stop: Stops | None = Field(default=None, description="Text that ends the answer: a string or up to 16.")
     include_stop_str_in_output: bool | None = Field(default=None, description="The stop string stays in the text.")
@@ -245,20 +238,74 @@ class SamplingFields(StrictModel):
         default=None, description="Tokens that end the answer, besides the model's own."
     )
     ignore_eos: bool | None = Field(default=None, description="Go on after the model's end-of-sequence token.")
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    skip_special_tokens: bool | None = Field(
+        default=None, description="Leave special tokens out of the text; true. Not false with `store`."
+    )
+    spaces_between_special_tokens: bool | None = Field(
+        default=None,
+        description="Spaces between special tokens shown; true. Without them only where the tokenizer puts none.",
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = Field(
         default=None, description="Report log-probabilities of the prompt's tokens and of this many likeliest ones."
     )
+    speculation: bool | None = Field(
+        default=None, description="false: no drafts for this request; they change its pace, never the answer."
+    )
     return_token_ids: bool | None = Field(default=None, description="Return token ids of prompt and answer.")
-    user: Annotated[str, StringConstraints(max_length=512)] | None = Field(default=None, description="Who asks.")
-    session_id: Label | None = Field(default=None, description="Requests of one session prefer one worker.")
-    cache_salt: Label | None = Field(
-        default=None, description="Share cached prefixes only with requests of the same salt."
+
+    def sampling(self, logprobs: int | None, grammar: Grammar | None = None) -> SamplingParams:
+        """Return the sampling parameters as asked for, with `logprobs` as the route understands that field and the
+        grammar of `constraint`."""
+        return replace(
+            UNASKED,
+            temperature=_given(self.temperature, UNASKED.temperature),
+            top_p=_given(self.top_p, UNASKED.top_p),
+            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
+            min_p=_given(self.min_p, UNASKED.min_p),
+            presence_penalty=_given(self.presence_penalty, UNASKED.presence_penalty),
+            frequency_penalty=_given(self.frequency_penalty, UNASKED.frequency_penalty),
+            repetition_penalty=_given(self.repetition_penalty, UNASKED.repetition_penalty),
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
+            logprob_token_ids=tuple(dict.fromkeys(self.logprob_token_ids or ())),
+            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
+            min_tokens=_given(self.min_tokens, UNASKED.min_tokens),
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            grammar=grammar,
+            speculation=self.speculation is not False,
+        )
+
+
+class TemplateFields(StrictModel):
+    """Wishes for the template of a chat."""
+
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_LEN)] | None = Field(
+        default=None,
+        description="Jinja template in place of the model's; refused unless `model.chat_templates_in_requests` allows.",
     )
-    cache_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
-        default=None, description="The tenant's KV of lower priorities is evicted before that of higher ones; 0."
+    chat_template_kwargs: TemplateArguments | None = Field(
+        default=None, description="Further variables of the chat template, such as `enable_thinking`."
     )
-    cache_ttl_s: Annotated[float, Field(gt=0, le=MAX_TTL_S)] | None = Field(
-        default=None, description="So many seconds after the request its KV is evicted before any other."
+
+    def template(self) -> ChatTemplate:
+        """The wishes for the chat's template."""
+        if self.chat_template is None and not self.chat_template_kwargs:
+            return MODEL_TEMPLATE
+        return ChatTemplate(self.chat_template, self.chat_template_kwargs or {})
+
+
+class ChatFields(TemplateFields):
+    """Fields of every chat, over HTTP and through the Python handle."""
+
+    store: bool | None = Field(
+        default=None,
+        description="Keep the answer's token ids; its message gets an 'id' by which a later chat goes on from them.",
+    )
+    continue_from_missing: Literal["error", "text"] | None = Field(
+        default=None,
+        description="What a message with an 'id' comes to that is not kept (any more): an error, which is the default, "
+        "or its text.",
     )
 
 
@@ -272,61 +319,112 @@ def build_spec(
     max_tokens: int | None,
     logprobs: int | None,
     echo: bool = False,
+    suffix: str | None = None,
     n: int = 1,
+    best_of: int | None = None,
     stream: bool = False,
     include_usage: bool = False,
+    continuous_usage: bool = False,
+    store: bool = False,
+    text_if_missing: bool = False,
+    tools: ToolUse | None = None,
+    reasoning: ReasoningUse | None = None,
     session_id: str | None = None,
     request_id: str | None = None,
+    tokens_as_ids: bool = False,
+    add_special_tokens: bool = True,
+    chat_end: ChatEnd = ChatEnd.ANSWER,
+    template: ChatTemplate = MODEL_TEMPLATE,
+    prediction: str | None = None,
 ) -> GenerationSpec:
-    """The normal form of a request whose fields are each valid. Raises RequestError where they contradict."""
-
-    def number(value: float | None, otherwise: float) -> float:
-        return otherwise if value is None else value
-
-    if n * len(prompts) > MAX_CHOICES:
-        raise RequestError(
-            f"'n' times the number of prompts must be at most {MAX_CHOICES}, got {n} x {len(prompts)}.", param="n"
-        )
+    """Return the normal form of a request whose fields are each valid. Raises RequestError for contradicting fields."""
+    _require_few_choices(n, best_of, prompts, is_stream=stream)
     for index, message in enumerate(messages or ()):
-        if message.content is None and not message.tool_calls:
-            param = f"messages[{index}].content"
-            raise RequestError(f"'{param}' must be a string.", param=param)
-    if max_tokens == 0 and not echo and fields.prompt_logprobs is None:
-        raise RequestError(
-            "'max_tokens' must be at least 1, got 0; with 'prompt_logprobs', or a completion's 'echo', it may be 0.",
-            param="max_tokens",
-        )
-    return GenerationSpec(
+        message.check(index)
+
+    constraint = fields.constraint()
+    spec = GenerationSpec(
         kind=kind,
         model=model,
         prompts=prompts,
         messages=tuple(message.for_template() for message in messages or ()),
+        continued=continued_answers(messages or ()),
+        template=template,
+        text_if_missing=text_if_missing,
+        tools=tools,
+        reasoning=reasoning or ReasoningUse(),
+        store=store,
         n=n,
+        best_of=None if best_of == n else best_of,
+        sampling=fields.sampling(0 if logprobs == -1 else logprobs, None if constraint is None else constraint.grammar),
+        grammar_param=None if constraint is None else constraint.param,
+        all_logprobs=logprobs == -1,
+        truncation=fields.truncated_to(),
         max_tokens=max_tokens,
-        temperature=number(fields.temperature, 1.0),
-        top_p=number(fields.top_p, 1.0),
-        top_k=fields.top_k if fields.top_k is not None and fields.top_k > 0 else None,
-        min_p=number(fields.min_p, 0.0),
         seed=fields.seed,
-        presence_penalty=number(fields.presence_penalty, 0.0),
-        frequency_penalty=number(fields.frequency_penalty, 0.0),
-        repetition_penalty=number(fields.repetition_penalty, 1.0),
-        logit_bias=tuple(sorted((fields.logit_bias or {}).items())),
-        min_tokens=fields.min_tokens or 0,
+        ignore_eos=bool(fields.ignore_eos),
+        bad_words=tuple(fields.bad_words or ()),
         stop=tuple(dict.fromkeys(fields.stop or ())),
         include_stop=bool(fields.include_stop_str_in_output),
-        stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids or ())),
-        ignore_eos=bool(fields.ignore_eos),
-        logprobs=logprobs,
-        prompt_logprobs=fields.prompt_logprobs,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
         echo=echo,
+        suffix=suffix,
         stream=stream,
         include_usage=include_usage,
+        continuous_usage=continuous_usage,
         return_token_ids=bool(fields.return_token_ids),
         user=fields.user or None,
         session_id=session_id or fields.session_id,
+        priority=fields.priority or 0,
         cache_salt=fields.cache_salt,
         cache_priority=fields.cache_priority or 0,
         cache_ttl_s=fields.cache_ttl_s,
         request_id=request_id,
+        tokens_as_ids=tokens_as_ids,
+        add_special_tokens=add_special_tokens,
+        chat_end=chat_end,
+        prediction=prediction,
     )
+    _refuse_contradictions(spec)
+    return spec
+
+
+def _refuse_contradictions(spec: GenerationSpec) -> None:
+    """Raise RequestError for fields that do not go together."""
+    if spec.store and not spec.skip_special_tokens:
+        raise RequestError("'skip_special_tokens' must be true with 'store'.", param="skip_special_tokens")
+
+    asked = spec.sampling
+    if asked.logprob_token_ids and (asked.logprobs is None or spec.all_logprobs or spec.echoes_prompt):
+        raise RequestError(
+            "'logprob_token_ids' is only allowed with 'logprobs', not with all of them, and not with 'echo'.",
+            param="logprob_token_ids",
+        )
+    if spec.all_logprobs and spec.echoes_prompt:
+        raise RequestError("'logprobs' of -1 is not supported together with 'echo'.", param="logprobs")
+
+    if spec.truncation is not None and spec.continued:
+        raise RequestError(
+            "'truncate_prompt_tokens' is not supported where messages have 'id' or 'token_ids'.",
+            param="truncate_prompt_tokens",
+        )
+    if spec.max_tokens == 0 and not spec.echoes_prompt and asked.prompt_logprobs is None:
+        raise RequestError(
+            "'max_tokens' must be at least 1, got 0; with 'prompt_logprobs', or a completion's 'echo', it may be 0.",
+            param="max_tokens",
+        )
+
+
+def _require_few_choices(n: int, best_of: int | None, prompts: Sequence[Prompt], *, is_stream: bool) -> None:
+    if best_of is not None and best_of < n:
+        raise RequestError(f"'best_of' must be at least 'n' ({n}), got {best_of}.", param="best_of")
+    if best_of is not None and best_of > n and is_stream:
+        raise RequestError("'best_of' above 'n' is not supported in a stream.", param="best_of")
+
+    name, count = ("n", n) if best_of is None else ("best_of", best_of)
+    if count * len(prompts) > MAX_CHOICES:
+        raise RequestError(
+            f"'{name}' times the number of prompts must be at most {MAX_CHOICES}, got {count} x {len(prompts)}.",
+            param=name,
+        )

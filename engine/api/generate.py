@@ -1,33 +1,40 @@
-"""Requests and responses of the Python handle: what another Ray program sends to `generate` and `stream`.
+"""Requests and responses of the Python handle, for `generate` and `stream` in other Ray programs.
 
-The same fields, bounds and sentences as over HTTP. Constructing a `GenerateRequest` checks each field (pydantic's
-ValidationError, in the caller's process); what contradicts is found by `spec` (RequestError, from the call).
+Fields, bounds and messages are the same as over HTTP. Constructing a `GenerateRequest` checks each field (pydantic's
+ValidationError, in the caller's process); `spec` finds contradictions (RequestError, from the call).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.api.fields import Label, Message, OnePrompt, SamplingFields, build_spec
+from engine.api.fields import ChatFields, RequestId, SamplingFields, build_spec
+from engine.api.prompts import Label, Messages, OnePrompt
+from engine.api.reasoning import ReasoningFields
 from engine.api.responses import Usage
 from engine.api.spec import GenerationSpec
-from engine.api.validation import request_error
+from engine.api.tools import ToolFields
+from engine.api.validation import INTEGRAL, describe, request_error
 from engine.core.errors import RequestError
+from engine.core.ingress.parsers.answer import AnswerMessage
+from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
 from engine.core.types import FinishReason, TokenLogprobs
 
-REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
-RequestId = Annotated[str, StringConstraints(pattern=REQUEST_ID_PATTERN)]
 
-
-class GenerateRequest(SamplingFields):
+class GenerateRequest(SamplingFields, ChatFields, ToolFields, ReasoningFields):
     """One prompt, or one chat, and how to answer it: exactly one of `prompt` and `messages`."""
 
     prompt: OnePrompt | None = Field(default=None, description="A text or its token ids.")
-    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(default=None, description="A chat.")
+    messages: Messages | None = Field(default=None, description="A chat.")
     model: Label | None = Field(default=None, description="May be left out: there is one model.")
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Report log-probabilities of the tokens and of this many likeliest ones."
+    logprobs: Annotated[int, Field(ge=-1, le=20), INTEGRAL] | None = Field(
+        default=None, description="Report log-probabilities of the tokens and of this many likeliest ones; -1: of all."
+    )
+    best_of: Annotated[int, Field(ge=1, le=128), INTEGRAL] | None = Field(
+        default=None,
+        description="Generate so many answers and return the one with the highest mean log-probability of its tokens; "
+        "not in a stream.",
     )
     tenant: Label | None = Field(
         default=None, description="On whose behalf: a configured tenant. Taken on trust, so not a field over HTTP."
@@ -37,9 +44,14 @@ class GenerateRequest(SamplingFields):
     )
 
     def spec(self, *, stream: bool = False) -> GenerationSpec:
-        """The request in normal form. Raises RequestError where its fields contradict."""
+        """Return the request in normal form. Raises RequestError for contradicting fields."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Give exactly one of 'prompt' and 'messages'.", param="prompt")
+        if self.messages is None:
+            for name in ("store", "tools", "chat_template", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise RequestError(f"'{name}' is allowed with 'messages' only.", param=name)
+
         prompt = self.prompt if isinstance(self.prompt, str) else tuple(self.prompt or ())
         return build_spec(
             self,
@@ -47,22 +59,41 @@ class GenerateRequest(SamplingFields):
             model=self.model,
             prompts=(prompt,) if prompt else (),
             messages=self.messages,
+            tools=self.tool_use(),
+            reasoning=self.reasoning_use(),
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
+            best_of=self.best_of,
             stream=stream,
             include_usage=True,
+            store=bool(self.store),
+            text_if_missing=self.continue_from_missing == "text",
+            template=self.template(),
             request_id=self.request_id,
         )
 
 
 def as_generate_request(value: GenerateRequest | Mapping[str, object]) -> GenerateRequest:
-    """`value`, or the request with its fields. Raises RequestError naming the field at fault."""
+    """Return `value`, or the request with its fields. Raises RequestError naming the field at fault."""
     if isinstance(value, GenerateRequest):
         return value
+    if not isinstance(value, Mapping):
+        raise RequestError(f"The request must be a GenerateRequest or a mapping of its fields, not {describe(value)}.")
     try:
         return GenerateRequest.model_validate(dict(value))
     except ValidationError as error:
         raise request_error(error, GenerateRequest) from None
+
+
+class CalledFunction(BaseModel):
+    """A call in an answer, or in a stream the next part of one: its beginning, or more of its arguments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    index: int = Field(description="Number of the call in its answer, from 0.")
+    id: str | None = Field(default=None, description="In a stream with the beginning only, and so is the name.")
+    name: str | None = None
+    arguments: str = Field(description="A JSON object, or a part of its text.")
 
 
 class _Result(BaseModel):
@@ -70,6 +101,13 @@ class _Result(BaseModel):
 
     request_id: str
     text: str
+    reasoning: str | None = Field(
+        default=None,
+        description="Reasoning before the text; None where there is none or it is part of the text.",
+    )
+    tool_calls: tuple[CalledFunction, ...] | None = Field(
+        default=None, description="None where the request has no tools."
+    )
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = Field(
         default=None, description="One for each of token_ids, if asked for."
@@ -81,6 +119,15 @@ class _Result(BaseModel):
     )
     prompt_token_ids: tuple[int, ...] | None = Field(
         default=None, description="Where return_token_ids asked for them; in a stream with the first chunk."
+    )
+    stop_reason: str | int | None = Field(
+        default=None,
+        description="Stop string, or one of `stop_token_ids`, that ended the answer; in a stream with the last chunk.",
+    )
+    message_id: str | None = Field(
+        default=None,
+        description="Where `store` asked for it: the answer's `id` as a message, for a later chat to go on from these "
+        "token ids; in a stream with the last chunk. None if the answer could not be kept.",
     )
 
 
@@ -96,3 +143,33 @@ class GenerateChunk(_Result):
 
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+
+
+def whole_calls(message: AnswerMessage) -> tuple[CalledFunction, ...]:
+    """The calls of a whole answer."""
+    return tuple(
+        CalledFunction(index=index, id=call.id, name=call.name, arguments="".join(call.arguments))
+        for index, call in enumerate(message.calls)
+    )
+
+
+def call_parts(events: Sequence[AnswerEvent], message: AnswerMessage) -> tuple[CalledFunction, ...]:
+    """The parts of calls among the events of a piece. `message` has all parts of the answer."""
+    parts = []
+    for event in events:
+        match event:
+            case CallBegins(index, name):
+                parts.append(CalledFunction(index=index, id=message.begun[index].id, name=name, arguments=""))
+            case ArgumentsPart(index, text):
+                parts.append(CalledFunction(index=index, arguments=text))
+    return tuple(parts)
+
+
+def reasoning_of(events: Sequence[AnswerEvent]) -> str | None:
+    """The reasoning among the events of a piece."""
+    return "".join(event.text for event in events if isinstance(event, ReasoningPart)) or None
+
+
+def text_of(events: Sequence[AnswerEvent]) -> str:
+    """The text for the user among the events of a piece."""
+    return "".join(event.text for event in events if isinstance(event, TextPart))

@@ -1,8 +1,11 @@
-"""Log-probabilities in OpenAI's two formats, and those of a prompt in vLLM's.
+"""Log-probabilities in OpenAI's two formats, and a prompt's in vLLM's.
 
-OpenAI's name tokens by text, and a token may be part of a character. A chat then shows U+FFFD beside the exact bytes; a
-completion, which has no bytes, shows `bytes:\\xf0\\x9f`, as OpenAI does. Probabilities of zero become -9999, OpenAI's
-figure for them, since JSON has no infinity.
+A chat's `top_logprobs` have as many entries as were asked for and hold the token itself, in the last place where it is
+none of the likeliest. A completion's hold the token itself, too, beside as many others as were asked for.
+
+OpenAI's formats name tokens by text, and a token may be part of a character. A chat then shows U+FFFD beside the exact
+bytes; a completion, which has no bytes, shows `bytes:\\xf0\\x9f`, as OpenAI does. Probabilities of zero become -9999,
+OpenAI's figure for them, since JSON has no infinity.
 """
 
 from codecs import utf_8_decode
@@ -18,18 +21,31 @@ TokenBytes: TypeAlias = Callable[[int], bytes]
 LOWEST = -9999.0
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], token_bytes: TokenBytes) -> Json:
-    """The `logprobs` object of a chat choice or delta, for `token_ids` and the log-probabilities at their positions."""
+def chat_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    token_bytes: TokenBytes,
+    *,
+    num_top: int | None = None,
+    names_ids: bool = False,
+) -> Json:
+    """The `logprobs` object of a chat choice or delta, for `token_ids` and the log-probabilities at their positions.
+    Lists have `num_top` entries; None: all that are known, and the token itself. `names_ids`: tokens are named by their
+    ids."""
 
     def entry(token_id: int, logprob: float) -> Json:
         data = token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+        name = _name_of_id(token_id) if names_ids else data.decode("utf-8", "replace")
+        return {"token": name, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
     content = []
     for token_id, at in zip(token_ids, logprobs, strict=True):
         assert at is not None, "only a prompt's first token has none, and a chat does not echo its prompt"
+        own = entry(token_id, at.chosen)
         top = [entry(top_id, logprob) for top_id, logprob in zip(at.top_ids, at.top_logprobs, strict=True)]
-        content.append({**entry(token_id, at.chosen), "top_logprobs": top})
+        if top and token_id not in at.top_ids:
+            top = [*top[: None if num_top is None else num_top - 1], own]
+        content.append({**own, "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -53,16 +69,19 @@ def prompt_logprobs(
         for rank, (top_id, logprob) in enumerate(top, start=1):
             of_token.setdefault(str(top_id), entry(top_id, logprob, rank))
         objects.append(of_token)
+
     return objects
 
 
 class CompletionLogprobs:
     """Makes the `logprobs` objects of one completion choice, for a stream piece by piece: `text_offset` counts the
-    characters of the choice's text before each token. `num_top` alternatives are shown of each; None: all there are."""
+    characters of the choice's text before each token. `num_top` alternatives are shown of each; None: all there are.
+    `names_ids`: tokens are named by their ids."""
 
-    def __init__(self, token_bytes: TokenBytes, num_top: int | None = None) -> None:
+    def __init__(self, token_bytes: TokenBytes, num_top: int | None = None, *, names_ids: bool = False) -> None:
         self._token_bytes = token_bytes
         self._num_top = num_top
+        self._names_ids = names_ids
         self._pending = b""
         self._num_characters = 0
 
@@ -73,19 +92,22 @@ class CompletionLogprobs:
         for token_id, at in zip(token_ids, logprobs, strict=True):
             tokens.append(self._name(token_id))
             chosen.append(None if at is None else max(at.chosen, LOWEST))
-            tops.append(None if at is None else self._top(at))
+            tops.append(None if at is None else self._top(token_id, at))
             offsets.append(self._num_characters)
             self._advance(token_id)
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
-    def _top(self, at: TokenLogprobs) -> dict[str, float]:
-        """By name; of tokens that share a name the likeliest counts."""
+    def _top(self, token_id: int, at: TokenLogprobs) -> dict[str, float]:
+        """Log-probabilities by name, the token's own among them; of tokens with the same name the likeliest counts."""
         top: dict[str, float] = {}
         for top_id, logprob in zip(at.top_ids[: self._num_top], at.top_logprobs[: self._num_top], strict=True):
             top.setdefault(self._name(top_id), max(logprob, LOWEST))
+        top.setdefault(self._name(token_id), max(at.chosen, LOWEST))
         return top
 
     def _name(self, token_id: int) -> str:
+        if self._names_ids:
+            return _name_of_id(token_id)
         data = self._token_bytes(token_id)
         try:
             return data.decode("utf-8")
@@ -97,3 +119,8 @@ class CompletionLogprobs:
         text, num_used = utf_8_decode(data, "replace", False)
         self._pending = data[num_used:]
         self._num_characters += len(text)
+
+
+def _name_of_id(token_id: int) -> str:
+    """vLLM's name of a token by its id, with which tokens of equal text are told apart."""
+    return f"token_id:{token_id}"

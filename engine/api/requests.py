@@ -1,69 +1,64 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions`.
 
 A field is supported, or harmless and ignored, or refused by name: nothing that would change the answer is dropped
-silently. Beside OpenAI's fields some of vLLM's are known, under vLLM's names.
+silently. Beside OpenAI's fields some of vLLM's are supported, under vLLM's names; `engine.api.known` has the others.
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import FailFast, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
-from engine.api.fields import Label, Message, Prompts, SamplingFields, build_spec
+from engine.api.fields import ChatFields, RequestId, SamplingFields, build_spec
+from engine.api.known import KnownChatFields, KnownCompletionFields, KnownFields
+from engine.api.prompts import Label, Message, Prompts, TextPart, chat_end, few_messages, join_content, require_unicode
+from engine.api.reasoning import ReasoningFields
 from engine.api.spec import GenerationSpec
-from engine.api.validation import StrictModel, only, request_error
+from engine.api.tools import ToolFields
+from engine.api.validation import INTEGRAL, StrictModel, parse_body
 from engine.core.errors import RequestError
+from engine.core.types import ChatEnd
 
-Unsupported = Annotated[Any, only()]
-UnlessEmpty = Annotated[Any, only("", [], {})]
-UnlessTrue = Annotated[Any, only(True)]
-UnlessFalse = Annotated[Any, only(False)]
-Ignored = Any
+
+def _unicode(value: str) -> str:
+    require_unicode(value)
+    return value
 
 
 class StreamOptions(StrictModel):
-    """What a stream carries beside the text."""
+    """Contents of a stream beside the text."""
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-    continuous_usage_stats: UnlessFalse = None
+    include_usage: bool | None = Field(default=None, description="The stream ends with the usage.")
+    include_obfuscation: bool | None = Field(default=None, description="Taken and ignored: nothing is padded.")
+    continuous_usage_stats: bool | None = Field(default=None, description="Each chunk has the usage so far.")
 
 
-class HttpFields(SamplingFields):
+class HttpFields(SamplingFields, KnownFields):
     """Fields of both routes."""
 
-    model: Label
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
+    model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
+    max_completion_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
         default=None, description="Newer name of max_tokens."
     )
-    n: Annotated[int, Field(ge=1, le=128)] | None = Field(default=None, description="Answers per prompt.")
+    n: Annotated[int, Field(ge=1, le=128), INTEGRAL] | None = Field(default=None, description="Answers per prompt.")
     stream: bool | None = Field(
         default=None, description="Send the answer as server-sent events while it is generated."
     )
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(
+        default=None,
+        description="With `include_usage` a stream ends with a chunk that has the usage; with `continuous_usage_stats` "
+        "beside it each chunk has the usage of its choice so far.",
+    )
 
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
+    request_id: RequestId | None = Field(
+        default=None, description="Name of the request, in `id` and logs; it goes before the header `x-request-id`."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Log-probabilities name tokens as `token_id:<id>`."
+    )
     prompt_cache_key: Label | None = Field(default=None, description="OpenAI's routing hint; stands in for session_id.")
-    prompt_cache_retention: Ignored = None
-
-    response_format: Annotated[Any, only({"type": "text"})] = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
-    bad_words: UnlessEmpty = None
-    use_beam_search: UnlessFalse = None
-    early_stopping: UnlessFalse = None
-    length_penalty: Annotated[Any, only(1)] = None
-    skip_special_tokens: UnlessTrue = None
-    spaces_between_special_tokens: UnlessTrue = None
 
     def token_limit(self) -> int | None:
-        """`max_tokens` under either of its names."""
+        """Value of `max_tokens` under either of its names."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise RequestError(
@@ -73,37 +68,51 @@ class HttpFields(SamplingFields):
         return old if new is None else new
 
     def streams(self) -> bool:
-        """Whether the answer is a stream, which as at vLLM has no place for `prompt_logprobs`."""
+        """True if the answer is a stream, which as at vLLM has no place for `prompt_logprobs`."""
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("'prompt_logprobs' is only allowed when 'stream' is false.", param="prompt_logprobs")
         return bool(self.stream)
 
     def usage_in_stream(self) -> bool:
-        """Whether the stream ends with the usage."""
+        """True if the stream ends with the usage."""
         if self.stream_options is None:
             return False
         if not self.stream:
             raise RequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         return bool(self.stream_options.include_usage)
 
+    def usage_in_chunks(self) -> bool:
+        """True if each chunk has the usage so far, which as at vLLM needs `include_usage`, too."""
+        return (
+            self.stream_options is not None
+            and self.usage_in_stream()
+            and bool(self.stream_options.continuous_usage_stats)
+        )
 
-class CompletionRequest(HttpFields):
+
+class CompletionRequest(HttpFields, KnownCompletionFields):
     """Body of `/v1/completions`."""
 
-    prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Report log-probabilities of the tokens and of this many likeliest ones."
+    prompt: Prompts = Field(description="A text, token ids, or a list of either: the whole prompt.")
+    logprobs: Annotated[int, Field(ge=-1, le=20), INTEGRAL] | None = Field(
+        default=None, description="Report log-probabilities of the tokens and of this many likeliest ones; -1: of all."
     )
     echo: bool | None = Field(default=None, description="The text begins with the prompt, and so do the logprobs.")
-    suffix: UnlessEmpty = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    add_special_tokens: UnlessTrue = None
+    suffix: Annotated[str, AfterValidator(_unicode)] | None = Field(
+        default=None,
+        description="Text behind the answer, for models whose tokenizer has tokens for filling in; not with `echo`.",
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="A text begins with the special tokens that the model wants before it; true."
+    )
+    best_of: Annotated[int, Field(ge=1, le=128), INTEGRAL] | None = Field(
+        default=None,
+        description="Generate so many answers per prompt and return the `n` with the highest mean log-probability of "
+        "their tokens, best first; not in a stream. All of them count as completion tokens.",
+    )
 
     def spec(self) -> GenerationSpec:
         """The request in normal form."""
-        n = self.n or 1
-        if self.best_of not in (None, n):
-            raise RequestError("'best_of' other than 'n' is not supported yet.", param="best_of")
         return build_spec(
             self,
             kind="completion",
@@ -112,73 +121,113 @@ class CompletionRequest(HttpFields):
             max_tokens=self.token_limit(),
             logprobs=self.logprobs,
             echo=bool(self.echo),
-            n=n,
+            suffix=self._suffix(),
+            add_special_tokens=self.add_special_tokens is not False,
+            n=self.n or 1,
+            best_of=self.best_of,
             stream=self.streams(),
             include_usage=self.usage_in_stream(),
+            continuous_usage=self.usage_in_chunks(),
             session_id=self.session_id or self.prompt_cache_key,
+            request_id=self.request_id,
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
         )
 
+    def _suffix(self) -> str | None:
+        """Text behind the answer, which needs texts before the answer. Raises RequestError."""
+        if not self.suffix:
+            return None
+        if self.echo or not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise RequestError("'suffix' is only allowed with a text as 'prompt', without 'echo'.", param="suffix")
+        return self.suffix
 
-class ChatCompletionRequest(HttpFields):
-    """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    logprobs: bool | None = Field(default=None, description="Report log-probabilities of the tokens.")
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Report this many likeliest tokens at each position."
+class Prediction(StrictModel):
+    """The client's guess of an answer."""
+
+    type: Literal["content"] = Field(description="Kind of guess.")
+    content: Annotated[str, BeforeValidator(join_content, json_schema_input_type=str | list[TextPart])] = Field(
+        description="The guessed text, or a list of text parts."
     )
 
-    tools: UnlessEmpty = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    parallel_tool_calls: Ignored = None
-    functions: UnlessEmpty = None
-    function_call: Annotated[Any, only("none", "auto")] = None
-    modalities: Annotated[Any, only(["text"])] = None
-    audio: Unsupported = None
-    prediction: Unsupported = None
-    reasoning_effort: Annotated[Any, only("none")] = None
-    verbosity: Unsupported = None
-    web_search_options: Unsupported = None
-    chat_template: Unsupported = None
-    chat_template_kwargs: UnlessEmpty = None
-    documents: UnlessEmpty = None
-    add_generation_prompt: UnlessTrue = None
-    continue_final_message: UnlessFalse = None
-    add_special_tokens: UnlessFalse = None
+
+class ChatCompletionRequest(HttpFields, ChatFields, ToolFields, ReasoningFields, KnownChatFields):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1), FailFast(), BeforeValidator(few_messages)] = Field(
+        description="The chat so far, rendered with the model's template."
+    )
+    logprobs: bool | None = Field(default=None, description="Report log-probabilities of the tokens.")
+    top_logprobs: Annotated[int, Field(ge=-1, le=20), INTEGRAL] | None = Field(
+        default=None, description="Report this many likeliest tokens at each position; -1: all."
+    )
+
+    add_generation_prompt: bool | None = Field(
+        default=None, description="The prompt ends with the beginning of an answer; true."
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="Go on with the last message instead of beginning an answer."
+    )
+    echo: bool | None = Field(
+        default=None, description="The answer begins with the last message's text where that is of the answer's role."
+    )
+
+    prediction: Prediction | None = Field(
+        default=None,
+        description="A guess of the answer, such as a file before an edit: makes the answer quicker where drafts are "
+        "on and the guess is right, and changes no token.",
+    )
+
+    def chat_end(self) -> ChatEnd:
+        """End of the prompt. Raises RequestError where fields or the last message contradict."""
+        end = chat_end(self.add_generation_prompt, self.continue_final_message)
+        if end is not ChatEnd.ANSWER and self.store:
+            name = "continue_final_message" if end is ChatEnd.OPEN else "add_generation_prompt"
+            raise RequestError(f"'{name}' is not supported together with 'store'.", param=name)
+        last = self.messages[-1]
+        if end is ChatEnd.OPEN and (last.tool_calls or last.is_continued):
+            raise RequestError(
+                "'continue_final_message' is not supported where the last message has 'tool_calls', 'id' or "
+                "'token_ids'.",
+                param="continue_final_message",
+            )
+        return end
 
     def spec(self) -> GenerationSpec:
         """The request in normal form."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
+
         return build_spec(
             self,
             kind="chat",
             model=self.model,
             messages=self.messages,
+            tools=self.tool_use(),
+            reasoning=self.reasoning_use(),
             max_tokens=self.token_limit(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             n=self.n or 1,
             stream=self.streams(),
             include_usage=self.usage_in_stream(),
+            continuous_usage=self.usage_in_chunks(),
+            chat_end=self.chat_end(),
+            echo=bool(self.echo),
+            template=self.template(),
+            prediction=None if self.prediction is None else self.prediction.content,
+            store=bool(self.store),
+            text_if_missing=self.continue_from_missing == "text",
             session_id=self.session_id or self.prompt_cache_key,
+            request_id=self.request_id,
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
         )
-
-
-_Request = TypeVar("_Request", CompletionRequest, ChatCompletionRequest)
 
 
 def parse_completion(body: bytes) -> GenerationSpec:
     """A body of `/v1/completions` in normal form. Raises RequestError naming the field at fault."""
-    return _parse(CompletionRequest, body).spec()
+    return parse_body(CompletionRequest, body).spec()
 
 
 def parse_chat(body: bytes) -> GenerationSpec:
     """A body of `/v1/chat/completions` in normal form. Raises RequestError naming the field at fault."""
-    return _parse(ChatCompletionRequest, body).spec()
-
-
-def _parse(model: type[_Request], body: bytes) -> _Request:
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise request_error(error, model) from None
+    return parse_body(ChatCompletionRequest, body).spec()

@@ -1,8 +1,8 @@
-"""OpenAI's response objects, as JSON bytes: answers that come in one piece, lists of models, errors.
+"""OpenAI's response objects, as JSON bytes: whole answers, lists of models, errors.
 
-`ResponseHead` is what all objects of one response share; `engine.api.stream` renders the same response in pieces.
-vLLM's `return_token_ids` adds `token_ids` to each choice, and `prompt_token_ids` to each choice of a completion and to
-the top level of a chat; `prompt_logprobs` goes to the same places.
+All objects of one response share a `ResponseHead`; `engine.api.stream` renders the same response in pieces. As vLLM's,
+each choice has a `stop_reason` and `token_ids`; `prompt_token_ids` and `prompt_logprobs` are in each choice of a
+completion and at the top level of a chat. A whole answer has null in place of what was not asked for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,26 @@ from typing import Literal, TypeAlias
 
 import orjson
 
+from engine.api.spec import GenerationSpec
 from engine.core.errors import RaydixError
-from engine.core.types import FinishReason
+from engine.core.ingress.parsers.answer import AnswerMessage, Call
+from engine.core.types import BlockHash, FinishReason
 
 Json: TypeAlias = dict[str, object]
 
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+ID_PREFIXES = {
+    "embedding": "embd-",
+    "completion": "cmpl-",
+    "chat": "chatcmpl-",
+    "messages": "msg_",
+    "responses": "resp_",
+}
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.TOOL_CALLS: "tool_calls"}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What every object of one response says. `created` is in seconds since 1970."""
+    """Fields of every object of one response. `created` is in seconds since 1970."""
 
     kind: Literal["completion", "chat"]
     id: str
@@ -43,9 +52,16 @@ class ResponseHead:
         }
 
 
-def response_id(kind: Literal["completion", "chat"], request_id: str) -> str:
-    """`request_id` with OpenAI's prefix."""
-    return f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}"
+def response_id(spec: GenerationSpec, request_id: str) -> str:
+    """`request_id` with the prefix of its API."""
+    kind = spec.kind if spec.embedding is None else "embedding"
+    return ID_PREFIXES[kind if spec.api == "openai" else spec.api] + request_id
+
+
+def system_fingerprint(root: BlockHash | None) -> str | None:
+    """OpenAI's name of everything that an answer's bits depend on, from the root of the workers' block hashes: equal
+    where model, dtype, quantisation, arithmetic and version are."""
+    return None if root is None else f"fp_{root.hex()[:10]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +71,35 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Of the completion; None where reasoning is not told from the text."""
+    accepted_tokens: int = 0
+    """Of the completion: tokens that were in a draft."""
+    rejected_tokens: int = 0
+    """Draft tokens that did not become part of the completion."""
 
     def object(self) -> Json:
         """OpenAI's usage object."""
+        of_completion: Json = {}
+        if self.reasoning_tokens is not None:
+            of_completion["reasoning_tokens"] = self.reasoning_tokens
+        if self.accepted_tokens or self.rejected_tokens:
+            of_completion["accepted_prediction_tokens"] = self.accepted_tokens
+            of_completion["rejected_prediction_tokens"] = self.rejected_tokens
+        details: Json = {"completion_tokens_details": of_completion} if of_completion else {}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **details,
         }
+
+
+def total_reasoning(counts: Sequence[int | None]) -> int | None:
+    """The sum of counts of reasoning tokens; None where there are none of these."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
@@ -72,6 +108,9 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
         sum(usage.cached_tokens for usage in usages),
+        total_reasoning([usage.reasoning_tokens for usage in usages]),
+        accepted_tokens=sum(usage.accepted_tokens for usage in usages),
+        rejected_tokens=sum(usage.rejected_tokens for usage in usages),
     )
 
 
@@ -86,6 +125,12 @@ class Choice:
     token_ids: Sequence[int] | None = None
     prompt_token_ids: Sequence[int] | None = None
     prompt_logprobs: Sequence[Json | None] | None = None
+    stop_reason: str | int | None = None
+    """Stop string, or requested stop token, at the end of the answer."""
+    message_id: str | None = None
+    """Reference by which a later chat can go on from the answer's token ids, if the request asked for one."""
+    message: AnswerMessage | None = None
+    """Parts of the text, where it is parsed."""
 
 
 def wire_finish_reason(reason: FinishReason) -> str:
@@ -102,48 +147,69 @@ def response_body(head: ResponseHead, choices: Sequence[Choice], usage: Usage) -
     render = _chat_choice if head.kind == "chat" else _completion_choice
     body["choices"] = [render(choice) for choice in choices]
     body["usage"] = usage.object()
-    if head.kind == "chat" and choices[0].prompt_token_ids is not None:
-        body["prompt_token_ids"] = list(choices[0].prompt_token_ids)
-    if head.kind == "chat" and choices[0].prompt_logprobs is not None:
-        body["prompt_logprobs"] = list(choices[0].prompt_logprobs)
+    if head.kind == "chat":
+        body |= _of_prompt(choices[0])
     return orjson.dumps(body)
 
 
 def _chat_choice(choice: Choice) -> Json:
-    result: Json = {
-        "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": choice.logprobs,
-        "finish_reason": wire_finish_reason(choice.finish_reason),
-    }
-    if choice.token_ids is not None:
-        result["token_ids"] = list(choice.token_ids)
-    return result
+    message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.message is not None:
+        message |= message_parts(choice.message)
+    if choice.message_id is not None:
+        message["id"] = choice.message_id
+    return {"index": choice.index, "message": message, **_of_answer(choice)}
+
+
+def message_parts(message: AnswerMessage) -> Json:
+    """The parts of a parsed answer as a message has them."""
+    reasoning: Json = {}
+    if message.reasoning:
+        reasoning = {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    calls = [call_object(call) for call in message.calls]
+    if not calls:
+        return {"content": message.content, **reasoning}
+    return {"content": message.content or None, "tool_calls": calls, **reasoning}
+
+
+def call_object(call: Call) -> Json:
+    """One of a message's `tool_calls`."""
+    function = {"name": call.name, "arguments": "".join(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _completion_choice(choice: Choice) -> Json:
-    result: Json = {
-        "index": choice.index,
-        "text": choice.text,
+    return {"index": choice.index, "text": choice.text, **_of_answer(choice), **_of_prompt(choice)}
+
+
+def _of_answer(choice: Choice) -> Json:
+    """Data of the answer's tokens and end."""
+    return {
         "logprobs": choice.logprobs,
         "finish_reason": wire_finish_reason(choice.finish_reason),
+        "stop_reason": choice.stop_reason,
+        "token_ids": None if choice.token_ids is None else list(choice.token_ids),
     }
-    if choice.token_ids is not None:
-        result["token_ids"] = list(choice.token_ids)
-    if choice.prompt_token_ids is not None:
-        result["prompt_token_ids"] = list(choice.prompt_token_ids)
-    if choice.prompt_logprobs is not None:
-        result["prompt_logprobs"] = list(choice.prompt_logprobs)
-    return result
+
+
+def _of_prompt(choice: Choice) -> Json:
+    """Data of the prompt's tokens."""
+    return {
+        "prompt_token_ids": None if choice.prompt_token_ids is None else list(choice.prompt_token_ids),
+        "prompt_logprobs": None if choice.prompt_logprobs is None else list(choice.prompt_logprobs),
+    }
 
 
 def model_object(model: str, *, created: int, max_model_len: int) -> Json:
-    """One model, as `/v1/models/{model}` describes it; `max_model_len` (tokens) is vLLM's addition."""
+    """One model, as `/v1/models/{model}` describes it; `root`, `parent` and `max_model_len` (tokens) are
+    vLLM's additions: the model is derived from no other one."""
     return {
         "id": model,
         "object": "model",
         "created": created,
         "owned_by": "raydix",
+        "root": model,
+        "parent": None,
         "max_model_len": max_model_len,
     }
 

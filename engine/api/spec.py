@@ -1,25 +1,161 @@
-"""`GenerationSpec`: one request after validation, the same whether it came over HTTP or the Python handle.
+"""`GenerationSpec`: one request after validation, the same over HTTP and through the Python handle.
 
-What depends on the model (context length, vocabulary, end-of-sequence ids) is settled by `sampling_params`, which the
-ingress calls once per choice after tokenizing.
+Its `SamplingParams` are as the client asked for. Values that depend on the model (context length, vocabulary,
+end-of-sequence ids) or on the choice are settled by `sampling_params`, which the ingress calls once per choice after
+tokenizing.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 from engine.core.errors import ContextLengthError, RequestError
-from engine.core.types import SamplingParams
+from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, SamplingParams
 
 Prompt: TypeAlias = str | tuple[int, ...]
+Api: TypeAlias = Literal["openai", "messages", "responses"]
+"""API whose form an answer has; of OpenAI's completions and chats `GenerationSpec.kind` says which."""
 ChatMessage: TypeAlias = Mapping[str, object]
-"""`role` and `content` (str), and what else the chat template may look at: `name`, `tool_call_id`, `tool_calls`."""
+"""`role` and `content` (str), and further keys for the chat template: `name`, `tool_call_id`, `tool_calls`."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's `max_tokens` of a completion that does not say; a chat may fill the context."""
 
+MAX_LISTED = 2**20
+"""Log-probabilities of a response that lists all tokens at each position."""
+
 _SEED_MASK = 2**63 - 1
 _ODD = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedAnswer:
+    """An assistant's message whose token ids the client names: by reference, or as they are."""
+
+    index: int
+    """Of the message."""
+    content: str | None
+    """Text that the ids stand for according to the client; None if the client gives no text."""
+    reference: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def param(self) -> str:
+        return f"messages[{self.index}].{'id' if self.token_ids is None else 'token_ids'}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMark:
+    """A place in a chat up to which the prompt's KV is to be kept longer than the rest."""
+
+    index: int
+    """Of the message."""
+    length: int
+    """Characters of the message's content before the mark."""
+    ttl_s: float
+    """From the end of the request on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The part of a request of OpenAI's Responses API that makes a conversation of stored responses."""
+
+    previous: str | None
+    """Id of the response to go on from."""
+    is_stored: bool
+    num_own: int
+    """Messages at the end that are the request's input. Instructions stand before, which a later response does not
+    have."""
+    items: tuple[Mapping[str, object], ...]
+    """The input, as the API lists it, but without ids."""
+    repeated: Mapping[str, object]
+    """Fields that the response repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Functions that an answer may call."""
+
+    definitions: tuple[Mapping[str, Any], ...]
+    """As chat templates know them; at least one."""
+    may_call: bool = True
+    """False: the prompt has the functions, but no part of the answer is a call."""
+    is_single: bool = False
+    """The answer ends with its first call."""
+    required: tuple[str, ...] = ()
+    """Functions of which the answer must call one or several; empty if it need not call any."""
+    strict: tuple[str, ...] = ()
+    """Functions whose arguments must follow their schemas."""
+    schema_field: str = "function.parameters"
+    """Field of a tool with its schema, for error messages."""
+
+    @property
+    def schemas(self) -> Mapping[str, Mapping[str, object]]:
+        """Schema of the arguments of each function, by name."""
+        functions = [definition["function"] for definition in self.definitions]
+        return {function["name"]: function["parameters"] for function in functions}
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Part of a prompt that is kept."""
+
+    num_tokens: int | None
+    """None: as many as leave room for the answer."""
+    keeps_end: bool = True
+
+    def applied(self, token_ids: Sequence[int], spec: "GenerationSpec", max_model_len: int) -> Sequence[int]:
+        """The tokens that are kept. Raises RequestError for more than the context has."""
+        limit = self.num_tokens
+        if limit is None:
+            limit = max(1, max_model_len - (1 if spec.max_tokens is None else spec.max_tokens))
+        elif limit > max_model_len:
+            raise RequestError(
+                f"'truncate_prompt_tokens' must be at most {max_model_len}, the model's context, got {limit}.",
+                param="truncate_prompt_tokens",
+            )
+        return token_ids[-limit:] if self.keeps_end else token_ids[:limit]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingUse:
+    """Form of the vectors that answer a request for embeddings."""
+
+    encoding: Literal["float", "base64"] = "float"
+    is_normalized: bool = True
+    """Of length 1."""
+    dimensions: int | None = None
+    """Number of values that the client expects."""
+
+    def check(self, hidden_size: int) -> None:
+        """Raise RequestError unless a hidden state of `hidden_size` values is a vector of the expected size."""
+        if self.dimensions not in (None, hidden_size):
+            raise RequestError(
+                f"'dimensions' must be {hidden_size}, the size of this model's hidden states, or be left out, got "
+                f"{self.dimensions}: a part of a hidden state is no embedding of its own.",
+                param="dimensions",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningUse:
+    """Wishes for the reasoning before an answer, where the model writes any."""
+
+    is_separate: bool = True
+    """False: it is part of the text."""
+    is_shown: bool = True
+    effort: str | None = None
+    """For the chat template; None: as the template has it."""
+    param: str = "reasoning_effort"
+    """Name of the request's field with the effort."""
+    max_tokens: int | None = None
+    """The reasoning's closing tag is forced behind so many tokens; None: never."""
+    limit_param: str = "thinking_token_budget"
+    """Name of the request's field with `max_tokens`."""
+
+
+UNASKED = SamplingParams(max_tokens=0)
+"""Sampling parameters of a request that asks for nothing; limit and seed are settled by `sampling_params`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,60 +163,115 @@ class GenerationSpec:
     """A valid request. For a completion `prompts` has at least one element, for a chat `messages` has."""
 
     kind: Literal["completion", "chat"]
+    api: Api = "openai"
     model: str | None = None
     """None: the one model there is (Python handle only)."""
     prompts: tuple[Prompt, ...] = ()
     messages: tuple[ChatMessage, ...] = ()
+    continued: tuple[ContinuedAnswer, ...] = ()
+    """Messages that stand in the prompt as token ids."""
+    template: ChatTemplate = MODEL_TEMPLATE
+    """Template that renders the messages."""
+    text_if_missing: bool = False
+    """Allows a message's text to be tokenized if its reference is unknown."""
+    tools: ToolUse | None = None
+    reasoning: ReasoningUse = ReasoningUse()
+    chat_end: ChatEnd = ChatEnd.ANSWER
+    store: bool = False
+    """Each answer gets a reference by which a later chat can go on from its token ids."""
+    embedding: EmbeddingUse | None = None
+    """The answers are embeddings of the prompts; None: they are generated."""
     n: int = 1
     """Choices per prompt."""
+    best_of: int | None = None
+    """Samples per prompt, of which the `n` with the highest mean log-probability are the choices; None for `n`."""
 
+    sampling: SamplingParams = UNASKED
+    """As asked for, except limit and seed: these depend on the model and the choice (`sampling_params`)."""
+    grammar_param: str | None = None
+    """Name of the request's field with the grammar of `sampling`, for error messages."""
+    all_logprobs: bool = False
+    """Log-probabilities of all tokens at each position."""
+    truncation: Truncation | None = None
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
+    """None: what the context has room for, or a completion's default."""
+    is_capped: bool = False
+    """Allows a `max_tokens` for which the context has no room: the answer may fill the context then."""
     seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
+    """None: another one for each request."""
+    ignore_eos: bool = False
+    """The model's own end-of-sequence ids do not end generation."""
+    bad_words: tuple[str, ...] = ()
+    """Texts whose tokens are never completed; the reading makes `sampling.bad_words` of them."""
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     """The stop string that ended the text stays in it."""
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """Special tokens are left out of the text."""
+    spaces_between_special_tokens: bool = True
 
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     stream: bool = False
     include_usage: bool = False
+    """A stream ends with the request's usage."""
+    continuous_usage: bool = False
+    """Each chunk of a stream has the usage of its choice so far."""
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens by their ids."""
+    add_special_tokens: bool = True
+    """A text begins with the special tokens that the model wants before it (completions only)."""
     echo: bool = False
-    """The answer's text begins with the prompt's, and so do its log-probabilities (completions only)."""
+    """A completion's text begins with the prompt's, and so do its log-probabilities; a chat's text begins with that of
+    the last message where the answer goes on with it, or is of the same role."""
+    suffix: str | None = None
+    """Text behind the answer (completions only)."""
+
+    prediction: str | None = None
+    """Guess of the answer, for drafts (chats only)."""
 
     user: str | None = None
     session_id: str | None = None
+    priority: int = 0
+    """Of lower numbers first."""
     cache_salt: str | None = None
     cache_priority: int = 0
     cache_ttl_s: float | None = None
+    marks: tuple[PromptMark, ...] = ()
+    """In the order of the prompt (chats only)."""
+    turn: Turn | None = None
     request_id: str | None = None
 
     @property
     def num_choices(self) -> int:
-        """Choices of the response, all prompts together."""
-        return self.n * max(1, len(self.prompts))
+        """Samples to generate, all prompts together."""
+        return self.num_samples * max(1, len(self.prompts))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples to generate for each prompt."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many alternatives to report for each prompt token, wherever they are shown; None: report nothing."""
-        echoed = self.logprobs if self.echo else None
-        return max((count for count in (self.prompt_logprobs, echoed) if count is not None), default=None)
+        """Number of alternatives to report for each prompt token, wherever they are shown; None: report nothing."""
+        echoed = self.sampling.logprobs if self.echoes_prompt else None
+        return max((count for count in (self.sampling.prompt_logprobs, echoed) if count is not None), default=None)
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return self.echo and self.kind == "completion"
 
     @property
     def prompt_param(self) -> str:
-        """The field of the request that holds the prompt, for error messages."""
+        """Name of the request's field with the prompt, for error messages."""
+        if self.turn is not None or self.embedding is not None:
+            return "input"
         return "messages" if self.kind == "chat" else "prompt"
+
+    @property
+    def is_unresolved(self) -> bool:
+        """True while the messages lack those of the response to go on from, whose answers would be `continued`."""
+        return self.turn is not None and self.turn.previous is not None and not self.continued
 
 
 def sampling_params(
@@ -93,40 +284,68 @@ def sampling_params(
     default_seed: int,
     choice: int = 0,
 ) -> SamplingParams:
-    """The sampling parameters of one choice of `spec`.
+    """Return the sampling parameters of one choice of `spec`.
 
     `prompt_len` and `max_model_len` are in tokens; `choice` is the choice's index in the response (prompt by prompt,
     `n` each). With a `seed` in the request, a choice depends only on its prompt and its place among that prompt's
     choices; without, every choice draws from `default_seed` and its index.
 
-    Raises ContextLengthError if prompt and `max_tokens` do not fit, RequestError for ids outside the vocabulary and
-    for `min_tokens` above `max_tokens`.
+    Raises ContextLengthError if prompt and `max_tokens` do not fit, RequestError for ids outside the vocabulary and for
+    `min_tokens` above `max_tokens`, or for which no token is left.
     """
-    max_tokens = _max_tokens(spec, prompt_len, max_model_len)
-    if spec.min_tokens > max_tokens:
-        raise RequestError(
-            f"'min_tokens' must be at most max_tokens ({max_tokens}), got {spec.min_tokens}.", param="min_tokens"
-        )
-    require_token_ids(spec.stop_token_ids, vocab_size, "stop_token_ids")
-    require_token_ids([token for token, _ in spec.logit_bias], vocab_size, "logit_bias")
-    seed, index = (default_seed, choice) if spec.seed is None else (spec.seed, choice % spec.n)
+    asked = spec.sampling
+    max_tokens = max_tokens_for(spec, prompt_len, max_model_len)
+    seed, index = (default_seed, choice) if spec.seed is None else (spec.seed, choice % spec.num_samples)
     own_stops = () if spec.ignore_eos else tuple(sorted(eos_token_ids))
-    return SamplingParams(
+    stops = tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids)))
+    _require_ids(asked, vocab_size)
+    _require_possible(spec, max_tokens, vocab_size, stops)
+    return replace(
+        asked,
         max_tokens=max_tokens,
-        temperature=spec.temperature,
-        top_p=spec.top_p,
-        top_k=spec.top_k,
-        min_p=spec.min_p,
         seed=_choice_seed(seed, index),
-        presence_penalty=spec.presence_penalty,
-        frequency_penalty=spec.frequency_penalty,
-        repetition_penalty=spec.repetition_penalty,
-        logit_bias=spec.logit_bias,
-        stop_token_ids=tuple(dict.fromkeys((*own_stops, *spec.stop_token_ids))),
-        min_tokens=spec.min_tokens,
-        logprobs=spec.logprobs,
+        stop_token_ids=stops,
+        logprobs=_num_logprobs(spec, vocab_size),
         prompt_logprobs=spec.num_prompt_logprobs,
     )
+
+
+def _require_ids(asked: SamplingParams, vocab_size: int) -> None:
+    """Raise RequestError for ids outside the vocabulary."""
+    require_token_ids(asked.stop_token_ids, vocab_size, "stop_token_ids")
+    require_token_ids([token for token, _ in asked.logit_bias], vocab_size, "logit_bias")
+    require_token_ids(asked.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    require_token_ids(asked.logprob_token_ids, vocab_size, "logprob_token_ids")
+
+
+def _require_possible(spec: GenerationSpec, max_tokens: int, vocab_size: int, stops: Collection[int]) -> None:
+    """Raise RequestError for an answer that cannot be generated, or is too large."""
+    asked = spec.sampling
+    if asked.min_tokens > max_tokens:
+        raise RequestError(
+            f"'min_tokens' must be at most max_tokens ({max_tokens}), got {asked.min_tokens}.", param="min_tokens"
+        )
+    if asked.allowed_token_ids is not None and asked.min_tokens and set(stops).issuperset(asked.allowed_token_ids):
+        raise RequestError(
+            "'allowed_token_ids' must have a token that does not end the answer, since 'min_tokens' is given.",
+            param="allowed_token_ids",
+        )
+
+    if spec.all_logprobs and spec.num_choices * max_tokens * vocab_size > MAX_LISTED:
+        most = MAX_LISTED // (spec.num_choices * vocab_size)
+        raise RequestError(
+            f"Log-probabilities of all {vocab_size} tokens are limited to {most} tokens of each of {spec.num_choices} "
+            f"answers, but 'max_tokens' is {max_tokens}.",
+            param="max_tokens",
+        )
+
+
+def _num_logprobs(spec: GenerationSpec, vocab_size: int) -> int | None:
+    """As `SamplingParams.logprobs`; samples are compared by their tokens' log-probabilities."""
+    if spec.all_logprobs:
+        return vocab_size
+    is_compared = spec.sampling.logprobs is None and spec.num_samples > spec.n
+    return 0 if is_compared else spec.sampling.logprobs
 
 
 def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -138,8 +357,8 @@ def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> 
         )
 
 
-def _max_tokens(spec: GenerationSpec, prompt_len: int, max_model_len: int) -> int:
-    """`max_tokens`, explicit or default, checked against the context."""
+def max_tokens_for(spec: GenerationSpec, prompt_len: int, max_model_len: int) -> int:
+    """`max_tokens`, explicit or default. Raises ContextLengthError if it and the prompt do not fit into the context."""
     room = max_model_len - prompt_len
     if room < (spec.max_tokens != 0):
         raise ContextLengthError(
@@ -148,8 +367,13 @@ def _max_tokens(spec: GenerationSpec, prompt_len: int, max_model_len: int) -> in
             f"Please shorten '{spec.prompt_param}'.",
             param=spec.prompt_param,
         )
+
     if spec.max_tokens is None:
         return room if spec.kind == "chat" else min(room, DEFAULT_COMPLETION_TOKENS)
+
+    if spec.max_tokens > room and spec.is_capped:
+        return room
+
     if spec.max_tokens > room:
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens, but you asked for "
@@ -157,6 +381,7 @@ def _max_tokens(spec: GenerationSpec, prompt_len: int, max_model_len: int) -> in
             f"'max_tokens'. Please shorten one of them.",
             param="max_tokens",
         )
+
     return spec.max_tokens
 
 

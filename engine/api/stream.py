@@ -1,9 +1,9 @@
 """A response as server-sent events.
 
 A stream is, for each choice, `ChunkWriter.first` (a chat's role), any number of `text` or `event`, and one `finish`;
-then `usage_event` if asked for, and `DONE`. An error ends it with `error_event` instead.
+then `usage_event` if asked for, and `DONE`. An error ends a stream with `error_event` instead.
 
-Nearly every event is text alone, at tens of thousands a second. The JSON around that text never changes, so a writer
+Nearly every event is text alone, at tens of thousands a second. The JSON around the text never changes, so a writer
 renders it once and `text` only escapes the text.
 """
 
@@ -13,6 +13,8 @@ import orjson
 
 from engine.api.responses import Json, ResponseHead, Usage, error_body, wire_finish_reason
 from engine.core.errors import RaydixError
+from engine.core.ingress.parsers.answer import AnswerMessage
+from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
 from engine.core.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -34,16 +36,18 @@ class ChunkWriter:
     """Writes the events of one choice. Every method returns complete events (`data: {...}` and an empty line), or
     nothing.
 
-    `include_usage`: the stream will end with a usage, so each chunk carries `"usage": null`.
+    `include_usage`: the stream will end with a usage, so each chunk carries a usage: null, or `usage` where it is set.
     """
 
-    __slots__ = ("_after", "_before", "_head", "_include_usage", "_index", "_is_chat")
+    __slots__ = ("_after", "_before", "_head", "_include_usage", "_index", "_is_chat", "usage")
 
     def __init__(self, head: ResponseHead, index: int = 0, *, include_usage: bool = False) -> None:
         self._head = head
         self._index = index
         self._include_usage = include_usage
         self._is_chat = head.kind == "chat"
+        self.usage: Usage | None = None
+        """Usage of the choice so far, for the next chunks."""
         # The mark stands behind all that a caller or operator can have named, so the last one is ours.
         before, _, after = self._chunk(_MARK, None, None, None, None).rpartition(orjson.dumps(_MARK))
         self._before = before
@@ -56,7 +60,7 @@ class ChunkWriter:
         return self._render({"role": "assistant", "content": ""}, None, None, None, prompt_token_ids)
 
     def text(self, text: str) -> bytes:
-        """An event with text alone."""
+        """An event with text alone, even where `usage` is set."""
         return self._before + orjson.dumps(text) + self._after
 
     def event(
@@ -66,10 +70,28 @@ class ChunkWriter:
         token_ids: Sequence[int] | None = None,
         logprobs: Json | None = None,
     ) -> bytes:
-        """An event with text (it may be empty) and what belongs to its tokens."""
-        if token_ids is None and logprobs is None:
+        """Event with text (possibly empty) and the data of its tokens."""
+        if token_ids is None and logprobs is None and self.usage is None:
             return self.text(text)
         return self._chunk(text, token_ids, logprobs, None, None)
+
+    def parts(
+        self,
+        events: Sequence[AnswerEvent],
+        message: AnswerMessage,
+        *,
+        token_ids: Sequence[int] | None = None,
+        logprobs: Json | None = None,
+    ) -> bytes:
+        """An event for each part of a parsed chat, the first with the data of its tokens. `message` has all parts."""
+        deltas = [delta for event in events if (delta := _delta(event, message)) is not None]
+        if not deltas and (token_ids or logprobs is not None or self.usage is not None):
+            deltas = [{}]
+        data = b""
+        for delta in deltas:
+            data += self._render(delta, token_ids, logprobs, None, None)
+            token_ids, logprobs = None if token_ids is None else (), None
+        return data
 
     def finish(
         self,
@@ -78,51 +100,72 @@ class ChunkWriter:
         *,
         token_ids: Sequence[int] | None = None,
         logprobs: Json | None = None,
+        stop_reason: str | int | None = None,
+        message_id: str | None = None,
     ) -> bytes:
-        """The choice's last text, if any, and the event that ends it. Raises ValueError for an abort or error."""
-        word = wire_finish_reason(reason)
+        """Events for the choice's last text, if any, and its end, with the `id` of a chat's message if there is one.
+        Raises ValueError for an abort or error."""
+        end: Json = {"finish_reason": wire_finish_reason(reason), "stop_reason": stop_reason}
         if not self._is_chat:
-            return self._chunk(text, token_ids, logprobs, word, None)
+            return self._chunk(text, token_ids, logprobs, end, None)
         last = b""
         if text:
             last = self.event(text, token_ids=token_ids, logprobs=logprobs)
             token_ids, logprobs = None if token_ids is None else (), None
-        return last + self._render({}, token_ids, logprobs, word, None)
+        delta: Json = {} if message_id is None else {"id": message_id}
+        return last + self._render(delta, token_ids, logprobs, end, None)
 
     def _chunk(
         self,
         text: str,
         token_ids: Sequence[int] | None,
         logprobs: Json | None,
-        finish_reason: str | None,
+        end: Json | None,
         prompt_token_ids: Sequence[int] | None,
     ) -> bytes:
         content: str | Json = {"content": text} if self._is_chat else text
-        return self._render(content, token_ids, logprobs, finish_reason, prompt_token_ids)
+        return self._render(content, token_ids, logprobs, end, prompt_token_ids)
 
     def _render(
         self,
         content: str | Json,
         token_ids: Sequence[int] | None,
         logprobs: Json | None,
-        finish_reason: str | None,
+        end: Json | None,
         prompt_token_ids: Sequence[int] | None,
     ) -> bytes:
         choice: Json = {
             "index": self._index,
             "delta" if self._is_chat else "text": content,
             "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            **(end or {"finish_reason": None}),
         }
         chunk = self._head.object(stream=True)
         chunk["choices"] = [choice]
         if self._include_usage:
-            chunk["usage"] = None
+            chunk["usage"] = None if self.usage is None else self.usage.object()
         if token_ids is not None:
             choice["token_ids"] = list(token_ids)
         if prompt_token_ids is not None:
             (chunk if self._is_chat else choice)["prompt_token_ids"] = list(prompt_token_ids)
+
         return _event(orjson.dumps(chunk))
+
+
+def _delta(event: AnswerEvent, message: AnswerMessage) -> Json | None:
+    """The change that an event makes to a chat's message; None if it makes none."""
+    match event:
+        case TextPart(text):
+            return {"content": text}
+        case ReasoningPart(text):
+            return {"reasoning": text, "reasoning_content": text}
+        case CallBegins(index, name):
+            opened: Json = {"id": message.begun[index].id, "type": "function"}
+            return {"tool_calls": [{"index": index, **opened, "function": {"name": name, "arguments": ""}}]}
+        case ArgumentsPart(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case _:
+            return None
 
 
 def _event(data: bytes) -> bytes:

@@ -1,14 +1,31 @@
-"""Checks that pydantic has no word for, and pydantic's findings as one sentence that names the field."""
+"""Checks that pydantic lacks, and pydantic's findings as one sentence that names the field."""
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from engine.core.errors import RequestError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+NOT_SUPPORTED = "Not supported: any other value is refused."
+"""Description of a field that takes null and values that ask for nothing."""
+MAX_EXACT = 2**53
+"""Bound of the integers that floats hold exactly."""
 
 
 class StrictModel(BaseModel):
@@ -26,20 +43,68 @@ class StrictModel(BaseModel):
         return value
 
 
+class LenientModel(BaseModel):
+    """As `StrictModel`, but unknown fields are ignored: for objects that other servers may have made."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+
 def problem(predicate: str) -> PydanticCustomError:
     """A finding of a validator, to be read behind the field's name: "must not be empty"."""
     return PydanticCustomError("problem", "{predicate}", {"predicate": predicate})
 
 
-def only(*harmless: object) -> AfterValidator:
-    """For a field that is not supported: takes null and the values that ask for nothing."""
+def _integral(value: object) -> object:
+    """4.0 as 4: JSON has one kind of number, and some languages write each with a point."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
+        return int(value)
+    return value
+
+
+INTEGRAL = BeforeValidator(_integral)
+"""Lets a field that is an integer take 4.0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Only(AfterValidator):
+    """Check of an unsupported field; its JSON schema has the values that it takes."""
+
+    harmless: tuple[object, ...]
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema of null and the harmless values."""
+        values = list(dict.fromkeys(map(json.dumps, (None, *self.harmless))))
+        return {"enum": [json.loads(value) for value in values], "description": NOT_SUPPORTED}
+
+
+def only(*harmless: object) -> Only:
+    """Check of an unsupported field: takes null and the values that ask for nothing."""
 
     def check(value: object) -> object:
         if value is None or value in harmless:
             return value
         raise problem("is not supported yet")
 
-    return AfterValidator(check)
+    return Only(check, harmless)
+
+
+def renamed(name: str) -> Only:
+    """Check of a field that has another name today: takes null."""
+
+    def check(value: object) -> object:
+        if value is None:
+            return value
+        raise problem(f"is not supported any more; it is '{name}' today")
+
+    return Only(check, ())
+
+
+def parse_body(model: type[ModelT], body: bytes) -> ModelT:
+    """The request of type `model` in a body. Raises RequestError naming the field at fault."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise request_error(error, model) from None
 
 
 def request_error(error: ValidationError, model: type[BaseModel]) -> RequestError:
@@ -48,18 +113,22 @@ def request_error(error: ValidationError, model: type[BaseModel]) -> RequestErro
     kind = finding["type"]
     if kind == "json_invalid":
         return RequestError(f"The request body is not valid JSON: {finding['ctx']['error']}.")
+
     location = finding["loc"]
     if kind == "unrecognized":
         location = (*location, str(finding["ctx"]["name"]))
+
     param = _path(location)
     if not param:
         return RequestError(f"The request body must be a JSON object, got {describe(finding['input'])}.")
     if kind == "missing":
         return RequestError(f"Missing required parameter: '{param}'.", param=param)
+
     if kind in ("extra_forbidden", "unrecognized"):
         near = get_close_matches(param, model.model_fields, n=1) if len(location) == 1 else ()
         hint = "".join(f". Did you mean '{name}'?" for name in near)
         return RequestError(f"Unrecognized request argument supplied: {param}{hint}", param=param)
+
     return RequestError(f"'{param}' {_predicate(finding)}.", param=param)
 
 

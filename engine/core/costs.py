@@ -1,25 +1,30 @@
-"""How long things take on a worker, fitted while it runs: a step of its engine, and fetching KV from elsewhere.
+"""Costs of a worker in seconds, fitted while it runs: the steps of its engine, and imports of KV.
 
-    step   = step_s + prefill tokens * prefill_token_s + decodes * decode_token_s + attended pairs * pair_s
-             + swaps * swap_s + swapped bytes * swap_byte_s
+    step   = step_s + prefill tokens * prefill_token_s + decodes * decode_token_s + draft tokens * draft_token_s
+             + attended pairs * pair_s + swaps * swap_s + swapped bytes * swap_byte_s
     import = import_s + bytes * import_byte_s
 
-The fit is least squares over what was seen lately. What was not seen lately keeps the value that it had, of steps; of
-imports it goes back to the first guess, and in both a hiccup of the machine counts for little. Otherwise slow imports
-could make all later ones seem dearer than computing, so that none is tried any more and the fit never learns better.
+The fit is least squares over recent observations. Without recent observations the costs of steps keep their values, and
+the costs of imports go back to the first guess; in both a single slow observation counts for little. Otherwise slow
+imports could make all later imports seem dearer than computing, so that none is tried any more and the fit never learns
+better.
+
+`spread` is the distance of the observed steps from the fit of their time, as a share of their length.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 
-IMPORTS_KEPT = 0.995
-"""What is left of what was seen of imports, half a second later."""
+KEPT = 0.995
+"""Share that is left after half a second of the observations of imports, and of steps while there are none."""
+MAX_CONTEXT_WEIGHT = 8.0
+"""Bound of the weight of a token behind many others, so that a prefill goes on whatever the fit says."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
-    """Seconds, each per one. The defaults are a guess at a small CPU worker, good for its first few steps."""
+    """Seconds per unit. The defaults are a guess at a small CPU worker, good for its first few steps."""
 
     step_s: float = 2e-3
     prefill_token_s: float = 1e-3
@@ -31,15 +36,28 @@ class WorkerCosts:
     swap_s: float = 1e-3
     """Per request whose KV is copied out of the pool or back, besides the bytes."""
     swap_byte_s: float = 1e-9
+    spread: float = 0.1
+    """Relative standard deviation of the observed step times from the fit of their time."""
+    draft_token_s: float = 1e-3
+    """Per draft token behind a decode."""
 
     def decode_step_s(self, num_decodes: int) -> float:
         """A step of decodes alone."""
         return self.step_s + num_decodes * self.decode_token_s
 
+    def context_weight(self, num_before: float, token_budget: int) -> float:
+        """Length of a step that fills the budget with tokens behind `num_before` others, in lengths of a step whose
+        tokens are behind none; at most `MAX_CONTEXT_WEIGHT`."""
+        step_s = self.step_s + token_budget * self.prefill_token_s
+        longer_s = token_budget * num_before * self.pair_s
+        return min(MAX_CONTEXT_WEIGHT, 1 + longer_s / step_s) if step_s else 1.0
+
     def prefill_s(self, num_tokens: int, num_cached: int, token_budget: int, num_decodes: int) -> float:
-        """Computing `num_tokens` positions after `num_cached`, in steps that go on with `num_decodes` decodes."""
-        num_steps = ceil(num_tokens / max(1, token_budget - num_decodes))
-        num_pairs = num_tokens * (num_cached + num_tokens / 2)
+        """Computing `num_tokens` positions after `num_cached`, in steps beside `num_decodes` decodes."""
+        mean_before = num_cached + num_tokens / 2
+        weight = self.context_weight(mean_before, token_budget) if num_decodes else 1.0
+        num_steps = ceil(num_tokens * weight / max(1, token_budget - num_decodes))
+        num_pairs = num_tokens * mean_before
         return num_steps * self.decode_step_s(num_decodes) + num_tokens * self.prefill_token_s + num_pairs * self.pair_s
 
     def import_all_s(self, num_bytes: int) -> float:
@@ -47,29 +65,30 @@ class WorkerCosts:
         return self.import_s + num_bytes * self.import_byte_s if num_bytes else 0.0
 
     def swap_once_s(self, num_bytes: int) -> float:
-        """Copying one request's `num_bytes` of KV out of the pool, or back."""
+        """Copying `num_bytes` of one request's KV out of the pool, or back."""
         return self.swap_s + num_bytes * self.swap_byte_s
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What an engine step computed."""
+    """Counts of the work in one engine step."""
 
     num_prefill_tokens: int
     num_decodes: int
     num_pairs: float
     """Pairs of a query position and a position that it attends to."""
     num_swaps: int = 0
-    """Times that one request's KV was copied out of the pool, or back."""
+    """Copies of one request's KV out of the pool, or back."""
     num_swapped_bytes: int = 0
+    num_draft_tokens: int = 0
 
 
 class CostFit:
-    """Follows one worker's costs."""
+    """Fits the costs of one worker."""
 
     def __init__(self, prior: WorkerCosts) -> None:
         self._steps = LinearFit(
-            (1.0, 256.0, 16.0, 256.0 * 1024.0, 1.0, float(1 << 22)),
+            (1.0, 256.0, 16.0, 256.0 * 1024.0, 1.0, float(1 << 22), 8.0),
             (
                 prior.step_s,
                 prior.prefill_token_s,
@@ -77,12 +96,21 @@ class CostFit:
                 prior.pair_s,
                 prior.swap_s,
                 prior.swap_byte_s,
+                prior.draft_token_s,
             ),
         )
+
         self._imports = LinearFit((1.0, float(1 << 22)), (prior.import_s, prior.import_byte_s))
+        self._spread = prior.spread
+
+        self.num_steps = 0
+        """Steps observed so far."""
+        self._num_steps_before = 0
+        """`num_steps` at the last call of `fade`."""
 
     def step(self, shape: StepShape, seconds: float) -> None:
-        """A step took so long."""
+        """Observe a step."""
+        self.num_steps += 1
         self._steps.add(
             (
                 1.0,
@@ -91,34 +119,51 @@ class CostFit:
                 shape.num_pairs,
                 shape.num_swaps,
                 shape.num_swapped_bytes,
+                shape.num_draft_tokens,
             ),
             seconds,
         )
 
     def imported(self, num_bytes: int, seconds: float) -> None:
-        """Fetching and unpacking a segment took so long, without the wait for a step that was under way."""
+        """Observe the fetching and unpacking of a segment, without the wait for a running step."""
         self._imports.add((1.0, num_bytes), seconds)
 
-    def fade_imports(self) -> None:
-        """Twice a second: what was seen of imports counts for less with time, half after a minute or so. While they
-        seem dearer than computing none is seen, so in the end one must be tried again."""
-        self._imports.fade(IMPORTS_KEPT)
+    def fade(self) -> None:
+        """Weaken old observations; to be called twice a second.
+
+        Imports: half of the weight is left after a minute or so. While imports seem dearer than computing none is
+        observed, so in the end one must be tried again. Steps: weakened only while there are none, so that a worker
+        that seemed slow, and was left alone, is soon tried again.
+        """
+        self._imports.fade(KEPT)
+        if self.num_steps == self._num_steps_before:
+            self._steps.fade(KEPT)
+        self._num_steps_before = self.num_steps
 
     def costs(self) -> WorkerCosts:
-        """What is thought now."""
-        step_s, prefill_token_s, decode_token_s, pair_s, swap_s, swap_byte_s = self._steps.solve()
+        """The costs as fitted now."""
+        step_s, prefill_token_s, decode_token_s, pair_s, swap_s, swap_byte_s, draft_token_s = self._steps.solve()
         import_s, import_byte_s = self._imports.solve(forgets=True)
         return WorkerCosts(
-            step_s, prefill_token_s, decode_token_s, pair_s, import_s, import_byte_s, swap_s, swap_byte_s
+            step_s=step_s,
+            prefill_token_s=prefill_token_s,
+            decode_token_s=decode_token_s,
+            pair_s=pair_s,
+            import_s=import_s,
+            import_byte_s=import_byte_s,
+            swap_s=swap_s,
+            swap_byte_s=swap_byte_s,
+            spread=self._steps.spread(self._spread),
+            draft_token_s=draft_token_s,
         )
 
 
 class LinearFit:
     """Non-negative least squares with a fading memory: y = sum of w[i] * x[i].
 
-    `scales` are typical values of the x[i], which make them comparable. `solve` leans a little on its last answer, so
-    a coefficient of which nothing was seen stays as it was. An observation above `MAX_SURPRISE` times what the last
-    answer and the prior expect counts as that much.
+    `scales` are typical values of the x[i]: they make the x[i] comparable. `solve` leans a little on its last answer,
+    so a coefficient without observations stays. An observation above `MAX_SURPRISE` times the larger of fit and prior
+    is cut to that limit.
     """
 
     DECAY = 0.99
@@ -132,12 +177,17 @@ class LinearFit:
         count = len(self._scales)
         self._products = [[0.0] * count for _ in range(count)]
         self._targets = [0.0] * count
+        self._squared_residuals = 0.0
+        self._squared_expectations = 0.0
 
     def add(self, x: Sequence[float], y: float) -> None:
-        """One observation."""
+        """Add one observation."""
         row = [value / scale for value, scale in zip(x, self._scales, strict=True)]
-        expected = max(_sum_of_products(weights, row) for weights in (self._weights, self._prior))
+        fitted = _sum_of_products(self._weights, row)
+        expected = max(fitted, _sum_of_products(self._prior, row))
         y = min(y, self.MAX_SURPRISE * expected) if expected else y
+        self._squared_residuals = self.DECAY * self._squared_residuals + (y - fitted) ** 2
+        self._squared_expectations = self.DECAY * self._squared_expectations + fitted**2
         for index, value in enumerate(row):
             products = self._products[index]
             for other, product in enumerate(row):
@@ -145,14 +195,20 @@ class LinearFit:
             self._targets[index] = self.DECAY * self._targets[index] + value * y
 
     def fade(self, kept: float) -> None:
-        """Let only this fraction of what was observed count."""
+        """Keep only this fraction of the weight of all observations."""
         self._products = [[kept * product for product in products] for products in self._products]
         self._targets = [kept * target for target in self._targets]
 
-    def solve(self, *, forgets: bool = False) -> tuple[float, ...]:
-        """The coefficients. One that would be negative is zero, and the others are fitted without it.
+    def spread(self, prior: float) -> float:
+        """Root mean square of the recent residuals as a share of the fitted values; `prior` without observations."""
+        if not self._squared_expectations:
+            return prior
+        return sqrt(self._squared_residuals / self._squared_expectations)
 
-        `forgets`: lean on the prior and not on the last answer, so that what was observed counts only while it does.
+    def solve(self, *, forgets: bool = False) -> tuple[float, ...]:
+        """The coefficients. A coefficient that would be negative is zero, and the others are fitted without it.
+
+        `forgets`: lean on the prior instead of the last answer, so that faded observations lose their effect.
         """
         anchor = self._prior if forgets else self._weights
         free = list(range(len(self._scales)))
@@ -174,7 +230,7 @@ def _sum_of_products(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _eliminate(matrix: list[list[float]], targets: list[float]) -> list[float]:
-    """Solve a positive definite system by elimination; both arguments are used up."""
+    """Solve a positive definite system by elimination; both arguments are overwritten."""
     count = len(targets)
     for pivot in range(count):
         for row in range(pivot + 1, count):

@@ -8,7 +8,7 @@ Both carry an HTTP status and a stable `code`; one handler in the ingress turns 
 
 
 class RaydixError(Exception):
-    """Base of every error that is meant for a caller's eyes."""
+    """Base of every error that a caller may see."""
 
     status: int = 500
     code: str = "internal_error"
@@ -38,7 +38,7 @@ class RequestError(RaydixError):
 
 
 class AuthenticationError(RequestError):
-    """The server has tenants, and the request has no API key of theirs."""
+    """The server has tenants, and the request has no API key of a tenant."""
 
     status = 401
     code = "invalid_api_key"
@@ -66,11 +66,39 @@ class NotFoundError(RequestError):
     code = "not_found"
 
 
+class AnswerNotFoundError(RequestError):
+    """A message names an answer whose token ids are not kept, any more or for this tenant."""
+
+    status = 404
+    code = "answer_not_found"
+
+
+class ResponseNotFoundError(RequestError):
+    """A stored response is named that is not kept, any more or for this tenant."""
+
+    status = 404
+    code = "response_not_found"
+
+
 class BodyTooLargeError(RequestError):
     """The request body exceeds the configured limit."""
 
     status = 413
     code = "body_too_large"
+
+
+class BodyTimeoutError(RequestError):
+    """The rest of the request body did not come in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
+class MediaTypeError(RequestError):
+    """The request body is not declared to be JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
 
 
 class ContextLengthError(RequestError):

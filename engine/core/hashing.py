@@ -1,18 +1,17 @@
 """Names for blocks: a chain of cryptographic digests over the tokens of a sequence.
 
-A block's hash covers its own tokens, every token before it, the root, which is what the KV was computed with (model
-fingerprint, which includes dtype and layout), and the salt of whoever may share it. Two blocks with the same hash hold
-the same KV, in every process and on every machine. BLAKE2b with 128 bits: collisions are out of reach even for someone
-who looks for them, which a faster non-cryptographic hash would not give.
+A block's hash covers its own tokens, all tokens before them, the root (model fingerprint, including dtype and layout),
+and the salt of its readers. Two blocks with the same hash hold the same KV, in every process and on every machine.
+BLAKE2b with 128 bits: collisions are out of reach even for an attacker, unlike with a faster non-cryptographic hash.
 
-The salt enters between two blocks: before the first one, or after the last one that lies wholly in a public prefix. So
-the blocks of a public prefix have the same names for everyone, and no block after them has a name that a holder of
-another salt could come to. Roots and salts are hashed under keys, blocks under none, so that none passes for another.
+The salt enters between two blocks: before the first one, or after the last one wholly inside a public prefix. So the
+blocks of a public prefix have the same names for everyone, and the blocks after a salt have names that no holder of
+another salt can compute. Roots and salts are hashed under keys, blocks under none, so that none passes for another.
 """
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -23,7 +22,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class BlockChain:
-    """How the blocks of one sequence are named; the ingress and the workers name them by this one rule."""
+    """The naming rule for the blocks of one sequence, shared by the ingress and the workers."""
 
     root: BlockHash
     salt: Salt
@@ -31,21 +30,25 @@ class BlockChain:
 
     @property
     def num_public_blocks(self) -> int:
-        """Blocks from the first that are named without the salt."""
+        """Leading blocks that are named without the salt."""
         return self.salt.num_public_tokens // self.block_size
 
     def parent(self, hashes: Sequence[BlockHash], index: int) -> BlockHash:
-        """What block `index` is hashed with, given the `hashes` of those before it."""
+        """The parent that block `index` is hashed with, given the `hashes` of the blocks before it."""
         last = hashes[index - 1] if index else self.root
         return salted(last, self.salt.private) if index == self.num_public_blocks else last
 
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int]) -> None:
-        """Append to `hashes`, those of the first blocks of `token_ids`, what it lacks of the full blocks."""
+        """Extend `hashes`, of the first blocks of `token_ids`, to all full blocks."""
         num_full = len(token_ids) // self.block_size
         for end in (min(self.num_public_blocks, num_full), num_full):
             if len(hashes) < end:
                 tokens = token_ids[len(hashes) * self.block_size : end * self.block_size]
                 hashes += hash_blocks(self.parent(hashes, len(hashes)), tokens, self.block_size)
+
+    def partial(self, hashes: Sequence[BlockHash], index: int, token_ids: Sequence[int]) -> BlockHash:
+        """The hash of block `index` if the block ends with `token_ids`, given the `hashes` of the blocks before it."""
+        return hash_block(self.parent(hashes, index), token_ids)
 
     def hashes(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """The hashes of all full blocks of a sequence."""
@@ -55,18 +58,28 @@ class BlockChain:
 
 
 def root_hash(fingerprint: str) -> BlockHash:
-    """Where every chain of one model begins."""
+    """The beginning of every chain of one model."""
     return blake2b(fingerprint.encode(), digest_size=DIGEST_BYTES, key=b"raydix root").digest()
 
 
 def salted(parent: BlockHash, private: bytes) -> BlockHash:
-    """`parent` for those alone who have the salt `private`."""
+    """The name of `parent` under the salt `private`."""
     return blake2b(parent + private, digest_size=DIGEST_BYTES, key=b"raydix salt").digest()
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of the block that holds `token_ids` after `parent`. A partial block is a block of fewer tokens."""
     return blake2b(parent + _token_bytes(token_ids), digest_size=DIGEST_BYTES).digest()
+
+
+def hash_beginnings(parent: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
+    """The hashes of blocks after `parent` of the first of `token_ids`, the first two, and so on."""
+    data, state = _token_bytes(token_ids), blake2b(parent, digest_size=DIGEST_BYTES)
+    hashes = []
+    for start in range(0, len(data), 4):
+        state.update(data[start : start + 4])
+        hashes.append(state.digest())
+    return hashes
 
 
 def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
@@ -84,3 +97,18 @@ def _token_bytes(token_ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         words.byteswap()
     return words.tobytes()
+
+
+def preferred(session: str, worker_ids: Collection[str]) -> str:
+    """The worker that a session prefers to all others; `worker_ids` must not be empty. Rendezvous hashing (Thaler and
+    Ravishankar, 1998).
+
+    Losing a worker moves only the sessions that preferred the lost one.
+    """
+    if len(worker_ids) == 1:
+        return next(iter(worker_ids))
+    return min(worker_ids, key=lambda worker_id: _affinity(session, worker_id))
+
+
+def _affinity(session: str, worker_id: str) -> bytes:
+    return blake2b(f"{session}\0{worker_id}".encode(), digest_size=8).digest()

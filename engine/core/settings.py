@@ -1,22 +1,45 @@
-"""What an engine is built from, as plain values that can be sent to the process that builds it."""
+"""Settings of an engine, as plain values that can be sent to another process."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from engine.core.eviction.policies import EvictionPolicy
-from engine.core.scheduler import SchedulerLimits
 from engine.core.tenants import Tenant
+from engine.core.types import DraftSource
 
 GIB = 1 << 30
 """Bytes."""
 
 Quantization: TypeAlias = Literal["int8"]
-"""What the weights of matrix products are rounded to: int8 with a float32 scale for each output channel."""
+"""Rounding of the weights of matrix products: int8 with a float32 scale for each output channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one step."""
+
+    token_budget: int
+    """Tokens computed in one step, decodes and prefill chunks together."""
+    max_requests: int
+    """Requests that hold blocks at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Bounds of the drafts of one worker."""
+
+    depth: int = 8
+    """Tokens of one draft."""
+    index_tokens: int = 1 << 18
+    """Tokens that may be indexed, of all requests together, when another request begins to decode."""
+    past_tokens: int = 1 << 16
+    """Tokens of past answers."""
+    sources: tuple[DraftSource, ...] = tuple(DraftSource)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Everything that an engine is built from."""
+    """All settings of one engine."""
 
     source: str
     dtype: str
@@ -29,10 +52,14 @@ class EngineSettings:
     pool_gib: float
     limits: SchedulerLimits
     swap_bytes: int = 0
-    """KV of preempted requests that is kept outside the pool; 0: they are always computed again."""
+    """Limit of the KV of preempted requests kept outside the pool; 0: always recompute."""
+    prefix_caching: bool = True
+    """True keeps KV for later requests; False names blocks for hand-overs only."""
     eviction: EvictionPolicy = EvictionPolicy.ADAPTIVE
     tenants: tuple[Tenant, ...] = ()
-    """Whose shares of the pool are to be kept."""
+    """Tenants with shares of the pool."""
     deterministic: bool = False
-    """On a GPU: the same bits whatever the batch, as a CPU gives them in bfloat16 anyway."""
+    """On a GPU: the same bits whatever the batch, as a CPU gives in bfloat16 anyway."""
     quantization: Quantization | None = None
+    drafts: DraftLimits | None = None
+    """None: no drafts. They are made only where a row's bits do not depend on the number of rows."""

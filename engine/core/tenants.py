@@ -1,8 +1,8 @@
-"""Who asks, and what that means for KV: API keys to tenants, tenants to salts.
+"""Tenants: API keys to tenants, tenants to cache salts and quotas.
 
-A tenant is known by its API key, of which only the SHA-256 is kept, or by its name where a program inside the cluster
-vouches for it; never by anything else that a client sends. The salt covers the tenant's name, so a request's
-`cache_salt` can narrow what is shared within a tenant and can never reach another's.
+A tenant is known by its API key (only the SHA-256 is kept), or by its name if a program inside the cluster vouches for
+the name; never by other data from a client. The salt covers the tenant's name, so a request's `cache_salt` can narrow
+sharing within a tenant and can never reach the KV of another tenant.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,49 +17,66 @@ from engine.core.types import Salt
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Requests that share KV, and what they are granted."""
+    """Requests that share KV, with their limits."""
 
     name: str
     is_admin: bool = False
     cache_min: float = 0.0
-    """Fraction of a cache that others cannot take from it."""
+    """Fraction of a cache that other tenants cannot take away."""
     cache_max: float = 1.0
-    """Fraction of a cache that it can fill."""
+    """Fraction of a cache that the tenant can fill."""
     max_requests: int | None = None
-    """Requests that it may have under way at one ingress replica; None: as many as all together."""
+    """Limit of concurrent requests at one ingress replica; None: the limit of the replica."""
+    min_priority: int | None = None
+    """Lowest, most urgent `priority` of its requests; None: any."""
+
+    def require_priority(self, priority: int) -> None:
+        """Raise RequestError for a priority with which a request would go before more urgent tenants' requests."""
+        if self.min_priority is not None and priority < self.min_priority:
+            raise RequestError(
+                f"'priority' must be at least {self.min_priority} for this tenant, got {priority}.", param="priority"
+            )
 
 
 ANONYMOUS = Tenant("anonymous")
-"""Everyone, where no tenants are configured; and requests of the Python handle that name none."""
+"""Tenant of all requests without configured tenants, and of requests of the Python handle without a tenant."""
 
 
 EVERYONE = replace(ANONYMOUS, is_admin=True)
-"""Whoever reaches a server without tenants: it is trusted."""
+"""Tenant of all HTTP requests without configured tenants: trusted."""
 
 
 class Tenants:
-    """The tenants of a server, and who speaks for them. Without any the server is open: everyone is `ANONYMOUS`."""
+    """The tenants of a server and their keys. Without any the server is open: every request belongs to `ANONYMOUS`."""
 
     def __init__(self, tenants: Iterable[Tenant] = (), name_of_key: Mapping[str, str] | None = None) -> None:
-        """`name_of_key` has the tenant's name for each `key_hash`."""
+        """`name_of_key`: the tenant's name by `key_hash`."""
         known = {tenant.name: tenant for tenant in tenants}
         self._is_open = not known
         self._by_name = {ANONYMOUS.name: ANONYMOUS} | known
         self._name_of_key = dict(name_of_key or {})
 
-    def authenticate(self, authorization: str | None) -> Tenant:
-        """The tenant of an HTTP request with this `Authorization` header; anything will do where the server is open.
+    @property
+    def names(self) -> list[str]:
+        """Names of all tenants that a request may belong to."""
+        return list(self._by_name)
 
-        Keys are compared by looking up their hashes, so the time it takes tells nothing about a key.
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """The tenant of an HTTP request with this `Authorization` header; an open server accepts any header. A key in
+        the header `x-api-key` counts as such a header.
+
+        Keys are compared by looking up their hashes, so the time taken says nothing about a key.
 
         Raises:
-            AuthenticationError: there is no key in it, or one that is not known. The message does not repeat it.
+            AuthenticationError: the key is missing or unknown. The message does not repeat the key.
         """
         if self._is_open:
             return EVERYONE
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise AuthenticationError("No API key was given: send the header 'Authorization: Bearer <key>'.")
+            raise AuthenticationError(
+                "No API key was given: send the header 'Authorization: Bearer <key>' or 'x-api-key: <key>'."
+            )
         name = self._name_of_key.get(key_hash(key.strip()))
         if name is None:
             raise AuthenticationError("The API key is not valid.")
@@ -69,7 +86,7 @@ class Tenants:
         """The tenant of this name, `ANONYMOUS` for None.
 
         Raises:
-            RequestError: there is none.
+            RequestError: the name is unknown.
         """
         tenant = self._by_name.get(ANONYMOUS.name if name is None else name)
         if tenant is None:
@@ -78,8 +95,7 @@ class Tenants:
 
 
 def quotas(tenants: Iterable[Tenant], size: int) -> dict[str, Quota]:
-    """What the tenants' fractions come to in a cache of that size, be it blocks or bytes; those without any are left
-    out."""
+    """Quotas by tenant in a cache of `size` blocks or bytes; tenants without a floor or ceiling are left out."""
     return {
         tenant.name: Quota(int(tenant.cache_min * size), int(tenant.cache_max * size) if tenant.cache_max < 1 else None)
         for tenant in tenants
@@ -88,14 +104,15 @@ def quotas(tenants: Iterable[Tenant], size: int) -> dict[str, Quota]:
 
 
 def key_hash(key: str) -> str:
-    """What the configuration holds of an API key: its SHA-256 in hexadecimal. A random key needs no slower hash."""
+    """Hash of an API key as the configuration holds it: SHA-256 in hexadecimal. A random key needs no slower hash."""
     return sha256(key.encode()).hexdigest()
 
 
 def salt_of(tenant: str, cache_salt: str | None, num_public_tokens: int = 0) -> Salt:
-    """The salt of a tenant's request. With a `cache_salt` of its own it shares no public prefix either.
+    """The salt of a tenant's request. A `cache_salt` excludes sharing of public prefixes.
 
-    The tenant's name goes in with its length before it, so no other name and `cache_salt` come to the same.
+    The tenant's name is hashed with its length before it, so no other pair of name and `cache_salt` gives the same
+    salt.
     """
     name = tenant.encode()
     digest = blake2b(len(name).to_bytes(4, "little") + name, digest_size=DIGEST_BYTES, key=b"raydix tenant")
@@ -106,5 +123,5 @@ def salt_of(tenant: str, cache_salt: str | None, num_public_tokens: int = 0) -> 
 
 
 def num_public_tokens(prompt: Sequence[int], public_prefixes: Iterable[Sequence[int]]) -> int:
-    """The length of the longest public prefix that `prompt` begins with, all of it; 0 if there is none."""
+    """The length of the longest public prefix at the beginning of `prompt`; 0 if there is none."""
     return max((len(prefix) for prefix in public_prefixes if prompt[: len(prefix)] == prefix), default=0)

@@ -1,15 +1,21 @@
-"""Values that cross the borders between ingress, manager and workers. Frozen, picklable, no behaviour."""
+"""Values sent between ingress, manager and workers: frozen and picklable, without decisions."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
+from engine.core.answers.lead import Lead
+
 BlockHash: TypeAlias = bytes
-"""16-byte digest of a block: its tokens, all tokens before it, and what the KV was computed with."""
+"""16-byte digest of a block: its tokens, all tokens before them, and the model (`engine.core.hashing`)."""
+
+GRAMMAR_DIGEST_BYTES = 16
 
 
 class Role(StrEnum):
-    """What a worker is placed for. Every worker can do everything; the role decides what it is asked."""
+    """Part of the work that a worker is placed for. Every worker can do all parts; assignments follow the role."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -17,28 +23,113 @@ class Role(StrEnum):
 
 
 class EvictionReason(StrEnum):
-    """Why a worker's pool has a block no more. All but the last two made room for another, also among segments."""
+    """Reason why a block left a worker's pool, the object store or the disk."""
 
     FULL = "pool full"
     EXPIRED = "expired"
     QUOTA = "over quota"
-    """Its tenant had more than its ceiling."""
+    """Above the ceiling of the block's tenant."""
     TAKEN = "taken over"
-    """The request that it was for writes on in it."""
+    """Taken over by a request to write on in the block."""
     RESET = "reset"
+    WORKER_LOST = "worker lost"
+    """The worker died and its pool with it."""
+    STORE_FULL = "object store full"
+    DISK_FULL = "disk full"
+    SEGMENT_LOST = "segment lost"
+    """The object store or the disk does not have the segment any more, or only damaged."""
+    HANDED_OVER = "handed over"
+    """Without prefix caching a segment is of use for its hand-over only."""
+
+
+class Outcome(StrEnum):
+    """The end of a request, as the manager is told."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    """Its client left, or nothing more is known of the request."""
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """The answer calls functions; towards clients only, in place of STOP."""
     ERROR = "error"
+
+
+class Pooling(StrEnum):
+    """Way from the hidden states of a prompt's tokens to one vector."""
+
+    MEAN = "mean"
+    LAST = "last"
+    """The last token's, which has seen all others."""
+
+
+class GrammarKind(StrEnum):
+    """Language that a grammar's source is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON Schema, as JSON. Its `x-guidance` has the options of white space."""
+    REGEX = "regex"
+    """A regular expression that matches the whole answer."""
+    LARK = "lark"
+    """A context-free grammar in Lark's notation as llguidance reads it; `start` is the answer."""
+    EBNF = "ebnf"
+    """A context-free grammar in llama.cpp's notation (GBNF); `root` is the answer."""
+    CHOICE = "choice"
+    """A JSON list of strings, of which the answer is one."""
+    STRUCTURAL_TAG = "structural_tag"
+    """Free text that goes on in a prescribed way behind triggers: a JSON object with `triggers`, a list of strings, and
+    `structures`, a list of objects with `begin`, `schema` and `end`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar as the client wrote it. Valid where requests enter (`actors.ingress.grammar_check`)."""
+
+    kind: GrammarKind
+    source: str
+    lead: Lead | None = None
+    """Reasoning that may stand before the answer; the grammar binds what follows."""
+
+    @property
+    def digest(self) -> bytes:
+        """Name of the grammar, whatever stands before the answer, the same in every process: 16 bytes."""
+        text = f"{self.kind}\0{self.source}".encode()
+        return blake2b(text, digest_size=GRAMMAR_DIGEST_BYTES, key=b"raydix grammar").digest()
+
+
+class DraftSource(StrEnum):
+    """Origin of drafts: guesses of a request's next tokens."""
+
+    REQUEST = "request"
+    """The request's own prompt and answer."""
+    PREDICTION = "prediction"
+    """The client's prediction of the answer."""
+    PAST = "past"
+    """Answers to earlier requests of the same salt, on the same worker."""
+    GRAMMAR = "grammar"
+    """Tokens about which the request's grammar leaves no choice."""
+
+
+class ReasoningLimit(NamedTuple):
+    """The most tokens of the reasoning with which an answer begins."""
+
+    num_tokens: int
+    """Without the closing tag, which is forced behind these."""
+    closing_id: int
+    """Token of the closing tag."""
+    opening_id: int | None = None
+    """Token of the opening tag; None if the prompt ends with that."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation ends. Validated where requests enter (`engine.api`)."""
+    """Rules for choosing tokens and ending generation. Validated where requests enter (`engine.api`)."""
 
     max_tokens: int
     """0: the request ends when its prompt is computed."""
@@ -51,68 +142,93 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only ids to choose from; None for all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids whose last one is never generated right behind the others."""
     stop_token_ids: tuple[int, ...] = ()
-    """All ids that end generation, the model's own end-of-sequence ids included unless `ignore_eos`."""
+    """All ids that end generation; the model's own end-of-sequence ids are included unless `ignore_eos`."""
     min_tokens: int = 0
     logprobs: int | None = None
     """Number of most likely alternatives reported with each token; 0 reports the chosen token only."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Ids reported with each token in place of the likeliest ones, if any."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, behind its first."""
+    """As `logprobs`, for the tokens of the prompt behind the first."""
+    pooling: Pooling | None = None
+    """The request ends with the pooled hidden state of its prompt; only where `max_tokens` is 0, without
+    `prompt_logprobs`."""
+    grammar: Grammar | None = None
+    """The answer's form: only tokens that go on with it are sampled, and generation ends where it ends."""
+    reasoning_limit: ReasoningLimit | None = None
+    speculation: bool = True
+    """False: no draft is made for this request. Drafts change no answer, only its pace."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: the chosen token's and the most likely ones', best first."""
+    """Log-probabilities at one position: of the chosen token and the most likely ones, best first."""
 
     chosen: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
     rank: int | None = None
-    """The chosen token's place among all tokens, from 1, ties by id; known for prompt tokens only."""
+    """Rank of the chosen token among all tokens, from 1, ties by id; known for prompt tokens only."""
 
 
 class Stage(StrEnum):
-    """Which part of a request an assignment asks a worker for."""
+    """Part of a request that an assignment covers."""
 
     WHOLE = "whole"
     """Prefill and decode."""
     PREFILL = "prefill"
     """Compute the prompt, sample one token, export the KV."""
     DECODE = "decode"
-    """Go on from imported KV; compute what has not arrived in time."""
+    """Continue from imported KV; compute the missing blocks after a timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Salt:
-    """Who may share the KV of a sequence; the ingress knows by who asks (`engine.core.tenants`)."""
+    """Sharing domain of a sequence's KV; the ingress derives it from the tenant (`engine.core.tenants`)."""
 
     private: bytes = b""
     """Blocks are shared among sequences of the same value."""
     num_public_tokens: int = 0
-    """Tokens from the first that are no secret; blocks wholly among them are shared with everyone."""
+    """Leading public tokens; blocks wholly among the public tokens are shared with everyone."""
 
 
 @dataclass(frozen=True, slots=True)
-class CacheWish:
-    """How a request would have its KV kept once it has ended."""
+class CacheMark:
+    """A place in a prompt: the KV before it is to be kept longer than the rest (`engine.core.eviction.retention`)."""
+
+    num_blocks: int
+    """Blocks up to the mark, with the one in which the mark lies."""
+    priority: int
+    ttl_s: float
+    """From the end of the request on."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHints:
+    """Retention of a request's KV after its end, as the client asks for."""
 
     tenant: str = ""
-    """Whose quota it counts against."""
+    """Tenant whose quota the KV counts against."""
     priority: int = 0
     ttl_s: float | None = None
     """From the end of the request on; None for no limit."""
+    marks: tuple[CacheMark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a request's wish comes to for its blocks. Of several requests' wishes for one block the most generous
-    counts."""
+    """Retention of a block. Of several requests' hints for one block the most generous counts."""
 
     tenant: str = ""
     priority: int = 0
     """A tenant's blocks of a lower priority are evicted before its blocks of a higher one."""
     expires_at: float | None = None
-    """From then on the blocks are evicted before any other; None for never. In seconds, of a pool's clock or, in what
-    leaves its process, since the epoch."""
+    """Time from which the blocks are evicted before any other; None for never. In seconds of a pool's clock or, outside
+    the process, since the epoch."""
 
 
 DEFAULT_RETENTION = Retention()
@@ -120,27 +236,57 @@ DEFAULT_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One request as a worker gets it. A failed-over request comes again with a higher `attempt` and more tokens."""
+    """One request as a worker gets it. A retried request comes again with a higher `attempt` and more tokens."""
 
     request_id: str
     attempt: int
     stage: Stage
     token_ids: tuple[int, ...]
-    """The prompt, and after it every token that was generated already."""
+    """The prompt, and all tokens generated by earlier attempts."""
     num_prompt_tokens: int
     sampling: SamplingParams
     reply_to: str
-    """Id of the ingress replica whose token stream gets the events."""
+    """Id of the ingress replica that gets the events."""
     salt: Salt = Salt()
     awaited: tuple[BlockHash, ...] = ()
-    """Blocks that others were told to send here; waited for, never depended on."""
+    """Blocks promised to this worker by others; the request waits for the blocks, but can do without."""
     await_timeout_s: float = 30.0
-    """How long to wait without any of them arriving."""
+    """Longest time to wait without the arrival of an awaited block."""
     num_scored: int = 0
     """Prompt tokens behind the first whose log-probabilities were delivered by earlier attempts."""
-    cache: CacheWish = CacheWish()
+    cache: CacheHints = CacheHints()
     promised_to: int = 0
-    """Epoch of the worker incarnation that blocks and handover were promised to; 0 if none were."""
+    """Epoch of the worker incarnation that blocks and handover were promised to; 0 for none."""
+    priority: int = 0
+    """Requests of lower numbers start before, and are preempted after, those of higher ones."""
+    is_idle: bool = False
+    """True for work without a waiting client: its KV is put into the pool for later requests, and no event is sent."""
+    prediction: tuple[int, ...] = ()
+    """The client's guess of the answer, for drafts: right or wrong, the answer has the same tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A client's wishes for the template that makes a prompt of its chat."""
+
+    source: str | None = None
+    """Template in Jinja in place of the model's own; None for that."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """Values of JSON's kinds for further variables of the template."""
+
+
+MODEL_TEMPLATE = ChatTemplate()
+
+
+class ChatEnd(StrEnum):
+    """End of a chat's prompt, behind its last message."""
+
+    ANSWER = "answer"
+    """Beginning of the assistant's answer."""
+    CLOSED = "closed"
+    """Nothing: the model begins the next message itself."""
+    OPEN = "open"
+    """The last message is not closed: the model goes on with it."""
 
 
 class TokenEvent(NamedTuple):
@@ -149,20 +295,30 @@ class TokenEvent(NamedTuple):
     request_id: str
     attempt: int
     position: int
-    """Index among the generated tokens, from 0; the same whichever attempt or worker produced it."""
+    """Index among the generated tokens, from 0; the same in every attempt and on every worker."""
     token_id: int | None
     finish: FinishReason | None
     logprobs: TokenLogprobs | None
     cached_tokens: int
-    """Prompt tokens whose KV this attempt found in a cache."""
+    """Prompt tokens with KV found in a cache by this attempt."""
     detail: str | None = None
-    """What went wrong, when `finish` is ERROR."""
+    """Cause, when `finish` is ERROR."""
     num_preemptions: int = 0
-    """How often this attempt lost its blocks so far."""
+    """Preemptions of this attempt so far."""
+    is_refusal: bool = False
+    """True if `finish` is ERROR by the request's own fault: trying again fails again."""
+    pooled: bytes | None = None
+    """At the end of a request that pools: its pooled hidden state, little-endian float32."""
+    num_accepted: int = 0
+    """Draft tokens of this event's step that became tokens; with the step's last event of the request."""
+    num_rejected: int = 0
+    """Those that did not."""
+    draft_source: DraftSource | None = None
+    """Origin of the draft of this event's step; with these counts."""
 
 
 class PromptEvent(NamedTuple):
-    """Log-probabilities of consecutive prompt tokens. A worker reports them in order, all before the first token."""
+    """Log-probabilities of consecutive prompt tokens, reported in order, all before the first generated token."""
 
     request_id: str
     attempt: int
@@ -183,12 +339,12 @@ class Handover(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What an exported segment contains. Its payload is the blocks in this order, one after the other."""
+    """Contents of an exported segment. Its payload is the blocks in this order, one after the other."""
 
     fingerprint: str
-    """Of the model, KV dtype and layout; another worker's must be equal."""
+    """Of the model, KV dtype and layout; must equal the importing worker's."""
     hashes: tuple[BlockHash, ...]
-    """One per block, in sequence order; the last one is partial when `handover` names it as its tail."""
+    """One per block, in sequence order; the last block is partial when `handover` names it as its tail."""
     num_bytes: int
     checksum: int
     handover: Handover | None = None
@@ -196,32 +352,34 @@ class SegmentHeader:
 
     @property
     def full_hashes(self) -> tuple[BlockHash, ...]:
-        """The blocks that others can use: all but the tail."""
+        """All hashes but the tail: the blocks that other requests can use."""
         return self.hashes[:-1] if self.handover is not None and self.handover.tail is not None else self.hashes
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """What the manager needs to know of a request to place it."""
+    """Facts about a request for its placement."""
 
     request_id: str
     attempt: int
     hashes: tuple[BlockHash, ...]
-    """Of all full blocks of the prompt and of what was generated already."""
+    """Of all full blocks of the prompt and of the tokens generated by earlier attempts."""
     num_tokens: int
     session: str | None = None
     ingress_id: str = ""
-    """Who asks; if it falls silent, its requests are released."""
-    cache: CacheWish = CacheWish()
+    """Ingress that sends the request; if the ingress falls silent, its requests are ended."""
+    cache: CacheHints = CacheHints()
     preview: tuple[int, ...] = ()
-    """The first tokens, to show the prefix by."""
+    """The first tokens, for reports."""
     generates: bool = True
-    """Whether tokens follow the prompt; if none do, nobody needs to decode."""
+    """True if tokens follow the prompt; otherwise no decode worker is needed."""
+    avoided: tuple[str, ...] = ()
+    """Workers that the ingress cannot reach: the request goes to others, if there are others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The manager's answer: who runs the request and which blocks will be sent to them."""
+    """The manager's answer: the workers of the request, and the promised blocks."""
 
     request_id: str
     attempt: int
@@ -231,3 +389,52 @@ class Admission:
     decode_epoch: int
     prefill_awaited: tuple[BlockHash, ...]
     decode_awaited: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A registered worker, as others may know it."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The workers of the cluster, as the manager knows them."""
+
+    workers: tuple[WorkerInfo, ...]
+    """Registered workers."""
+    num_starting: int
+    """Workers that a host is starting and that are not registered yet."""
+    fingerprint: str | None = None
+    """The fingerprint of the registered workers' KV; None if there are none."""
+
+
+class DraftUse(NamedTuple):
+    """Draft tokens of one source in one attempt of a request."""
+
+    source: DraftSource
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """An attempt got its first token `ttft_s` seconds after its admission."""
+
+    request_id: str
+    attempt: int
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request is over."""
+
+    request_id: str
+    attempt: int = 0
+    how: Outcome = Outcome.ABORTED
+    num_preemptions: int = 0
+    drafts: tuple[DraftUse, ...] = ()

@@ -1,1 +1,1 @@
-"""The model: its description, its weights, its paged KV tensors and the decoder that ties them together."""
+"""The model: its description, its weights, its paged KV tensors and the decoder on top of them."""

@@ -2,45 +2,46 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
-from engine.core.eviction.policies import make_queue
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import GIB, EngineSettings, Quantization
-from engine.core.tenants import quotas
+from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
+from engine.core.worker.drafts.drafter import Drafter
+from engine.core.worker.replaying import pool_of
 from engine.model.config import ModelConfig
 from engine.model.cuda import CudaGraphs
 from engine.model.cuda_kv_pool import CudaKVPool
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
+from engine.model.families import read_config
+from engine.model.grammars import Grammars
+from engine.model.identity import ModelIdentity, identify, kv_block_bytes, model_len
 from engine.model.kv_pool import KVPool
 from engine.model.runner import ModelRunner, NullRunner, Runner
 from engine.model.sources import NULL, resolve_model
 from engine.model.swap_space import SwapSpace
-from engine.model.weights import fingerprint
-from kernels.cpp import cpu_ops
+from kernels.cpp import arithmetic, cpu_ops
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) -> None:
-    """Do beforehand, once and with somebody watching, what every worker would otherwise do when it starts: find the
-    model (fetch or convert it), check that each engine's pool suits it, build the CPU kernels.
+    """Do the slow parts of every worker's start beforehand, once and with progress shown: find the model (fetch or
+    convert it), check that each engine's pool suits it, build the CPU kernels.
 
     Raises:
         StartupError: as `build_engine`.
     """
     for settings in engines:
         progress("looking at the model")
-        pool_blocks(ModelConfig.from_folder(resolve_model(settings.source, progress)), settings)
+        pool_blocks(read_config(resolve_model(settings.source, progress)), settings)
     progress("building the CPU kernels, once per machine")
     cpu_ops()
 
@@ -51,29 +52,70 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     Raises:
         StartupError: the model cannot be found or used, or the pool cannot hold one longest request.
     """
-    folder = resolve_model(settings.source)
-    dtype, quantization = DTYPES[settings.dtype], settings.quantization
-    device = torch.device(_device(settings))
-    config = ModelConfig.from_folder(folder)
-    max_model_len = model_len(config, settings.max_model_len)
+    identity = _identity(settings)
+    config, max_model_len = identity.config, identity.max_model_len
+    dtype, device = torch_dtype(settings.dtype), torch.device(_device(settings))
     num_blocks = pool_blocks(config, settings)
-    shares = quotas(settings.tenants, num_blocks)
     kv_pool = make_pool(config, num_blocks, settings.block_size, dtype, device)
-    runner: Runner = NullRunner()
+
+    runner: Runner = NullRunner(config.hidden_size)
+    grammars = drafter = None
     if not settings.source.startswith(NULL):
         decoder = Decoder.from_folder(
-            folder, dtype, device, max_model_len, quantization, deterministic=settings.deterministic
+            identity.folder,
+            dtype,
+            device,
+            max_model_len,
+            settings.quantization,
+            deterministic=settings.deterministic,
         )
-        runner = make_runner(decoder, kv_pool, settings.limits)
+        grammars = make_grammars(identity.folder, config.vocab_size)
+        runner = make_runner(decoder, kv_pool, settings.limits, grammars)
+        drafter = make_drafter(decoder, settings.drafts, grammars)
+
     return Engine(
-        runner,
-        kv_pool,
-        BlockPool(num_blocks, settings.block_size, make_queue(settings.eviction, shares)),
-        settings.limits,
-        max_model_len,
-        kv_fingerprint(settings.source, folder, dtype, quantization, settings.deterministic, settings.block_size),
-        swap_space,
-        settings.swap_bytes,
+        runner=runner,
+        store=kv_pool,
+        pool=pool_of(settings, num_blocks),
+        limits=settings.limits,
+        max_model_len=max_model_len,
+        fingerprint=f"{identity.fingerprint}/{'null' if isinstance(runner, NullRunner) else arithmetic_of(device)}",
+        swap_space=swap_space,
+        swap_bytes=settings.swap_bytes,
+        grammars=grammars,
+        drafter=drafter,
+    )
+
+
+def make_drafter(decoder: Decoder, limits: DraftLimits | None, grammars: Grammars | None = None) -> Drafter | None:
+    """The drafter of a worker; None without limits, or where drafts might change an answer's bits."""
+    if limits is None:
+        return None
+    if not decoder.has_independent_rows:
+        logger.warning("no drafts: the bits of a row of this model here depend on the number of rows")
+        return None
+    return Drafter(limits, grammars)
+
+
+def make_grammars(folder: Path, vocab_size: int) -> Grammars:
+    """The grammars of a model's worker; the library and the tokenizer are loaded with the first one."""
+
+    def load() -> "LLTokenizer":
+        from engine.model.grammar_tokenizer import load_tokenizer
+
+        return load_tokenizer(folder, vocab_size)
+
+    return Grammars(load, vocab_size)
+
+
+def _identity(settings: EngineSettings) -> ModelIdentity:
+    return identify(
+        settings.source,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        quantization=settings.quantization,
+        deterministic=settings.deterministic,
     )
 
 
@@ -85,12 +127,14 @@ def make_pool(
     return kind(config, num_blocks, block_size, dtype, device)
 
 
-def make_runner(decoder: Decoder, kv_pool: KVPool, limits: SchedulerLimits) -> ModelRunner:
+def make_runner(
+    decoder: Decoder, kv_pool: KVPool, limits: SchedulerLimits, grammars: Grammars | None = None
+) -> ModelRunner:
     """The runner for the device; on a GPU warm, and with the graphs that steps within `limits` may take."""
     if decoder.device.type != "cuda":
-        return ModelRunner(decoder, kv_pool)
+        return ModelRunner(decoder, kv_pool, grammars)
     shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size)
-    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device))
+    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars)
     runner.warm_up(limits.token_budget)
     return runner
 
@@ -101,7 +145,7 @@ def pool_blocks(config: ModelConfig, settings: EngineSettings) -> int:
     Raises:
         StartupError: one request of the greatest length would not fit.
     """
-    block_bytes = kv_block_bytes(config, settings.block_size, DTYPES[settings.dtype])
+    block_bytes = kv_block_bytes(config, settings.block_size, settings.dtype)
     num_blocks = settings.num_blocks or int(settings.pool_gib * GIB) // block_bytes
     max_model_len = model_len(config, settings.max_model_len)
     if num_blocks * settings.block_size < max_model_len:
@@ -113,35 +157,18 @@ def pool_blocks(config: ModelConfig, settings: EngineSettings) -> int:
     return num_blocks
 
 
-def model_len(config: ModelConfig, wanted: int | None) -> int:
-    """The longest request in tokens: the model's context, or less if so configured.
-
-    Raises:
-        StartupError: more is wanted than the model can do.
-    """
-    if wanted is not None and wanted > config.max_position:
-        raise StartupError(f"model.max_model_len is {wanted}, but the model's context has {config.max_position} tokens")
-    return wanted or config.max_position
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of this name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
-
-
-def kv_fingerprint(
-    source: str,
-    folder: Path,
-    dtype: torch.dtype,
-    quantization: Quantization | None,
-    deterministic: bool,
-    block_size: int,
-) -> str:
-    """What KV depends on: the model, what its weights are rounded to, whether it is run at all and by which products,
-    its dtype, the layout of a block, and the version of what computes it, which matters where KV outlives a process."""
-    products = f"{quantization or 'computed'}{'-deterministic' if deterministic else ''}"
-    runs = "" if source.startswith(NULL) else products
-    return f"{fingerprint(folder, dtype)}/{block_size}/{runs}/{version('raydix')}"
+def arithmetic_of(device: torch.device) -> str:
+    """Name the arithmetic that computes KV on a device. KV of different names may differ in its last bits."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda-{major}.{minor}"
+    return f"cpu-{arithmetic()}"
 
 
 def _device(settings: EngineSettings) -> str:

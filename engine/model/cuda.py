@@ -1,7 +1,6 @@
-"""What the engine asks of CUDA: graphs, copies beside the computation, and transfers that nobody waits for.
+"""CUDA's services to the engine: graphs, copies beside the computation, and transfers without waiting.
 
-`Graphs` and `CopyQueue` are the borders at which tests put something else in CUDA's place. `upload` and `download` are
-the identity on a CPU.
+`Graphs` and `CopyQueue` are the borders at which tests replace CUDA. `upload` and `download` are the identity on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +15,11 @@ class Graphs(Protocol):
     """Work that is recorded once and run again and again, on the same memory."""
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record what `work` does. The function returned does it again and returns the same tensor each time."""
+        """Record `work`. The returned function repeats the work and returns the same tensor each time."""
         ...
 
     def wait(self) -> None:
-        """Until the device has done what it was asked."""
+        """Wait until the device has done all work asked of it."""
         ...
 
 
@@ -32,22 +31,22 @@ class CopyQueue(Protocol):
         ...
 
     def computed(self) -> Callable[[], None]:
-        """A point: what has been asked of the computation so far. The function returned, which any thread may call,
-        has all later copies begin behind it."""
+        """Mark a point in the computation asked for so far. The returned function, callable in any thread, makes all
+        later copies wait for the point."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Queue a copy; the function returned waits for it."""
+        """Queue a copy; the returned function waits for the copy."""
         ...
 
     def finish_before_computing(self) -> None:
-        """Have what is asked of the computation from now on begin after all copies queued so far."""
+        """Make computation asked for from now on wait for all copies queued so far."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory: no two of them run at once, and what one leaves there another may
-    overwrite, except the tensor it returns."""
+    """CUDA graphs that share one pool of memory: no two of them run at once, and one may overwrite memory of another,
+    except the returned tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,10 +58,12 @@ class CudaGraphs:
         side.wait_stream(current)
         with torch.cuda.stream(side):
             work()
+
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             output = work()
+
         self._memory = graph.pool()
 
         def replay() -> Tensor:
@@ -101,7 +102,7 @@ class CudaCopyQueue:
 
 
 def upload(values: Sequence[Any] | np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` on the device, without waiting for what it is doing. On a CPU an array's memory is shared."""
+    """Return `values` on the device, without waiting for the device's work. On a CPU an array's memory is shared."""
     host = torch.as_tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 

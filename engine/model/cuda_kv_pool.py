@@ -1,9 +1,9 @@
 """The KV pool of a GPU: blocks travel through pinned memory on streams of their own, beside the computation.
 
-On their way out, blocks are gathered in the order of the computation into a buffer on the device. So they may be given
-to others at once: whatever overwrites them comes behind. What waits for the slow half of the way, from there to the
-host, is whoever wants the bytes, in its own thread. On their way in, the computation that is asked for afterwards waits
-on the device, and the host only until it has put the last piece on its way.
+On their way out, blocks are gathered in the order of the computation into a buffer on the device. So the blocks may be
+given to others at once: any overwriting comes behind the gathering. The slow half of the way, from the device to the
+host, is waited for by the reader of the bytes, in the reader's own thread. On the way in, computation asked for
+afterwards waits on the device, and the host waits only until the last piece is under way.
 """
 
 import threading
@@ -35,7 +35,8 @@ class Staging:
         self._lock = threading.Lock()
 
     def to_host(self, source: Tensor, target: Tensor, after: Callable[[], None]) -> None:
-        """Copy `source` on the device, [num_bytes] uint8, as it is at the point `after`; returns when it is there."""
+        """Copy `source` on the device, [num_bytes] uint8, with its content at the point `after`; returns at the copy's
+        end."""
         with self._lock:
             after()
             empty = _nothing
@@ -47,8 +48,8 @@ class Staging:
             empty()
 
     def to_device(self, source: Tensor, target: Tensor) -> None:
-        """Copy `source` on the host, [num_bytes] uint8; it is free again on return, and `target` is there for what is
-        asked of the computation from then on."""
+        """Copy `source` on the host, [num_bytes] uint8. On return `source` is free again, and `target` is complete for
+        all computation asked for from then on."""
         with self._lock:
             self._queue.computed()()  # what `target` was before is done with
             for index, piece in enumerate(self._pieces(source)):
@@ -70,7 +71,7 @@ class Staging:
 
 
 class CudaKVPool(KVPool):
-    """A KV pool on a GPU. The engine's thread alone calls it, but for what `start_export` returns."""
+    """A KV pool on a GPU. The engine's thread alone calls it, except the function returned by `start_export`."""
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
 """The runner of a GPU: a step in which every request decodes is the replay of a CUDA graph.
 
-A graph is the decoder's work on so many rows of so many blocks each; a step takes the smallest that it fits, and the
-rows left over are padding: a token that sees itself only, is stored nowhere, and whose result nobody reads. A graph has
+A graph is the decoder's work on so many rows of so many blocks each; a step takes the smallest graph that fits. The
+remaining rows are padding: a token that sees itself only, is stored nowhere, and whose result is ignored. A graph has
 one input, an int32 matrix that one copy from pinned memory fills, [rows, 4 + max_blocks]:
 
     token id, position, slot, context length, block table
 
-and gives the rows that logits are made of. Logits and sampling are launched after it, while it runs. Whatever else a
-step may be (a chunk of a prompt, scored positions, more than any graph takes) is launched kernel by kernel, as
-`ModelRunner` does it. Nothing waits for the device before the end of a step.
+and returns the rows from which logits are computed. Logits and sampling are launched after the graph, while it runs.
+Any other step (a chunk of a prompt, scored positions, more rows than any graph takes) is launched kernel by kernel, by
+`ModelRunner`. Nothing waits for the device before the end of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,26 +18,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.core.hashing import root_hash
-from engine.core.request import Request
-from engine.core.scheduler import RunnerOutput, ScheduledChunk, SchedulerOutput
-from engine.core.types import Assignment, SamplingParams, Stage
+from engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
 from engine.model.cuda import Graphs
 from engine.model.decoder import Decoder, ForwardBatch
+from engine.model.grammars import Grammars
 from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner
+from engine.model.runner import ModelRunner, made_up_step
 
 MAX_ROWS = 512
 MIN_TOKENS = 1024
 MAX_TOKENS = 1 << 24
-"""Rows times context of one graph: bounds what attention keeps between its two kernels."""
+"""Rows times context of one graph: bounds the intermediate results between attention's two kernels."""
 FIELDS = 4
 PADDING = (0, 0, -1, 1)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class GraphShape:
-    """What a graph has room for."""
+    """Size of a graph: its rows, and the blocks of each."""
 
     rows: int
     max_blocks: int
@@ -71,8 +69,15 @@ def smallest_fitting(shapes: Sequence[GraphShape], chunks: Sequence[ScheduledChu
 class CudaRunner(ModelRunner):
     """The decoder over a paged KV pool on a GPU, with `shapes` captured at the start."""
 
-    def __init__(self, decoder: Decoder, kv_pool: KVPool, shapes: Sequence[GraphShape], graphs: Graphs) -> None:
-        super().__init__(decoder, kv_pool)
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_pool: KVPool,
+        shapes: Sequence[GraphShape],
+        graphs: Graphs,
+        grammars: Grammars | None = None,
+    ) -> None:
+        super().__init__(decoder, kv_pool, grammars)
         self.shapes = tuple(sorted(shapes))
         self._graphs = graphs
         size = max((shape.size for shape in self.shapes), default=0)
@@ -86,6 +91,7 @@ class CudaRunner(ModelRunner):
             fill(self._host, shape, (), kv_pool.block_size)
             self._input.copy_(self._host)
             self._replays[shape] = graphs.capture(partial(self._decode, shape))
+
         graphs.wait()
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
@@ -104,19 +110,15 @@ class CudaRunner(ModelRunner):
         return self._replays[shape]()[: len(chunks)]
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run a chunk of so many tokens that stores nothing: compiles the kernels of prefill and sampling before a
-        request waits for them, and finds out whether there is memory for them."""
+        """Run a chunk of so many tokens that stores nothing: compiles the kernels of prefill and sampling before the
+        first request, and finds out whether the memory suffices."""
         block_size = self.kv_pool.block_size
         num_tokens = min(num_tokens, self.decoder.max_position, self.kv_pool.num_blocks * block_size)
-        sampling = SamplingParams(max_tokens=1, logprobs=1)
-        assignment = Assignment("warm-up", 0, Stage.WHOLE, (0,) * num_tokens, num_tokens, sampling, "")
-        request = Request(assignment, root_hash("warm-up"), block_size, 0)
-        request.blocks += range(-(-num_tokens // block_size))
-        self.run(SchedulerOutput((ScheduledChunk(request, 0, num_tokens, num_tokens, samples=True),), ()))
+        self.run(made_up_step(num_tokens, block_size, logprobs=1))
 
     @torch.inference_mode()
     def _decode(self, shape: GraphShape) -> Tensor:
-        """What a graph records: from the input to the rows that logits are made of, [rows, hidden_size]."""
+        """Compute a graph's work: from the input to the rows from which logits are computed, [rows, hidden_size]."""
         rows = self._input[: shape.size].view(shape.rows, FIELDS + shape.max_blocks)
         token_ids, positions, slots = rows.t()[:3].long().contiguous()
         batch = ForwardBatch(
@@ -146,7 +148,7 @@ def fill(host: Tensor, shape: GraphShape, chunks: Sequence[ScheduledChunk], bloc
 
 
 def _up_to(largest: int, *, first: int, factor: int) -> list[int]:
-    """first, first * factor ... as far as they are below `largest`, and `largest`."""
+    """Return first, first * factor ... below `largest`, and `largest`."""
     values = []
     while first < largest:
         values.append(first)

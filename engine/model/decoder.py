@@ -1,10 +1,11 @@
 """The decoder: one forward pass over a batch of chunks, through paged KV.
 
-Shape suffixes: T tokens of the batch, S sequences, R rows whose logits are wanted, V vocabulary, E hidden size,
-I MLP size, H query heads, K key-value heads, D head dimension.
+Shape suffixes: T tokens of the batch, S sequences, R rows whose results are wanted, V vocabulary, E hidden size, I MLP
+size, H query heads, K key-value heads, D head dimension.
 
-The last layer's work after storing its keys and values is done only for the rows whose logits are wanted: nothing else
-reads it. A batch without such rows (the inner chunks of a long prompt) ends there.
+In the last layer, work after storing keys and values is done only for the rows whose results (logits, or hidden states
+to be pooled) are wanted: no other result is read. A batch without such rows (the inner chunks of a long prompt) ends
+there.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from torch.nn import functional
 
 from engine.core.settings import Quantization
 from engine.model.config import ModelConfig, RopeConfig
+from engine.model.families import read_config
 from engine.model.kv_pool import KVPool
 from engine.model.weights import Checkpoint, TensorSource
 from kernels.decoder_pass import DecoderPass, LayerWeights
-from kernels.linear import PackedLinear, linear, pack_weight
+from kernels.linear import Layout, PackedLinear, linear, pack_weight
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_tables
@@ -44,13 +46,13 @@ class ForwardBatch:
     context_lens: Tensor
     """[S] int32: KV tokens of each sequence, its chunk included."""
     logits_rows: Tensor
-    """[R] int64: the tokens of the batch whose logits are wanted."""
+    """[R] int64: tokens of the batch whose logits or hidden states are wanted."""
     max_query_len: int | None = None
-    """Tokens of the longest chunk, where they are known."""
+    """Tokens of the longest chunk, if known."""
 
 
 class Decoder:
-    """A loaded model. Stateless between calls: all that persists is in the KV pool it is given.
+    """A loaded model. Stateless between calls: all lasting state is in the KV pool given to each call.
 
     `max_position` bounds the positions that can be served (and so the rotary tables); None: the model's context.
     `quantization` is of all matrix products; tokens are embedded in `dtype`, also where the table is the output's.
@@ -75,15 +77,18 @@ class Decoder:
         self.device = torch.device(device)
         self.max_position = min(max_position or config.max_position, config.max_position)
         loader = _Loader(config, weights, dtype, self.device, self.max_position, quantization, deterministic)
+
         with torch.inference_mode():
             self._embedding = loader.tensor("model.embed_tokens.weight").clone()
             head = None if config.tie_word_embeddings else loader.tensor("lm_head.weight")
             self._lm_head = loader.pack(self._embedding if head is None else head)
+
             # In the model's dtype, as the published implementation rounds it.
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
             self._embedding_scale = scale if config.embedding_scale != 1.0 else None
             self._first_norm = loader.norm("model.layers.0.input_layernorm")
             self._layers = tuple(loader.layer(index) for index in range(config.num_layers))
+
         self._pass = self._make_pass()
 
     @classmethod
@@ -98,14 +103,20 @@ class Decoder:
         deterministic: bool = False,
     ) -> "Decoder":
         """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used."""
-        config = ModelConfig.from_folder(folder)
+        config = read_config(folder)
         checkpoint = Checkpoint(folder, config)
         return cls(config, checkpoint, dtype, device, max_position, quantization, deterministic=deterministic)
 
     @property
     def runs_in_one_call(self) -> bool:
-        """Whether a batch goes through all layers in one call of the kernels, see `kernels.decoder_pass`."""
+        """True if a batch goes through all layers in one call of the kernels, see `kernels.decoder_pass`."""
         return self._pass is not None
+
+    @property
+    def has_independent_rows(self) -> bool:
+        """True if a row's bits depend on its tokens alone, whatever the number of rows."""
+        layouts = {Layout.PANELS, Layout.INVARIANT}
+        return self._lm_head.layout in layouts and all(layer.down.layout in layouts for layer in self._layers)
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Store the KV of the batch's tokens; return the logits of its `logits_rows`, [R, V] in the model's dtype."""
@@ -120,12 +131,14 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
-        """Store the KV of the batch's tokens; return what the logits of its `logits_rows` are made of, [R, E]."""
+        """Store the KV of the batch's tokens; return the hidden states of `logits_rows` behind the last norm, [R, E]:
+        logits are computed from these."""
         residual_TE = functional.embedding(batch.token_ids, self._embedding)
         if self._embedding_scale is not None:
             residual_TE *= self._embedding_scale
         if self._pass is None:
             return self._layer_by_layer(residual_TE, batch, pool)
+
         return self._pass(
             residual_TE,
             pool.data,
@@ -138,7 +151,7 @@ class Decoder:
         )
 
     def _make_pass(self) -> DecoderPass | None:
-        """All layers in one call, where the machine and the dtype allow it."""
+        """Run all layers in one call, where the machine and the dtype allow it."""
         config = self.config
         if not DecoderPass.supports(self._layers):
             return None
@@ -154,55 +167,66 @@ class Decoder:
 
     def _layer_by_layer(self, residual_TE: Tensor, batch: ForwardBatch, pool: KVPool) -> Tensor:
         config = self.config
-        eps, scale, num_heads = config.rms_norm_eps, config.attention_scale, config.num_heads
-        activation, soft_cap = config.activation, config.attention_soft_cap
-        positions, slot_mapping = batch.positions, batch.slot_mapping
-        tables, query_start, context_lens = batch.block_tables, batch.query_start, batch.context_lens
-        last = config.num_layers - 1
+        eps, activation, last = config.rms_norm_eps, config.activation, config.num_layers - 1
 
         x_TE = rms_norm(residual_TE, self._first_norm, eps)
+
         for index, layer in enumerate(self._layers):
             keys, values = pool.layers[index]
-            query_THD = rotary_kv_store(
-                linear(x_TE, layer.qkv),
-                positions,
-                layer.cos_sin,
-                keys,
-                values,
-                slot_mapping,
-                num_heads,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
-                eps=eps,
-            )
+            query_THD = self._store_kv(x_TE, layer, keys, values, batch)
             if index == last and batch.logits_rows.numel() == 0:
                 return residual_TE.new_empty((0, config.hidden_size))
-            attended_THD = paged_attention(
-                query_THD,
-                keys,
-                values,
-                tables,
-                query_start,
-                context_lens,
-                scale=scale,
-                sliding_window=layer.window,
-                soft_cap=soft_cap,
-                deterministic=self.deterministic,
-                max_query_len=batch.max_query_len,
-            )
-            attended_TE = attended_THD.flatten(1)
+
+            attended_TE = self._attend(query_THD, layer, keys, values, batch).flatten(1)
             if index == last:  # from here on T is R
                 attended_TE = attended_TE.index_select(0, batch.logits_rows)
                 residual_TE = residual_TE.index_select(0, batch.logits_rows)
+
             y_TE = linear(attended_TE, layer.output)
             if layer.attention_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
+
             x_TE, residual_TE = rms_norm(y_TE, layer.mlp_norm, eps, residual_TE)
             y_TE = linear(silu_and_mul(linear(x_TE, layer.gate_up), activation), layer.down)
             if layer.mlp_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
+
             x_TE, residual_TE = rms_norm(y_TE, layer.next_norm, eps, residual_TE)
+
         return x_TE
+
+    def _store_kv(self, x_TE: Tensor, layer: LayerWeights, keys: Tensor, values: Tensor, batch: ForwardBatch) -> Tensor:
+        """Write a layer's keys and values of the batch's tokens; returns their queries, [T, H, D]."""
+        return rotary_kv_store(
+            linear(x_TE, layer.qkv),
+            batch.positions,
+            layer.cos_sin,
+            keys,
+            values,
+            batch.slot_mapping,
+            self.config.num_heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self.config.rms_norm_eps,
+        )
+
+    def _attend(
+        self, query_THD: Tensor, layer: LayerWeights, keys: Tensor, values: Tensor, batch: ForwardBatch
+    ) -> Tensor:
+        """Attention of the batch's queries over a layer's KV, [T, H, D]."""
+        return paged_attention(
+            query_THD,
+            keys,
+            values,
+            batch.block_tables,
+            batch.query_start,
+            batch.context_lens,
+            scale=self.config.attention_scale,
+            sliding_window=layer.window,
+            soft_cap=self.config.attention_soft_cap,
+            deterministic=self.deterministic,
+            max_query_len=batch.max_query_len,
+        )
 
 
 class _Loader:
@@ -228,11 +252,11 @@ class _Loader:
         self._tables: list[tuple[RopeConfig, Tensor]] = []
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in the model's dtype, on its device."""
+        """Load a tensor in the model's dtype, on its device."""
         return self._weights.tensor(name).to(device=self._device, dtype=self._dtype)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """A product's weight as it is kept."""
+        """Load a product's weight in packed form."""
         return pack_weight(weight, bias, int8=self._int8, deterministic=self._deterministic)
 
     def norm(self, name: str) -> Tensor:
@@ -241,7 +265,7 @@ class _Loader:
         return weight + self._config.norm_offset
 
     def layer(self, index: int) -> LayerWeights:
-        """The weights of one layer, with the norm that follows it."""
+        """Load the weights of one layer, with the norm that follows it."""
         config, prefix = self._config, f"model.layers.{index}."
         sandwich = config.sandwich_norm
         is_last = index == config.num_layers - 1
@@ -268,7 +292,7 @@ class _Loader:
         return self.pack(torch.cat(weights), None if biases is None else torch.cat(biases))
 
     def _cos_sin(self, rope: RopeConfig) -> Tensor:
-        """The rotary table, shared between the layers that rotate alike."""
+        """Rotary table, shared between layers with the same rotation."""
         for known, table in self._tables:
             if known == rope:
                 return table

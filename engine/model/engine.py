@@ -1,7 +1,7 @@
 """One worker's engine: scheduler, runner and KV pool behind `submit`, `abort`, `import_segment` and `step`.
 
-Single-threaded: whoever owns an engine calls it from one thread. Nothing here knows of Ray, and nothing is decided by a
-clock: the owner brings `now` and moves what `step` returns. How long swapping took is only counted.
+Single-threaded: an engine's owner calls it from one thread. Nothing here knows of Ray, and no decision uses a clock:
+the owner brings `now` and moves the results of `step`. Durations of swapping are only counted.
 """
 
 import logging
@@ -12,14 +12,21 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.block_pool import BlockPool
 from engine.core.costs import StepShape
 from engine.core.hashing import root_hash
-from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
-from engine.core.request import Request
-from engine.core.scheduler import ExportedBlocks, Scheduler, SchedulerLimits, SchedulerOutput
-from engine.core.swapping import SwapPolicy
-from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, Retention, SegmentHeader, TokenEvent
+from engine.core.log_fields import about
+from engine.core.settings import SchedulerLimits
+from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, SegmentHeader, TokenEvent
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.drafts.drafter import Drafter
+from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
+from engine.core.worker.request import Request
+from engine.core.worker.scheduler import Scheduler
+from engine.core.worker.step import ExportedBlocks, SchedulerOutput
+from engine.core.worker.swapping import SwapPolicy
+from engine.core.worker.transfers import IncomingBlocks
+from engine.model.grammars import Grammars
+from engine.model.isolation import run_isolated, still_runs
 from engine.model.runner import Runner
 from engine.model.segments import Bytes, checksum
 from engine.model.swap_space import ProcessMemory, SwapSpace
@@ -28,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlockStore(Protocol):
-    """The bytes of the blocks; `engine.model.kv_pool.KVPool` is the one with a model behind it."""
+    """The bytes of the blocks; `engine.model.kv_pool.KVPool` is the implementation with a model behind it."""
 
     block_bytes: int
 
@@ -45,7 +52,7 @@ class BlockStore(Protocol):
 class ExportedSegment:
     """A segment ready to be sent: header and payload, `num_blocks * block_bytes` bytes (empty for a bare handover).
 
-    While a device still copies it, `arriving` waits for the payload, and that and the checksum are missing.
+    While a device still copies the payload, `arriving` waits for it, and payload and checksum are missing.
     """
 
     header: SegmentHeader
@@ -53,32 +60,44 @@ class ExportedSegment:
     arriving: Callable[[], Bytes] | None = None
 
     def arrived(self) -> "ExportedSegment":
-        """The complete segment. Waits for it if need be; any thread may call it, once."""
+        """Complete the segment, waiting for its payload if need be; any thread may call this, once."""
         if self.arriving is None:
             return self
         payload = self.arriving()
         return ExportedSegment(replace(self.header, checksum=checksum(payload)), payload)
 
+    def header_outside(self, ahead_s: float) -> SegmentHeader:
+        """The header for other processes, with the expiry in seconds since the epoch instead of the pool's monotonic
+        ones. `ahead_s`: seconds since the epoch minus monotonic seconds, now."""
+        retention = self.header.retention
+        if retention.expires_at is None:
+            return self.header
+        return replace(self.header, retention=replace(retention, expires_at=retention.expires_at + ahead_s))
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Everything that a step changed and that others must hear of."""
+    """Changes by a step that processes outside the engine must hear of."""
 
     scores: tuple[PromptEvent, ...]
     events: tuple[TokenEvent, ...]
     segments: tuple[ExportedSegment, ...]
     finished: tuple[Request, ...]
     shape: StepShape
+    failures: tuple[TokenEvent, ...] = ()
+    """Ends of requests that the model cannot compute."""
+    is_typical: bool = True
+    """True if the step's time is typical of a step of its shape."""
 
 
 @dataclass(slots=True)
 class PreemptionCounts:
-    """What has become of preempted requests since the engine began."""
+    """Counts of preemptions and of swapped KV since the engine began."""
 
     num_swapped: int = 0
     """Preemptions after which the KV was kept outside the pool."""
     num_recomputed: int = 0
-    """Preemptions after which it was not."""
+    """Preemptions after which the KV was dropped, to be recomputed."""
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     swapped_out_s: float = 0.0
@@ -98,94 +117,153 @@ class Engine:
         fingerprint: str,
         swap_space: SwapSpace | None = None,
         swap_bytes: int = 0,
+        grammars: Grammars | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.runner = runner
         self.store = store
         self.pool = pool
         self.swap_space: SwapSpace = ProcessMemory() if swap_space is None else swap_space
+        self.grammars = grammars
+        """None: this model's answers follow no grammar."""
+        self.drafter = drafter
+        """None: no drafts."""
+        self._refusals: list[TokenEvent] = []
+
         swapping = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes)
         self.scheduler = Scheduler(pool, limits, max_model_len, swapping)
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
-        self._root = root_hash(fingerprint)
+        self.root = root_hash(fingerprint)
 
     def submit(self, assignment: Assignment, now: float) -> None:
         """Queue a request; its events come out of later steps."""
-        self.scheduler.submit(assignment, self._root, now)
+        self.scheduler.submit(assignment, self.root, now)
+        grammar = assignment.sampling.grammar
+        if grammar is None:
+            return
+        if self.grammars is None:
+            self._refuse_all(grammar.digest, "this model has none", now)
+        elif self.grammars.require(grammar):
+            self.scheduler.grammar_settled(grammar.digest)
 
-    def abort(self, request_ids: Iterable[str], *, has_ended: bool = False) -> None:
+    def abort(self, request_ids: Iterable[str], now: float, *, has_ended: bool = False) -> None:
         """Forget requests and free their blocks (`Scheduler.abort`). Unknown ids are requests that ended already."""
         for request_id in request_ids:
-            self.scheduler.abort(request_id, has_ended=has_ended)
+            self._remember(self.scheduler.get(request_id))
+            self.scheduler.abort(request_id, now, has_ended=has_ended)
+            self._forget_grammar(request_id)
+
+    def hear_of_grammars(self, now: float) -> list[TokenEvent]:
+        """Let requests go on whose grammar has been compiled since the last call; returns the ends of those whose
+        grammar cannot be."""
+        if self.grammars is not None:
+            for news in self.grammars.news():
+                if news.error is None:
+                    self.scheduler.grammar_settled(news.digest)
+                else:
+                    self._refuse_all(news.digest, news.error, now)
+        refusals, self._refusals = self._refusals, []
+        return refusals
 
     def import_segment(self, header: SegmentHeader, payload: Bytes | None, now: float) -> bool:
-        """Take a segment's blocks into the pool, then its handover; False if its content was not what it says.
+        """Take a segment's blocks into the pool, then its handover; False if the content contradicts the header.
 
-        `payload` None stands for a segment that could not be fetched. Blocks that are here already, and those for
-        which there is no room, are passed over: their requests compute them.
+        `payload` None stands for a segment that could not be fetched. Blocks that the pool holds already, and blocks
+        without room, are passed over: their requests compute them.
         """
         intact = header.num_bytes == 0 or (payload is not None and self._is_intact(header, payload))
         if intact and payload is not None:
-            goes_on_here = header.handover is not None and self.scheduler.get(header.handover.request_id) is not None
-            hashes = header.hashes if goes_on_here else header.full_hashes
-            if hashes:
-                self._import_blocks(hashes, payload[: len(hashes) * self.store.block_bytes])
-        self.scheduler.blocks_settled(header.hashes, now)
+            self._import_blocks(header, payload, now)
+        self.scheduler.blocks_settled(header.full_hashes, now)
         if header.handover is not None:
             self.scheduler.handed_over(header.handover, now)
         return intact
 
-    def export(self, hashes: Iterable[BlockHash]) -> tuple[list[ExportedSegment], tuple[BlockHash, ...]]:
-        """Segments of those of `hashes` that are here, and the ones that are not. A segment is kept as a whole, so its
-        blocks have one tenant and one priority, and all expire, with the last of them, or none does."""
-        wanted = list(hashes)
-        blocks = {block_hash: self.pool.lookup(block_hash) for block_hash in wanted}
-        here = [(block_hash, block) for block_hash, block in blocks.items() if block is not None]
-        missing = tuple(block_hash for block_hash, block in blocks.items() if block is None)
-        alike: dict[tuple[str, int, bool], list[tuple[BlockHash, int, Retention]]] = {}
-        for block_hash, block in here:
-            wish = self.pool.retention_of(block)
-            key = wish.tenant, wish.priority, wish.expires_at is None
-            alike.setdefault(key, []).append((block_hash, block, wish))
+    def export(self, hashes: Iterable[BlockHash], now: float) -> tuple[list[ExportedSegment], tuple[BlockHash, ...]]:
+        """Export the blocks of `hashes` as segments; returns the segments, and the hashes of missing blocks."""
+        exports, missing = self.scheduler.transfers.to_export(hashes)
         segments = []
-        for group in alike.values():
-            found, block_ids, wishes = zip(*group, strict=True)
-            retention = max(wishes, key=lambda wish: wish.expires_at or 0.0)
-            self.pool.acquire(block_ids)
-            segments.append(self._pack(ExportedBlocks("", found, block_ids, retention=retention)))
+        for export in exports:
+            self.scheduler.transfers.hold(export)
+            segments.append(self._pack(export, now))
         return segments, missing
 
     def step(self, now: float) -> StepResult | None:
-        """Schedule, run, record. None if there was nothing to compute."""
-        output = self.scheduler.schedule(now)
+        """Schedule, run, record. None if there was nothing to compute.
+
+        Raises:
+            Exception: a decision could not be carried out, or the model computes nothing any more (`still_runs`).
+        """
+        drafts = () if self.drafter is None else self.drafter.propose(self.scheduler)
+        output = self.scheduler.schedule(now, drafts)
         for move in output.moves:
-            output = self._move(move, output)
+            output = self._move(move, output, now)
+
         self._count(output.preempted)
         if not output.chunks:
             return None
-        outcome = self.scheduler.update(output, self.runner.run(output), now)
-        segments = self._pack_all(outcome.exports)
+
+        step = run_isolated(self.runner, output)
+        failures = tuple(self._fail(request_id, error, now) for request_id, error in step.failed.items())
+        failures += tuple(self._refuse(request_id, why, now) for request_id, why in step.computed.refused.items())
+        outcome = self.scheduler.update(output, step.computed, now)
+        for request in outcome.finished:
+            self._remember(request)
+            self._forget_grammar(request.request_id)
+        segments = self._pack_all(outcome.exports, now)
         return StepResult(
-            outcome.scores,
-            outcome.events,
-            segments,
-            outcome.finished,
-            _shape(output, self.store.block_bytes),
+            scores=outcome.scores,
+            events=outcome.events,
+            segments=segments,
+            finished=outcome.finished,
+            shape=_shape(output, self.store.block_bytes),
+            failures=failures,
+            is_typical=step.is_whole,
         )
 
-    def fail_all(self, detail: str) -> list[TokenEvent]:
-        """End every request with an error event: a step could not be computed."""
-        requests = list(self.scheduler.requests())
-        events = [error_event(request.assignment, request.num_output, detail) for request in requests]
-        self.scheduler.forget_moves()
-        for request in requests:
-            self.scheduler.abort(request.request_id)
-            self.swap_space.drop(request.request_id)
-        return events
+    def still_runs(self) -> bool:
+        """Check whether the model computes anything; if not, only a new process will."""
+        return still_runs(self.runner)
 
-    def _move(self, move: Move, output: SchedulerOutput) -> SchedulerOutput:
-        """Do what was decided before the step computes. Returns what remains of the step: KV that cannot be moved costs
-        its request the time to compute it again, and no more."""
+    def fail_all(self, error: Exception, now: float) -> list[TokenEvent]:
+        """End every request with an error event: the decisions for a step could not be carried out."""
+        self.scheduler.forget_moves()
+        return [self._fail(request.request_id, error, now) for request in list(self.scheduler.requests())]
+
+    def _fail(self, request_id: str, error: Exception, now: float) -> TokenEvent:
+        return self._end(request_id, f"{type(error).__name__}: {error}", now)
+
+    def _refuse(self, request_id: str, reason: str, now: float) -> TokenEvent:
+        """End a request that cannot be answered, by its own fault."""
+        return self._end(request_id, reason, now)._replace(is_refusal=True)
+
+    def _refuse_all(self, digest: bytes, reason: str, now: float) -> None:
+        """End the requests that wait for a grammar that will not come."""
+        waiting = self.scheduler.grammar_settled(digest)
+        self._refusals += [self._refuse(request.request_id, reason, now) for request in waiting]
+
+    def _end(self, request_id: str, detail: str, now: float) -> TokenEvent:
+        request = self.scheduler.get(request_id)
+        assert request is not None
+        event = error_event(request.assignment, request.num_output, detail)
+        self.scheduler.abort(request_id, now)
+        self.swap_space.drop(request_id)
+        self._forget_grammar(request_id)
+        return event
+
+    def _remember(self, request: Request | None) -> None:
+        """Keep the answer of a request that ends for the drafts of others."""
+        if self.drafter is not None and request is not None:
+            self.drafter.ended(request)
+
+    def _forget_grammar(self, request_id: str) -> None:
+        if self.grammars is not None:
+            self.grammars.forget(request_id)
+
+    def _move(self, move: Move, output: SchedulerOutput, now: float) -> SchedulerOutput:
+        """Carry out one decision that precedes the computation; returns the step, without the request if its swapping
+        failed. KV that cannot be moved costs its request the time to recompute it, and no more."""
         match move:
             case CopyBlock(source, target):
                 self.store.copy_block(source, target)
@@ -194,9 +272,10 @@ class Engine:
             case SwapOut(request_id) | SwapIn(request_id):
                 try:
                     self._swap(move)
-                except Exception:  # wherever it is kept may fail as it likes
-                    logger.exception("%d blocks of %s not swapped", len(move.blocks), request_id)
-                    return self.scheduler.swap_failed(request_id, output)
+                except Exception:  # of any kind: swap spaces differ
+                    extra = about("not_swapped", request=request_id, blocks=len(move.blocks))
+                    logger.exception("%d blocks of %s not swapped", len(move.blocks), request_id, extra=extra)
+                    return self.scheduler.swap_failed(request_id, output, now)
         return output
 
     def _swap(self, move: SwapOut | SwapIn) -> None:
@@ -229,62 +308,89 @@ class Engine:
             logger.warning("segment of %d blocks refused: model, size or checksum differ", len(header.hashes))
         return intact
 
-    def _import_blocks(self, hashes: Sequence[BlockHash], payload: Bytes) -> None:
-        missing = [index for index, block_hash in enumerate(hashes) if self.pool.lookup(block_hash) is None]
-        missing = missing[: self.pool.num_available]
-        blocks: list[int] = []
+    def _import_blocks(self, header: SegmentHeader, payload: Bytes, now: float) -> None:
+        incoming, is_filled = IncomingBlocks(), False
         try:
-            blocks = self.pool.allocate(len(missing))
-            rows = payload.reshape(len(hashes), -1)
-            self.store.import_blocks(rows[missing].reshape(-1) if len(missing) < len(hashes) else payload, blocks)
-            for index, block in zip(missing, blocks, strict=True):
-                self.pool.seal(block, hashes[index])
-        except Exception:  # whoever waits for these blocks must go on without them
-            logger.exception("%d blocks not imported", len(missing))
+            incoming = self.scheduler.transfers.take_in(header, now)
+            if incoming.blocks:
+                self.store.import_blocks(self._contents_of(incoming, payload), incoming.blocks)
+            is_filled = True
+        except Exception:  # requests that wait for these blocks must go on without them
+            logger.exception("a segment of %d blocks is not imported", len(header.hashes))
         finally:
-            self.pool.release(blocks)
+            self.scheduler.transfers.taken_in(incoming, now, is_filled=is_filled)
 
-    def _pack_all(self, exports: Iterable[ExportedBlocks]) -> tuple[ExportedSegment, ...]:
-        """The segments of a step. One that cannot be made is sent without its blocks; the pool still has them."""
+    def _contents_of(self, incoming: IncomingBlocks, payload: Bytes) -> Bytes:
+        """The part of a segment's payload for the blocks; not copied at the beginning of the payload."""
+        num_blocks = len(incoming.blocks)
+        if incoming.indexes == tuple(range(num_blocks)):
+            return payload[: num_blocks * self.store.block_bytes]
+        rows: Bytes = payload.reshape(-1, self.store.block_bytes)[list(incoming.indexes)]
+        return rows.reshape(-1)
+
+    def _pack_all(self, exports: Iterable[ExportedBlocks], now: float) -> tuple[ExportedSegment, ...]:
+        """Make the segments of a step. A failed segment is sent without its blocks; the pool still has them."""
         segments = []
         for export in exports:
             try:
-                segments.append(self._pack(export))
+                segments.append(self._pack(export, now))
             except Exception:  # the step itself went well, and its tokens must go out
-                logger.exception("%d blocks of %s not exported", len(export.blocks), export.request_id)
+                extra = about("not_exported", request=export.request_id, blocks=len(export.blocks))
+                logger.exception("%d blocks of %s not exported", len(export.blocks), export.request_id, extra=extra)
                 if export.handover is not None:
-                    segments.append(self._pack(replace(export, blocks=(), hashes=())))
+                    segments.append(self._pack(replace(export, blocks=(), hashes=()), now))
         return tuple(segments)
 
-    def _pack(self, export: ExportedBlocks) -> ExportedSegment:
+    def _pack(self, export: ExportedBlocks, now: float) -> ExportedSegment:
         """Copy blocks out, or begin to, and release them."""
         nothing = np.empty(0, np.uint8)
         try:
             payload = self.store.start_export(export.blocks) if export.blocks else nothing
         finally:
-            self.pool.release(export.blocks)
-        retention = export.retention
-        if retention.expires_at is not None:
-            retention = replace(retention, expires_at=time.time() + retention.expires_at - self.pool.now)
+            self.scheduler.transfers.release(export, now)
         num_bytes = len(export.blocks) * self.store.block_bytes
-        header = SegmentHeader(self.fingerprint, export.hashes, num_bytes, 0, export.handover, retention)
+        header = SegmentHeader(
+            fingerprint=self.fingerprint,
+            hashes=export.hashes,
+            num_bytes=num_bytes,
+            checksum=0,
+            handover=export.handover,
+            retention=export.retention,
+        )
         if isinstance(payload, np.ndarray):
             return ExportedSegment(replace(header, checksum=checksum(payload)), payload)
         return ExportedSegment(header, nothing, payload)
 
 
 def error_event(assignment: Assignment, position: int, detail: str) -> TokenEvent:
-    """The end of a request that this worker cannot compute."""
-    return TokenEvent(assignment.request_id, assignment.attempt, position, None, FinishReason.ERROR, None, 0, detail)
+    """End of a request that this worker cannot compute."""
+    return TokenEvent(
+        request_id=assignment.request_id,
+        attempt=assignment.attempt,
+        position=position,
+        token_id=None,
+        finish=FinishReason.ERROR,
+        logprobs=None,
+        cached_tokens=0,
+        detail=detail,
+    )
 
 
 def _shape(output: SchedulerOutput, block_bytes: int) -> StepShape:
-    num_tokens = num_decodes = 0
+    num_tokens = num_decodes = num_drafted = 0
     num_pairs = 0.0
     for chunk in output.chunks:
         num_decodes += chunk.start >= chunk.request.assignment.num_prompt_tokens
         num_tokens += chunk.num_tokens
+        num_drafted += len(chunk.draft)
         num_pairs += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
     swaps = [move for move in output.moves if isinstance(move, SwapOut | SwapIn)]
     num_bytes = sum(len(move.blocks) for move in swaps) * block_bytes
-    return StepShape(num_tokens - num_decodes, num_decodes, num_pairs, len(swaps), num_bytes)
+    return StepShape(
+        num_prefill_tokens=num_tokens - num_decodes - num_drafted,
+        num_decodes=num_decodes,
+        num_pairs=num_pairs,
+        num_swaps=len(swaps),
+        num_swapped_bytes=num_bytes,
+        num_draft_tokens=num_drafted,
+    )

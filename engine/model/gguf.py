@@ -1,8 +1,8 @@
 """GGUF files: their description and their tensors in Hugging Face's terms.
 
 A GGUF file names tensors and settings as llama.cpp does, stores the weights quantised, and for Llama has the rows of
-the q and k projections interleaved for llama.cpp's way of rotating. `GgufModel` undoes all three. The tokenizer is
-left to transformers, which builds one from the file's metadata (`write_tokenizer`).
+the q and k projections interleaved for llama.cpp's way of rotating. `GgufModel` undoes all three. The tokenizer is left
+to transformers, which builds one from the file's metadata (`write_tokenizer`).
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -18,17 +18,11 @@ import torch
 
 from engine.core.errors import StartupError
 from engine.model.config import unsupported
+from engine.model.families import FAMILIES
 
 _LOG = logging.getLogger(__name__)
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
+_FAMILIES = {family.gguf_name: family for family in FAMILIES.values() if family.gguf_name is not None}
 _TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -68,23 +62,26 @@ class GgufModel:
         from gguf import GGUFReader
 
         self.path = path
+
         try:
             with path.open("rb") as file:
                 if file.read(4) != b"GGUF":
                     raise ValueError("it does not begin with the GGUF magic")
             self._reader = GGUFReader(path)
-        except Exception as error:  # the reader lets a damaged file surface as whatever its parsing stumbles over
+        except Exception as error:  # of any kind: the reader does not check for damaged files
             raise StartupError(f"cannot read {path} as GGUF, download it again: {error}") from error
+
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         kind = self._field("general.architecture")
-        if kind not in _ARCHITECTURES:
-            raise unsupported(f"the GGUF architecture {kind!r} of {path.name}", tuple(_ARCHITECTURES))
+        if kind not in _FAMILIES:
+            raise unsupported(f"the GGUF architecture {kind!r} of {path.name}", _FAMILIES)
         if (self._field("split.count") or 1) > 1:
             raise StartupError(f"{path} is one part of a split GGUF: merge it first with llama-gguf-split --merge")
         if "token_embd.weight" not in self._tensors:
             raise StartupError(f"{path} holds no model weights (it has no token_embd.weight)")
+
         self.kind = str(kind)
-        self.architecture = _ARCHITECTURES[self.kind]
+        self.architecture = _FAMILIES[self.kind].architecture
 
     def config(self) -> dict[str, Any]:
         """The file's settings as a Hugging Face `config.json`."""
@@ -110,10 +107,12 @@ class GgufModel:
         for key in ("bos_token_id", "eos_token_id"):
             if (token_id := self._field(f"tokenizer.ggml.{key}")) is not None:
                 config[key] = int(token_id)
+
         if self.kind == "llama":
             config["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
         if self.kind.startswith("gemma"):
             config |= self._gemma(config)
+
         return config
 
     def generation_config(self) -> dict[str, Any]:
@@ -123,15 +122,15 @@ class GgufModel:
         return {"eos_token_id": sorted({int(token_id) for token_id in found if token_id is not None})}
 
     def hf_names(self) -> dict[str, str]:
-        """Hugging Face's name of each tensor, by its name in the file."""
+        """Map the name of each tensor in the file to Hugging Face's name."""
         return {name: self._hf_name(name) for name in self._tensors if name != _ROPE_FACTORS}
 
     def num_elements(self, name: str) -> int:
-        """The number of weights in the tensor of that name in the file."""
+        """Number of weights in the named tensor of the file."""
         return int(self._tensors[name].n_elements)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor of that name in the file, dequantised and in Hugging Face's layout.
+        """Return the named tensor of the file, dequantised and in Hugging Face's layout.
 
         Matrices are bfloat16. Vectors (norms and biases) stay float32: they are small, and Gemma's norm weights have
         had one added to them, which bfloat16 could not take back exactly.
@@ -139,17 +138,20 @@ class GgufModel:
         from gguf.quants import dequantize
 
         source = self._tensors[name]
+
         try:
             values = np.asarray(dequantize(source.data, source.tensor_type), dtype=np.float32)
         except NotImplementedError as error:
             raise StartupError(
                 f"{self.path} stores {name} as {source.tensor_type.name}, which cannot be read"
             ) from error
+
         if self.kind == "llama" and name.split(".")[2:3] in (["attn_q"], ["attn_k"]):
             heads = "attention.head_count" if ".attn_q." in name else "attention.head_count_kv"
             values = _unpermute(values, int(self._setting(heads)))
         if self.kind.startswith("gemma") and name.endswith("norm.weight"):
             values = values - np.float32(1.0)
+
         tensor = torch.tensor(values)  # a copy: what was float32 in the file is a view of it
         return tensor.to(torch.bfloat16) if tensor.dim() > 1 else tensor
 
@@ -184,18 +186,21 @@ class GgufModel:
         extra: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
         if self.kind == "gemma":
             return extra
+
         # The file does not say by what the scores are divided: it is the head dimension, but for the 27B models,
         # which are told by their depth (46 layers in Gemma 2, 62 in Gemma 3).
         is_27b = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[self.kind]
         per_head = config["hidden_size"] // config["num_attention_heads"]
         extra["query_pre_attn_scalar"] = per_head if is_27b else config["head_dim"]
         extra["sliding_window"] = int(self._setting("attention.sliding_window"))
+
         if self.kind == "gemma2":
             extra["attn_logit_softcapping"] = float(self._setting("attn_logit_softcapping", 50.0))
             extra["final_logit_softcapping"] = float(self._setting("final_logit_softcapping", 30.0))
         else:
             pattern = range(1, int(config["num_hidden_layers"]) + 1)
             extra["layer_types"] = ["full_attention" if layer % 6 == 0 else "sliding_attention" for layer in pattern]
+
         return extra
 
     def _field(self, key: str) -> Any:
@@ -255,6 +260,7 @@ def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], Non
     names = model.hf_names()
     shards: list[list[str]] = [[]]
     filled_bytes = 0
+
     for name in names:
         num_bytes = 2 * model.num_elements(name)
         if shards[-1] and filled_bytes + num_bytes > _SHARD_BYTES:
@@ -262,12 +268,14 @@ def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], Non
             filled_bytes = 0
         shards[-1].append(name)
         filled_bytes += num_bytes
+
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         progress(f"dequantising weights, part {index} of {len(shards)}")
         file_name = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
         save_file({names[name]: model.tensor(name) for name in shard}, folder / file_name, {"format": "pt"})
         weight_map |= {names[name]: file_name for name in shard}
+
     if len(shards) > 1:
         _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
@@ -279,7 +287,7 @@ def _unpermute(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]
 
 
 def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int, path: Path) -> dict[str, Any]:
-    """The Llama 3 rope settings that give these per-frequency factors; the file holds only the factors.
+    """Return the Llama 3 rope settings that give these per-frequency factors; the file holds only the factors.
 
     Published models use a low and a high frequency factor of 1 and 4 and trained on 8,192 positions.
     """
@@ -291,6 +299,7 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int, 
     expected = 1.0 / ((1 - smooth) / factor + smooth)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
         raise StartupError(f"{path} stretches its rotary embedding by factors of its own, which is not supported")
+
     return {
         "rope_type": "llama3",
         "factor": factor,

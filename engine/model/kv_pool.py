@@ -1,7 +1,7 @@
 """The paged KV cache: one tensor of blocks.
 
-It knows positions in memory only; which request or prefix a block belongs to is the block pool's knowledge
-(`engine.core.block_pool`).
+This module knows positions in memory only; the block pool knows the request or prefix of a block
+(`engine.core.worker.block_pool`).
 """
 
 import ctypes
@@ -25,7 +25,7 @@ class KVPool:
 
     The tensor is block-major, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: a block is one
     contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model. Every
-    page is touched here, since the first touch of a page costs more than computing what goes there.
+    page is touched here, since the first touch of a page costs more than computing its content.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class KVPool:
         return kv_pack(self.data, block_ids).cpu().numpy()
 
     def start_export(self, block_ids: Sequence[int]) -> ByteArray | Callable[[], ByteArray]:
-        """As `export_blocks`; or, where a device copies beside the computation, what waits for the bytes.
+        """As `export_blocks`; or, where a device copies beside the computation, a function that waits for the bytes.
 
-        That may be called in any thread, once. Either way the blocks may be given to others at once.
+        The function may be called in any thread, once. In both cases the blocks may be given to others at once.
         """
         return self.export_blocks(block_ids)
 
@@ -68,7 +68,7 @@ class KVPool:
 
 
 def as_tensor(buffer: ByteArray) -> Tensor:
-    """A tensor over the buffer's own memory, which the caller only reads and keeps alive.
+    """View the buffer's own memory as a tensor, which the caller only reads and keeps alive.
 
     torch has no read-only tensors and warns of read-only arrays, hence the detour by the address.
     """

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: takes commands, steps while there is work, hands out what happened."""
+"""The thread that owns an engine: takes commands, steps while there is work, publishes the results."""
 
 import logging
 import os
@@ -9,22 +9,30 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.types import BlockHash, EvictionReason, TokenEvent
+from engine.core.types import BlockHash, EvictionReason, Role, TokenEvent
 from engine.model.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
 
 _SPIN_S = 0.001
-"""Pause when requests are here but none can move: exports that hold blocks are about to release them."""
+"""Pause while requests exist but none can move: exports that hold blocks are about to release them."""
 
-_NICENESS = 5
-"""Of the engine's thread and of those it starts, on top of its process's: while all cores compute, whoever handles a
-message goes first."""
+NICENESS = {Role.PREFILL: 5, Role.MIXED: 5, Role.DECODE: 10}
+"""Niceness of an engine's thread and its child threads, on top of the process's.
+
+While all cores compute, threads that handle messages go first. Where a prefill and a decode worker share cores, the
+prefill gets three quarters of them: streams begin early and then decode in few full steps, and streams that decode
+already go on meanwhile.
+"""
+
+
+class ModelBrokenError(Exception):
+    """The model computes nothing any more, and its process can only be replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopOutput:
-    """What happened since the last one. `step` is None when only the pool changed."""
+    """Changes since the last output. `step` is None when only the pool changed."""
 
     step: StepResult | None
     sealed: tuple[BlockHash, ...]
@@ -36,13 +44,24 @@ class LoopOutput:
 class EngineLoop:
     """Runs an engine in a thread of its own.
 
-    `publish` is called in that thread after each step and each change of the pool; it must not block.
+    `publish` is called in the thread after each step and each change of the pool, and must not block. `on_broken` is
+    the thread's last call, when the model computes nothing any more.
     """
 
-    def __init__(self, engine: Engine, publish: Callable[[LoopOutput], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        publish: Callable[[LoopOutput], None],
+        on_broken: Callable[[str], None],
+        role: Role = Role.MIXED,
+    ) -> None:
         self._engine = engine
         self._publish = publish
+        self._on_broken = on_broken
+        self._niceness = NICENESS[role]
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        if engine.grammars is not None:
+            engine.grammars.wake = lambda: self.post(lambda engine: None)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -54,31 +73,46 @@ class EngineLoop:
         self._thread.join()
 
     def post(self, command: Callable[[Engine], None]) -> None:
-        """Have `command` run between two steps. Commands run in the order in which they were posted."""
+        """Have `command` run between two steps. Commands run in the order of posting."""
         self._commands.put(command)
 
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a niceness of its own
-            os.nice(_NICENESS)
+            os.nice(self._niceness)
+
         wait_s: float | None = None
         while self._take_commands(wait_s):
             started = time.monotonic()
-            step, failures = self._step(started)
+            try:
+                step, failures = self._step(started)
+            except ModelBrokenError as error:
+                self._on_broken(str(error))
+                return
             sealed, evicted = self._engine.pool.drain_journal()
             if step is not None or sealed or evicted or failures:
                 took = time.monotonic() - started
-                self._publish(LoopOutput(step, tuple(sealed), tuple(evicted), tuple(failures), took))
+                self._publish(
+                    LoopOutput(
+                        step=step, sealed=tuple(sealed), evicted=tuple(evicted), failures=tuple(failures), step_s=took
+                    )
+                )
             wait_s = 0.0 if step is not None else self._idle_s()
 
     def _step(self, now: float) -> tuple[StepResult | None, list[TokenEvent]]:
+        """Run one step; its output includes the ends of requests that failed in it."""
+        refusals = self._engine.hear_of_grammars(now)
         try:
-            return self._engine.step(now), []
-        except Exception as error:  # a step that fails must not take the other requests' streams with it silently
+            step = self._engine.step(now)
+        except Exception as error:
             logger.exception("step failed")
-            return None, self._engine.fail_all(f"{type(error).__name__}: {error}")
+            if not self._engine.still_runs():
+                raise ModelBrokenError(f"{type(error).__name__}: {error}") from error
+            failed = self._engine.fail_all(error, now)  # none of their streams may stand still in silence
+            return None, [*refusals, *failed]
+        return step, refusals if step is None else [*refusals, *step.failures]
 
     def _idle_s(self) -> float | None:
-        """How long nothing can happen without a command; None for ever."""
+        """Seconds for which nothing can happen without a command; None for ever."""
         scheduler = self._engine.scheduler
         if scheduler.running or scheduler.preempted:
             return _SPIN_S
@@ -86,7 +120,7 @@ class EngineLoop:
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _take_commands(self, wait_s: float | None) -> bool:
-        """Run what was posted, waiting up to `wait_s` for the first; False when told to stop."""
+        """Run the posted commands, waiting up to `wait_s` for the first; False when told to stop."""
         try:
             command = self._commands.get(timeout=wait_s) if wait_s != 0.0 else self._commands.get_nowait()
             while command is not None:
@@ -99,5 +133,5 @@ class EngineLoop:
     def _carry_out(self, command: Callable[[Engine], None]) -> None:
         try:
             command(self._engine)
-        except Exception:  # nobody else would run the engine
+        except Exception:  # of any kind: no other thread would run the engine
             logger.exception("command failed")

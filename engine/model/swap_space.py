@@ -1,4 +1,4 @@
-"""Where the KV of preempted requests waits until they go on."""
+"""Storage for the KV of preempted requests until they go on."""
 
 from typing import Protocol
 
@@ -15,7 +15,7 @@ class SwapSpace(Protocol):
         """Keep a payload, which the caller does not change any more, in place of an earlier one."""
 
     def take(self, request_id: str) -> Bytes:
-        """What was kept, to be read only, and kept no longer."""
+        """Return a kept payload, to be read only, and keep it no longer."""
 
     def drop(self, request_id: str) -> None:
         """Keep nothing for the request, if anything was."""

@@ -1,22 +1,36 @@
 """Text to token ids and back, and chats to prompts.
 
-Wraps the tokenizer that transformers loads from a model folder. Encoding and decoding go to the Rust tokenizer
-beneath it, whose every call releases the interpreter lock; transformers is asked for chat templates only.
+Wraps the tokenizer that transformers loads from a model folder. Encoding and decoding go to the Rust tokenizer beneath
+it, whose every call releases the interpreter lock; transformers is asked for chat templates only.
 """
 
+import inspect
 import json
 import logging
+import os
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from engine.core.detokenizer import REPLACEMENT
+from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import RequestError, StartupError
-from engine.core.transcripts import EncodedText
+from engine.core.types import MODEL_TEMPLATE, ChatTemplate
 from engine.model.config import read_json
+from engine.model.plain_text import mark_names, names_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A prompt made by a chat template. With a `mark`, names of special tokens that contain the mark are text."""
+
+    text: str
+    mark: str | None
 
 
 class Tokenizer:
@@ -28,103 +42,248 @@ class Tokenizer:
                 from transformers import AutoTokenizer
 
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            except Exception as error:  # whatever a damaged or unknown tokenizer makes transformers stumble over
+            except Exception as error:  # of any kind: a damaged or unknown tokenizer
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise StartupError(f"cannot load the tokenizer in {folder}: {reason}") from error
+
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._backend is None:
             raise StartupError(f"the tokenizer in {folder} is not a fast one: add its tokenizer.json")
+
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_names = names_pattern(token.content for token in added.values() if token.special)
+        self._lock = threading.Lock()
+        """The backend refuses to be set up differently while another thread uses it."""
+        self._longest_token, self._lost_bytes = self._lengths()
         self.eos_token_ids: list[int] = _eos_token_ids(folder, self._tokenizer.eos_token_id)
         """The ids that end a generation, ascending: the end of the text and, for chat models, the end of a turn."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids that have text; the model's own vocabulary may be padded beyond it."""
+        """Number of ids that have text; the model's own vocabulary may be padded beyond it."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
+    def border_token(self) -> str | None:
+        """Name of a special token that takes no spaces beside it; None if there is none."""
+        added = self._backend.get_added_tokens_decoder().values()
+        plain = (token for token in added if token.special and not (token.lstrip or token.rstrip or token.single_word))
+        return next((str(token.content) for token in plain), None)
+
+    @property
+    def spaces_special_tokens(self) -> bool:
+        """True if `decode` puts spaces between special tokens."""
+        special = min(self._special_ids, default=None)
+        if special is None:
+            return False
+        name: str = self._backend.id_to_token(special)
+        return self.decode([special] * 2, skip_special_tokens=False) != 2 * name
+
+    @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` works."""
+        """True if `render_chat` has a template to render with."""
         return self._tokenizer.chat_template is not None
 
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a `tokenizer.json`."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text; with special tokens, what the model wants before (or after) any text is added.
+        """Return the token ids of a text; with special tokens, the ones that the model wants before (or after) any text
+        are added.
 
         Raises `RequestError` if the text is not valid Unicode.
         """
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
-    def encode_with_borders(self, text: str) -> EncodedText:
-        """The token ids of a text to which no special tokens are added, and where those begin that it has.
+    def with_special_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the ids between the special tokens that the model wants before and after any text."""
+        bare, whole = (self.encode("a", add_special_tokens=add) for add in (False, True))
+        start = next(index for index in range(len(whole)) if whole[index : index + len(bare)] == bare)
+        return [*whole[:start], *token_ids, *whole[start + len(bare) :]]
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the names of token ids in the vocabulary; an id without one has an empty name."""
+        with self._lock:
+            return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def encode_with_borders(self, text: str, mark: str | None = None) -> EncodedText:
+        """Return the token ids of a text to which no special tokens are added, and the positions of the special tokens
+        in it.
+
+        With a `mark`, parts of the text between special tokens that have the mark are text alone, without it.
 
         Raises `RequestError` as `encode` does.
         """
         encoding = self._encoding(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
-        special = [index for index, token_id in enumerate(ids) if token_id in self._special_ids]
-        return EncodedText(text, ids, [(encoding.token_to_chars(index)[0], index) for index in special])
+        special = [
+            (index, *encoding.token_to_chars(index)) for index, each in enumerate(ids) if each in self._special_ids
+        ]
+        if mark is not None and mark in text:
+            return self._encode_marked(text, mark, ids, special)
+        return EncodedText(text, ids, [(start, index) for index, start, _ in special])
 
-    def shown(self, token_ids: Sequence[int], text: str) -> Sequence[int] | None:
-        """Those of the generated ids that `text` stands for: all, or all but the one that ended the answer.
+    def _encode_marked(
+        self, text: str, mark: str, ids: list[int], special: Sequence[tuple[int, int, int]]
+    ) -> EncodedText:
+        """Return the same ids except for the parts that have the mark. `special` has each special token's index and, in
+        characters of the text, its beginning and end. The text keeps its marks: no other chat's text is equal."""
+        token_ids: list[int] = []
+        borders: list[tuple[int, int]] = []
+        first_id, first_character = 0, 0
+        for index, start, end in [*special, (len(ids), len(text), len(text))]:
+            part = text[first_character:start]
+            token_ids += self._encode_as_text(part.replace(mark, "")) if mark in part else ids[first_id:index]
+            if index < len(ids):
+                borders.append((start, len(token_ids)))
+                token_ids.append(ids[index])
+            first_id, first_character = index + 1, end
+        return EncodedText(text, token_ids, borders)
 
-        None if the text hides others, shows bytes that make no character, or ends inside a token.
-        """
-        if REPLACEMENT not in text:
-            for shown in (token_ids[:-1], token_ids):
-                if self.decode(shown, skip_special_tokens=False) == text:
-                    return shown
-        return None
+    def _encode_as_text(self, text: str) -> list[int]:
+        """Return the token ids of a text in which nothing is a special token."""
+        with self._lock:
+            self._backend.encode_special_tokens = True
+            try:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            finally:
+                self._backend.encode_special_tokens = False
+        return ids
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            with self._lock:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeError, TypeError) as error:
-            raise RequestError("the text has unpaired surrogates, which no UTF-8 text can hold") from error
+            raise RequestError(_SURROGATES) from error
+
+    def _lengths(self) -> tuple[int | None, bytes]:
+        """Return the most bytes that one token stands for, and the bytes that no token stands for, which are left out.
+
+        None where nothing bounds the former: where text is shortened before it is cut into tokens, or an unknown token
+        may stand for any length.
+        """
+        table = self.token_bytes(skip_special_tokens=False)
+        backend = json.loads(self._backend.to_str())
+        added = self._backend.get_added_tokens_decoder().values()
+        is_by_bytes = backend["model"]["type"] == "BPE" and not backend["model"].get("unk_token")
+        if table is None or not is_by_bytes or backend["normalizer"] or any(t.lstrip or t.rstrip for t in added):
+            return None, b""
+        return max(map(len, table)), bytes(set(range(256)) - {token[0] for token in table if len(token) == 1})
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some token ids; bytes that make no character become U+FFFD."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of some token ids; bytes that make no character become U+FFFD."""
+        with self._lock:
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> EncodedText:
-        """The prompt that the model's chat template makes of the messages, and its token ids.
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, special_tokens: bool = False) -> EncodedText:
+        """Return the prompt made of the messages by the model's chat template, and its token ids; as `render_chat`."""
+        rendered = self.render_chat(messages, special_tokens=special_tokens)
+        return self.encode_with_borders(rendered.text, rendered.mark)
 
-        The template writes special tokens itself: none are added. Raises `RequestError` if there is no template, or the
-        template refuses the messages.
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template; empty if there is none."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else ""
+
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token; None if there is none of this name."""
+        token_id = self._backend.token_to_id(name)
+        return token_id if token_id in self._special_ids else None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: ChatTemplate = MODEL_TEMPLATE,
+        begins_answer: bool = True,
+        special_tokens: bool = False,
+    ) -> RenderedChat:
+        """Return the prompt made of the messages by `template`, for `encode_with_borders`.
+
+        `tools`: functions that the template is given. `begins_answer`: the prompt ends with the beginning of the
+        assistant's answer.
+
+        The template writes special tokens itself: none are added. Names of special tokens in messages and arguments
+        stay text, unless `special_tokens` allows their authors to write special tokens. Raises `RequestError` if there
+        is no template, the template refuses the messages, or an argument stands in the place of another variable.
         """
-        if not self.has_chat_template:
+        if template.source is None and not self.has_chat_template:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
+        self._require_free(template.arguments)
+        arguments: Mapping[str, Any] = template.arguments
+        mark = None
+        if not special_tokens:
+            marked = mark_names([*messages, {"arguments": arguments}], self._special_names, tools)
+            *messages, last = marked.messages
+            tools, arguments, mark = marked.tools, last["arguments"], marked.mark
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=template.source,
+                add_generation_prompt=begins_answer,
+                tokenize=False,
+                **arguments,
             )
         except Exception as error:  # a template is a program of the model's publisher and may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RequestError(f"the chat template cannot take these messages: {reason}", param="messages") from error
-        return self.encode_with_borders(rendered)
+            param = "messages" if template.source is None else "chat_template"
+            raise RequestError(f"the chat template cannot take these messages: {reason}", param=param) from error
+        return RenderedChat(rendered, mark)
 
-    def chat_beginning(self, system: str) -> tuple[int, ...]:
-        """The token ids with which every chat with this system message begins, whatever the user says.
+    def _require_free(self, arguments: Mapping[str, object]) -> None:
+        """Raise `RequestError` for an argument that would replace what a template is given or can call anyway."""
+        if not arguments:
+            return
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in arguments:
+            if name in own or name in _TEMPLATE_NAMES or name in self._tokenizer.special_tokens_map:
+                param = f"chat_template_kwargs.{name}"
+                raise RequestError(f"'{param}' would replace what the chat template is given otherwise.", param=param)
+
+    def around(self, text: str, suffix: str) -> str | None:
+        """Return the prompt for a text between `text` and `suffix`, as models trained to fill in take it (Bavarian et
+        al. 2022, prefix first); None if the tokenizer has no tokens for it."""
+        for prefix_token, suffix_token, middle_token in _FILL_IN_TOKENS:
+            names = (prefix_token, suffix_token, middle_token)
+            if all(self._backend.token_to_id(name) is not None for name in names):
+                return f"{prefix_token}{text}{suffix_token}{suffix}{middle_token}"
+        return None
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a lower bound of a text's number of tokens, from its length alone; 0 where the length tells nothing.
+
+        Raises `RequestError` as `encode` does.
+        """
+        if self._longest_token is None:
+            return 0
+        return -(-len(_utf8(text).translate(None, self._lost_bytes)) // self._longest_token)
+
+    def chat_beginning(self, system: str, *, special_tokens: bool = False) -> tuple[int, ...]:
+        """Return the token ids with which every chat with this system message begins, whatever the user says.
 
         Raises `RequestError` if the template takes no such message.
         """
-        chats = [
-            self.encode_chat([{"role": "system", "content": system}, {"role": "user", "content": user}]).token_ids
-            for user in ("1", "a", "\n")
-        ]
+        messages = [[{"role": "system", "content": system}, {"role": "user", "content": user}] for user in "1a\n"]
+        chats = [self.encode_chat(chat, special_tokens=special_tokens).token_ids for chat in messages]
         same = takewhile(lambda ids: len(set(ids)) == 1, zip(*chats, strict=False))
         return tuple(ids[0] for ids in same)
 
     def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes] | None:
-        """The exact bytes of each token id, so that text can be put together from tokens one by one.
+        """Return the exact bytes of each token id, so that text can be put together from tokens one by one.
 
-        Special tokens are empty if skipped. None if this tokenizer's text is not the concatenation of its tokens'
-        bytes (some SentencePiece ones drop a space at the beginning), so that `decode` must be used.
+        Special tokens are empty if skipped. None if this tokenizer's text is not the concatenation of its tokens' bytes
+        (some SentencePiece ones drop a space at the beginning), so that `decode` must be used.
         """
         to_bytes = _token_decoder(json.loads(self._backend.to_str()).get("decoder"))
         if to_bytes is None:
@@ -139,11 +298,50 @@ class Tokenizer:
         return table
 
 
+_FILL_IN_TOKENS = (
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+)
+"""Names of the tokens before a prefix, before a suffix and before the text between them: of StarCoder and Granite, of
+Qwen and CodeGemma, of SantaCoder, of DeepSeek."""
+
+_TEMPLATE_NAMES = frozenset(
+    ("messages", "range", "dict", "namespace", "cycler", "joiner", "lipsum", "raise_exception", "strftime_now")
+)
+"""Names in a template that are no parameters of `apply_chat_template`."""
+
+_SURROGATES = "the text has unpaired surrogates, which no UTF-8 text can hold"
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeError as error:
+        raise RequestError(_SURROGATES) from error
+
+
+def forgo_torch() -> None:
+    """Have this process import transformers without torch, which tokenizers and chat templates do not need: a process
+    with torch is four times as large. For processes that never compute; does nothing if torch is loaded already."""
+    if "torch" in sys.modules:
+        return
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # of which one advises to install torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # to Python a module that is not installed
+    try:
+        with quiet_transformers():
+            from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers, which speaks of what a user cannot act on, from logging and warning."""
+    """Silence transformers, whose log lines and warnings a user cannot act on."""
     names = ("transformers", "huggingface_hub", "gguf", "httpx")
     loggers = [logging.getLogger(name) for name in names]
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers  # sets its logger's level, so before the levels are noted
@@ -154,6 +352,7 @@ def quiet_transformers() -> Iterator[None]:
         showing_bars = bars.is_progress_bar_enabled()
         for logger in loggers:
             logger.setLevel(logging.ERROR)
+
         bars.disable_progress_bar()
         try:
             yield

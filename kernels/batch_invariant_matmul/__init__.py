@@ -1,4 +1,4 @@
-"""A matrix product whose rows do not depend on how many rows there are."""
+"""A matrix product whose rows do not depend on the number of rows."""
 
 from torch import Tensor
 
@@ -11,9 +11,9 @@ def batch_invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None
     """x weight^T + bias: [num_tokens, in_features] -> [num_tokens, out_features], in x's dtype.
 
     `weight`: [out_features, in_features]; `bias`: [out_features]. Float32 accumulation, rounded once. On a GPU each
-    row's bits depend on that row, `weight` and `bias` only: the order of summation is fixed by the shape of `weight`.
-    On CPU this is the specification; what serves there is `kernels.linear`, which has the same property. Raises
-    `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
+    row's bits depend on the row, `weight` and `bias` only: the order of summation is fixed by the shape of `weight`. On
+    CPU this is the specification; `kernels.linear`, which has the same property, serves there. Raises `ValueError` on
+    wrong shapes and `TypeError` on wrong dtypes.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"cannot multiply {list(x.shape)} with the transpose of {list(weight.shape)}")

@@ -390,6 +390,7 @@ PyObject* forward(PyObject* const* args) {
   set_sequences(t, tensor(args[5]), tensor(args[6]), tensor(args[7]), tokens);
   check_tables(t, pool.size(0));
   a.num_out = rows.numel(), a.out_rows = data<int64_t>(rows, at::kLong, a.num_out, "out_rows must be int64");
+  check(a.num_out <= tokens, "out_rows are more than the batch has tokens");
   for (int64_t i = 0; i < a.num_out; ++i)
     check(a.out_rows[i] >= 0 && a.out_rows[i] < tokens, "out_rows names a token outside the batch");
   const int threads = at::get_num_threads();
@@ -441,8 +442,8 @@ const int64_t* entries_of(const Tensor& offsets, const Tensor& ids, const raydix
   return bounds;
 }
 
-// logits, temperature, top_k, top_p, min_p, uniform, six of Penalties, three of LogitBias, num_logprobs or None, given or
-// None.
+// logits, temperature, top_k, top_p, min_p, seed, position, six of Penalties, three of LogitBias, two of TokenMask,
+// num_logprobs or None, given or None.
 PyObject* sample(PyObject* const* args) {
   const Tensor& logits = tensor(args[0]);
   check(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0, "logits must be [batch, vocabulary]");
@@ -453,33 +454,41 @@ PyObject* sample(PyObject* const* args) {
   a.top_k = data<int32_t>(tensor(args[2]), at::kInt, a.batch, "top_k must be int32 [batch]");
   a.top_p = floats(3, "top_p must be float32 [batch]");
   a.min_p = floats(4, "min_p must be float32 [batch]");
-  a.uniform = floats(5, "uniform must be float32 [batch]");
-  if (args[6] != Py_None) {
-    a.presence = floats(6, "presence must be float32 [batch]");
-    a.frequency = floats(7, "frequency must be float32 [batch]");
-    a.repetition = floats(8, "repetition must be float32 [batch]");
-    const Tensor& ids = tensor(args[10]);
-    a.penalty_offsets = entries_of(tensor(args[9]), ids, a), a.penalty_ids = ids.data_ptr<int64_t>();
-    a.output_counts = data<int32_t>(tensor(args[11]), at::kInt, ids.numel(), "output_counts must be int32, per entry");
+  a.seeds = data<int64_t>(tensor(args[5]), at::kLong, a.batch, "seed must be int64 [batch]");
+  a.positions = data<int64_t>(tensor(args[6]), at::kLong, a.batch, "position must be int64 [batch]");
+  if (args[7] != Py_None) {
+    a.presence = floats(7, "presence must be float32 [batch]");
+    a.frequency = floats(8, "frequency must be float32 [batch]");
+    a.repetition = floats(9, "repetition must be float32 [batch]");
+    const Tensor& ids = tensor(args[11]);
+    a.penalty_offsets = entries_of(tensor(args[10]), ids, a), a.penalty_ids = ids.data_ptr<int64_t>();
+    a.output_counts = data<int32_t>(tensor(args[12]), at::kInt, ids.numel(), "output_counts must be int32, per entry");
   }
-  if (args[12] != Py_None) {
-    const Tensor& ids = tensor(args[13]);
-    a.bias_offsets = entries_of(tensor(args[12]), ids, a), a.bias_ids = ids.data_ptr<int64_t>();
-    a.bias_values = data<float>(tensor(args[14]), at::kFloat, ids.numel(), "values must be float32, one per entry");
+  if (args[13] != Py_None) {
+    const Tensor& ids = tensor(args[14]);
+    a.bias_offsets = entries_of(tensor(args[13]), ids, a), a.bias_ids = ids.data_ptr<int64_t>();
+    a.bias_values = data<float>(tensor(args[15]), at::kFloat, ids.numel(), "values must be float32, one per entry");
+  }
+  if (args[16] != Py_None) {
+    const Tensor& bits = tensor(args[17]);
+    a.mask_rows = data<int32_t>(tensor(args[16]), at::kInt, a.batch, "rows must be int32 [batch]");
+    const int64_t words = (a.vocabulary + 31) / 32, masks = bits.dim() == 2 ? bits.size(0) : 0;
+    a.mask_bits = data<int32_t>(bits, at::kInt, masks * words, "bits must be int32 [num_masks, words]");
+    for (int64_t b = 0; b < a.batch; ++b) check(a.mask_rows[b] < masks, "rows names a mask that is not there");
   }
   const auto ints = logits.options().dtype(at::kLong), reals = logits.options().dtype(at::kFloat);
   const Tensor tokens = at::empty({a.batch}, ints);
   Tensor logprobs, top_ids, top_logprobs, ranks;
-  if (args[15] != Py_None) {
-    a.num_logprobs = data<int64_t>(tensor(args[15]), at::kLong, a.batch, "num_logprobs must be int64 [batch]");
+  if (args[18] != Py_None) {
+    a.num_logprobs = data<int64_t>(tensor(args[18]), at::kLong, a.batch, "num_logprobs must be int64 [batch]");
     for (int64_t b = 0; b < a.batch; ++b) a.widest = std::max(a.widest, a.num_logprobs[b]);
     check(a.widest <= a.vocabulary, "num_logprobs exceeds the vocabulary");
     logprobs = at::zeros({a.batch}, reals), a.logprobs = logprobs.data_ptr<float>();
     top_ids = at::zeros({a.batch, a.widest}, ints), a.top_ids = top_ids.data_ptr<int64_t>();
     top_logprobs = at::zeros({a.batch, a.widest}, reals), a.top_logprobs = top_logprobs.data_ptr<float>();
   }
-  if (args[16] != Py_None) {
-    a.given = data<int64_t>(tensor(args[16]), at::kLong, a.batch, "given must be int64 [batch]");
+  if (args[19] != Py_None) {
+    a.given = data<int64_t>(tensor(args[19]), at::kLong, a.batch, "given must be int64 [batch]");
     for (int64_t b = 0; b < a.batch; ++b)
       check(a.given[b] >= 0 && a.given[b] < a.vocabulary, "a given token id lies outside the vocabulary");
     ranks = at::empty({a.batch}, ints), a.ranks = ranks.data_ptr<int64_t>();
@@ -531,7 +540,7 @@ PyMethodDef methods[] = {
     method<decoder, 7>("decoder"),
     method<forward, 9>("forward"),
     method<kv_copy, 4>("kv_copy"),
-    method<sample, 17>("sample"),
+    method<sample, 20>("sample"),
     {nullptr, nullptr, 0, nullptr},
 };
 

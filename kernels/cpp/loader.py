@@ -1,8 +1,8 @@
 """Builds the C++ kernels once per machine and loads them.
 
 The shared object lies in a per-user cache under a name that hashes sources, torch, Python and instruction set, so
-another version never meets it. It is built under a file lock into a temporary folder and moved into place, so several
-processes may start at once and none sees half a file. Nothing here raises: what goes wrong is one warning, and every
+another version never meets it. The build runs under a file lock in a temporary folder and is moved into place, so
+several processes may start at once and none sees half a file. Nothing here raises: an error is one warning, and every
 operation then runs on its PyTorch reference.
 """
 
@@ -30,11 +30,14 @@ MODULE = "raydix_kernels"
 SOURCES = Path(__file__).parent
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
 INSTRUCTION_SETS = {
+    "amx_bf16": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512_bf16": (*AVX512, "-mavx512bf16"),
     "avx512": AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
+REFERENCE = "reference"
+"""No C++ kernels: PyTorch computes."""
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-w", "-Wno-psabi")
 
 
@@ -46,25 +49,41 @@ class BuildError(Exception):
 def cpu_ops() -> Any | None:
     """The extension module with the C++ kernels, or `None` where it cannot be built (said once, as a warning).
 
-    `RAYDIX_KERNELS` chooses an instruction set (avx512_bf16, avx512, avx2, plain) or "reference" for none;
+    `RAYDIX_KERNELS` chooses an instruction set (amx_bf16, avx512_bf16, avx512, avx2, plain) or "reference" for none;
     `RAYDIX_CACHE` where the build is kept. The first call on a machine compiles for some fifteen seconds.
     """
-    chosen = os.environ.get("RAYDIX_KERNELS") or instruction_set()
-    if chosen == "reference":
+    if chosen() == REFERENCE:
         return None
     try:
-        return load(library(chosen))
+        return load(library(chosen()))
     except (BuildError, OSError, ImportError) as error:
         logger.warning("CPU kernels unavailable, running on the slow PyTorch reference: %s", error)
         return None
+
+
+def arithmetic() -> str:
+    """Name of the arithmetic on this CPU. Machines with different names may round differently."""
+    return REFERENCE if cpu_ops() is None else chosen()
+
+
+def chosen() -> str:
+    """The instruction set that the environment asks for, or the CPU's best."""
+    return os.environ.get("RAYDIX_KERNELS") or instruction_set()
 
 
 def instruction_set() -> str:
     """The best of `INSTRUCTION_SETS` this CPU has."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):
+        if _has_tiles():
+            return "amx_bf16"
         return "avx512_bf16" if torch.cpu._is_avx512_bf16_supported() else "avx512"
     return "avx2" if capability == "AVX2" else "plain"
+
+
+def _has_tiles() -> bool:
+    """True if the CPU multiplies matrix tiles and Linux lets this process; the request for them enables them."""
+    return bool(torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
 def load(path: Path) -> Any:
@@ -77,31 +96,39 @@ def load(path: Path) -> Any:
     return module
 
 
-def library(chosen: str) -> Path:
+def library(instructions: str) -> Path:
     """The shared object for one instruction set, built if the cache has none."""
-    if chosen not in INSTRUCTION_SETS:
-        raise BuildError(f"unknown instruction set {chosen!r}; known are {', '.join(INSTRUCTION_SETS)}")
+    if instructions not in INSTRUCTION_SETS:
+        raise BuildError(f"unknown instruction set {instructions!r}; known are {', '.join(INSTRUCTION_SETS)}")
+    if instructions == "amx_bf16" and not _has_tiles():
+        raise BuildError("this CPU has no matrix tiles (AMX), or the system keeps them")
     folder = cache_folder()
-    path = folder / f"{MODULE}-{chosen}-{digest(chosen)}.so"
+    path = folder / f"{MODULE}-{instructions}-{digest(instructions)}.so"
     if not path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
             if not path.exists():
-                build(chosen, path)
+                build(instructions, path)
     return path
 
 
 def cache_folder() -> Path:
-    """Where builds are kept: `kernels` in `RAYDIX_CACHE` or `~/.cache/raydix`."""
+    """Folder of the builds: `kernels` in `RAYDIX_CACHE` or `~/.cache/raydix`."""
     return Path(os.environ.get("RAYDIX_CACHE") or Path.home() / ".cache" / "raydix").expanduser() / "kernels"
 
 
-def digest(chosen: str) -> str:
-    """What the binary depends on, as a hash."""
+def digest(instructions: str) -> str:
+    """Hash of everything that the binary depends on."""
     state = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         state.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    facts = (torch.__version__, sysconfig.get_config_var("SOABI"), platform.machine(), FLAGS, INSTRUCTION_SETS[chosen])
+    facts = (
+        torch.__version__,
+        sysconfig.get_config_var("SOABI"),
+        platform.machine(),
+        FLAGS,
+        INSTRUCTION_SETS[instructions],
+    )
     state.update(repr(facts).encode())
     return state.hexdigest()[:20]
 
@@ -116,7 +143,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build(chosen: str, path: Path) -> None:
+def build(instructions: str, path: Path) -> None:
     """Compiles every source at once, links, and moves the result to `path`."""
     from torch.utils.cpp_extension import include_paths
 
@@ -129,7 +156,7 @@ def build(chosen: str, path: Path) -> None:
         objects, running = [], []
         # The bindings take longest and know no instruction set.
         for source in sorted(SOURCES.glob("*.cpp"), key=lambda s: s.name != "bindings.cpp"):
-            flags = include if source.name == "bindings.cpp" else INSTRUCTION_SETS[chosen]
+            flags = include if source.name == "bindings.cpp" else INSTRUCTION_SETS[instructions]
             objects.append(f"{scratch}/{source.stem}.o")
             running.append(start([compiler, *FLAGS, abi, *flags, "-c", str(source), "-o", objects[-1]]))
         finish(running)
@@ -141,7 +168,7 @@ def build(chosen: str, path: Path) -> None:
 
 
 def start(command: list[str]) -> "subprocess.Popen[str]":
-    """Starts one compiler process, its complaints kept."""
+    """Starts one compiler process, with its messages captured."""
     try:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     except OSError as error:
@@ -149,7 +176,7 @@ def start(command: list[str]) -> "subprocess.Popen[str]":
 
 
 def finish(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Waits for all of them, then raises with the first line of complaint of one that failed."""
+    """Waits for all of them, then raises with the first message of a failed one."""
     complaints = [process.communicate()[1] for process in processes]
     for process, complaint in zip(processes, complaints, strict=True):
         if process.returncode:

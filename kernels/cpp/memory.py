@@ -10,9 +10,9 @@ MADV_HUGEPAGE = 14
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Asks Linux to back `tensor` with huge pages; to be called before anything is written to it.
+    """Asks Linux to back `tensor` with huge pages; to be called before the first write to the tensor.
 
-    A hint: where it cannot be followed nothing happens.
+    A hint: without huge pages nothing happens.
     """
     if sys.platform != "linux" or tensor.is_cuda:
         return

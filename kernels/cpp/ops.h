@@ -60,13 +60,15 @@ struct RotaryStore {
 struct Sample {
   const void* logits;
   int64_t batch, vocabulary, stride;
-  const float *temperature, *top_p, *min_p, *uniform;
+  const float *temperature, *top_p, *min_p;
   const int32_t* top_k;
+  const int64_t *seeds, *positions;  // of the noise
   const float *presence, *frequency, *repetition;  // null without penalties
   const int64_t *penalty_offsets, *penalty_ids;
   const int32_t* output_counts;
   const int64_t *bias_offsets, *bias_ids;  // null without bias
   const float* bias_values;
+  const int32_t *mask_rows, *mask_bits;  // null without masks; a row's mask, negative: none; bit t % 32 of word t / 32
   const int64_t* num_logprobs;  // null if no row asks; negative: this row does not
   int64_t widest;
   const int64_t* given;  // null: sample; else the tokens to take

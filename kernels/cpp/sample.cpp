@@ -1,4 +1,4 @@
-// Sampling, one row per task: penalties and bias, log-probabilities, truncation, inverse CDF in id order.
+// Sampling, one row per task: penalties and bias, log-probabilities, mask, truncation, largest logit plus noise.
 //
 // Sums over the vocabulary run over pieces of PIECE tokens, each summed in sixteen lanes, the pieces in double: one
 // order, whatever else is in the batch.
@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "noise.h"
 #include "ops.h"
 #include "vec.h"
 
@@ -17,8 +18,7 @@ constexpr int64_t BUCKETS = 2048;           // of distance to the largest logit,
 constexpr float BUCKETS_PER_NAT = 64.0f;  // so that the last holds what is less likely than e^-32 of the best
 
 struct Scratch {
-  std::vector<float> logits, likelihoods;
-  std::vector<double> pieces;
+  std::vector<float> logits, likelihoods, groups;
   std::vector<int32_t> ids;
 };
 
@@ -82,8 +82,8 @@ void penalise(const Sample& a, int64_t row, float* z) {
     for (int64_t e = a.bias_offsets[row]; e < a.bias_offsets[row + 1]; ++e) z[a.bias_ids[e]] += a.bias_values[e];
 }
 
-// likelihoods[i] = e^((z[i] - origin) / temperature) over one piece; returns their sum.
-INLINE float likelihoods_of(const float* z, float* to, int64_t count, float origin, float temperature) {
+// to[i] = e^((z[i] - origin) / temperature) over one piece; returns their sum.
+INLINE float weigh_piece(const float* z, float* to, int64_t count, float origin, float temperature) {
   f32x16 total{};
   over(z, count, [&](f32x16 v, int64_t i, int64_t n) {
     const f32x16 p = exp((v - origin) / temperature);
@@ -91,6 +91,24 @@ INLINE float likelihoods_of(const float* z, float* to, int64_t count, float orig
     total += n == LANES ? p : load_part(to + i, n);
   });
   return reduce_add(total);
+}
+
+// The same over the vocabulary; inline, for a temperature of 1 needs no division.
+INLINE double weigh(const float* z, float* to, int64_t vocabulary, float origin, float temperature) {
+  double total = 0;
+  for (int64_t at = 0; at < vocabulary; at += PIECE)
+    total += weigh_piece(z + at, to + at, std::min(PIECE, vocabulary - at), origin, temperature);
+  return total;
+}
+
+// z = -inf where the mask has no bit.
+void ban(const int32_t* bits, float* z, int64_t vocabulary) {
+  for (int64_t first = 0; first < vocabulary; first += 32) {
+    const uint32_t word = uint32_t(bits[first / 32]);
+    if (word == ~uint32_t(0)) continue;
+    const int64_t count = std::min<int64_t>(32, vocabulary - first);
+    for (int64_t i = 0; i < count; ++i) z[first + i] = (word >> i) & 1 ? z[first + i] : -INFINITE;
+  }
 }
 
 void rank(const Sample& a, int64_t row, const float* z, int64_t count, double log_sum, Scratch& scratch) {
@@ -198,27 +216,93 @@ class Truncation {
   }
 };
 
-// The first token in id order at which the cumulative likelihood exceeds `uniform` of the whole.
-int64_t draw(const float* p, int64_t vocabulary, const std::vector<double>& pieces, float uniform) {
-  double total = 0, passed = 0;
-  for (double piece : pieces) total += piece;
-  const double target = double(uniform) * total;
-  size_t chosen = 0;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    if (pieces[i] <= 0) continue;
-    chosen = i;
-    if (passed + pieces[i] > target) break;
-    passed += pieces[i];
+// The largest logit of each group, padded with -inf to a multiple of BATCH; returns the largest of all.
+template <class T>
+float group_logits(const T* z, int64_t vocabulary, std::vector<float>& of) {
+  const int64_t whole = vocabulary / SPAN, spans = (vocabulary + SPAN - 1) / SPAN;
+  of.assign(size_t((spans * LANES + BATCH - 1) / BATCH * BATCH), -INFINITE);
+  f32x16 origin = splat(-INFINITE);
+  for (int64_t i = 0; i < whole; ++i) {
+    f32x16 best = splat(-INFINITE);
+    for (int64_t j = 0; j < SPAN; j += LANES) best = maximum(load(z + i * SPAN + j), best);
+    store(of.data() + i * LANES, best);
+    origin = maximum(best, origin);
   }
-  // Where rounding carries the scan past the end, the last possible token of the last piece is meant.
-  const int64_t begin = int64_t(chosen) * PIECE, end = std::min(begin + PIECE, vocabulary);
-  int64_t last = begin;
-  for (int64_t i = begin; i < end; ++i) {
-    if (p[i] <= 0) continue;
-    last = i, passed += double(p[i]);
-    if (passed > target) break;
+  float largest = reduce_max(origin);
+  for (int64_t id = whole * SPAN; id < vocabulary; ++id) {
+    float& best = of[whole * LANES + id % LANES];
+    best = std::max(best, to_float(z[id]));
+    largest = std::max(largest, best);
   }
-  return last;
+  return largest;
+}
+
+// Finds the largest (z - origin) / temperature + noise, lowest id on ties, where `origin` is the largest logit.
+//
+// Few tokens need their noise. A group's largest logit and its most noise bound what its members reach, so groups are
+// gone through by their bounds, the largest first, until no other reaches the best token found.
+template <class T>
+class Drawing {
+ public:
+  // `groups`: the largest logits of groups, as `group_logits` leaves them; overwritten.
+  Drawing(const T* z, int64_t vocabulary, float origin, float temperature, const Noise& noise,
+          std::vector<float>& groups)
+      : z(z), vocabulary(vocabulary), origin(origin), temperature(temperature), noise(noise), reach(groups) {
+    const float slope = std::min(1.0f / temperature, std::numeric_limits<float>::max());
+    f32x16 most[4];
+    for (int64_t first = 0; first < int64_t(reach.size()); first += BATCH) {
+      noise.bounds(first, most);
+      for (int j = 0; j < 4; ++j) {
+        float* at = reach.data() + first + j * LANES;
+        store(at, fused(load(at) - origin, splat(slope), most[j]));
+      }
+    }
+  }
+
+  int64_t winner() {
+    const int64_t count = int64_t(reach.size());
+    for (;;) {
+      const float farthest = largest(reach.data(), count);
+      if (!(farthest >= best) || farthest == -INFINITE) return chosen;
+      const int64_t group = position_of(reach.data(), count, farthest);
+      reach[group] = -INFINITE;
+      consider(group);
+    }
+  }
+
+ private:
+  const T* z;
+  const int64_t vocabulary;
+  const float origin, temperature;
+  const Noise& noise;
+  std::vector<float>& reach;  // at least the best score in each group that was not considered
+  float best = -INFINITE;
+  int64_t chosen = 0;
+
+  void consider(int64_t group) {
+    const Noise::First first = noise.first(group);
+    const Words words = noise.words(group * (GROUP / 4), MEMBERS);
+    for (int64_t member = 0; member < GROUP; ++member) {
+      const int64_t id = group / LANES * SPAN + member * LANES + group % LANES;
+      if (id >= vocabulary || !(to_float(z[id]) > -INFINITE)) continue;
+      float time = first.time;
+      if (member != first.member) time = time + exponential(words.of[member % 4][member / 4], 0x1p-32f);
+      const float score = (to_float(z[id]) - origin) / temperature - logarithm(time);
+      if (score > best || (score == best && id < chosen)) best = score, chosen = id;
+    }
+  }
+};
+
+bool truncates(const Sample& a, int64_t row) {
+  return a.min_p[row] > 0 || (a.top_k[row] > 0 && a.top_k[row] < a.vocabulary) || a.top_p[row] < 1;
+}
+
+// The token of a row whose groups' largest logits are in `scratch.groups`, `origin` among them.
+template <class T>
+int64_t draw(const Sample& a, int64_t row, const T* z, float origin, Scratch& scratch) {
+  if (a.temperature[row] == 0 || !std::isfinite(origin)) return position_of(z, a.vocabulary, origin);
+  const Noise noise(a.seeds[row], a.positions[row]);
+  return Drawing<T>(z, a.vocabulary, origin, a.temperature[row], noise, scratch.groups).winner();
 }
 
 template <class T>
@@ -228,47 +312,34 @@ void one_row(const Sample& a, int64_t row, Scratch& scratch) {
                         (a.bias_offsets && a.bias_offsets[row] < a.bias_offsets[row + 1]);
   const float temperature = a.temperature[row];
   const int64_t wanted = a.num_logprobs ? a.num_logprobs[row] : -1, vocabulary = a.vocabulary;
-  if (temperature == 0 && wanted < 0 && !adjusted && !a.given) {
-    a.token_ids[row] = position_of(logits, vocabulary, largest(logits, vocabulary));
+  const bool masked = a.mask_rows && a.mask_rows[row] >= 0 && !a.given;
+  const bool truncated = temperature > 0 && truncates(a, row) && !a.given;
+  if (wanted < 0 && !adjusted && !masked && !truncated && !a.given) {
+    const float origin =
+        temperature == 0 ? largest(logits, vocabulary) : group_logits(logits, vocabulary, scratch.groups);
+    a.token_ids[row] = draw(a, row, logits, origin, scratch);
     return;
   }
   scratch.logits.resize(size_t(vocabulary)), scratch.likelihoods.resize(size_t(vocabulary));
-  scratch.pieces.resize(size_t((vocabulary + PIECE - 1) / PIECE));
   float *z = scratch.logits.data(), *p = scratch.likelihoods.data();
   widen(logits, z, vocabulary);
   penalise(a, row, z);
-  const float origin = largest(z, vocabulary);
-  auto weigh = [&](float by) {
-    double total = 0;
-    for (size_t i = 0; i < scratch.pieces.size(); ++i) {
-      const int64_t at = int64_t(i) * PIECE, count = std::min(PIECE, vocabulary - at);
-      scratch.pieces[i] = likelihoods_of(z + at, p + at, count, origin, by);
-      total += scratch.pieces[i];
-    }
-    return total;
-  };
-  const double log_sum = wanted < 0 ? 0 : double(origin) + std::log(weigh(1.0f));
-  if (a.given) {
-    a.token_ids[row] = a.given[row];
-    a.ranks[row] = place_of(z, vocabulary, a.given[row]);
-  } else if (temperature == 0 || !std::isfinite(origin)) {
-    a.token_ids[row] = position_of(z, vocabulary, origin);
-  } else {
-    if (wanted < 0 || temperature != 1.0f) weigh(temperature);
-    if (a.min_p[row] > 0 || (a.top_k[row] > 0 && a.top_k[row] < vocabulary) || a.top_p[row] < 1) {
-      Truncation(a, row, origin, scratch);
-      for (size_t i = 0; i < scratch.pieces.size(); ++i) {
-        f32x16 total{};
-        const int64_t at = int64_t(i) * PIECE;
-        over(p + at, std::min(PIECE, vocabulary - at), [&](f32x16 v, int64_t, int64_t) { total += v; });
-        scratch.pieces[i] = reduce_add(total);
-      }
-    }
-    a.token_ids[row] = draw(p, vocabulary, scratch.pieces, a.uniform[row]);
+  float origin = group_logits(z, vocabulary, scratch.groups);
+  const double log_sum = wanted < 0 ? 0 : double(origin) + std::log(weigh(z, p, vocabulary, origin, 1.0f));
+  if (wanted >= 0) rank(a, row, z, wanted, log_sum, scratch);
+  if (masked) {
+    ban(a.mask_bits + a.mask_rows[row] * ((vocabulary + 31) / 32), z, vocabulary);
+    origin = group_logits(z, vocabulary, scratch.groups);
   }
-  if (wanted < 0) return;
-  a.logprobs[row] = float(double(z[a.token_ids[row]]) - log_sum);
-  rank(a, row, z, wanted, log_sum, scratch);
+  if (truncated && std::isfinite(origin)) {
+    if (wanted < 0 || masked || temperature != 1.0f) weigh(z, p, vocabulary, origin, temperature);
+    Truncation(a, row, origin, scratch);
+    for (int64_t i = 0; i < vocabulary; ++i) z[i] = p[i] > 0 ? z[i] : -INFINITE;
+    group_logits(z, vocabulary, scratch.groups);
+  }
+  a.token_ids[row] = a.given ? a.given[row] : draw(a, row, z, origin, scratch);
+  if (a.given) a.ranks[row] = place_of(z, vocabulary, a.given[row]);
+  if (wanted >= 0) a.logprobs[row] = float(double(z[a.token_ids[row]]) - log_sum);
 }
 
 template <class T>

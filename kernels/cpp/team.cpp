@@ -34,7 +34,7 @@ class Team {
     if (asleep.load()) wake.fetch_add(1), wake.notify_all();
     body(context, crew);
     session.store(0);
-    while (inside.load()) pause();
+    await_empty();
     const int64_t used = crew.position(phases.data());
     for (int64_t i = 0; i < used; ++i) phases[size_t(i)].next.store(0), phases[size_t(i)].done.store(0);
     return true;
@@ -62,9 +62,18 @@ class Team {
         Crew crew(phases.data(), threads);
         body(context, crew);
       }
-      inside.fetch_sub(1);
+      if (inside.fetch_sub(1) == 1) inside.notify_all();
       last = now;
     }
+  }
+
+  // A thread that lost its core on its way out gets this one's, if this one sleeps.
+  void await_empty() {
+    for (int spin = 0; spin < PATIENCE; ++spin) {
+      if (!inside.load()) return;
+      pause();
+    }
+    for (int left; (left = inside.load());) inside.wait(left);
   }
 
   uint64_t await_session(uint64_t last) {

@@ -1,5 +1,5 @@
-"""All layers of a decoder in one call, where this machine has our own bfloat16 product: the same operations and bits
-as one by one, without a way back to Python, and without waking the threads, between any two of them."""
+"""All layers of a decoder in one call, where this machine has our own bfloat16 product: the same operations and bits as
+one by one, without a way back to Python, and without waking the threads, between any two of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class LayerWeights:
     down: PackedLinear
     mlp_norm: Tensor
     next_norm: Tensor
-    """The norm of the next layer's input, or the final norm: it is fused with this layer's last residual add."""
+    """The norm of the next layer's input, or the final norm, fused with this layer's last residual add."""
     attention_post_norm: Tensor | None
     mlp_post_norm: Tensor | None
     q_norm: Tensor | None
@@ -59,7 +59,7 @@ class DecoderPass:
 
     @staticmethod
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
-        """Whether every product is one that the C++ path computes itself."""
+        """True if the C++ path computes every product itself."""
         return all(product.layout is Layout.PANELS for layer in layers for product in layer.products())
 
     def __call__(

@@ -36,8 +36,8 @@ def _copy_blocks_kernel(
 def copy_blocks(pool: Tensor, block_ids: Tensor, buffer: Tensor, *, to_pool: bool) -> None:
     """Copies whole blocks between a contiguous `pool` [num_blocks, ...] and a uint8 `buffer` on the same device.
 
-    Raises `IndexError` on an unknown block where `block_ids` lies in host memory; ids on the device are not looked at
-    (that would wait for it), and unknown ones are left out.
+    Raises `IndexError` on an unknown block if `block_ids` lies in host memory. Ids on the device are not checked (a
+    check would wait for the device), and unknown ones are left out.
     """
     if not pool.is_contiguous():
         raise ValueError("the pool must be contiguous")

@@ -10,7 +10,7 @@ from kernels.linear.packing import Layout, PackedLinear, pack_weight
 from kernels.linear.quantize import quantize
 from kernels.linear.reference import linear_reference
 
-__all__ = ["PackedLinear", "linear", "pack_weight", "quantize"]
+__all__ = ["Layout", "PackedLinear", "linear", "pack_weight", "quantize"]
 
 
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:

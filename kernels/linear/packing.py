@@ -14,7 +14,7 @@ PANEL = 64
 
 
 class Layout(Enum):
-    """How a weight lies in memory."""
+    """Layout of a weight in memory."""
 
     PLAIN = "plain"  # [out_features, in_features]
     PANELS = "panels"  # [out_features / PANEL, in_features / 2, PANEL, 2], for our C++ product
@@ -36,19 +36,18 @@ class PackedLinear:
 
 
 def best_layout(weight: Tensor, *, int8: bool = False) -> Layout:
-    """Our own product where it is the fastest, oneDNN's where the CPU has matrix tiles, torch's for other types.
+    """Chooses our own product wherever it runs, since oneDNN's rows depend on their number where the CPU has matrix
+    tiles (AMX); without ours oneDNN's, and torch's for other types.
 
-    `int8`: ours wherever there is one, since the others would have to widen the whole weight first.
+    `int8`: torch's without ours, since oneDNN has no such weights.
     """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return Layout.PLAIN
     ops = cpu_ops()
     ours = ops is not None and ops.has_linear() and weight.shape[1] % 2 == 0
-    if int8:
-        return Layout.PANELS if ours else Layout.PLAIN
-    if ours and not torch.cpu._is_amx_tile_supported():
+    if ours:
         return Layout.PANELS
-    return Layout.ONEDNN if torch.ops.mkldnn._is_mkldnn_bf16_supported() else Layout.PLAIN
+    return Layout.ONEDNN if not int8 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else Layout.PLAIN
 
 
 def pack_weight(
@@ -56,9 +55,9 @@ def pack_weight(
 ) -> PackedLinear:
     """Packs `weight` [out_features, in_features] and `bias` [out_features]; the originals may be dropped afterwards.
 
-    bfloat16 on CPU takes a layout whose product gives each row the same bits whatever the number of rows (ours by
-    construction, oneDNN's as tested), and so does anything on a GPU if it is to be `deterministic`; the rest stays as
-    it is. With `int8`, for CPUs, the weight is quantised before.
+    Where our own product runs, bfloat16 on a CPU takes its layout, which gives each row the same bits for any number of
+    rows; so does a `deterministic` weight on a GPU. All other weights keep their layout. With `int8`, for CPUs, the
+    weight is quantised before.
     """
     out_features, in_features = weight.shape
     weight = weight.detach()
@@ -68,7 +67,9 @@ def pack_weight(
         weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     elif layout is Layout.PANELS:
         weight, scales, bias = panels(weight), _padded(scales), _padded(bias)
-    return PackedLinear(weight, scales, bias, in_features, out_features, layout)
+    return PackedLinear(
+        weight=weight, scales=scales, bias=bias, in_features=in_features, out_features=out_features, layout=layout
+    )
 
 
 def _padded(values: Tensor | None) -> Tensor | None:

@@ -73,9 +73,9 @@ def paged_attention(
     `query_start[s + 1] - query_start[s]` positions.
 
     Returns out [num_tokens, num_heads, head_dim] (`out` itself if given), and with `return_lse` also the natural
-    log-sum-exp of the scores, [num_tokens, num_heads] float32. With `deterministic` each row's bits depend only on that
-    row's query and its KV, never on chunking, neighbours or threads; on CPU they never do (bfloat16 and float32).
-    `max_query_len` is a bound on the queries of a sequence that the caller knows, which must hold; it saves a GPU from
+    log-sum-exp of the scores, [num_tokens, num_heads] float32. With `deterministic` each row's bits depend only on the
+    row's query and KV, never on chunking, neighbours or threads; on CPU they never do (bfloat16 and float32).
+    `max_query_len` is a bound on the queries of a sequence that the caller guarantees; it saves a GPU from
     looking for more. Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
     """
     if query.is_cuda:

@@ -579,7 +579,7 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The checked arguments of one call, and the bounds its launches go by."""
+    """Checked arguments of one call, and the bounds for its launches."""
 
     query: Tensor
     key_cache: Tensor
@@ -624,7 +624,7 @@ class _Batch:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors `device` has, one where it is no GPU."""
+    """Number of multiprocessors of `device`, one where it is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -1,4 +1,4 @@
-"""RMS normalisation, optionally fused with the residual add before it."""
+"""RMS normalisation, optionally fused with the preceding residual add."""
 
 from typing import overload
 

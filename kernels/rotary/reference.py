@@ -23,7 +23,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any]) ->
 
 
 def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated (Llama 3.1)."""
+    """Divides long wavelengths by the factor, keeps short ones, and interpolates between them (Llama 3.1)."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     old_context = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / frequency

@@ -1,8 +1,9 @@
 """Sampling on a GPU, without waiting for it and without sorting.
 
-The kept tokens are always a prefix of the ranking by probability, so they are known by the least probability kept and
-by how many of the tokens that have exactly this one are kept, lowest ids first. Probabilities are not negative, so
-their bits order as integers, and the bound is found by bisecting them: 31 passes over a row that stays in the cache.
+The kept tokens are always a prefix of the ranking by probability. So two values define them: the least probability
+kept, and the number of tokens kept among the ones of exactly this probability, lowest ids first. Probabilities are not
+negative, so their bits order as integers, and the bound is found by bisecting them: 31 passes over a row that stays in
+the cache.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -13,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sample.reference import ranks_of
-from kernels.sample.types import LogitBias, Penalties, SampleOutput
+from kernels.sample.reference import Controls, ranks_of
+from kernels.sample.triton_noise import arrivals, first_arrivals, logarithm
+from kernels.sample.types import LogitBias, Penalties, SampleOutput, TokenMask
 
 MAX_BLOCK = 4096
 ENTRIES = 256
@@ -85,8 +87,28 @@ def _bias_kernel(z_ptr, offsets_ptr, token_ids_ptr, values_ptr, vocabulary, BLOC
 
 
 @triton.jit
+def _mask_kernel(z_ptr, rows_ptr, bits_ptr, vocabulary, num_words, BLOCK: tl.constexpr):
+    """z = -inf where a row's mask has no bit; rows without a mask stay.
+
+    z: [batch, vocabulary] float32, changed in place; rows: [batch] int32, -1 for none; bits: [num_masks, num_words]
+    int32.
+
+    One program handles BLOCK logits of one row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    mask_row = tl.load(rows_ptr + row).to(tl.int64)
+    if mask_row < 0:
+        return
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocabulary
+    words = tl.load(bits_ptr + mask_row * num_words + ids // 32, mask=inside, other=0)
+    banned = ((words >> (ids % 32)) & 1) == 0
+    tl.store(z_ptr + row * vocabulary + ids, float("-inf"), mask=inside & banned)
+
+
+@triton.jit
 def _load_bits(p_ptr, ids, vocabulary):
-    """The bits of some probabilities, which order as they do; NaN counts as 0, what is past the end as -1."""
+    """The bits of some probabilities, ordered like them; NaN counts as 0, positions past the end as -1."""
     mask = ids < vocabulary
     p = tl.load(p_ptr + ids, mask=mask, other=0.0)
     return tl.where(mask, tl.where(p == p, p, 0.0).to(tl.int32, bitcast=True), -1)
@@ -94,7 +116,7 @@ def _load_bits(p_ptr, ids, vocabulary):
 
 @triton.jit
 def _count_above(p_ptr, vocabulary, bound, BLOCK: tl.constexpr):
-    """How many probabilities have bits of more than `bound`."""
+    """Number of probabilities with bits of more than `bound`."""
     count = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, vocabulary, BLOCK):
         bits = _load_bits(p_ptr, start + tl.arange(0, BLOCK), vocabulary)
@@ -104,7 +126,7 @@ def _count_above(p_ptr, vocabulary, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass_above(p_ptr, vocabulary, bound, BLOCK: tl.constexpr):
-    """The sum, in float64, of the probabilities whose bits are more than `bound`."""
+    """The sum, in float64, of the probabilities with bits of more than `bound`."""
     mass = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(0, vocabulary, BLOCK):
         bits = _load_bits(p_ptr, start + tl.arange(0, BLOCK), vocabulary)
@@ -113,58 +135,33 @@ def _mass_above(p_ptr, vocabulary, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _draw_kernel(
-    p_ptr,
-    greedy_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    uniform_ptr,
-    token_ids_ptr,
-    vocabulary,
-    BLOCK: tl.constexpr,
-):
-    """The first token in id order at which the kept tokens' cumulative probability exceeds uniform * their sum.
-
-    p: [batch, vocabulary] float32; greedy: [batch] int64, taken where temperature is 0; temperature, top_p, min_p,
-    uniform: [batch] float32; top_k: [batch] int32; token_ids: [batch] int64.
-
-    One program handles one row.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    p_ptr += row * vocabulary
-    if tl.load(temperature_ptr + row) == 0:
-        tl.store(token_ids_ptr + row, tl.load(greedy_ptr + row))
-        return
-
+def _kept(p_ptr, top_k, top_p, min_p, vocabulary, BLOCK: tl.constexpr):
+    """The least bits of a kept probability, and how many of the tokens with these bits are kept, lowest ids first."""
     highest = tl.full((BLOCK,), -1, dtype=tl.int32)
     for start in range(0, vocabulary, BLOCK):
         highest = tl.maximum(highest, _load_bits(p_ptr, start + tl.arange(0, BLOCK), vocabulary))
     top = tl.max(highest, axis=0)
 
     # Kept so far: bits above `bound`, and `quota` of those with bits equal to it. First min-p.
-    least = tl.load(min_p_ptr + row) * top.to(tl.float32, bitcast=True)
+    least = min_p * top.to(tl.float32, bitcast=True)
     bound = tl.minimum(tl.maximum(least, 0.0).to(tl.int32, bitcast=True), top)
     quota = tl.full((), 0, tl.int32) + vocabulary
 
     # Top-k: the highest bound that keeps at least k.
-    k = tl.load(top_k_ptr + row)
-    if (k > 0) & (k < vocabulary):
+    if (top_k > 0) & (top_k < vocabulary):
         low = tl.full((), 0, tl.int32)
         high = top
         while low < high:
             middle = low + (high - low + 1) // 2
-            if _count_above(p_ptr, vocabulary, middle - 1, BLOCK) >= k:
+            if _count_above(p_ptr, vocabulary, middle - 1, BLOCK) >= top_k:
                 low = middle
             else:
                 high = middle - 1
         if low >= bound:
             bound = low
-            quota = k - _count_above(p_ptr, vocabulary, low, BLOCK)
+            quota = top_k - _count_above(p_ptr, vocabulary, low, BLOCK)
 
     # Top-p: the lowest bound with less than the wanted mass above it, at least that of the most probable token.
-    top_p = tl.load(top_p_ptr + row)
     if top_p < 1:
         above = _mass_above(p_ptr, vocabulary, bound, BLOCK)
         at_bound = _count_above(p_ptr, vocabulary, bound - 1, BLOCK) - _count_above(p_ptr, vocabulary, bound, BLOCK)
@@ -184,35 +181,85 @@ def _draw_kernel(
         needed = tl.minimum(tl.ceil(tl.maximum(missing, 1.0)), 2147483647.0).to(tl.int32)
         quota = tl.where(low > bound, needed, tl.minimum(quota, needed))
         bound = low
+    return bound, quota
 
-    # The kept mass, with ties counted in id order, then the token where the cumulative mass passes its share.
-    mass = tl.full((), 0.0, tl.float64)
+
+@triton.jit
+def _last_tie(p_ptr, bound, quota, vocabulary, BLOCK: tl.constexpr):
+    """The id of the last kept token with bits equal to `bound`, -1 for none."""
+    last = tl.full((), -1, tl.int32)
     ties = tl.full((), 0, tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        bits = _load_bits(p_ptr, start + tl.arange(0, BLOCK), vocabulary)
-        is_tie = (bits == bound).to(tl.int32)
-        kept = (bits > bound) | ((bits == bound) & (ties + tl.cumsum(is_tie, axis=0) <= quota))
-        mass += tl.sum(tl.where(kept, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64), axis=0)
-        ties += tl.sum(is_tie, axis=0)
-    # Where nothing has any probability (all logits forbidden), the first token is taken.
-    target = tl.where(mass > 0, tl.load(uniform_ptr + row).to(tl.float64) * mass, -1.0)
-    before = tl.full((), 0.0, tl.float64)
-    ties = tl.full((), 0, tl.int32)
-    # The first token past the target, and the last one kept: the same where rounding leaves nothing past it.
-    token = tl.full((), 2147483647, tl.int32)
-    last = tl.full((), 0, tl.int32)
     for start in range(0, vocabulary, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        bits = _load_bits(p_ptr, ids, vocabulary)
-        is_tie = (bits == bound).to(tl.int32)
-        kept = (bits > bound) | ((bits == bound) & (ties + tl.cumsum(is_tie, axis=0) <= quota))
-        p = tl.where(kept, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64)
-        passed = kept & (before + tl.cumsum(p, axis=0) > target)
-        token = tl.minimum(token, tl.min(tl.where(passed, ids, 2147483647), axis=0))
-        last = tl.maximum(last, tl.max(tl.where(kept & (bits > 0), ids, 0), axis=0))
-        before += tl.sum(p, axis=0)
+        is_tie = (_load_bits(p_ptr, ids, vocabulary) == bound).to(tl.int32)
+        kept = (is_tie == 1) & (ties + tl.cumsum(is_tie, axis=0) <= quota)
+        last = tl.maximum(last, tl.max(tl.where(kept, ids, -1), axis=0))
         ties += tl.sum(is_tie, axis=0)
-    tl.store(token_ids_ptr + row, tl.where(token == 2147483647, last, token).to(tl.int64))
+    return last
+
+
+@triton.jit
+def _draw_kernel(
+    z_ptr,
+    p_ptr,
+    greedy_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    position_ptr,
+    token_ids_ptr,
+    vocabulary,
+    BLOCK: tl.constexpr,
+):
+    """The kept token with the largest (z - largest z) / temperature + noise, lowest id on ties.
+
+    z, p: [batch, vocabulary] float32; greedy: [batch] int64, the first largest z, taken where temperature is 0 or
+    that z is not finite; temperature, top_p, min_p: [batch] float32; top_k: [batch] int32; seed, position, token_ids:
+    [batch] int64.
+
+    One program handles one row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * vocabulary
+    p_ptr += row * vocabulary
+    temperature = tl.load(temperature_ptr + row)
+    greedy = tl.load(greedy_ptr + row)
+    origin = tl.load(z_ptr + greedy)
+    if (temperature == 0) | (tl.abs(origin) == float("inf")):
+        tl.store(token_ids_ptr + row, greedy)
+        return
+
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    bound, quota = _kept(p_ptr, top_k, top_p, min_p, vocabulary, BLOCK)
+    last_tie = tl.full((), 2147483647, tl.int32)
+    if quota < vocabulary:
+        last_tie = _last_tie(p_ptr, bound, quota, vocabulary, BLOCK)
+
+    seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
+    best = tl.full((), float("-inf"), tl.float32)
+    token = tl.full((), 2147483647, tl.int32)
+    NUM_GROUPS: tl.constexpr = BLOCK // 16
+    for start in range(0, tl.cdiv(vocabulary, 256) * 16, NUM_GROUPS):
+        groups = start + tl.arange(0, NUM_GROUPS)
+        ids = (groups // 16 * 256 + groups % 16)[:, None] + 16 * tl.arange(0, 16)[None, :]
+        bits = _load_bits(p_ptr, ids, vocabulary)
+        kept = (bits > bound) | ((bits == bound) & (ids <= last_tie))
+        z = tl.load(z_ptr + ids, mask=kept, other=float("-inf"))
+        distances = tl.div_rn(z - origin, temperature)
+        members, times = first_arrivals(seed, position, groups)
+
+        # No member of a group has more noise than the first to arrive, but for rounding.
+        reach = tl.max(distances, axis=1) - logarithm(times) + 1e-3
+        if tl.max(reach, axis=0) >= best:
+            scores = distances - logarithm(arrivals(seed, position, groups, members, times, NUM_GROUPS))
+            highest = tl.max(tl.max(scores, axis=1), axis=0)
+            lowest_id = tl.min(tl.min(tl.where(scores == highest, ids, 2147483647), axis=1), axis=0)
+            better = (highest > best) | ((highest == best) & (lowest_id < token))
+            best = tl.where(better, highest, best)
+            token = tl.where(better, lowest_id, token)
+    tl.store(token_ids_ptr + row, token.to(tl.int64))
 
 
 @triton.jit
@@ -248,14 +295,11 @@ def _top_kernel(logprobs_ptr, wanted_ptr, top_ids_ptr, top_logprobs_ptr, vocabul
 
 def sample_triton(
     logits: Tensor,
+    controls: Controls,
     *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
     penalties: Penalties | None = None,
     bias: LogitBias | None = None,
+    mask: TokenMask | None = None,
     wanted: Sequence[int] = (),
     given: Tensor | None = None,
 ) -> SampleOutput:
@@ -267,20 +311,30 @@ def sample_triton(
     if batch:
         z = _adjusted(logits, penalties, bias)
         ranks = None if given is None else ranks_of(z, given)
+        normalised = torch.log_softmax(z, -1) if widest >= 0 else z  # before tokens are banned
     if batch and given is None:
+        if mask is not None:
+            _ban(z, mask)
+        temperature = controls.temperature
         p = torch.softmax(z / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
-        controls = (temperature, top_k.int(), top_p, min_p, uniform)
         _draw_kernel[(batch,)](
-            p, z.argmax(-1), *controls, tokens, vocabulary, BLOCK=_block(vocabulary), num_warps=_warps(vocabulary)
+            z,
+            p,
+            z.argmax(-1),
+            *controls,
+            tokens,
+            vocabulary,
+            BLOCK=_block(vocabulary),
+            num_warps=_warps(vocabulary),
+            enable_fp_fusion=False,
         )
     if widest < 0:
-        return SampleOutput(tokens, None, None, None, ranks)
+        return SampleOutput(token_ids=tokens, logprobs=None, top_ids=None, top_logprobs=None, ranks=ranks)
     top_ids = torch.zeros((batch, widest), dtype=torch.int64, device=logits.device)
     top_logprobs = torch.zeros((batch, widest), device=logits.device)
     logprobs = torch.zeros(batch, device=logits.device)
     if batch:
         counts = _to_device(wanted, logits.device)
-        normalised = torch.log_softmax(z, -1)
         chosen = normalised.gather(1, tokens[:, None])[:, 0]
         logprobs = torch.where(counts >= 0, chosen, logprobs)
         if widest:
@@ -294,7 +348,7 @@ def sample_triton(
                 BLOCK=_block(vocabulary),
                 num_warps=_warps(vocabulary),
             )
-    return SampleOutput(tokens, logprobs, top_ids, top_logprobs, ranks)
+    return SampleOutput(token_ids=tokens, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs, ranks=ranks)
 
 
 def _adjusted(logits: Tensor, penalties: Penalties | None, bias: LogitBias | None) -> Tensor:
@@ -321,8 +375,17 @@ def _adjusted(logits: Tensor, penalties: Penalties | None, bias: LogitBias | Non
     return z
 
 
+def _ban(z: Tensor, mask: TokenMask) -> None:
+    """Set the logits of tokens that a row may not choose to -inf, in place."""
+    batch, vocabulary = z.shape
+    block = _block(vocabulary)
+    grid = batch, triton.cdiv(vocabulary, block)
+    _mask_kernel[grid](z, mask.rows, mask.bits, vocabulary, mask.bits.shape[1], BLOCK=block)
+
+
 def _block(vocabulary: int) -> int:
-    return min(max(int(triton.next_power_of_2(vocabulary)), 16), MAX_BLOCK)
+    """Tokens that a program handles at once; at least sixteen groups of noise."""
+    return min(max(int(triton.next_power_of_2(vocabulary)), 256), MAX_BLOCK)
 
 
 def _warps(vocabulary: int) -> int:

@@ -1,4 +1,4 @@
-"""What sampling takes and gives besides plain tensors."""
+"""Arguments and results of sampling besides plain tensors."""
 
 from dataclasses import dataclass
 
@@ -36,12 +36,25 @@ class LogitBias:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Tokens that rows may choose: row b one of the set bits of `bits[rows[b]]`, or any if `rows[b]` is -1.
+
+    `rows`: [batch] int32; `bits`: [num_masks, ceil(vocabulary / 32)] int32, token t is bit t % 32 of word t // 32. At
+    least one bit of each mask is set, of a token with a finite logit.
+    """
+
+    rows: Tensor
+    bits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SampleOutput:
     """One token per row, and log-probabilities where at least one row asked for them.
 
     `token_ids`: [batch] int64; `logprobs`: [batch] float32, of the token chosen; `top_ids` int64 and `top_logprobs`
-    float32: [batch, n] with n the largest number asked for, most probable first. What a row did not ask for is zero.
-    `ranks`: [batch] int64, where tokens were given: each one's place among all by probability, from 1, ties by id.
+    float32: [batch, n] with n the largest number asked for, most probable first. Figures that a row did not ask for are
+    zero. `ranks`: [batch] int64, where tokens were given: each one's place among all by probability, from 1, ties by
+    id.
     """
 
     token_ids: Tensor

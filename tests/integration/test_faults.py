@@ -5,8 +5,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ray
-
 from tests.integration.conftest import Server, eventually, random_prompt
 
 
@@ -21,6 +19,13 @@ def collect(chunks: Any) -> list[int]:
     return token_ids
 
 
+def is_replaced(server: Server, killed: dict[str, Any]) -> bool:
+    """Whether another incarnation of a killed worker runs, started by the host that had started the killed one."""
+    worker = server.workers()[killed["role"]]
+    assert worker["worker_id"] == killed["worker_id"], "Serve had to replace the host"
+    return bool(worker["epoch"] > killed["epoch"])
+
+
 def num_attempts(server: Server, request_id: str) -> int:
     status, _, body = server.request("GET", f"/v1/requests/{request_id}/explain")
     assert status == 200, body
@@ -30,12 +35,12 @@ def num_attempts(server: Server, request_id: str) -> int:
 def test_a_stream_survives_the_death_of_its_decode_worker(server: Server) -> None:
     prompt = random_prompt(20, 400)
     expected = server.complete(prompt, max_tokens=100, cache_salt="reference")["choices"][0]["token_ids"]
-    epoch = server.workers()["decode"]["epoch"]
+    worker = server.workers()["decode"]
     chunks = server.stream(prompt, max_tokens=100, cache_salt="killed")
     seen = [next(chunks), next(chunks)]
-    ray.kill(server.actor(server.workers()["decode"]["worker_id"]), no_restart=True)
+    server.kill(worker)
     assert collect([*seen, *chunks]) == expected
-    eventually(lambda: server.workers()["decode"]["epoch"] > epoch, "the decode worker is back")
+    eventually(lambda: is_replaced(server, worker), "the decode worker is back")
     assert num_attempts(server, seen[0]["id"]) == 2
 
 
@@ -44,25 +49,24 @@ def test_a_stream_survives_the_death_of_the_prefill_worker_after_its_first_token
     prompt = random_prompt(25, 3000)
     expected = server.complete(prompt, max_tokens=20, cache_salt="reference")["choices"][0]["token_ids"]
     worker = server.workers()["prefill"]
-    victim = server.actor(worker["worker_id"])
     chunks = server.stream(prompt, max_tokens=20, cache_salt="killed late")
     first = next(chunks)
-    ray.kill(victim, no_restart=True)
+    server.kill(worker)
     assert collect([first, *chunks]) == expected
-    eventually(lambda: server.workers()["prefill"]["epoch"] > worker["epoch"], "the prefill worker is back")
+    eventually(lambda: is_replaced(server, worker), "the prefill worker is back")
     assert num_attempts(server, first["id"]) == 1
 
 
 def test_a_stream_survives_the_death_of_the_prefill_worker_before_its_first_token(server: Server) -> None:
     prompt = random_prompt(21, 3000)
     expected = server.complete(prompt, max_tokens=4, cache_salt="reference")["choices"][0]["token_ids"]
-    epoch = server.workers()["prefill"]["epoch"]
+    worker = server.workers()["prefill"]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.complete, prompt, max_tokens=4, cache_salt="killed early")
         eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "prefill has begun")
-        ray.kill(server.actor(server.workers()["prefill"]["worker_id"]), no_restart=True)
+        server.kill(worker)
         assert answer.result()["choices"][0]["token_ids"] == expected
-    eventually(lambda: server.workers()["prefill"]["epoch"] > epoch, "the prefill worker is back")
+    eventually(lambda: is_replaced(server, worker), "the prefill worker is back")
 
 
 def test_streams_and_requests_survive_the_death_of_the_manager(server: Server) -> None:
@@ -70,7 +74,7 @@ def test_streams_and_requests_survive_the_death_of_the_manager(server: Server) -
     expected = server.complete(prompt, max_tokens=60, cache_salt="m0")["choices"][0]["token_ids"]
     chunks = server.stream(prompt, max_tokens=60, cache_salt="m1")
     seen = [next(chunks)]
-    ray.kill(server.actor("kv_cache_manager"), no_restart=True)
+    server.kill(server.manager())
     during = server.complete(prompt, max_tokens=60, cache_salt="m2")["choices"][0]["token_ids"]
     assert collect([*seen, *chunks]) == expected
     assert during == expected

@@ -2,18 +2,38 @@
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import TypedDict
 
 import openai
 import pytest
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import (
+    ChatCompletionChunk,
+    ChatCompletionContentPartTextParam,
+    ChatCompletionMessageParam,
+    ChatCompletionStreamOptionsParam,
+)
 
+from tests.integration.answers import (
+    ChatFields,
+    CompletionFields,
+    Limit,
+    content_of,
+    entries_of,
+    num_cached,
+    prompt_token_ids,
+    scores_of,
+    streamed_token_ids,
+    token_ids,
+    usage_of,
+)
 from tests.integration.conftest import MODEL, Server, random_prompt
 
 STORY = "Once upon a time there was a small river that"
 EMOJI = "🎉🚀🐙🌍🦑🧊🎈🪐🐳🍄🌵🎻🦜🌋🧿🪁 日本語 Ελληνικά 🎉🚀🐙🌍🦑🧊🎈🪐🐳🍄🌵🎻🦜🌋🧿🪁"
-CHAT = [{"role": "user", "content": "Name three rivers of Europe."}]
+CHAT: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Name three rivers of Europe."}]
 
 
 @pytest.fixture
@@ -22,7 +42,17 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def greedy(client: openai.OpenAI, prompt: Any = STORY, *, max_tokens: int = 24, **extra: Any) -> Any:
+class Penalty(TypedDict, total=False):
+    """One of the penalties."""
+
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+
+
+def greedy(
+    client: openai.OpenAI, prompt: str | list[int] = STORY, *, max_tokens: int = 24, **extra: object
+) -> CompletionChoice:
     """The only choice of a greedy completion of fixed length; fields that OpenAI does not know go in `extra`."""
     body = {"ignore_eos": True, "return_token_ids": True, **extra}
     return client.completions.create(
@@ -30,9 +60,11 @@ def greedy(client: openai.OpenAI, prompt: Any = STORY, *, max_tokens: int = 24, 
     ).choices[0]
 
 
-def streamed(client: openai.OpenAI, **fields: Any) -> list[str]:
+def streamed(
+    client: openai.OpenAI, fields: CompletionFields, *, stop: str | list[str] | openai.Omit = openai.omit
+) -> list[str]:
     """The pieces of text of a streamed completion with one choice."""
-    with client.completions.create(model=MODEL, stream=True, **fields) as chunks:
+    with client.completions.create(**fields, stop=stop, stream=True) as chunks:
         return [choice.text for chunk in chunks for choice in chunk.choices]
 
 
@@ -61,7 +93,7 @@ def test_each_answer_names_its_request_in_a_header(server: Server, stream: bool)
     response = connection.getresponse()
     data = response.read()
     connection.close()
-    [request_id] = response.headers.get_all("x-request-id")
+    [request_id] = response.headers.get_all("x-request-id") or []
     assert f'"cmpl-{request_id}"'.encode() in data
     assert response.headers["content-type"].startswith("text/event-stream" if stream else "application/json")
 
@@ -71,11 +103,11 @@ def test_each_answer_names_its_request_in_a_header(server: Server, stream: bool)
 
 def test_a_prompt_as_text_and_as_token_ids_answer_the_same(client: openai.OpenAI) -> None:
     from_text = greedy(client)
-    from_ids = greedy(client, from_text.prompt_token_ids)
-    assert from_ids.prompt_token_ids == from_text.prompt_token_ids
-    assert from_ids.token_ids == from_text.token_ids
+    from_ids = greedy(client, prompt_token_ids(from_text))
+    assert prompt_token_ids(from_ids) == prompt_token_ids(from_text)
+    assert token_ids(from_ids) == token_ids(from_text)
     assert from_ids.text == from_text.text
-    assert len(from_text.token_ids) == 24
+    assert len(token_ids(from_text)) == 24
     assert from_text.finish_reason == "length"
 
 
@@ -83,19 +115,20 @@ def test_a_prompt_as_text_and_as_token_ids_answer_the_same(client: openai.OpenAI
 def test_several_prompts_are_answered_in_their_order(client: openai.OpenAI, kind: str) -> None:
     texts = [STORY, "The capital of France is", "1, 2, 3, 4,"]
     alone = [greedy(client, text, max_tokens=8) for text in texts]
-    prompts = texts if kind == "texts" else [choice.prompt_token_ids for choice in alone]
+    of_alone = [prompt_token_ids(choice) for choice in alone]
+    prompts: list[str] | list[list[int]] = texts if kind == "texts" else of_alone
     answer = client.completions.create(
         model=MODEL, prompt=prompts, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert [choice.text for choice in answer.choices] == [choice.text for choice in alone]
-    assert answer.usage.prompt_tokens == sum(len(choice.prompt_token_ids) for choice in alone)
-    assert answer.usage.completion_tokens == 24
+    assert usage_of(answer).prompt_tokens == sum(map(len, of_alone))
+    assert usage_of(answer).completion_tokens == 24
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_choices_differ_and_the_first_is_that_of_n_1(client: openai.OpenAI, stream: bool) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "prompt": STORY, "max_tokens": 12, "seed": 3}
+    fields: CompletionFields = {"model": MODEL, "prompt": STORY, "max_tokens": 12, "seed": 3}
     alone = client.completions.create(**fields)
     if stream:
         parts: dict[int, list[str]] = {}
@@ -106,8 +139,8 @@ def test_n_choices_differ_and_the_first_is_that_of_n_1(client: openai.OpenAI, st
     else:
         answer = client.completions.create(**fields, n=3)
         texts = {choice.index: choice.text for choice in answer.choices}
-        assert answer.usage.prompt_tokens == alone.usage.prompt_tokens, "one prompt, whatever n"
-        assert answer.usage.completion_tokens == 36
+        assert usage_of(answer).prompt_tokens == usage_of(alone).prompt_tokens, "one prompt, whatever n"
+        assert usage_of(answer).completion_tokens == 36
     assert sorted(texts) == [0, 1, 2]
     assert texts[0] == alone.choices[0].text
     assert len(set(texts.values())) == 3
@@ -117,7 +150,7 @@ def test_n_choices_differ_and_the_first_is_that_of_n_1(client: openai.OpenAI, st
 
 
 def test_a_chat_streamed_says_what_it_says_whole(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 24, "temperature": 0}
+    fields: ChatFields = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(**fields)
     with client.chat.completions.create(**fields, stream=True) as stream:
         chunks = list(stream)
@@ -125,8 +158,8 @@ def test_a_chat_streamed_says_what_it_says_whole(client: openai.OpenAI) -> None:
     assert whole.object == "chat.completion"
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert whole.choices[0].message.role == deltas[0].role == "assistant"
-    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
-    assert whole.choices[0].message.content.strip()
+    assert "".join(delta.content or "" for delta in deltas) == content_of(whole)
+    assert content_of(whole).strip()
     finishes = [chunk.choices[0].finish_reason for chunk in chunks]
     assert finishes == [None] * (len(chunks) - 1) + [whole.choices[0].finish_reason]
     assert len(chunks) > 4, "it came piece by piece"
@@ -134,26 +167,32 @@ def test_a_chat_streamed_says_what_it_says_whole(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_ends_by_itself(client: openai.OpenAI) -> None:
-    messages = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "What is 1 + 1?"}]
+    messages: list[ChatCompletionMessageParam] = [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "What is 1 + 1?"},
+    ]
     answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=400)
     assert answer.choices[0].finish_reason == "stop"
-    assert "<|im_end|>" not in answer.choices[0].message.content
+    assert "<|im_end|>" not in content_of(answer)
 
 
 def test_content_parts_are_one_text(client: openai.OpenAI) -> None:
-    def text(content: Any) -> tuple[str, int]:
-        messages = [{"role": "user", "content": content}]
+    def text(content: str | list[ChatCompletionContentPartTextParam]) -> tuple[str, int]:
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": content}]
         answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=8)
-        return answer.choices[0].message.content, answer.usage.prompt_tokens
+        return content_of(answer), usage_of(answer).prompt_tokens
 
-    parts = [{"type": "text", "text": "Name a river."}, {"type": "text", "text": "Only one."}]
+    parts: list[ChatCompletionContentPartTextParam] = [
+        {"type": "text", "text": "Name a river."},
+        {"type": "text", "text": "Only one."},
+    ]
     assert text(parts) == text("Name a river.\nOnly one.")
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_both_names_limit_the_tokens_of_a_chat(client: openai.OpenAI, name: str) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=CHAT, **{name: 3})
-    assert answer.usage.completion_tokens == 3
+@pytest.mark.parametrize("limit", [{"max_tokens": 3}, {"max_completion_tokens": 3}], ids=str)
+def test_both_names_limit_the_tokens_of_a_chat(client: openai.OpenAI, limit: Limit) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, **limit)
+    assert usage_of(answer).completion_tokens == 3
     assert answer.choices[0].finish_reason == "length"
 
 
@@ -163,20 +202,32 @@ def test_both_names_limit_the_tokens_of_a_chat(client: openai.OpenAI, name: str)
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_usage_tells_tokens_and_hits_in_a_stream_as_in_a_whole_answer(client: openai.OpenAI, kind: str) -> None:
     words = "rivers run to the sea " * 30
-    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "extra_body": {"cache_salt": f"usage {kind}"}}
-    if kind == "chat":
-        create: Any = client.chat.completions.create
-        fields["messages"] = [{"role": "user", "content": words}]
-    else:
-        create, fields["prompt"] = client.completions.create, words
-    cold = create(**fields).usage
+    completion: CompletionFields = {"model": MODEL, "max_tokens": 4, "prompt": words}
+    chat: ChatFields = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": words}]}
+    extra = {"cache_salt": f"usage {kind}"}
+
+    def whole() -> CompletionUsage:
+        if kind == "chat":
+            return usage_of(client.chat.completions.create(**chat, extra_body=extra))
+        return usage_of(client.completions.create(**completion, extra_body=extra))
+
+    def pieces() -> Sequence[Completion | ChatCompletionChunk]:
+        options: ChatCompletionStreamOptionsParam = {"include_usage": True}
+        if kind == "chat":
+            with client.chat.completions.create(
+                **chat, extra_body=extra, stream=True, stream_options=options
+            ) as deltas:
+                return list(deltas)
+        with client.completions.create(**completion, extra_body=extra, stream=True, stream_options=options) as texts:
+            return list(texts)
+
+    cold = whole()
     assert cold.total_tokens == cold.prompt_tokens + 4
     assert cold.completion_tokens == 4
-    assert cold.prompt_tokens_details.cached_tokens == 0
-    warm = create(**fields).usage
-    assert warm.prompt_tokens_details.cached_tokens == (cold.prompt_tokens - 1) // 16 * 16, "every full block"
-    with create(**fields, stream=True, stream_options={"include_usage": True}) as stream:
-        *chunks, last = stream
+    assert num_cached(cold) == 0
+    warm = whole()
+    assert num_cached(warm) == (cold.prompt_tokens - 1) // 16 * 16, "every full block"
+    *chunks, last = pieces()
     assert last.choices == []
     assert last.usage == warm
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
@@ -185,27 +236,26 @@ def test_usage_tells_tokens_and_hits_in_a_stream_as_in_a_whole_answer(client: op
 def test_token_ids_of_a_completion(client: openai.OpenAI) -> None:
     prompt = random_prompt(40, 20)
     whole = greedy(client, prompt, max_tokens=6)
-    assert whole.prompt_token_ids == prompt
+    assert prompt_token_ids(whole) == prompt
     extra = {"ignore_eos": True, "return_token_ids": True}
     with client.completions.create(
         model=MODEL, prompt=prompt, max_tokens=6, temperature=0, stream=True, extra_body=extra
     ) as stream:
         choices = [chunk.choices[0] for chunk in stream]
-    assert choices[0].prompt_token_ids == prompt
-    assert [token for choice in choices for token in getattr(choice, "token_ids", None) or []] == whole.token_ids
+    assert prompt_token_ids(choices[0]) == prompt
+    assert streamed_token_ids(choices) == token_ids(whole)
 
 
 def test_token_ids_of_a_chat(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_tokens": 6, "temperature": 0}
-    fields["extra_body"] = {"return_token_ids": True}
-    whole = client.chat.completions.create(**fields)
-    assert len(whole.prompt_token_ids) == whole.usage.prompt_tokens
-    assert len(whole.choices[0].token_ids) == whole.usage.completion_tokens == 6
-    with client.chat.completions.create(**fields, stream=True) as stream:
+    fields: ChatFields = {"model": MODEL, "messages": CHAT, "max_tokens": 6, "temperature": 0}
+    extra = {"return_token_ids": True}
+    whole = client.chat.completions.create(**fields, extra_body=extra)
+    assert len(prompt_token_ids(whole)) == usage_of(whole).prompt_tokens
+    assert len(token_ids(whole.choices[0])) == usage_of(whole).completion_tokens == 6
+    with client.chat.completions.create(**fields, extra_body=extra, stream=True) as stream:
         chunks = list(stream)
-    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
-    streamed_ids = [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or []]
-    assert streamed_ids == whole.choices[0].token_ids
+    assert prompt_token_ids(chunks[0]) == prompt_token_ids(whole)
+    assert streamed_token_ids(chunk.choices[0] for chunk in chunks) == token_ids(whole.choices[0])
 
 
 # Where an answer ends
@@ -213,69 +263,71 @@ def test_token_ids_of_a_chat(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("first", range(3, 15, 3))
 def test_a_stop_string_across_tokens_ends_the_text_before_it(client: openai.OpenAI, first: int) -> None:
-    fields: dict[str, Any] = {"prompt": STORY, "max_tokens": 24, "temperature": 0}
-    whole = client.completions.create(model=MODEL, logprobs=0, **fields)
-    text, offsets = whole.choices[0].text, whole.choices[0].logprobs.text_offset
+    fields: CompletionFields = {"model": MODEL, "prompt": STORY, "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**fields, logprobs=0)
+    text, offsets = whole.choices[0].text, scores_of(whole.choices[0]).text_offset
     stop = text[offsets[first] + 1 : offsets[first + 2] + 1]
     shown = text[: text.index(stop)]
 
-    stopped = client.completions.create(model=MODEL, stop=stop, **fields)
+    stopped = client.completions.create(**fields, stop=stop)
     assert stopped.choices[0].text == shown
     assert stopped.choices[0].finish_reason == "stop"
-    assert stopped.usage.completion_tokens < 24
-    assert "".join(streamed(client, stop=["never said", stop], **fields)) == shown
-    kept = client.completions.create(model=MODEL, stop=stop, extra_body={"include_stop_str_in_output": True}, **fields)
+    assert usage_of(stopped).completion_tokens < 24
+    assert "".join(streamed(client, fields, stop=["never said", stop])) == shown
+    kept = client.completions.create(**fields, stop=stop, extra_body={"include_stop_str_in_output": True})
     assert kept.choices[0].text == shown + stop
 
 
 def test_what_only_begins_a_stop_string_is_shown_in_the_end(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"prompt": STORY, "max_tokens": 24, "temperature": 0}
-    text = client.completions.create(model=MODEL, **fields).choices[0].text
-    assert "".join(streamed(client, stop=[text[-5:] + "\0", text[5:9] + "\0"], **fields)) == text
+    fields: CompletionFields = {"model": MODEL, "prompt": STORY, "max_tokens": 24, "temperature": 0}
+    text = client.completions.create(**fields).choices[0].text
+    assert "".join(streamed(client, fields, stop=[text[-5:] + "\0", text[5:9] + "\0"])) == text
 
 
 def test_a_stop_token_ends_the_answer(client: openai.OpenAI) -> None:
     free = greedy(client)
-    stop = free.token_ids[5]
-    end = free.token_ids.index(stop)
+    stop = token_ids(free)[5]
+    end = token_ids(free).index(stop)
     stopped = greedy(client, stop_token_ids=[stop])
     assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == free.token_ids[: end + 1], "counted"
+    assert token_ids(stopped) == token_ids(free)[: end + 1], "counted"
     assert stopped.text == greedy(client, max_tokens=end).text if end else not stopped.text, "and not shown"
 
 
 def test_min_tokens_puts_a_stop_off(client: openai.OpenAI) -> None:
     free = greedy(client)
-    stop = free.token_ids[2]
+    stop = token_ids(free)[2]
     later = greedy(client, stop_token_ids=[stop], min_tokens=10)
-    assert stop not in later.token_ids[:10]
-    assert len(later.token_ids) > 10
+    assert stop not in token_ids(later)[:10]
+    assert len(token_ids(later)) > 10
     character = free.text.strip()[0]
-    assert len(greedy(client, stop=[character]).token_ids) < 10
-    assert len(greedy(client, stop=[character], min_tokens=10).token_ids) >= 10
+    assert len(token_ids(greedy(client, stop=[character]))) < 10
+    assert len(token_ids(greedy(client, stop=[character], min_tokens=10))) >= 10
 
 
 def test_ignore_eos_goes_on_after_the_end_of_the_turn(client: openai.OpenAI) -> None:
     end_of_turn = 2
-    fields: dict[str, Any] = {"model": MODEL, "prompt": STORY, "max_tokens": 5, "temperature": 0}
-    forced = {"logit_bias": {str(end_of_turn): 100}, "extra_body": {"return_token_ids": True}}
-    ended = client.completions.create(**fields, **forced)
-    assert ended.choices[0].token_ids == [end_of_turn]
+    fields: CompletionFields = {"model": MODEL, "prompt": STORY, "max_tokens": 5, "temperature": 0}
+    bias, extra = {str(end_of_turn): 100}, {"return_token_ids": True}
+    ended = client.completions.create(**fields, logit_bias=bias, extra_body=extra)
+    assert token_ids(ended.choices[0]) == [end_of_turn]
     assert ended.choices[0].text == ""
     assert ended.choices[0].finish_reason == "stop"
-    forced["extra_body"]["ignore_eos"] = True
-    assert client.completions.create(**fields, **forced).choices[0].token_ids == [end_of_turn] * 5
+    forced = client.completions.create(**fields, logit_bias=bias, extra_body={**extra, "ignore_eos": True})
+    assert token_ids(forced.choices[0]) == [end_of_turn] * 5
 
 
 # How tokens are chosen
 
 
 def test_temperature_0_is_deterministic(client: openai.OpenAI) -> None:
-    assert greedy(client).token_ids == greedy(client, seed=5).token_ids == greedy(client, cache_salt="x").token_ids
+    answers = [greedy(client), greedy(client, seed=5), greedy(client, cache_salt="x")]
+    first, *others = map(token_ids, answers)
+    assert others == [first, first]
 
 
 def test_a_seed_fixes_the_answer(client: openai.OpenAI) -> None:
-    def text(seed: int | None, **extra: Any) -> str:
+    def text(seed: int | None, **extra: str) -> str:
         answer = client.completions.create(
             model=MODEL, prompt=STORY, max_tokens=20, temperature=1, seed=seed, extra_body=extra
         )
@@ -297,55 +349,101 @@ def test_filters_together(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=STORY, max_tokens=6, top_p=0.9, extra_body={"top_k": 40, "min_p": 0.05}
     )
-    assert answer.usage.completion_tokens <= 6
+    assert usage_of(answer).completion_tokens <= 6
 
 
 def test_a_logit_bias_forces_a_token_and_bans_one(client: openai.OpenAI) -> None:
-    assert greedy(client, max_tokens=5, logit_bias={"1234": 100}).token_ids == [1234] * 5
-    likeliest = greedy(client, max_tokens=1).token_ids[0]
-    assert likeliest not in greedy(client, logit_bias={str(likeliest): -100}).token_ids
+    assert token_ids(greedy(client, max_tokens=5, logit_bias={"1234": 100})) == [1234] * 5
+    likeliest = token_ids(greedy(client, max_tokens=1))[0]
+    assert likeliest not in token_ids(greedy(client, logit_bias={str(likeliest): -100}))
+
+
+def test_tokens_and_words_can_be_excluded(client: openai.OpenAI) -> None:
+    plain = greedy(client, max_tokens=8)
+    allowed = sorted(set(token_ids(plain)[:2]))
+    assert set(token_ids(greedy(client, max_tokens=6, allowed_token_ids=allowed))) <= set(allowed)
+    word = plain.text.split()[1]
+    assert f" {word}" not in greedy(client, max_tokens=8, bad_words=[word]).text
+
+
+def test_chosen_and_all_log_probabilities(client: openai.OpenAI) -> None:
+    chosen = greedy(client, max_tokens=2, logprobs=1, logprob_token_ids=[40, 41], return_tokens_as_token_ids=True)
+    for token_id, top in zip(token_ids(chosen), scores_of(chosen).top_logprobs, strict=True):
+        assert top is not None and top.keys() == {"token_id:40", "token_id:41", f"token_id:{token_id}"}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, logprobs=True, top_logprobs=-1, max_tokens=1
+    )
+    [entry] = entries_of(answer.choices[0].logprobs)
+    assert len(entry.top_logprobs) > 49_000 and entry.top_logprobs[0].token == entry.token
+
+
+def test_the_best_of_some_answers(client: openai.OpenAI) -> None:
+    fields: CompletionFields = {"model": MODEL, "prompt": STORY, "max_tokens": 8, "seed": 7}
+    alone = client.completions.create(**fields, logprobs=0, n=4)
+    logprobs = [scores_of(choice).token_logprobs for choice in alone.choices]
+    means = [sum(each or 0 for each in of_choice) / len(of_choice) for of_choice in logprobs]
+    best = client.completions.create(**fields, logprobs=0, best_of=4)
+    assert best.choices[0].text == alone.choices[means.index(max(means))].text
+    assert usage_of(best).completion_tokens == usage_of(alone).completion_tokens
+
+
+def test_prompts_are_cut_and_priorities_change_no_text(client: openai.OpenAI) -> None:
+    prompt = random_prompt(77, 60)
+    cut = greedy(client, prompt, truncate_prompt_tokens=20, priority=5)
+    assert token_ids(cut) == token_ids(greedy(client, prompt[-20:], priority=-5))
+    assert prompt_token_ids(cut) == prompt[-20:]
+
+
+def test_a_chat_echoes_what_it_goes_on_with(client: openai.OpenAI) -> None:
+    begun: list[ChatCompletionMessageParam] = [*CHAT, {"role": "assistant", "content": "The rivers are"}]
+    extra: dict[str, object] = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+    extra["chat_template_kwargs"] = {"x": 1}
+    answer = client.chat.completions.create(model=MODEL, messages=begun, max_tokens=4, extra_body=extra)
+    assert content_of(answer).startswith("The rivers are")
 
 
 @pytest.mark.parametrize(
     "penalty", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 1.5}], ids=str
 )
-def test_penalties_make_repetition_rarer(client: openai.OpenAI, penalty: dict[str, float]) -> None:
+def test_penalties_make_repetition_rarer(client: openai.OpenAI, penalty: Penalty) -> None:
     prompt = "la la la la la la la la"
     plain, penalised = greedy(client, prompt), greedy(client, prompt, **penalty)
-    assert len(set(penalised.token_ids)) > len(set(plain.token_ids))
+    assert len(set(token_ids(penalised))) > len(set(token_ids(plain)))
 
 
 def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "prompt": STORY, "max_tokens": 8, "temperature": 0, "logprobs": 3}
-    choice = client.completions.create(**fields).choices[0]
-    found = choice.logprobs
+    fields: CompletionFields = {"model": MODEL, "prompt": STORY, "max_tokens": 8, "temperature": 0}
+    choice = client.completions.create(**fields, logprobs=3).choices[0]
+    found = scores_of(choice)
     assert "".join(found.tokens) == choice.text
     assert found.text_offset == [len("".join(found.tokens[:index])) for index in range(8)]
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
-        assert logprob <= 0
-        assert len(top) == 3
+        assert logprob is not None and logprob <= 0
+        assert top is not None and len(top) == 3
         assert max(top, key=top.__getitem__) == token, "greedy takes the likeliest"
         assert top[token] == logprob
-    with client.completions.create(**fields, stream=True) as stream:
-        parts = [chunk.choices[0].logprobs for chunk in stream]
-    assert [token for part in parts if part for token in part.tokens] == found.tokens
-    assert [value for part in parts if part for value in part.token_logprobs] == found.token_logprobs
-    assert [offset for part in parts if part for offset in part.text_offset] == found.text_offset
+    with client.completions.create(**fields, logprobs=3, stream=True) as stream:
+        pieces = [chunk.choices[0] for chunk in stream]
+    parts = [scores_of(piece) for piece in pieces if piece.logprobs]
+    assert [token for part in parts for token in part.tokens] == found.tokens
+    assert [value for part in parts for value in part.token_logprobs] == found.token_logprobs
+    assert [offset for part in parts for offset in part.text_offset] == found.text_offset
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_tokens": 8, "temperature": 0}
-    fields |= {"logprobs": True, "top_logprobs": 2}
-    choice = client.chat.completions.create(**fields).choices[0]
-    entries = choice.logprobs.content
-    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == choice.message.content
+    fields: ChatFields = {"model": MODEL, "messages": CHAT, "max_tokens": 8, "temperature": 0}
+    answer = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
+    entries = entries_of(answer.choices[0].logprobs)
+    texts = [bytes(entry.bytes) for entry in entries if entry.bytes is not None]
+    assert len(texts) == len(entries)
+    assert b"".join(texts).decode() == content_of(answer)
     for entry in entries:
         assert len(entry.top_logprobs) == 2
         assert (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob) == (entry.token, entry.logprob)
         assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
-    with client.chat.completions.create(**fields, stream=True) as stream:
+    with client.chat.completions.create(**fields, logprobs=True, top_logprobs=2, stream=True) as stream:
         parts = [chunk.choices[0].logprobs for chunk in stream]
-    assert [entry for part in parts if part for entry in part.content] == entries
+    assert [entry for part in parts if part for entry in entries_of(part)] == entries
     plain = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=2)
     assert plain.choices[0].logprobs is None
 
@@ -355,9 +453,9 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_pieces_of_text_never_hold_half_a_character(client: openai.OpenAI, seed: int) -> None:
-    fields: dict[str, Any] = {"prompt": EMOJI, "max_tokens": 40, "temperature": 1, "seed": seed}
-    text = client.completions.create(model=MODEL, **fields).choices[0].text
-    pieces = streamed(client, **fields)
+    fields: CompletionFields = {"model": MODEL, "prompt": EMOJI, "max_tokens": 40, "temperature": 1, "seed": seed}
+    text = client.completions.create(**fields).choices[0].text
+    pieces = streamed(client, fields)
     assert "".join(pieces) == text
     assert not text.isascii(), "or this shows nothing"
     assert len(pieces) > 1

@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from engine.core.errors import StartupError
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import EngineSettings, Quantization
+from engine.core.settings import EngineSettings, Quantization, SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage
 from engine.model.build import build_engine
 from engine.model.sources import DEFAULT_MODEL, resolve_model

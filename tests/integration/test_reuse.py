@@ -1,16 +1,18 @@
 """KV is computed once and reused: within a worker, across workers, and from one turn of a chat to the next."""
 
 import time
+from typing import Any
 
 from tests.integration.conftest import MODEL, Server, random_prompt
 
 
-def token_ids(answer: dict) -> list[int]:
-    return answer["choices"][0]["token_ids"]
+def token_ids(answer: dict[str, Any]) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
 
 
-def cached(answer: dict) -> int:
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def ttft_s(server: Server, prompt: list[int]) -> float:

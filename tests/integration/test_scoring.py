@@ -8,11 +8,20 @@ from typing import Any
 import openai
 import pytest
 import ray
+from openai.types import CompletionChoice
 from ray import serve
 
-from cli.serve import APP_NAME
-from engine.api.generate import GenerateRequest
+from cli.cluster import APP_NAME
+from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from engine.core.types import FinishReason
+from tests.integration.answers import (
+    CompletionFields,
+    prompt_logprobs,
+    prompt_token_ids,
+    scores_of,
+    token_ids,
+    usage_of,
+)
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
 
 TEXT = "The river was full of boats, and the 🌊 waves were high."
@@ -23,11 +32,18 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def cached(answer: dict) -> int:
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+def cached(answer: dict[str, Any]) -> int:
+    num_tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return num_tokens
 
 
-def score(server: Server, prompt: Any, **fields: Any) -> dict[str, Any]:
+def positions(choice: CompletionChoice) -> list[tuple[str, float | None, int]]:
+    """Token, log-probability and offset in the text at each position of a choice."""
+    scores = scores_of(choice)
+    return list(zip(scores.tokens, scores.token_logprobs, scores.text_offset, strict=True))
+
+
+def score(server: Server, prompt: list[int] | list[list[int]], **fields: object) -> dict[str, Any]:
     """The answer to a completion that only scores its prompt."""
     return server.complete(prompt, **{"max_tokens": 0, "echo": True, "logprobs": 1, **fields})
 
@@ -37,46 +53,47 @@ def test_a_text_is_scored_without_generating(client: openai.OpenAI) -> None:
     [choice] = answer.choices
     assert choice.text == TEXT
     assert choice.finish_reason == "length"
-    assert answer.usage.completion_tokens == 0
-    logprobs = choice.logprobs
-    assert len(logprobs.tokens) == answer.usage.prompt_tokens
+    assert usage_of(answer).completion_tokens == 0
+    logprobs = scores_of(choice)
+    assert len(logprobs.tokens) == usage_of(answer).prompt_tokens
     assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == (None, None)
-    assert all(value < 0 for value in logprobs.token_logprobs[1:])
-    assert all(len(top) == 2 for top in logprobs.top_logprobs[1:])
+    assert all(value is not None and value < 0 for value in logprobs.token_logprobs[1:])
+    for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True):
+        assert top is not None
+        assert len(top) in (2, 3) and token in top, "the two likeliest, and the token itself where it is none of them"
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert token.startswith("bytes:") or TEXT[offset:].startswith(token)
 
 
 def test_the_prompt_comes_before_the_answer(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "prompt": TEXT, "max_tokens": 8, "temperature": 0, "logprobs": 1}
-    plain = client.completions.create(**fields).choices[0]
-    scored = client.completions.create(**{**fields, "max_tokens": 0}, echo=True).choices[0]
-    both = client.completions.create(**fields, echo=True).choices[0]
+    fields: CompletionFields = {"model": MODEL, "prompt": TEXT, "max_tokens": 8, "temperature": 0}
+    prompt_alone: CompletionFields = {**fields, "max_tokens": 0}
+    plain = client.completions.create(**fields, logprobs=1).choices[0]
+    scored = client.completions.create(**prompt_alone, logprobs=1, echo=True).choices[0]
+    both = client.completions.create(**fields, logprobs=1, echo=True).choices[0]
     assert both.text == TEXT + plain.text
-    assert both.logprobs.token_logprobs == scored.logprobs.token_logprobs + plain.logprobs.token_logprobs
-    assert both.logprobs.top_logprobs == scored.logprobs.top_logprobs + plain.logprobs.top_logprobs
-    assert both.logprobs.text_offset[len(scored.logprobs.tokens)] == len(TEXT)
-    assert client.completions.create(**{**fields, "logprobs": None}, echo=True).choices[0].text == both.text
+    of_prompt, of_answer, of_both = scores_of(scored), scores_of(plain), scores_of(both)
+    assert of_both.token_logprobs == [*of_prompt.token_logprobs, *of_answer.token_logprobs]
+    assert of_both.top_logprobs == [*of_prompt.top_logprobs, *of_answer.top_logprobs]
+    assert of_both.text_offset[len(of_prompt.tokens)] == len(TEXT)
+    assert client.completions.create(**fields, logprobs=None, echo=True).choices[0].text == both.text
 
 
 def test_a_stream_begins_with_the_prompt(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0, "logprobs": 1, "echo": True}
-    whole = client.completions.create(**fields, prompt=[TEXT, "One, two,"])
-    texts, logprobs = {0: "", 1: ""}, {0: [], 1: []}
-    with client.completions.create(**fields, prompt=[TEXT, "One, two,"], stream=True) as chunks:
+    prompts = [TEXT, "One, two,"]
+    fields: CompletionFields = {"model": MODEL, "prompt": prompts, "max_tokens": 8, "temperature": 0}
+    whole = client.completions.create(**fields, logprobs=1, echo=True)
+    texts = {0: "", 1: ""}
+    logprobs: dict[int, list[tuple[str, float | None, int]]] = {0: [], 1: []}
+    with client.completions.create(**fields, logprobs=1, echo=True, stream=True) as chunks:
         for chunk in chunks:
             [choice] = chunk.choices
             texts[choice.index] += choice.text
             if choice.logprobs is not None:
-                logprobs[choice.index] += zip(
-                    choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.text_offset, strict=True
-                )
+                logprobs[choice.index] += positions(choice)
     for choice in whole.choices:
         assert texts[choice.index] == choice.text
-        expected = choice.logprobs
-        assert logprobs[choice.index] == list(
-            zip(expected.tokens, expected.token_logprobs, expected.text_offset, strict=True)
-        )
+        assert logprobs[choice.index] == positions(choice)
 
 
 def test_a_stream_of_the_prompt_alone(server: Server) -> None:
@@ -94,19 +111,19 @@ def test_prompt_logprobs_of_completions_and_chats(client: openai.OpenAI) -> None
     chat = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": TEXT}], max_tokens=1, extra_body=extra
     )
-    assert chat.prompt_token_ids is not None
     for prompt, scores in (
-        (completion.choices[0].prompt_token_ids, completion.choices[0].prompt_logprobs),
-        (chat.prompt_token_ids, chat.prompt_logprobs),
+        (prompt_token_ids(completion.choices[0]), prompt_logprobs(completion.choices[0])),
+        (prompt_token_ids(chat), prompt_logprobs(chat)),
     ):
         assert scores[0] is None
         assert len(scores) == len(prompt)
         for token_id, at in zip(prompt[1:], scores[1:], strict=True):
+            assert at is not None
             assert next(iter(at)) == str(token_id)
             assert {entry["rank"] for entry in at.values()} >= {1, 2}
             assert len(at) == (2 if at[str(token_id)]["rank"] <= 2 else 3)
             assert all(entry["logprob"] <= 0 and isinstance(entry["decoded_token"], str) for entry in at.values())
-    assert len(completion.choices[0].token_ids) == 1
+    assert len(token_ids(completion.choices[0])) == 1
 
 
 def test_the_cache_changes_nothing(server: Server) -> None:
@@ -141,9 +158,9 @@ def test_continuations_of_one_prefix(server: Server) -> None:
 
 
 def test_the_handle_scores_and_streams_scores(server: Server) -> None:
-    handle = serve.get_app_handle(APP_NAME)
+    handle: Any = serve.get_app_handle(APP_NAME)
     request = GenerateRequest(prompt=random_prompt(882, 100), max_tokens=0, prompt_logprobs=1)
-    answer = handle.generate.remote(request).result(timeout_s=60)
+    answer: GenerateResponse = handle.generate.remote(request).result(timeout_s=60)
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("", (), FinishReason.LENGTH)
     assert answer.prompt_logprobs is not None
     assert answer.prompt_logprobs[0] is None
@@ -151,7 +168,7 @@ def test_the_handle_scores_and_streams_scores(server: Server) -> None:
     over_http = score(server, random_prompt(882, 100))["choices"][0]["logprobs"]["token_logprobs"]
     assert [None if at is None else at.chosen for at in answer.prompt_logprobs] == over_http
     streamed = GenerateRequest(prompt=random_prompt(882, 100), max_tokens=3, prompt_logprobs=1, ignore_eos=True)
-    chunks = list(handle.options(stream=True).stream.remote(streamed))
+    chunks: list[GenerateChunk] = list(handle.options(stream=True).stream.remote(streamed))
     assert chunks[0].prompt_logprobs == answer.prompt_logprobs
     assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
 
@@ -184,7 +201,7 @@ def test_scoring_survives_the_death_of_its_worker(server: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(score, server, prompt, cache_salt="killed")
         eventually(lambda: server.workers()["prefill"]["num_running"] > 0, "prefill has begun")
-        ray.kill(server.actor(server.workers()["prefill"]["worker_id"]), no_restart=True)
+        server.kill(server.workers()["prefill"])
         assert answer.result()["choices"][0]["logprobs"] == expected
     eventually(lambda: server.workers()["prefill"]["epoch"] > epoch, "the prefill worker is back")
 

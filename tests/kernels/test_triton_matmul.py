@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from kernel_cases import assert_close
 from torch import Tensor
-from triton_cases import DEVICE, assert_relative, needs_gpu
 
 from kernels.batch_invariant_matmul import batch_invariant_matmul
 from kernels.batch_invariant_matmul.reference import batch_invariant_matmul_reference
 from kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
+from tests.kernels.kernel_cases import assert_close
+from tests.kernels.triton_cases import DEVICE, assert_relative, needs_gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

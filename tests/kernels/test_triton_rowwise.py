@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import assert_close
 from torch import Tensor
-from triton_cases import DEVICE, assert_relative, needs_gpu
 
 from kernels.kv_pack.reference import kv_pack_reference
 from kernels.kv_pack.triton import kv_pack_triton
@@ -19,6 +17,8 @@ from kernels.rotary_kv_store.reference import rotary_kv_store_reference
 from kernels.rotary_kv_store.triton import rotary_kv_store_triton
 from kernels.silu_and_mul.reference import silu_and_mul_reference
 from kernels.silu_and_mul.triton import silu_and_mul_triton
+from tests.kernels.kernel_cases import assert_close
+from tests.kernels.triton_cases import DEVICE, assert_relative, needs_gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0, 576), (1, 576), (3, 7), (5, 1000), (2, 16), (3, 2049)]

@@ -1,17 +1,21 @@
 """Triton sampling: against the specification, and each row against the batch."""
+# mypy: allow-untyped-decorators, allow-untyped-calls
 
 from dataclasses import replace
 
 import pytest
 import torch
-from test_sample import Controls, adjustments, assert_drawn_from, controls, mixed_controls, same
+import triton
+import triton.language as tl
 from torch import Tensor
-from triton_cases import DEVICE, needs_gpu, on_device
 
-from kernels.sample import LogitBias, Penalties, SampleOutput
+from kernels.sample import Controls, LogitBias, Penalties, SampleOutput, TokenMask
 from kernels.sample import triton as kernels
-from kernels.sample.reference import adjusted_row, ranks_of
+from kernels.sample.reference import adjusted_row, gumbel_noise, masked_row, ranks_of
 from kernels.sample.triton import sample_triton
+from kernels.sample.triton_noise import arrivals, first_arrivals, logarithm
+from tests.kernels.test_sample import FIXED, adjustments, controls, masks, mixed_controls, same, specified
+from tests.kernels.triton_cases import DEVICE, needs_gpu, on_device
 
 
 def draw(
@@ -21,13 +25,15 @@ def draw(
     bias: LogitBias | None = None,
     wanted: tuple[int, ...] = (),
     chosen: Tensor | None = None,
+    mask: TokenMask | None = None,
 ) -> SampleOutput:
     """The kernel's answer, on the CPU."""
     result = sample_triton(
         logits.to(DEVICE),
-        **{name: value.to(DEVICE) for name, value in given.items()},
+        Controls(*(value.to(DEVICE) for value in given)),
         penalties=on_device(penalties) if penalties else None,
         bias=on_device(bias) if bias else None,
+        mask=on_device(mask) if mask else None,
         wanted=wanted,
         given=None if chosen is None else chosen.to(DEVICE),
     )
@@ -35,19 +41,23 @@ def draw(
     return SampleOutput(*(None if field is None else field.cpu() for field in fields))  # type: ignore[arg-type]
 
 
-def check(batch: int, vocabulary: int, dtype: torch.dtype, adjusted: bool) -> None:
+def check(batch: int, vocabulary: int, dtype: torch.dtype, adjusted: bool, masked: bool = False) -> None:
     logits = (torch.randn(batch, vocabulary) * 3).to(dtype)
     given = mixed_controls(batch, vocabulary)
     penalties, bias = adjustments(batch, vocabulary) if adjusted else (None, None)
     wanted = tuple(-1 if row % 3 == 0 else min(row % 7, vocabulary) for row in range(batch))
-    result = draw(logits, given, penalties, bias, wanted)
+    mask = masks(batch, vocabulary) if masked else None
+    result = draw(logits, given, penalties, bias, wanted, mask=mask)
     assert result.logprobs is not None
     assert result.top_ids is not None
     assert result.top_logprobs is not None
     for row in range(batch):
         z = adjusted_row(logits, row, penalties, bias)
         token, count = int(result.token_ids[row]), wanted[row]
-        assert_drawn_from(z, row, given, token)
+        left = masked_row(z, row, mask)
+        if mask is not None and not left.isfinite().any():
+            continue  # a bias has forbidden the tokens that the mask allows
+        assert token == specified(left, row, given)
         if count < 0:
             assert result.logprobs[row] == 0
             continue
@@ -75,15 +85,43 @@ def test_matches_reference(vocabulary: int, dtype: torch.dtype, adjusted: bool) 
     check(20, vocabulary, dtype, adjusted)
 
 
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(1, torch.float32), (77, torch.bfloat16), (1000, torch.float16)])
+def test_masked_rows_match_the_reference(vocabulary: int, dtype: torch.dtype) -> None:
+    check(20, vocabulary, dtype, adjusted=False, masked=True)
+
+
 def test_matches_reference_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MAX_BLOCK", 256)
-    check(10, 1001, torch.bfloat16, True)
+    check(10, 1001, torch.bfloat16, True, masked=True)
 
 
-def test_the_uniform_number_inverts_the_cdf() -> None:
-    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().repeat(5, 1)
-    given = controls(5, temperature=1.0) | {"uniform": torch.tensor([0.0, 0.09, 0.11, 0.5, 0.999])}
-    assert draw(logits, given).token_ids.tolist() == [0, 0, 1, 2, 3]
+def test_a_seed_fixes_the_tokens() -> None:
+    logits = (torch.arange(300) * 37 % 101 / 20).repeat(8, 1)
+    given = controls(8, temperature=0.8)._replace(
+        seed=torch.tensor([0, 0, 0, 1, 1, -1, 7, 2**62]), position=torch.tensor([0, 1, 2, 0, 1, 0, 1_000_000, 5])
+    )
+    assert draw(logits, given).token_ids.tolist() == FIXED
+
+
+@triton.jit
+def _noise_kernel(noise_ptr: Tensor, seed_ptr: Tensor, position_ptr: Tensor, NUM_GROUPS: tl.constexpr) -> None:
+    """The noise of the tokens of all groups, [NUM_GROUPS, 16] float32."""
+    groups = tl.arange(0, NUM_GROUPS)
+    seed, position = tl.load(seed_ptr), tl.load(position_ptr)
+    members, times = first_arrivals(seed, position, groups)
+    noise = -logarithm(arrivals(seed, position, groups, members, times, NUM_GROUPS))
+    tl.store(noise_ptr + groups[:, None] * 16 + tl.arange(0, 16)[None, :], noise)
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (-1, 2**31), (2**63 - 1, 5), (-(2**63), 2**32 - 1)])
+def test_noise_has_the_specified_bits(seed: int, position: int) -> None:
+    num_groups = 256
+    noise = torch.full((num_groups, 16), torch.nan, device=DEVICE)
+    arguments = (torch.tensor([value], device=DEVICE) for value in (seed, position))
+    _noise_kernel[(1,)](noise, *arguments, NUM_GROUPS=num_groups, enable_fp_fusion=False)
+    groups, members = torch.arange(num_groups)[:, None], torch.arange(16)
+    ids = groups // 16 * 256 + members * 16 + groups % 16
+    assert torch.equal(noise.cpu(), gumbel_noise(seed, position, ids.flatten()).view(num_groups, 16))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +135,8 @@ def test_the_uniform_number_inverts_the_cdf() -> None:
     ],
 )
 def test_truncation(values: dict[str, float], allowed: set[int]) -> None:
-    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().repeat(9, 1)
-    given = controls(9, temperature=1.0, **values) | {"uniform": torch.linspace(0, 0.9999, 9)}
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().repeat(20, 1)
+    given = controls(20, temperature=1.0, **values)
     assert set(draw(logits, given).token_ids.tolist()) == allowed
 
 
@@ -111,24 +149,27 @@ def test_ties_go_to_the_lowest_id(dtype: torch.dtype) -> None:
     assert result.token_ids.tolist() == [0, 77, 0]
     assert result.top_ids is not None
     assert result.top_ids.tolist() == [[0, 1, 2], [77, 200, 0], [0, 1, 2]]
-    given = controls(3, temperature=1.0, top_k=2, uniform=0.99)
-    assert draw(logits, given).token_ids.tolist() == [1, 200, 0]
-    # It takes thirty of 300 equals to reach nearly a tenth.
-    assert draw(logits[:1], controls(1, temperature=1.0, top_p=0.099, uniform=0.99)).token_ids.tolist() == [29]
+    given = controls(30, temperature=1.0, top_k=2)
+    drawn = draw(logits.repeat(10, 1), given).token_ids.view(10, 3)
+    assert [set(column.tolist()) for column in drawn.t()] == [{0, 1}, {77, 200}, {0}]
+    # It takes four of 40 equals to reach nearly a tenth.
+    drawn = draw(logits[:1, :40].repeat(40, 1), controls(40, temperature=1.0, top_p=0.099)).token_ids
+    assert set(drawn.tolist()) == set(range(4))
 
 
 def test_nan_and_forbidden_tokens_are_never_chosen() -> None:
     logits = torch.tensor([[torch.nan, 1.0, 2.0, torch.nan]]).repeat(2, 1)
     bias = LogitBias(torch.tensor([0, 1, 2]), torch.tensor([2, 2]), torch.full((2,), -torch.inf))
-    given = controls(2) | {"temperature": torch.tensor([0.0, 1.0])}
+    given = controls(2)._replace(temperature=torch.tensor([0.0, 1.0]))
     assert draw(logits, given).token_ids.tolist() == [2, 2]
     assert draw(logits, given, bias=bias).token_ids.tolist() == [1, 1]
 
 
 def test_extreme_temperatures() -> None:
-    logits = torch.tensor([[1.0, 5.0, 5.1]]).repeat(3, 1)
-    given = controls(3, uniform=0.99) | {"temperature": torch.tensor([1e-30, 1e30, 1e-3])}
-    assert draw(logits, given).token_ids.tolist() == [2, 2, 2]
+    logits = torch.tensor([[1.0, 5.0, 5.1]]).repeat(60, 1)
+    given = controls(60)._replace(temperature=torch.tensor([1e-30, 1e30, 1e-3]).repeat(20))
+    drawn = draw(logits, given).token_ids.view(20, 3)
+    assert [set(column.tolist()) for column in drawn.t()] == [{2}, {0, 1, 2}, {2}]
 
 
 def test_a_given_token_has_the_bits_of_a_drawn_one() -> None:
@@ -161,7 +202,7 @@ def check_rows(batch: int, vocabulary: int) -> None:
         offsets = torch.tensor([0, own.stop - own.start])
         alone = draw(
             logits[one],
-            {name: value[one] for name, value in given.items()},
+            Controls(*(value[one] for value in given)),
             Penalties(
                 penalties.presence[one],
                 penalties.frequency[one],
@@ -182,4 +223,5 @@ def check_rows(batch: int, vocabulary: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_vocabularies(dtype: torch.dtype) -> None:
     check(96, 128_256, dtype, True)
+    check(96, 128_256, dtype, True, masked=True)
     check_rows(40, 49_152)

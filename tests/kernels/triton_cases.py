@@ -5,8 +5,9 @@ from typing import TypeVar
 
 import pytest
 import torch
-from kernel_cases import PagedCase
 from torch import Tensor
+
+from tests.kernels.kernel_cases import PagedCase
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

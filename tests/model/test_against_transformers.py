@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from engine.core.block_pool import BlockPool
 from engine.core.errors import StartupError
-from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
+from engine.core.worker.block_pool import BlockPool
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
@@ -36,7 +36,8 @@ def theirs(ours: Decoder) -> torch.nn.Module:
     with quiet_transformers():
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(resolve_model(DEFAULT_MODEL), dtype=torch.float32).eval()
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(resolve_model(DEFAULT_MODEL), dtype=torch.float32)
+    return model.eval()
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Every supported architecture, in a small random configuration, gives the logits that transformers gives."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 
 from engine.core.settings import Quantization
 from engine.model.decoder import Decoder
+from engine.model.kv_pool import KVPool
+from engine.model.runner import build_batch, made_up_step
 from engine.model.tokenizer import quiet_transformers
 from kernels.decoder_pass import DecoderPass
 from tests.model.logits import logits_in_chunks
@@ -72,6 +75,18 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(
     step_by_step = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu", quantization=quantization)
     assert not step_by_step.runs_in_one_call
     assert torch.equal(at_once, logits_in_chunks(step_by_step, token_ids, chunk=40))
+
+
+def test_more_rows_than_tokens_are_refused(tmp_path: Path) -> None:
+    reference("llama 3", tmp_path)
+    decoder = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
+    if not decoder.runs_in_one_call:
+        pytest.skip("no bfloat16 product of ours here")
+    pool = KVPool(decoder.config, 2, 16, torch.bfloat16)
+    batch = build_batch(made_up_step(2, 16).chunks, 16, torch.device("cpu"))
+    twice = replace(batch, logits_rows=torch.tensor([0, 1, 1]))
+    with pytest.raises(ValueError, match="more than the batch has tokens"):
+        decoder.hidden(twice, pool)
 
 
 @pytest.mark.parametrize("case", ["llama biases", "gemma 2"])

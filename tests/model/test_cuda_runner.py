@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.core.block_pool import BlockPool
-from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
-from engine.model.config import ModelConfig
+from engine.core.worker.block_pool import BlockPool
 from engine.model.cuda import CudaGraphs
 from engine.model.cuda_kv_pool import PIECE_BYTES, CudaKVPool
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
+from engine.model.families import config_of
 from engine.model.kv_pool import KVPool
 from engine.model.runner import ModelRunner
 from engine.model.weights import RandomTensors
@@ -26,7 +26,7 @@ from tests.cuda_stand_ins import Repetition
 BLOCK_SIZE = 16
 MAX_LEN = 1500
 NUM_BLOCKS = 400
-CONFIG = ModelConfig.from_hf(
+CONFIG = config_of(
     {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 512,

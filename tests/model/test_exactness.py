@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.core.block_pool import BlockPool
 from engine.core.costs import WorkerCosts
 from engine.core.errors import StartupError
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import Quantization
+from engine.core.settings import Quantization, SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
+from engine.core.worker.block_pool import BlockPool
 from engine.model.build import make_pool, make_runner
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine, ExportedSegment
@@ -123,7 +122,7 @@ def test_after_a_block_that_is_the_same_for_some_tokens(
     engine.submit(both(300)[0], 0.0)
     step = engine.step(0.0)
     assert step is not None and step.shape.num_prefill_tokens == 300 - num_same
-    engine.abort(["greedy"])
+    engine.abort(["greedy"], 0.0)
     assert run(engine, both(300)) == cold[300]
 
 
@@ -206,7 +205,7 @@ def test_resumed_elsewhere_from_what_was_delivered(
         second.submit(resumed, 0.0)
         request = second.scheduler.get(name)
         assert request is not None
-        segments, _ = first.export(request.full_hashes()[:num_imported])
+        segments, _ = first.export(request.full_hashes()[:num_imported], 0.0)
         for segment in map(ExportedSegment.arrived, segments):
             assert second.import_segment(segment.header, segment.payload, 0.0)
         outputs: Output = []
@@ -238,6 +237,6 @@ def test_int8_weights() -> None:
     second.submit(both(300)[0], 0.0)
     request = second.scheduler.get("greedy")
     assert request is not None
-    [segment], _ = first.export(request.full_hashes())
+    [segment], _ = first.export(request.full_hashes(), 0.0)
     assert second.import_segment(segment.header, segment.payload, 0.0)
     assert run(second, both(300)[1:]) == expected[300]

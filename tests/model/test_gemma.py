@@ -25,7 +25,8 @@ def test_logits(num_tokens: int) -> None:
     with quiet_transformers():
         from transformers import AutoModelForCausalLM
 
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        theirs: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs.eval()
     ours = Decoder.from_folder(folder, torch.float32, "cpu", 2048)
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]

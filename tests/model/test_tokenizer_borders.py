@@ -75,27 +75,3 @@ def test_borders_of_the_default_model(text: str) -> None:
 @given(text=PARTS)
 def test_borders_where_a_text_s_beginning_is_special(sentencepiece: dict[str, Tokenizer], kind: str, text: str) -> None:
     check_borders(sentencepiece[kind], text)
-
-
-@settings(deadline=None)
-@given(token_ids=st.lists(st.integers(0, 49_151), max_size=12), at=st.integers(0, 12))
-def test_shown_ids_have_exactly_the_text(token_ids: list[int], at: int) -> None:
-    tokenizer = smollm()
-    text = tokenizer.decode(token_ids[:at])
-    shown = tokenizer.shown(token_ids, text)
-    if shown is not None:
-        table = tokenizer.token_bytes(skip_special_tokens=False)
-        assert table is not None
-        assert b"".join(table[token_id] for token_id in shown) == text.encode()
-        assert list(shown) in (token_ids, token_ids[:-1])
-
-
-def test_what_a_text_does_not_tell_is_not_shown() -> None:
-    tokenizer = smollm()
-    hello, (end,) = tokenizer.encode("Hello there"), tokenizer.encode(END)
-    assert tokenizer.shown(hello, "Hello there") == hello, "cut off at its greatest length"
-    assert tokenizer.shown([*hello, end], "Hello there") == hello, "ended by the model"
-    assert tokenizer.shown([*hello, end, *hello], "Hello thereHello there") is None, "a special token was hidden"
-    assert tokenizer.shown(hello, "Hello the") is None, "a stop string cut inside a token"
-    wave = tokenizer.encode("🌊")
-    assert tokenizer.shown(wave[:1], "\N{REPLACEMENT CHARACTER}") is None, "half a character"

@@ -13,34 +13,34 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.block_pool import BlockPool
 from engine.core.hashing import BlockChain, root_hash
-from engine.core.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
-from engine.core.scheduler import (
-    RunnerOutput,
-    SampledToken,
-    Scheduler,
-    SchedulerOutput,
-    StepOutcome,
-)
 from engine.core.types import (
     Assignment,
     BlockHash,
-    CacheWish,
+    CacheHints,
     FinishReason,
+    Handover,
+    Pooling,
     Salt,
     SamplingParams,
+    SegmentHeader,
     Stage,
     TokenEvent,
     TokenLogprobs,
 )
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.drafts.rows import up_to_difference
+from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
+from engine.core.worker.scheduler import Scheduler
+from engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput, StepOutcome
 
-FINGERPRINT = "test-model"
+FINGERPRINT = "test-model/cpu"
 ROOT = root_hash(FINGERPRINT)
 UNSALTED = Salt()
-NO_WISH = CacheWish()
+NO_HINTS = CacheHints()
 VOCAB = 4
 KEY_BYTES = 8
+SUM_BYTES = 12
 _MASK = (1 << 63) - 1
 
 
@@ -64,6 +64,15 @@ def sampled_after(chain: BlockChain, token_ids: Sequence[int]) -> int:
 def scores_of(chain: BlockChain, token_ids: Sequence[int]) -> list[TokenLogprobs]:
     """What `FakeModel` says of each token behind the first."""
     return [TokenLogprobs(-float(key % 997), (), ()) for key in keys_of(chain, token_ids)[1:]]
+
+
+def pooled_of(assignment: Assignment, chain: BlockChain) -> bytes | None:
+    """The sum that `FakeModel` gives as the pooled hidden state of an assignment's prompt, if the state is wanted."""
+    pooling, num_tokens = assignment.sampling.pooling, assignment.num_prompt_tokens
+    if pooling is None:
+        return None
+    keys = keys_of(chain, assignment.token_ids[:num_tokens])
+    return sum(keys[-1:] if pooling is Pooling.LAST else keys).to_bytes(SUM_BYTES)
 
 
 def expected_answer(
@@ -96,6 +105,9 @@ class FakeModel:
         """Write, then attend and sample, as a batch does."""
         self._write(output)
         return self._read(output)
+
+    def check(self) -> None:
+        """It always runs."""
 
     def export_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         return self.cells[list(block_ids)].reshape(-1).view(np.uint8)
@@ -130,7 +142,7 @@ class FakeModel:
         for chunk in output.chunks:
             request = chunk.request
             end = chunk.start + chunk.num_tokens
-            keys = keys_of(request.chain, request.token_ids[:end])
+            keys = keys_of(request.chain, [*request.token_ids[:end], *chunk.draft])
             for position in range(max(chunk.start, chunk.store_from), end):
                 block, offset = request.blocks[position // self.pool.block_size], position % self.pool.block_size
                 assert self.pool.hash_of(block) is None, f"{request.request_id} writes to a block that others may read"
@@ -139,21 +151,37 @@ class FakeModel:
                 self.cells[block, offset] = keys[position]
 
     def _read(self, output: SchedulerOutput) -> RunnerOutput:
-        sampled, scores = {}, {}
+        sampled, scores, sums, pooled = dict[str, Sequence[SampledToken]](), {}, {}, {}
         for chunk in output.chunks:
             request = chunk.request
             end = chunk.start + chunk.num_tokens
-            keys = keys_of(request.chain, request.token_ids[:end])
+            keys = keys_of(request.chain, [*request.token_ids[:end], *chunk.draft])
+            assert len(keys) == end, "a draft begins behind the request's last token"
             seen = self.cells[request.blocks].reshape(-1)[:end].tolist()
             assert seen == keys, f"{request.request_id} attends to KV that is not its own"
             if chunk.samples:
-                sampled[request.request_id] = SampledToken(keys[-1] % VOCAB)
+                tokens = [SampledToken(key % VOCAB) for key in keys[-1 - len(chunk.draft) :]]
+                sampled[request.request_id] = up_to_difference(chunk.draft, tokens)
             if chunk.scored:
                 assert chunk.start <= chunk.scored[0] and chunk.scored[-1] < end
                 scores[request.request_id] = scores_of(request.chain, request.token_ids)[
                     chunk.scored.start : chunk.scored.stop
                 ]
-        return RunnerOutput(sampled, scores)
+            if chunk.pooled:
+                assert chunk.start <= chunk.pooled[0] and chunk.pooled[-1] == end - 1
+                sums[request.request_id] = self._sums(chunk, keys)
+            if chunk.ends_pooled:
+                pooled[request.request_id] = sums.get(request.request_id, [request.pooled_sum])[-1]
+        return RunnerOutput(sampled, scores, sums=sums, pooled=pooled)
+
+    def _sums(self, chunk: ScheduledChunk, keys: list[int]) -> list[bytes]:
+        """The request's sum behind each block that ends among the pooled positions, and behind the last of these."""
+        total, sums = int.from_bytes(chunk.request.pooled_sum), []
+        for position in chunk.pooled:
+            total += keys[position]
+            if (position + 1) % self.pool.block_size == 0 or position == chunk.pooled[-1]:
+                sums.append(total.to_bytes(SUM_BYTES))
+        return sums
 
 
 def make_assignment(
@@ -170,8 +198,11 @@ def make_assignment(
     awaited: Sequence[BlockHash] = (),
     await_timeout_s: float = 30.0,
     prompt_logprobs: int | None = None,
+    pooling: Pooling | None = None,
     num_scored: int = 0,
-    cache: CacheWish = NO_WISH,
+    cache: CacheHints = NO_HINTS,
+    priority: int = 0,
+    is_idle: bool = False,
 ) -> Assignment:
     return Assignment(
         request_id,
@@ -179,13 +210,21 @@ def make_assignment(
         stage,
         (*prompt, *generated),
         len(prompt),
-        SamplingParams(max_tokens, stop_token_ids=tuple(stop), min_tokens=min_tokens, prompt_logprobs=prompt_logprobs),
+        SamplingParams(
+            max_tokens,
+            stop_token_ids=tuple(stop),
+            min_tokens=min_tokens,
+            prompt_logprobs=prompt_logprobs,
+            pooling=pooling,
+        ),
         "ingress",
         salt,
         tuple(awaited),
         await_timeout_s,
         num_scored,
         cache,
+        priority=priority,
+        is_idle=is_idle,
     )
 
 
@@ -214,7 +253,7 @@ def step(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> tuple[Sche
     model.move_all(output)
     outcome = scheduler.update(output, model.run(output), now)
     for export in outcome.exports:
-        scheduler.pool.release(export.blocks)
+        scheduler.transfers.release(export, 0.0)
     return output, outcome
 
 
@@ -234,14 +273,15 @@ def tokens_of(events: Iterable[TokenEvent]) -> list[int | None]:
 
 
 def import_blocks(
-    scheduler: Scheduler, model: FakeModel, hashes: Sequence[BlockHash], contents: Sequence[Sequence[int]]
+    scheduler: Scheduler,
+    model: FakeModel,
+    hashes: Sequence[BlockHash],
+    contents: Sequence[Sequence[int]],
+    handover: Handover | None = None,
 ) -> None:
     """Put blocks of these hashes and keys into the pool as far as there is room, as an import does."""
-    pool = scheduler.pool
-    missing = [index for index, block_hash in enumerate(hashes) if pool.lookup(block_hash) is None]
-    missing = missing[: pool.num_available]
-    blocks = pool.allocate(len(missing))
-    for index, block in zip(missing, blocks, strict=True):
+    header = SegmentHeader(FINGERPRINT, tuple(hashes), num_bytes=0, checksum=0, handover=handover)
+    incoming = scheduler.transfers.take_in(header, 0.0)
+    for index, block in zip(incoming.indexes, incoming.blocks, strict=True):
         model.cells[block, : len(contents[index])] = contents[index]
-        pool.seal(block, hashes[index])
-    pool.release(blocks)
+    scheduler.transfers.taken_in(incoming, 0.0, is_filled=True)

@@ -1,31 +1,49 @@
 """A whole cluster in one thread, without Ray: a directory, engines with fake models, and an ingress.
 
-The directory, the engines and the generations are the real ones. The parties here stand in for the actors and follow
-their rules: `actors/dispatcher.py`, `actors/kv_cache_manager.py`, `actors/worker.py`. What one says to another is a
-message in a *channel*. A channel keeps its order: a worker's token stream, its export stream, the ingress's calls of
-one actor. Which channel moves next, and which engine steps, is the caller's choice; each call of the manager and each
-answer has a channel of its own, so that they may overtake each other. Time passes when the caller says so.
+The directory, the engines and the ingress's `Dispatch` are the real ones. The parties here stand in for the actors
+around them, which only carry out instructions. What one says to another is a message in a *channel*. A channel keeps
+its order: a worker's token stream, its export stream, the ingress's calls of one actor. Which channel moves next, and
+which engine steps, is the caller's choice; each call of the manager and each answer has a channel of its own, so that
+they may overtake each other. Time passes when the caller says so.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import TypeAlias
 
-from builders import FINGERPRINT, FakeModel, chain_of, expected_answer
-
-from engine.core.block_index import Segment
-from engine.core.block_pool import BlockPool
-from engine.core.directory import Directory
 from engine.core.errors import NoWorkerError
-from engine.core.generation import Generation
-from engine.core.instructions import Deliver, Export, Instruction, Lost
-from engine.core.placement import CostModel, preferred
-from engine.core.scheduler import SchedulerLimits
-from engine.core.types import Admission, AdmitRequest, Assignment, CacheWish, Role, Salt, SamplingParams, TokenEvent
+from engine.core.ingress import instructions as ingress
+from engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from engine.core.ingress.dispatch import Dispatch
+from engine.core.ingress.generation import Generation
+from engine.core.ingress.notes import NOTES
+from engine.core.manager.block_index import Segment
+from engine.core.manager.directory import Directory
+from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.manager.placement import CostModel
+from engine.core.settings import SchedulerLimits
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    Assignment,
+    BlockHash,
+    CacheHints,
+    Membership,
+    Role,
+    Salt,
+    SamplingParams,
+    TokenEvent,
+    WorkerInfo,
+)
+from engine.core.worker.block_pool import BlockPool
 from engine.model.engine import Engine, ExportedSegment
+from tests.unit.builders import FINGERPRINT, FakeModel, chain_of, expected_answer
+from tests.unit.replaying import Recording, check_dispatch
 
+PING_S = 2.0
 AWAIT_TIMEOUT_S = 30.0
 CHECK_S = AWAIT_TIMEOUT_S / 8
 """How often the manager looks for those who do not send what others wait for."""
@@ -90,12 +108,22 @@ class Cluster:
         self.workers: dict[str, SimWorker] = {}
         self.active: dict[str, Generation] = {}
         self.ended: dict[str, Generation] = {}
+        facts = ModelFacts(FINGERPRINT.rpartition("/")[0], sizes.block_size, AWAIT_TIMEOUT_S)
+        self.new_dispatch = partial(Dispatch, "ingress", facts, self.now, Timeouts(retry_s=RETRY_S, dispatch_s=1e9))
+        self.dispatch = self.new_dispatch()
+        self.recording = Recording(self.dispatch, NOTES)
+        self._pinged_at = 0.0
+        self.muted: set[str] = set()
+        """Workers whose answers and heartbeats do not arrive."""
+        self.num_silent = 0
+        """How often the ingress took a worker for silent."""
         self.followed: dict[str, SimWorker] = {}
         """Workers whose token stream the ingress reads."""
-        self.known: dict[str, Role] = {}
         self.admitting: dict[str, AdmitRequest] = {}
         """Sent to the manager and not answered."""
-        self.retries: list[Generation] = []
+        self._admits: list[AdmitRequest] = []
+        self._settling: list[ingress.Settle] = []
+        """Said to the manager and not arrived."""
         self.calls_are_prompt = False
         """Whether what the ingress says to workers is not overtaken by anything."""
         self.num_prefill_tokens = 0
@@ -105,20 +133,23 @@ class Cluster:
         for index, role in enumerate(roles):
             self.start_worker(f"w{index}", role, 1)
         self.deliver_all()
-        self.known = {worker.worker_id: worker.role for worker in self.workers.values()}
+        self._name_workers()
 
     # What a test may do
 
-    def request(self, prompts: dict[str, Sequence[int]], max_tokens: int = 3) -> None:
+    def request(self, prompts: Mapping[str, Sequence[int]], max_tokens: int = 3) -> None:
         """New requests, which arrive in one turn of the ingress's event loop."""
         for request_id, prompt in prompts.items():
             sampling = SamplingParams(max_tokens)
-            self.active[request_id] = Generation(request_id, tuple(prompt), sampling, Salt(), CacheWish())
-        self._dispatch([self.active[request_id] for request_id in prompts])
+            generation = Generation(request_id, tuple(prompt), sampling, Salt(), CacheHints())
+            self.active[request_id] = generation
+            self._obey_all(self.dispatch.begin(generation, self.now))
+        self._flush()
 
     def leave(self, request_id: str) -> None:
         """The client goes away."""
-        self._end(self.active[request_id])
+        self._end(request_id)
+        self._flush()
 
     def kill(self, worker_id: str, loses_mail: bool = False) -> None:
         """A worker dies; what it has sent arrives, unless `loses_mail`, and then its streams end."""
@@ -156,33 +187,42 @@ class Cluster:
         """Time passes, and the manager looks around, before and after."""
         for passed in (0.0, seconds):
             self.now += passed
-            self._carry_out(self.manager.directory.supply.replace_stalled(self.now, AWAIT_TIMEOUT_S))
+            self._carry_out(self.manager.directory.replace_stalled(self.now, AWAIT_TIMEOUT_S))
 
     def restart_manager(self) -> None:
         """The manager dies with all that was said to it and by it, and another comes up, which knows nothing."""
         for channel in [channel for channel in self.mail if channel[0] in ("exports", "to manager", "from manager")]:
             del self.mail[channel]
         self.manager = self._new_manager()
+        settling, self._settling = self._settling, []
+        for settle in settling:
+            self.dispatch.not_settled(settle.ended)
         admitting, self.admitting = self.admitting, {}
-        for request in admitting.values():
-            self._admitted(self._place_alone(request), request)
+        self._obey(self.dispatch.not_admitted(list(admitting.values()), self.now, is_silent=False))
         for worker in self.workers.values():
             if worker.is_alive:
                 worker.post(worker.engine.scheduler.stop_awaiting_all)
                 worker.post(lambda w=worker: self._register(w))  # type: ignore[misc]
 
     def ping(self) -> None:
-        """The ingress tells workers for whom to wait on."""
-        now = self.now
-        for worker in self.followed.values():
-            awaiting = [
-                generation.request_id
-                for generation in self.active.values()
-                if generation.decode == worker.worker_id
-                and generation.awaits_prefill
-                and generation.prefill in self.followed
-            ]
-            self._call(worker, lambda w, ids=awaiting: w.engine.scheduler.keep_awaiting(ids, now))
+        """The ingress tells workers for whom to wait on, and hears which workers there are."""
+        late_s = max(0.0, self.now - self._pinged_at - PING_S)
+        self._pinged_at = self.now
+        self._obey(self.dispatch.keep_alive(self.now, late_s))
+
+    def mute(self, worker_id: str) -> None:
+        """Nobody hears of a worker any more but by its tokens and exports, which it goes on sending."""
+        self.muted.add(worker_id)
+        directory = self.manager.directory
+        if directory.workers.keys() - self.muted:
+            self._carry_out(directory.remove_worker(worker_id))
+
+    def unmute(self, worker_id: str) -> None:
+        """A worker's heartbeats and answers arrive again."""
+        self.muted.discard(worker_id)
+        worker = self.workers[worker_id]
+        if worker.is_alive and not self.manager.directory.is_current(worker_id, worker.epoch):
+            worker.post(lambda: self._register(worker))
 
     def deliver(self, channel: Channel) -> None:
         """The next message of a channel arrives."""
@@ -239,6 +279,7 @@ class Cluster:
         else:
             raise AssertionError("it does not end")
         self.check_integrity()
+        check_dispatch(self.recording, self.dispatch, self.new_dispatch())
         assert not self.active, f"{list(self.active)} never end"
         assert self.manager.directory.num_reservations == 0
         assert all(segment.leases == 0 for segment in self.manager.directory.segments._segments.values())
@@ -249,6 +290,7 @@ class Cluster:
 
     def check_integrity(self) -> None:
         self.manager.directory.check_integrity()
+        self.dispatch.check_integrity()
         for worker in self.workers.values():
             if worker.is_alive:
                 worker.engine.scheduler.check_integrity()
@@ -258,6 +300,11 @@ class Cluster:
             assert generation.failure is None
             if generation.finished_by is not None:
                 assert generation.tokens == expected
+
+    @property
+    def is_placing(self) -> bool:
+        """True if some request has no worker yet."""
+        return any(generation.prefill is None for generation in self.active.values())
 
     @property
     def max_model_len(self) -> int:
@@ -273,8 +320,9 @@ class Cluster:
         self._num_calls += 1
         self._say((kind, self._num_calls), message)
 
-    def _call(self, worker: SimWorker, function: Callable[[SimWorker], object]) -> None:
-        """The ingress calls a worker, which may be dead by then."""
+    def _call(self, worker_id: str, function: Callable[[SimWorker], object]) -> None:
+        """The ingress calls a worker that it follows, which may be dead by then."""
+        worker = self.followed[worker_id]
         self._say(("calls", worker.worker_id, worker.epoch), lambda: worker.post(lambda: function(worker)))
 
     def wait(self) -> bool:
@@ -282,46 +330,79 @@ class Cluster:
         moving = [worker for worker in self.workers.values() if worker.is_alive and not worker.is_stalled]
         deadlines = [worker.engine.scheduler.next_deadline() for worker in moving]
         due = min((deadline for deadline in deadlines if deadline is not None), default=None)
-        if due is None and not self.retries:
+        if due is None and self.dispatch.retry_at is None:
             return False
         self.num_timeouts += 1
-        if self.retries:
+        if self.dispatch.retry_at is not None:
             self.pass_time(RETRY_S)
-            retries, self.retries = self.retries, []
-            self._dispatch([generation for generation in retries if generation.request_id in self.active])
+            self._name_workers()
+            self._obey(self.dispatch.tick(self.now))
         elif due is not None:
             self.pass_time(max(0.0, min(due - self.now, CHECK_S)))
         return True
 
     # The ingress
 
-    def _dispatch(self, generations: Sequence[Generation]) -> None:
-        requests = []
-        for generation in generations:
-            chain = chain_of(block_size=self.sizes.block_size)
-            hashes = tuple(chain.hashes(generation.token_ids))
-            requests.append(AdmitRequest(generation.request_id, generation.attempt, hashes, len(generation.token_ids)))
-        self.admitting |= {request.request_id: request for request in requests}
-        self._say(("to manager",), lambda: self._admit_all(requests))
+    def _obey(self, instructions: Iterable[ingress.Instruction]) -> None:
+        """Carry out what `Dispatch` says, at the end of a turn of the ingress's event loop."""
+        self._obey_all(instructions)
+        self._flush()
 
-    def _admitted(self, admission: Admission | None, request: AdmitRequest) -> None:
-        self.admitting.pop(request.request_id, None)
-        generation = self.active.get(request.request_id)
-        if generation is None:
-            self._release(request.request_id)
-            return
-        assert generation.attempt == request.attempt
-        if admission is not None:
-            for worker_id in (admission.prefill, admission.decode):
-                if worker_id not in self.followed and self.workers[worker_id].is_alive:
-                    self.followed[worker_id] = self.workers[worker_id]
-        if admission is None or not self.followed.keys() >= {admission.prefill, admission.decode}:
-            self._release(request.request_id)
-            self.retries.append(generation)
-            return
-        generation.place(admission, self.sizes.block_size, self.now)
-        for worker_id, assignment in generation.assignments(admission, "ingress", AWAIT_TIMEOUT_S):
-            self._assign(self.followed[worker_id], assignment)
+    def _flush(self) -> None:
+        self._obey_all(self.dispatch.flush(has_manager=True))
+        requests, self._admits = self._admits, []
+        if requests:
+            self.admitting |= {request.request_id: request for request in requests}
+            self._say(("to manager",), lambda: self._admit_all(requests))
+
+    def _obey_all(self, instructions: Iterable[ingress.Instruction]) -> None:
+        for instruction in instructions:
+            self._obey_one(instruction)
+
+    def _obey_one(self, instruction: ingress.Instruction) -> None:
+        now = self.now
+        match instruction:
+            case ingress.Admit(request):
+                self._admits.append(request)
+            case ingress.Follow(worker_id, epoch):
+                self._answer("found", lambda: self._look_for(worker_id, epoch))
+            case ingress.Read(worker_id, _):
+                self.followed[worker_id] = self.workers[worker_id]
+            case ingress.Submit(worker_id, assignments):
+                for assignment in assignments:
+                    self._assign(self.followed[worker_id], assignment)
+            case ingress.Abort(worker_id, request_id, has_ended):
+                self._call(worker_id, lambda w: w.engine.abort([request_id], self.now, has_ended=has_ended))
+            case ingress.StopAwaiting(worker_id, request_id):
+                self._call(worker_id, lambda w: w.engine.scheduler.stop_awaiting([request_id]))
+            case ingress.Ping(worker_id, awaiting):
+                self._call(worker_id, lambda w: w.engine.scheduler.keep_awaiting(awaiting, now))
+                if worker_id not in self.muted:
+                    self._answer("pong", lambda: self.dispatch.ping_answered(worker_id, self.now))
+            case ingress.Deliver(request_id, _):
+                if self.active[request_id].is_over:
+                    self._end(request_id)
+            case ingress.Settle():
+                self._settling.append(instruction)
+                self._say(("to manager",), lambda: self._settle(instruction))
+            case ingress.AskWorkers():
+                self._name_workers()
+            case ingress.WorkerLost(worker_id):
+                self.followed.pop(worker_id, None)
+            case ingress.WorkerSilent():
+                self.num_silent += 1
+
+    def _look_for(self, worker_id: str, epoch: int) -> None:
+        worker = self.workers[worker_id]
+        is_there = worker.is_alive and worker.epoch == epoch
+        report = self.dispatch.found if is_there else self.dispatch.not_found
+        self._obey(report(worker_id, epoch, self.now))
+
+    def _name_workers(self) -> None:
+        """The manager says which workers there are."""
+        directory = self.manager.directory
+        workers = tuple(WorkerInfo(each.worker_id, each.role, each.epoch) for each in directory.workers.values())
+        self._obey_all(self.dispatch.membership(Membership(workers, 0, directory.workers.fingerprint), self.now))
 
     def _assign(self, worker: SimWorker, assignment: Assignment) -> None:
         self._say(("calls", worker.worker_id, worker.epoch), lambda: self._submit(worker, assignment))
@@ -331,63 +412,19 @@ class Cluster:
         if worker.is_alive:
             worker.post(lambda: worker.engine.submit(assignment, now))
         else:
-            self._answer("submit failed", lambda: self._not_submitted(assignment))
-
-    def _not_submitted(self, assignment: Assignment) -> None:
-        generation = self.active.get(assignment.request_id)
-        if generation is not None and generation.attempt == assignment.attempt:
-            self._fail_over(generation)
+            fail = lambda: self._obey(self.dispatch.not_submitted([assignment], self.now))  # noqa: E731
+            self._answer("submit failed", fail)
 
     def _receive(self, worker: SimWorker, events: Sequence[TokenEvent]) -> None:
-        for event in events:
-            generation = self.active.get(event.request_id)
-            if generation is None:
-                continue
-            was_answered = generation.is_answered
-            due = generation.take(event, worker.worker_id)
-            if due and not was_answered:
-                self._first_token(generation.request_id, generation.attempt)
-            if generation.is_over:
-                self._end(generation)
+        if self.followed.get(worker.worker_id) is worker:
+            self._obey(self.dispatch.tokens(worker.worker_id, events, self.now))
 
-    def _first_token(self, request_id: str, attempt: int) -> None:
-        directory = self.manager.directory
-        self._say(("to manager",), lambda: directory.first_token(request_id, attempt, 0.1))
-
-    def _end(self, generation: Generation) -> None:
-        del self.active[generation.request_id]
-        self.ended[generation.request_id] = generation
-        self._abort(generation, generation.workers_to_abort())
-        self._release(generation.request_id)
-
-    def _release(self, request_id: str) -> None:
-        manager = self.manager
-        self._say(("to manager",), lambda: self._carry_out(manager.directory.release(request_id)))
-
-    def _abort(self, generation: Generation, workers: set[str]) -> None:
-        for worker_id in sorted(workers & self.followed.keys()):
-            self._call(self.followed[worker_id], lambda w: w.engine.abort([generation.request_id]))
+    def _end(self, request_id: str) -> None:
+        self.ended[request_id] = self.active.pop(request_id)
+        self._obey_all(self.dispatch.end(request_id))
 
     def _worker_lost(self, worker: SimWorker) -> None:
-        if self.followed.get(worker.worker_id) is not worker:
-            return
-        del self.followed[worker.worker_id]
-        for generation in list(self.active.values()):
-            if generation.dies_with(worker.worker_id):
-                self._fail_over(generation)
-            elif generation.loses_kv_with(worker.worker_id) and generation.decode in self.followed:
-                ids = [generation.request_id]
-                self._call(self.followed[generation.decode], lambda w, ids=ids: w.engine.scheduler.stop_awaiting(ids))
-
-    def _fail_over(self, generation: Generation) -> None:
-        if not generation.is_over:
-            self._abort(generation, generation.start_over())
-            self._dispatch([generation])
-
-    def _place_alone(self, request: AdmitRequest) -> Admission | None:
-        able = [worker for worker, role in self.known.items() if role is not Role.PREFILL] or [*self.known]
-        worker_id = preferred(request.request_id, able)
-        return Admission(request.request_id, request.attempt, worker_id, worker_id, 0, 0, (), ())
+        self._obey(self.dispatch.worker_lost(worker.worker_id, worker.epoch, "died", self.now, is_dead=True))
 
     # The manager
 
@@ -398,25 +435,42 @@ class Cluster:
         answers: list[tuple[Admission | None, AdmitRequest]] = []
         for request in requests:
             try:
-                admission, instructions = self.manager.directory.admit(request)
+                admission, instructions = self.manager.directory.admit(request, self.now)
             except NoWorkerError:
-                self._carry_out(self.manager.directory.release(request.request_id))
+                self._carry_out(self.manager.directory.end_request(request.request_id, self.now))
                 answers.append((None, request))
                 continue
             self._carry_out(instructions)
             answers.append((admission, request))
-        self._answer("from manager", lambda: [self._admitted(*answer) for answer in answers] and None)
+        self._answer("from manager", lambda: self._admitted(answers))
+
+    def _admitted(self, answers: Sequence[tuple[Admission | None, AdmitRequest]]) -> None:
+        for admission, request in answers:
+            self.admitting.pop(request.request_id, None)
+            self._obey_all(self.dispatch.admitted(request.request_id, request.attempt, admission, self.now))
+        self._flush()
+
+    def _settle(self, settle: ingress.Settle) -> None:
+        self._settling.remove(settle)
+        directory = self.manager.directory
+        for first in settle.first_tokens:
+            directory.first_token(first.request_id, first.attempt, first.ttft_s)
+        for end in settle.ended:
+            if not directory.has_newer_attempt(end.request_id, end.attempt):
+                self._carry_out(directory.end_request(end.request_id, self.now))
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
-            worker = self.workers[instruction.worker_id]
             match instruction:
-                case Deliver(segment=segment):
-                    self._answer("import", lambda w=worker, s=segment: self._import(w, s))
-                case Export(hashes=hashes):
-                    self._answer("export", lambda w=worker, h=hashes: w.post(lambda: self._export(w, h)))
-                case Lost(hashes=hashes):
-                    self._answer("lost", lambda w=worker, h=hashes: self._blocks_lost(w, h))
+                case Deliver(worker_id, segment):
+                    self._answer("import", partial(self._import, self.workers[worker_id], segment))
+                case Export(worker_id, hashes):
+                    worker = self.workers[worker_id]
+                    self._answer("export", partial(worker.post, partial(self._export, worker, hashes)))
+                case Lost(worker_id, hashes):
+                    self._answer("lost", partial(self._blocks_lost, self.workers[worker_id], hashes))
+                case _:
+                    raise AssertionError(f"there is no disk for {instruction}")
 
     # The workers
 
@@ -433,12 +487,14 @@ class Cluster:
                     worker.engine.store.block_bytes,
                     hashes,
                     self.sizes.token_budget,
+                    fingerprint=FINGERPRINT,
                 )
             ),
         )
 
     def _send_segment(self, worker: SimWorker, segment: ExportedSegment) -> None:
-        directory, header, unsent = self.manager.directory, segment.header, ()
+        directory, header = self.manager.directory, segment.header
+        unsent: tuple[BlockHash, ...] = ()
         if worker.num_unsent:
             worker.num_unsent -= 1
             header, unsent = replace(header, hashes=(), num_bytes=0), header.full_hashes
@@ -446,7 +502,7 @@ class Cluster:
         def arrive() -> None:
             speaker = worker.worker_id, worker.epoch
             if not unsent or header.handover is not None:
-                self._carry_out(directory.segment_exported(*speaker, header, segment.payload))
+                self._carry_out(directory.segment_exported(*speaker, header, segment.payload, self.now))
             self._carry_out(directory.blocks_unsent(*speaker, unsent))
 
         self._say(_exports(worker), arrive)
@@ -462,10 +518,10 @@ class Cluster:
         now = self.now
         worker.post(lambda: worker.engine.import_segment(segment.header, payload, now))  # type: ignore[arg-type]
         if not is_readable:
-            self._answer("to manager", lambda: manager.directory.segments.undelivered(segment))
+            self._answer("to manager", lambda: manager.directory.segments.undelivered(segment, self.now))
 
     def _export(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
-        segments, missing = worker.engine.export(hashes)
+        segments, missing = worker.engine.export(hashes, self.now)
         for segment in segments:
             self._send_segment(worker, segment)
         if missing:

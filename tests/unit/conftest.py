@@ -1,14 +1,22 @@
 """Fixtures of the unit tests. What builds a scheduler or a directory checks its integrity when the test is over."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
-from engine.core.block_pool import BlockPool
-from engine.core.directory import Directory
-from engine.core.placement import CostModel
-from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.core.manager.directory import Directory
+from engine.core.manager.placement import CostModel
+from engine.core.settings import SchedulerLimits
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from tests.unit.ingress import Replica, Served
 
 settings.register_profile("unit", deadline=None)  # how long one example takes says more of the machine than of the code
 settings.load_profile("unit")
@@ -46,3 +54,33 @@ def make_directory() -> Iterator[Callable[..., Directory]]:
     yield make
     for directory in made:
         directory.check_integrity()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
+    """Runs a function while the routes answer from a replica built by the test."""
+
+    from ray import serve
+
+    from actors.ingress.app import Ingress  # all of Serve, which other tests can spare
+
+    @asynccontextmanager
+    async def serving(replica: "Replica", config: dict[str, Any]) -> AsyncGenerator[None]:
+        as_written: Any = Ingress.__mro__[1]  # Serve's wrapper around it wants a replica
+        ingress = as_written.__new__(as_written)
+        context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="r"), servable_object=ingress)
+        monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+        copied = as_written.__init__.__globals__  # Serve copies the module with the class
+        monkeypatch.setitem(copied, "forgo_torch", lambda: None)
+        monkeypatch.setitem(copied, "build_frontend", lambda *_: replica.frontend)
+        await ingress.__init__({"workers": {"mixed": {}}, "batches": {"gib": 0}} | config)
+        yield
+
+    def run(replica: "Replica", work: Callable[[], Awaitable[Any]], **config: Any) -> Any:
+        async def serve_and_work() -> Any:
+            async with serving(replica, config):
+                return await work()
+
+        return asyncio.run(serve_and_work())
+
+    return run

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from engine.api.fields import SamplingFields
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.responses import Usage
-from engine.api.spec import GenerationSpec
+from engine.api.spec import UNASKED, GenerationSpec
 from engine.core.errors import RequestError
-from engine.core.types import FinishReason, TokenLogprobs
+from engine.core.types import ChatTemplate, FinishReason, TokenLogprobs
 
 
 def test_prompt_and_messages() -> None:
@@ -21,16 +22,27 @@ def test_prompt_and_messages() -> None:
     assert request.spec() == GenerationSpec(
         kind="completion",
         prompts=("hi",),
-        temperature=0.5,
+        sampling=replace(UNASKED, temperature=0.5, logit_bias=((5, 1.0),)),
         stop=("x",),
-        logit_bias=((5, 1.0),),
         include_usage=True,
         request_id="r-1",
     )
     assert GenerateRequest(prompt=[1, 2]).spec(stream=True).prompts == ((1, 2),)
     assert GenerateRequest(prompt=(1, 2)).spec(stream=True).stream
     message = {"role": "user", "content": "hi"}
-    assert GenerateRequest(messages=[message]).spec().messages == (message,)
+    assert GenerateRequest.model_validate({"messages": [message]}).spec().messages == (message,)
+
+
+def test_a_chat_has_the_wishes_for_its_template() -> None:
+    message = {"role": "user", "content": "hi"}
+    fields = {"chat_template": "x", "chat_template_kwargs": {"y": 1}}
+    assert GenerateRequest.model_validate({"messages": [message], **fields}).spec().template == ChatTemplate(
+        "x", {"y": 1}
+    )
+    for name, value in fields.items():
+        with pytest.raises(RequestError, match="with 'messages' only") as caught:
+            GenerateRequest.model_validate({"prompt": "x", name: value}).spec()
+        assert caught.value.param == name
 
 
 def test_a_request_travels() -> None:
@@ -42,7 +54,7 @@ def test_a_request_travels() -> None:
 
 
 def test_the_prompt_can_be_scored() -> None:
-    assert GenerateRequest(prompt="x", prompt_logprobs=3, max_tokens=0).spec().prompt_logprobs == 3
+    assert GenerateRequest(prompt="x", prompt_logprobs=3, max_tokens=0).spec().sampling.prompt_logprobs == 3
     assert GenerateRequest(prompt="x", prompt_logprobs=3).spec(stream=True).stream
     with pytest.raises(RequestError, match="'max_tokens' must be at least 1"):
         GenerateRequest(prompt="x", max_tokens=0).spec()
@@ -58,6 +70,7 @@ def test_the_prompt_can_be_scored() -> None:
         ({"prompt": "x", "temprature": 3}, "temprature", "Did you mean 'temperature'?"),
         ({"prompt": ""}, "prompt", "must not be empty"),
         ({"prompt": "\ud800"}, "prompt", "must be valid Unicode"),
+        ({"prompt": "x", "bad_words": ["\ud800"]}, "bad_words", "must be valid Unicode"),
         ({"prompt": "x", "stop": "\ud800"}, "stop", "must be valid Unicode"),
         ({"prompt": "x", "seed": 10**5000}, "seed", "got a huge integer"),
         ({"prompt": "x", "n": 2}, "n", "Unrecognized"),
@@ -86,6 +99,12 @@ def test_a_tenant_can_be_named_by_the_handle_alone() -> None:
         with pytest.raises(RequestError) as caught:
             parse(json.dumps({"model": "m", "tenant": "acme", **prompt}).encode())
         assert caught.value.param == "tenant"
+
+
+@pytest.mark.parametrize("value", [None, 5, "x", ["x"]])
+def test_a_request_that_is_no_mapping(value: Any) -> None:
+    with pytest.raises(RequestError, match="must be a GenerateRequest or a mapping"):
+        as_generate_request(value)
 
 
 def test_a_wrong_field_is_found_where_it_is_written() -> None:

@@ -1,16 +1,19 @@
 """HTTP bodies: what they become, and the sentence for every kind of bad one."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.fields import MAX_CHOICES, MAX_PROMPTS
+from engine.api.fields import MAX_CHOICES
+from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from engine.api.spec import GenerationSpec
+from engine.api.spec import UNASKED, ContinuedAnswer, GenerationSpec
 from engine.core.errors import RequestError
+from engine.core.types import ChatEnd, ChatTemplate
 
 USER = {"role": "user", "content": "hi"}
 
@@ -63,11 +66,14 @@ def test_every_field_arrives() -> None:
         logprobs=True,
         top_logprobs=4,
         stream=True,
-        stream_options={"include_usage": True},
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
         return_token_ids=True,
+        return_tokens_as_token_ids=True,
+        request_id="r",
         user="u",
         session_id="s",
         cache_salt="salt",
+        priority=-4,
         cache_priority=-3,
         cache_ttl_s=90,
     )
@@ -76,51 +82,98 @@ def test_every_field_arrives() -> None:
         model="m",
         messages=(USER,),
         n=2,
+        sampling=replace(
+            UNASKED,
+            temperature=0.0,
+            top_p=0.5,
+            top_k=40,
+            min_p=0.1,
+            presence_penalty=1.0,
+            frequency_penalty=-1.5,
+            repetition_penalty=1.2,
+            logit_bias=((3, 1.5), (7, -100.0)),
+            min_tokens=2,
+            stop_token_ids=(5, 6),
+            logprobs=4,
+        ),
         max_tokens=7,
-        temperature=0.0,
-        top_p=0.5,
-        top_k=40,
-        min_p=0.1,
         seed=-5,
-        presence_penalty=1.0,
-        frequency_penalty=-1.5,
-        repetition_penalty=1.2,
-        logit_bias=((3, 1.5), (7, -100.0)),
-        min_tokens=2,
         stop=("a", "b"),
         include_stop=True,
-        stop_token_ids=(5, 6),
         ignore_eos=True,
-        logprobs=4,
         stream=True,
         include_usage=True,
+        continuous_usage=True,
         return_token_ids=True,
+        tokens_as_ids=True,
+        request_id="r",
         user="u",
         session_id="s",
         cache_salt="salt",
+        priority=-4,
         cache_priority=-3,
         cache_ttl_s=90.0,
     )
 
 
+def test_exclusions_and_lists_of_tokens_arrive() -> None:
+    spec = completion(
+        allowed_token_ids=[7, 3, 7],
+        bad_words=["a", "b c", "a"],
+        logprobs=1,
+        logprob_token_ids=[9, 4, 9],
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        suffix="end",
+    )
+    assert (spec.sampling.allowed_token_ids, spec.sampling.logprob_token_ids) == ((3, 7), (9, 4))
+    assert (spec.bad_words, spec.suffix) == (("a", "b c"), "end")
+    assert not (spec.skip_special_tokens or spec.spaces_between_special_tokens)
+    assert completion(suffix="") == completion(bad_words=[]) == completion()
+    every = completion(logprobs=-1)
+    assert every.all_logprobs and every.sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=-1).all_logprobs and not chat(logprobs=True).all_logprobs
+
+
+def test_best_of_so_many_samples() -> None:
+    spec = completion(n=2, best_of=5, prompt=["a", "b"])
+    assert (spec.n, spec.num_samples, spec.num_choices) == (2, 5, 10)
+    assert completion(n=3, best_of=3, stream=True).num_choices == 3
+
+
+def test_reasoning_in_messages_reaches_the_template() -> None:
+    def reasoning(**fields: Any) -> object:
+        return chat(messages=[{"role": "assistant", "content": "x", **fields}]).messages[0].get("reasoning_content")
+
+    assert reasoning(reasoning_content="a") == reasoning(reasoning="a") == "a"
+    assert reasoning(reasoning_content="a", reasoning="b") == "a"
+    assert reasoning() is reasoning(reasoning_content=None) is reasoning(reasoning={"summary": []}) is None
+
+
+def test_wishes_for_the_template_arrive() -> None:
+    asked = chat(chat_template="{{ messages }}", chat_template_kwargs={"enable_thinking": False, "x": [1, {"y": None}]})
+    assert asked.template == ChatTemplate("{{ messages }}", {"enable_thinking": False, "x": [1, {"y": None}]})
+    assert chat(chat_template_kwargs={}) == chat()
+
+
 def test_null_means_default() -> None:
     for request, parse in ((CompletionRequest, completion), (ChatCompletionRequest, chat)):
         optional = [name for name, field in request.model_fields.items() if not field.is_required()]
-        assert parse(**dict.fromkeys(optional)) == parse()
+        assert parse(**dict.fromkeys(optional)) == replace(parse(), model=None)
 
 
 @pytest.mark.parametrize(("top_k", "expected"), [(-1, None), (0, None), (None, None), (1, 1)])
 def test_top_k(top_k: int | None, expected: int | None) -> None:
-    assert completion(top_k=top_k).top_k == expected
+    assert completion(top_k=top_k).sampling.top_k == expected
 
 
 def test_logprobs() -> None:
-    assert completion().logprobs is None
-    assert completion(logprobs=0).logprobs == 0
-    assert completion(logprobs=5).logprobs == 5
-    assert chat(logprobs=True).logprobs == 0
-    assert chat(logprobs=False).logprobs is None
-    assert chat(logprobs=True, top_logprobs=20).logprobs == 20
+    assert completion().sampling.logprobs is None
+    assert completion(logprobs=0).sampling.logprobs == 0
+    assert completion(logprobs=5).sampling.logprobs == 5
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=False).sampling.logprobs is None
+    assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
 
 
 def test_stop_may_be_one_string() -> None:
@@ -138,11 +191,119 @@ def test_prompt_cache_key_stands_in_for_the_session() -> None:
     assert chat(prompt_cache_key="k", session_id="s").session_id == "s"
 
 
+def test_an_integer_may_have_a_point() -> None:
+    plain: dict[str, Any] = {"max_tokens": 4, "n": 2, "seed": -5, "top_k": 7, "stop_token_ids": [3]}
+    with_points = {name: [3.0] if name == "stop_token_ids" else float(value) for name, value in plain.items()}
+    assert chat(**with_points) == chat(**plain)
+    assert completion(**with_points, logprobs=1.0) == completion(**plain, logprobs=1)
+
+
+def test_a_request_may_forgo_drafts() -> None:
+    assert chat().sampling.speculation and chat(speculation=True).sampling.speculation
+    assert not chat(speculation=False).sampling.speculation
+    assert not completion(speculation=False).sampling.speculation
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("x = 1\n", "x = 1\n"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        ("", ""),
+        ([], ""),
+    ],
+)
+def test_a_prediction_is_a_text(content: Any, text: str) -> None:
+    assert chat(prediction={"type": "content", "content": content}).prediction == text
+    assert chat(prediction=None).prediction is None is chat().prediction
+    assert chat(prediction={"type": "content", "content": "x"}, n=3, logprobs=True).prediction == "x"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("x", "prediction"),
+        ([], "prediction"),
+        ({"type": "content"}, "prediction.content"),
+        ({"content": "x"}, "prediction.type"),
+        ({"type": "text", "content": "x"}, "prediction.type"),
+        ({"type": "content", "content": None}, "prediction.content"),
+        ({"type": "content", "content": 7}, "prediction.content"),
+        ({"type": "content", "content": ["x"]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url", "image_url": {}}]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content"),
+        ({"type": "content", "content": "x", "more": 1}, "prediction.more"),
+    ],
+)
+def test_a_prediction_of_another_form_is_refused_by_name(prediction: Any, param: str) -> None:
+    with pytest.raises(RequestError) as error:
+        chat(prediction=prediction)
+    assert error.value.param == param and param in str(error.value)
+    with pytest.raises(RequestError, match="prediction"):
+        completion(prediction={"type": "content", "content": "x"})
+
+
+def test_the_model_may_be_left_out() -> None:
+    assert parse_completion(b'{"prompt": "hi"}') == GenerationSpec(kind="completion", prompts=("hi",))
+    assert chat(model=None).model is None
+
+
+VLLM_DEFAULTS = {
+    "logprobs": False,
+    "top_logprobs": 0,
+    "n": 1,
+    "stop": [],
+    "stream": False,
+    "tool_choice": "none",
+    "include_reasoning": True,
+    "parallel_tool_calls": True,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "stop_token_ids": [],
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "bad_words": [],
+    "echo": False,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "add_special_tokens": False,
+    "priority": 0,
+    "routed_experts_prompt_start": 0,
+    "return_token_offsets": False,
+    "return_mm_kwargs": True,
+}
+SGLANG_DEFAULTS = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "n": 1,
+    "logprobs": False,
+    "return_hidden_states": False,
+    "return_routed_experts": False,
+    "routed_experts_start_len": 0,
+    "return_cached_tokens_details": False,
+    "return_prompt_token_ids": False,
+    "return_token_ids": False,
+    "return_meta_info": False,
+    "no_stop_trim": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "use_audio_in_video": False,
+}
+
+
+@pytest.mark.parametrize("fields", [VLLM_DEFAULTS, SGLANG_DEFAULTS], ids=["vllm", "sglang"])
+def test_defaults_of_other_servers_ask_for_nothing(fields: dict[str, Any]) -> None:
+    assert chat(**fields) == chat()
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"metadata": {"a": "b"}},
-        {"store": True},
+        {"continue_from_missing": "error"},
         {"service_tier": "auto"},
         {"parallel_tool_calls": False},
         {"tools": []},
@@ -160,20 +321,52 @@ def test_harmless_fields_are_accepted(fields: dict[str, Any]) -> None:
     assert chat(**fields) == chat(stream=fields.get("stream"))
 
 
+def test_the_end_of_a_chat_s_prompt() -> None:
+    assert chat(continue_final_message=False, add_generation_prompt=True).chat_end is ChatEnd.ANSWER
+    assert chat(add_generation_prompt=False).chat_end is ChatEnd.CLOSED
+    assert chat(continue_final_message=True).chat_end is ChatEnd.OPEN
+    assert chat(continue_final_message=True, add_generation_prompt=False).chat_end is ChatEnd.OPEN
+
+
 def test_harmless_fields_of_completions() -> None:
     assert completion(n=2, best_of=2, echo=False, suffix="") == completion(n=2)
+    assert completion(add_special_tokens=True) == completion()
+    assert not completion(add_special_tokens=False).add_special_tokens
 
 
 def test_prompts_are_echoed_and_scored() -> None:
     assert completion(echo=True, logprobs=2) == GenerationSpec(
-        kind="completion", model="m", prompts=("hi",), echo=True, logprobs=2
+        kind="completion", model="m", prompts=("hi",), echo=True, sampling=replace(UNASKED, logprobs=2)
     )
-    assert completion(prompt_logprobs=0).prompt_logprobs == 0
-    assert chat(prompt_logprobs=20).prompt_logprobs == 20
+    assert completion(prompt_logprobs=0).sampling.prompt_logprobs == 0
+    assert chat(prompt_logprobs=20).sampling.prompt_logprobs == 20
     assert completion(echo=True, stream=True).stream, "only prompt_logprobs have no place in a stream"
     assert completion(max_tokens=0, echo=True).max_tokens == 0
     assert completion(max_tokens=0, prompt_logprobs=0).max_tokens == 0
     assert chat(max_tokens=0, prompt_logprobs=1).max_tokens == 0
+
+
+def test_answers_that_are_named_by_their_ids() -> None:
+    spec = chat(
+        store=True,
+        continue_from_missing="text",
+        messages=[
+            USER,
+            {"role": "assistant", "content": "x", "id": "raydix-1"},
+            {"role": "assistant", "content": None, "token_ids": []},
+            {"role": "assistant", "token_ids": [3, 4]},
+            USER,
+        ],
+    )
+    assert spec.store and spec.text_if_missing
+    assert spec.continued == (
+        ContinuedAnswer(1, "x", reference="raydix-1"),
+        ContinuedAnswer(2, None, token_ids=()),
+        ContinuedAnswer(3, None, token_ids=(3, 4)),
+    )
+    assert [each.param for each in spec.continued] == ["messages[1].id", *(f"messages[{i}].token_ids" for i in (2, 3))]
+    assert spec.messages[3] == {"role": "assistant", "content": ""}
+    assert not (chat().store or chat().text_if_missing or chat().continued)
 
 
 def test_messages() -> None:
@@ -196,6 +389,37 @@ def test_messages() -> None:
     )
 
 
+def test_unknown_keys_in_messages_are_ignored() -> None:
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "c1", "type": "function", "function": function}
+    spec = chat(
+        messages=[
+            {**USER, "id": "msg_1", "cache_control": {"type": "ephemeral"}},
+            {
+                "role": "assistant",
+                "content": None,
+                "id": "chatcmpl-1",
+                "reasoning_content": "hm",
+                "reasoning": "hm",
+                "provider_specific_fields": {"refusal": None},
+                "audio": None,
+                "function_call": None,
+                "annotations": [],
+                "tool_calls": [{**call, "index": 0, "function": {**function, "extra": 1}}],
+            },
+            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "assistant", "content": None},
+        ]
+    )
+    assert spec.messages == (
+        USER,
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": ""},
+    )
+    assert not spec.continued, "only this server's references name answers"
+
+
 BAD = [
     ({"temperature": 2.1}, "temperature", "'temperature' must be at most 2, got 2.1."),
     ({"temperature": -0.1}, "temperature", "must be at least 0"),
@@ -207,7 +431,8 @@ BAD = [
     ({"top_p": 0}, "top_p", "must be greater than 0"),
     ({"top_p": 1.01}, "top_p", "must be at most 1"),
     ({"top_k": -2}, "top_k", "must be at least -1"),
-    ({"top_k": 1.0}, "top_k", "must be an integer"),
+    ({"top_k": 1.5}, "top_k", "must be an integer"),
+    ({"top_k": 1e300}, "top_k", "must be an integer"),
     ({"min_p": 1.5}, "min_p", "must be at most 1"),
     ({"seed": 2**63}, "seed", "must be less than 9223372036854775808"),
     ({"seed": 1.5}, "seed", "must be an integer"),
@@ -259,11 +484,27 @@ BAD = [
     ({"cache_ttl_s": -1}, "cache_ttl_s", "must be greater than 0, got -1"),
     ({"cache_ttl_s": 1e9}, "cache_ttl_s", "must be at most 31622400"),
     ({"cache_ttl_s": "long"}, "cache_ttl_s", "must be a number"),
-    ({"model": None}, "model", "must be a string, got null"),
+    ({"request_id": "two words"}, "request_id", ""),
+    ({"add_special_tokens": 1}, "add_special_tokens", ""),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]", "must be at least 0"),
+    ({"bad_words": "x"}, "bad_words", "must be a list of strings"),
+    ({"bad_words": ["a", " "]}, "bad_words", "not all spaces"),
+    ({"bad_words": ["x" * 1025]}, "bad_words", "1 to 1024 characters"),
+    ({"bad_words": [f"w{i}" for i in range(129)]}, "bad_words", "at most 128 strings, got 129"),
+    ({"logprob_token_ids": [0] * 129}, "logprob_token_ids", "at most 128 elements"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens", "must be true or false"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be at least 1, or -1, got 0"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be at least -1"),
+    ({"truncation_side": "middle"}, "truncation_side", "must be one of 'left' or 'right'"),
+    ({"priority": 2**63}, "priority", "must be less than"),
+    ({"priority": "high"}, "priority", "must be an integer"),
+    ({"use_beam_search": True}, "use_beam_search", "is not supported yet"),
+    ({"lora_path": "x"}, "lora_path", "is not supported yet"),
     ({"model": ""}, "model", "must not be empty"),
     ({"model": 1}, "model", "must be a string"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported yet"),
-    ({"guided_json": {}}, "guided_json", "is not supported yet"),
+    ({"guided_json": {}}, "guided_json", "is 'structured_outputs.json' today"),
+    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "is not supported yet"),
     ({"temprature": 1}, "temprature", "supplied: temprature. Did you mean 'temperature'?"),
     ({"xyzzy": 1}, "xyzzy", "Unrecognized request argument supplied: xyzzy"),
     ({f"x{i}": i for i in range(200)}, "x0", "Unrecognized request argument supplied: x0"),
@@ -303,8 +544,15 @@ BAD_COMPLETION = [
     ({"logprobs": True}, "logprobs", "must be an integer, got true"),
     ({"logprobs": 21}, "logprobs", "must be at most 20"),
     ({"echo": 1}, "echo", "must be true or false, got 1"),
-    ({"suffix": "x"}, "suffix", "is not supported yet"),
-    ({"best_of": 2}, "best_of", "is not supported yet"),
+    ({"suffix": "x", "echo": True}, "suffix", "only allowed with a text as 'prompt', without 'echo'"),
+    ({"suffix": "x", "prompt": [1]}, "suffix", "only allowed with a text"),
+    ({"n": 3, "best_of": 2}, "best_of", "must be at least 'n' (3), got 2"),
+    ({"best_of": 2, "stream": True}, "best_of", "is not supported in a stream"),
+    ({"prompt": ["a"] * 9, "best_of": 128}, "best_of", f"must be at most {MAX_CHOICES}, got 128 x 9"),
+    ({"logprobs": -1, "echo": True}, "logprobs", "not supported together with 'echo'"),
+    ({"logprobs": -2}, "logprobs", "must be at least -1"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids", "only allowed with 'logprobs'"),
+    ({"logprob_token_ids": [1], "logprobs": 1, "echo": True}, "logprob_token_ids", "not with 'echo'"),
     ({"messages": []}, "messages", "Unrecognized"),
 ]
 
@@ -322,7 +570,24 @@ def user(content: Any) -> dict[str, Any]:
 
 
 BAD_CHAT = [
-    ({"echo": True}, "echo", "Unrecognized request argument"),
+    (
+        {"messages": [{"role": "assistant", "token_ids": [1]}, USER], "truncate_prompt_tokens": 9},
+        "truncate_prompt_tokens",
+        "messages have 'id' or 'token_ids'",
+    ),
+    ({"chat_template": ""}, "chat_template", "must not be empty"),
+    ({"chat_template": "x" * 65_537}, "chat_template", "must have at most 65536 characters"),
+    ({"chat_template": 5}, "chat_template", "must be a string"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", "must be an object, got a list"),
+    ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", 'names of variables as keys, got "a b"'),
+    ({"chat_template_kwargs": {f"x{i}": i for i in range(65)}}, "chat_template_kwargs", "at most 64 elements, got 65"),
+    ({"chat_template_kwargs": {"x": "y" * 65_536}}, "chat_template_kwargs", "must have at most 65536 characters"),
+    ({"echo": True, "max_tokens": 0}, "max_tokens", "must be at least 1, got 0"),
+    ({"top_logprobs": -1}, "top_logprobs", "only allowed when 'logprobs' is true"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids", "only allowed with 'logprobs'"),
+    ({"logprob_token_ids": [1], "logprobs": True, "top_logprobs": -1}, "logprob_token_ids", "not with all of them"),
+    ({"skip_special_tokens": False, "store": True}, "skip_special_tokens", "must be true with 'store'"),
+    ({"best_of": 2}, "best_of", "Unrecognized"),
     ({"messages": []}, "messages", "must not be empty"),
     ({"messages": None}, "messages", "must be a list, got null"),
     ({"messages": "hi"}, "messages", "must be a list"),
@@ -330,10 +595,24 @@ BAD_CHAT = [
     ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing required parameter"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "must be one of 'system', 'developer'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string"),
-    ({"messages": [USER, {**USER, "contents": "x"}]}, "messages[1].contents", "Unrecognized request argument"),
+    ({"messages": [{**USER, "refusal": "No."}]}, "messages[0].refusal", "is not supported yet"),
+    ({"messages": [{**USER, "function_call": {}}]}, "messages[0].function_call", "is not supported yet"),
+    ({"messages": [{**USER, "prefix": True}]}, "messages[0].prefix", "is not supported yet"),
+    ({"messages": [{**USER, "tools": [{}]}]}, "messages[0].tools", "is not supported yet"),
     ({"messages": [USER, {**USER, "audio": {"id": "x"}}]}, "messages[1].audio", "is not supported yet"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function", ""),
     (user(None), "messages[1].content", "must be a string"),
+    ({"store": "yes"}, "store", "must be true or false"),
+    ({"continue_from_missing": "ids"}, "continue_from_missing", "must be one of 'error' or 'text'"),
+    ({"messages": [{**USER, "id": "raydix-1"}]}, "messages[0].id", "in messages of the assistant only"),
+    ({"messages": [{"role": "assistant", "token_ids": 5}]}, "messages[0].token_ids", "must be a list of token ids"),
+    ({"messages": [{"role": "assistant", "token_ids": [-1]}]}, "messages[0].token_ids", "must have token ids from 0"),
+    (
+        {"messages": [{"role": "assistant", "token_ids": [1], "id": "raydix-"}]},
+        "messages[0].token_ids",
+        "give one of them",
+    ),
+    ({"messages": [{"role": "assistant", "id": ""}]}, "messages[0].id", "must not be empty"),
     (user(5), "messages[1].content", "must be a string or a list of parts, got 5"),
     (user([5]), "messages[1].content", "part 0 is 5"),
     (user([{"text": "x"}]), "messages[1].content", "objects with a 'type'"),
@@ -343,12 +622,18 @@ BAD_CHAT = [
     ({"logprobs": 5}, "logprobs", "must be true or false"),
     ({"top_logprobs": 5}, "top_logprobs", "only allowed when 'logprobs' is true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be at most 20"),
-    ({"tools": [{"type": "function"}]}, "tools", "is not supported yet"),
-    ({"tool_choice": "required"}, "tool_choice", "is not supported yet"),
     ({"functions": [{}]}, "functions", "is not supported yet"),
     ({"modalities": ["audio"]}, "modalities", "is not supported yet"),
     ({"audio": {"voice": "x"}}, "audio", "is not supported yet"),
-    ({"continue_final_message": True}, "continue_final_message", "is not supported yet"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "only allowed when"),
+    ({"continue_final_message": True, "store": True}, "continue_final_message", "together with 'store'"),
+    ({"add_generation_prompt": False, "store": True}, "add_generation_prompt", "together with 'store'"),
+    (
+        {"continue_final_message": True, "messages": [USER, {"role": "assistant", "token_ids": [1]}]},
+        "continue_final_message",
+        "the last message has",
+    ),
+    ({"continue_final_message": 1}, "continue_final_message", "must be true or false"),
     ({"prompt": "x"}, "prompt", "Unrecognized"),
 ]
 
@@ -375,7 +660,7 @@ def test_bad_chat(fields: dict[str, Any], param: str, words: str) -> None:
         (b"[]", None, "must be a JSON object, got a list"),
         (b'"x"', None, "must be a JSON object"),
         (b"null", None, "must be a JSON object, got null"),
-        (b"{}", "model", "Missing required parameter: 'model'."),
+        (b"{}", "prompt", "Missing required parameter: 'prompt'."),
         (b'{"model": "m"}', "prompt", "Missing required parameter: 'prompt'."),
         (b'{"model": "m", "prompt": "x", "temperature": 1e999}', "temperature", "must be a finite number"),
     ],

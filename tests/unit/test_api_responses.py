@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -25,12 +26,13 @@ from engine.api.responses import (
     total_usage,
     version_body,
 )
+from engine.api.spec import GenerationSpec
 from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
 from engine.core.errors import ContextLengthError, OverloadedError
 from engine.core.types import FinishReason, TokenLogprobs
 
-CHAT = ResponseHead("chat", response_id("chat", "abc"), 1_700_000_000, "m")
-COMPLETION = ResponseHead("completion", response_id("completion", "abc"), 1_700_000_000, "m")
+CHAT = ResponseHead("chat", response_id(GenerationSpec(kind="chat"), "abc"), 1_700_000_000, "m")
+COMPLETION = ResponseHead("completion", response_id(GenerationSpec(kind="completion"), "abc"), 1_700_000_000, "m")
 USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
 USAGE_OBJECT = {
     "prompt_tokens": 10,
@@ -75,7 +77,7 @@ def test_chat() -> None:
     assert parsed.choices[0].logprobs is not None
     assert body["prompt_token_ids"] == [7, 8]
     assert body["choices"][0]["token_ids"] == list(IDS)
-    assert "token_ids" not in body["choices"][1]
+    assert body["choices"][1]["token_ids"] is None
     assert body["usage"] == USAGE_OBJECT
 
 
@@ -94,7 +96,7 @@ def test_completion() -> None:
     assert body["choices"][0]["prompt_token_ids"] == [7, 8]
     assert body["choices"][0]["token_ids"] == list(IDS)
     assert "prompt_token_ids" not in body
-    assert "prompt_token_ids" not in body["choices"][1]
+    assert body["choices"][1]["prompt_token_ids"] is None
 
 
 def test_an_error_is_no_way_to_finish() -> None:
@@ -106,6 +108,13 @@ def test_an_error_is_no_way_to_finish() -> None:
 
 def test_total_usage() -> None:
     assert total_usage([USAGE, Usage(1, 2)]) == Usage(11, 6, 8)
+
+
+def test_usage_tells_of_drafts_where_there_were_any() -> None:
+    usage = total_usage([USAGE, Usage(1, 2, accepted_tokens=1), Usage(1, 2, rejected_tokens=7)])
+    details = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 7}
+    assert usage.object()["completion_tokens_details"] == details
+    assert replace(usage, reasoning_tokens=3).object()["completion_tokens_details"] == {"reasoning_tokens": 3} | details
 
 
 def test_chat_logprobs() -> None:
@@ -185,6 +194,16 @@ def test_chat_stream() -> None:
     assert parsed[3].choices[0].logprobs is not None
 
 
+def test_the_id_of_a_chat_s_message() -> None:
+    choices = [Choice(0, "a", FinishReason.STOP, message_id="raydix-1"), Choice(1, "b", FinishReason.STOP)]
+    messages = [choice["message"] for choice in json.loads(response_body(CHAT, choices, USAGE))["choices"]]
+    assert messages[0]["id"] == "raydix-1"
+    assert "id" not in messages[1]
+    *_, last = events(ChunkWriter(CHAT).finish(FinishReason.STOP, "!", message_id="raydix-1"))
+    assert last["choices"][0]["delta"] == {"id": "raydix-1"}
+    assert ChatCompletionChunk.model_validate(last).choices[0].delta.model_extra == {"id": "raydix-1"}
+
+
 def test_completion_stream() -> None:
     writer = ChunkWriter(COMPLETION)
     assert writer.first() == b""
@@ -201,6 +220,7 @@ def test_completion_stream() -> None:
         "text": "b",
         "logprobs": None,
         "finish_reason": "length",
+        "stop_reason": None,
         "token_ids": [1],
     }
     assert DONE == b"data: [DONE]\n\n"
@@ -220,6 +240,60 @@ def test_names_cannot_disturb_a_prepared_chunk() -> None:
     (chunk,) = events(ChunkWriter(head).text("x"))
     assert (chunk["id"], chunk["model"]) == (head.id, head.model)
     assert chunk["choices"][0]["delta"] == {"content": "x"}
+
+
+def test_the_reason_of_a_stop() -> None:
+    choices = [Choice(0, "a", FinishReason.STOP, stop_reason="END"), Choice(1, "b", FinishReason.STOP, stop_reason=7)]
+    for head in (CHAT, COMPLETION):
+        body = json.loads(response_body(head, [*choices, Choice(2, "c", FinishReason.STOP)], USAGE))
+        assert [choice["stop_reason"] for choice in body["choices"]] == ["END", 7, None]
+        *_, last = events(ChunkWriter(head).finish(FinishReason.STOP, "!", stop_reason="END"))
+        assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == ("stop", "END")
+
+
+def test_whole_answers_have_null_in_place_of_what_was_not_asked_for() -> None:
+    chat, completion = (
+        json.loads(response_body(head, [Choice(0, "", FinishReason.STOP)], USAGE)) for head in (CHAT, COMPLETION)
+    )
+    assert chat["prompt_token_ids"] is chat["prompt_logprobs"] is chat["choices"][0]["token_ids"] is None
+    [choice] = completion["choices"]
+    assert choice["prompt_token_ids"] is choice["prompt_logprobs"] is choice["token_ids"] is None
+
+
+@pytest.mark.parametrize("head", [CHAT, COMPLETION], ids=["chat", "completion"])
+def test_usage_in_every_chunk(head: ResponseHead) -> None:
+    writer = ChunkWriter(head, include_usage=True)
+    writer.usage = USAGE
+    data = writer.first() + writer.event("a") + writer.finish(FinishReason.STOP, "b")
+    assert all(chunk["usage"] == USAGE_OBJECT for chunk in events(data))
+
+
+def test_a_sampled_token_that_is_none_of_the_likeliest_is_reported_with_them() -> None:
+    def tops(at: TokenLogprobs, num_top: int | None) -> list[str]:
+        rendered = chat_logprobs([4], [at], VOCABULARY.__getitem__, num_top=num_top)
+        [entry] = json.loads(orjson.dumps(rendered))["content"]
+        return [top["token"] for top in entry["top_logprobs"]]
+
+    at = TokenLogprobs(-5.0, (0, 1), (-0.5, -1.5))
+    assert tops(at, 2) == ["the", "!"], "as many as were asked for"
+    assert tops(TokenLogprobs(-5.0, (0,), (-0.5,)), 1) == ["!"]
+    assert tops(TokenLogprobs(-5.0, (4, 0), (-0.5, -0.6)), 2) == ["!", "the"]
+    assert tops(TokenLogprobs(-5.0, (), ()), 0) == []
+    assert tops(at, None) == ["the", " cat", "!"], "all that are known, and the token itself"
+    for num_top, expected in ((1, {"the": -0.5, "!": -5.0}), (0, {"!": -5.0})):
+        assert CompletionLogprobs(VOCABULARY.__getitem__, num_top).add([4], [at])["top_logprobs"] == [expected]
+
+
+def test_tokens_are_named_by_their_ids_where_asked_for() -> None:
+    chat = json.loads(orjson.dumps(chat_logprobs(IDS, LOGPROBS, VOCABULARY.__getitem__, names_ids=True)))["content"]
+    assert [entry["token"] for entry in chat] == [f"token_id:{token}" for token in IDS]
+    assert [top["token"] for top in chat[0]["top_logprobs"]] == ["token_id:0", "token_id:1"]
+    assert chat[0]["bytes"] == [116, 104, 101]
+    named = CompletionLogprobs(VOCABULARY.__getitem__, names_ids=True).add(IDS, LOGPROBS)
+    assert named["tokens"] == [f"token_id:{token}" for token in IDS]
+    assert named["text_offset"] == [0, 3, 3, 4], "of the text, not of the names"
+    tops = named["top_logprobs"]
+    assert isinstance(tops, list) and tops[1] == {"token_id:2": -0.5, "token_id:1": -3.0}
 
 
 def test_models_and_version() -> None:
@@ -266,7 +340,7 @@ def test_prompt_logprobs() -> None:
     choices = [Choice(0, "", FinishReason.LENGTH, prompt_logprobs=objects), Choice(1, "", FinishReason.LENGTH)]
     completion = json.loads(response_body(COMPLETION, choices, USAGE))
     assert completion["choices"][0]["prompt_logprobs"] == objects
-    assert "prompt_logprobs" not in completion["choices"][1] and "prompt_logprobs" not in completion
+    assert completion["choices"][1]["prompt_logprobs"] is None and "prompt_logprobs" not in completion
     chat = json.loads(response_body(CHAT, choices, USAGE))
     assert chat["prompt_logprobs"] == objects
     assert "prompt_logprobs" not in chat["choices"][0]

@@ -1,11 +1,12 @@
 """From a valid request and what is known of the model to sampling parameters."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.api.spec import GenerationSpec, require_token_ids, sampling_params
+from engine.api.spec import UNASKED, GenerationSpec, require_token_ids, sampling_params
 from engine.core.errors import ContextLengthError, RequestError
 from engine.core.types import SamplingParams
 
@@ -13,6 +14,10 @@ from engine.core.types import SamplingParams
 def params(spec: GenerationSpec, **changes: Any) -> SamplingParams:
     given = {"prompt_len": 10, "max_model_len": 100, "eos_token_ids": {2, 0}, "vocab_size": 1000, "default_seed": 7}
     return sampling_params(spec, **{**given, **changes})
+
+
+def asked(**fields: Any) -> SamplingParams:
+    return replace(UNASKED, **fields)
 
 
 def completion(**fields: Any) -> GenerationSpec:
@@ -26,18 +31,20 @@ def chat(**fields: Any) -> GenerationSpec:
 def test_fields_arrive() -> None:
     spec = completion(
         max_tokens=5,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=3,
-        min_p=0.1,
         seed=11,
-        presence_penalty=1.0,
-        frequency_penalty=-1.0,
-        repetition_penalty=1.1,
-        logit_bias=((5, 1.0),),
-        stop_token_ids=(9, 2),
-        min_tokens=2,
-        logprobs=4,
+        sampling=asked(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=3,
+            min_p=0.1,
+            presence_penalty=1.0,
+            frequency_penalty=-1.0,
+            repetition_penalty=1.1,
+            logit_bias=((5, 1.0),),
+            stop_token_ids=(9, 2),
+            min_tokens=2,
+            logprobs=4,
+        ),
     )
     assert params(spec) == SamplingParams(
         max_tokens=5,
@@ -57,7 +64,7 @@ def test_fields_arrive() -> None:
 
 
 def test_ignore_eos_keeps_the_callers_own_stops() -> None:
-    assert params(completion(ignore_eos=True, stop_token_ids=(9,))).stop_token_ids == (9,)
+    assert params(completion(ignore_eos=True, sampling=asked(stop_token_ids=(9,)))).stop_token_ids == (9,)
     assert params(completion(ignore_eos=True)).stop_token_ids == ()
 
 
@@ -85,26 +92,26 @@ def test_prompt_longer_than_the_context(spec: GenerationSpec, param: str, prompt
 
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
-    spec = completion(max_tokens=0, prompt_logprobs=0)
+    spec = completion(max_tokens=0, sampling=asked(prompt_logprobs=0))
     assert params(spec, prompt_len=100).max_tokens == 0
     with pytest.raises(ContextLengthError, match="has 101 tokens"):
         params(spec, prompt_len=101)
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("echo", "sampling", "expected"),
     [
-        ({}, None),
-        ({"logprobs": 5}, None),
-        ({"echo": True}, None),
-        ({"echo": True, "logprobs": 5}, 5),
-        ({"prompt_logprobs": 0}, 0),
-        ({"prompt_logprobs": 2, "echo": True, "logprobs": 5}, 5),
-        ({"prompt_logprobs": 7, "echo": True, "logprobs": 5}, 7),
+        (False, {}, None),
+        (False, {"logprobs": 5}, None),
+        (True, {}, None),
+        (True, {"logprobs": 5}, 5),
+        (False, {"prompt_logprobs": 0}, 0),
+        (True, {"prompt_logprobs": 2, "logprobs": 5}, 5),
+        (True, {"prompt_logprobs": 7, "logprobs": 5}, 7),
     ],
 )
-def test_how_many_log_probabilities_of_the_prompt(fields: dict[str, Any], expected: int | None) -> None:
-    assert params(completion(**fields)).prompt_logprobs == expected
+def test_how_many_log_probabilities_of_the_prompt(echo: bool, sampling: dict[str, Any], expected: int | None) -> None:
+    assert params(completion(echo=echo, sampling=asked(**sampling))).prompt_logprobs == expected
 
 
 def test_max_tokens_that_cannot_fit() -> None:
@@ -115,13 +122,16 @@ def test_max_tokens_that_cannot_fit() -> None:
 
 def test_min_tokens_above_max_tokens() -> None:
     with pytest.raises(RequestError, match="'min_tokens' must be at most max_tokens") as caught:
-        params(completion(min_tokens=17))
+        params(completion(sampling=asked(min_tokens=17)))
     assert caught.value.param == "min_tokens"
 
 
 @pytest.mark.parametrize(
     ("spec", "param"),
-    [(completion(stop_token_ids=(1000,)), "stop_token_ids"), (completion(logit_bias=((1000, 1.0),)), "logit_bias")],
+    [
+        (completion(sampling=asked(stop_token_ids=(1000,))), "stop_token_ids"),
+        (completion(sampling=asked(logit_bias=((1000, 1.0),))), "logit_bias"),
+    ],
 )
 def test_ids_outside_the_vocabulary(spec: GenerationSpec, param: str) -> None:
     with pytest.raises(RequestError, match="has token id 1000, but the model's ids are 0 to 999") as caught:
@@ -154,3 +164,36 @@ def test_spec() -> None:
     assert GenerationSpec(kind="completion", prompts=("a", "b"), n=3).num_choices == 6
     assert chat(n=3).num_choices == 3
     assert pickle.loads(pickle.dumps(chat(n=3))) == chat(n=3)
+
+
+def test_no_request_is_left_without_a_token() -> None:
+    bound = asked(allowed_token_ids=(0, 2), min_tokens=1)
+    with pytest.raises(RequestError, match="a token that does not end the answer") as caught:
+        params(completion(max_tokens=5, sampling=bound))
+    assert caught.value.param == "allowed_token_ids"
+    assert params(completion(max_tokens=5, sampling=bound, ignore_eos=True)).allowed_token_ids == (0, 2)
+    assert params(completion(max_tokens=5, sampling=asked(allowed_token_ids=(0, 2)))).allowed_token_ids == (0, 2)
+    assert params(completion(max_tokens=5, sampling=replace(bound, allowed_token_ids=(0, 3))))
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "logprob_token_ids"])
+def test_listed_ids_are_in_the_vocabulary(name: str) -> None:
+    with pytest.raises(RequestError, match="has token id 1000") as caught:
+        params(completion(sampling=asked(**{name: (5, 1000)})))
+    assert caught.value.param == name
+
+
+def test_all_log_probabilities_are_bounded() -> None:
+    assert params(completion(max_tokens=90, all_logprobs=True)).logprobs == 1000
+    with pytest.raises(RequestError, match="limited to 11 tokens of each of 90 answers") as caught:
+        params(completion(max_tokens=12, n=90, all_logprobs=True))
+    assert caught.value.param == "max_tokens"
+
+
+def test_samples_are_compared_by_their_log_probabilities() -> None:
+    assert params(completion(n=2, best_of=3)).logprobs == 0
+    assert params(completion(n=2, best_of=3, sampling=asked(logprobs=2))).logprobs == 2
+    assert params(completion(n=2, best_of=2)).logprobs is None
+    spec = completion(best_of=3, seed=5)
+    assert len({params(spec, choice=choice).seed for choice in range(3)}) == 3
+    assert params(spec, choice=4).seed == params(spec, choice=1).seed

@@ -6,6 +6,7 @@ where a test is about what happens when a module is imported.
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,13 +15,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("actors", "benchmarks", "cli", "configs", "engine", "kernels", "serve_app")
+PARTS = ("actors", "benchmarks", "cli", "configs", "engine", "kernels", "raydix", "serve_app")
+
+ROOMS = ("ingress", "manager", "worker")
+"""The processes that `engine/core` and `actors` have a folder for."""
 
 MAY_IMPORT = {
     "configs": {"configs", "engine.core", "pydantic", "yaml"},
     "kernels": {"kernels", "numpy", "torch", "triton"},
     "engine.core": {"engine.core"},
     "engine.api": {"engine.api", "engine.core", "orjson", "pydantic", "pydantic_core"},
+    "engine.batches": {"engine.api", "engine.batches", "engine.core", "orjson"},
     "engine.model": {
         "engine.core",
         "engine.model",
@@ -28,6 +33,7 @@ MAY_IMPORT = {
         "huggingface_hub",
         "jinja2",
         "kernels",
+        "llguidance",
         "numpy",
         "safetensors",
         "tokenizers",
@@ -42,11 +48,18 @@ MUST_NOT_IMPORT = {
     "actors": {"benchmarks", "cli", "kernels", "serve_app"},
     "serve_app": {"benchmarks", "cli", "kernels"},
     "cli": {"kernels"},
+    "raydix": {"actors", "benchmarks", "engine.model", "kernels", "serve_app"},
     "benchmarks": {"actors", "serve_app"},
 }
 
 DECIDES_ONLY = {"asyncio", "datetime", "multiprocessing", "random", "secrets", "socket", "threading", "time", "uuid"}
 """Parts of the standard library that bring a clock, chance or I/O into a decision."""
+
+WRITERS = {
+    "BlockRecord": "engine.core.manager.block_index",
+    "Segment": "engine.core.manager.segment_store",
+}
+"""The only module that writes to the fields of these records of `engine.core.manager.block_index`."""
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -143,9 +156,26 @@ def loaded_by(module: str) -> set[str]:
     return loaded
 
 
+def fields_of(module: str, name: str) -> set[str]:
+    """The annotated fields of a class."""
+    classes = [node for node in ast.parse(sources()[module].read_text()).body if isinstance(node, ast.ClassDef)]
+    [found] = [node for node in classes if node.name == name]
+    return {ast.unparse(node.target) for node in found.body if isinstance(node, ast.AnnAssign)}
+
+
+def attributes_written(module: str) -> set[str]:
+    """Names of the attributes that a module assigns to or deletes, except attributes of `self`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(sources()[module].read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    }
+
+
 def test_every_part_is_found() -> None:
     assert {module.split(".")[0] for module in sources()} == set(PARTS)
-    assert {f"engine.{part}" for part in ("api", "core", "model")} <= sources().keys()
+    assert {f"engine.{part}" for part in ("api", "batches", "core", "model")} <= sources().keys()
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
@@ -174,7 +204,30 @@ def test_core_holds_no_mutable_module_state() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part not in ("actors", "benchmarks", "cli", "serve_app")])
+@pytest.mark.parametrize("record", WRITERS)
+def test_a_record_has_one_writer(record: str) -> None:
+    """No other module of the manager assigns to an attribute with the name of a field, but to its own (`self`)."""
+    modules = [*modules_of("engine.core.manager"), *modules_of("actors.manager")]
+    fields = fields_of("engine.core.manager.block_index", record)
+    found = {module: written for module in modules if (written := attributes_written(module) & fields)}
+    assert WRITERS[record] in found and found.keys() == {WRITERS[record]}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_do_not_import_each_other(room: str) -> None:
+    """Each room is one process; what two of them need lies beside the rooms, in `engine/core` itself."""
+    others = {f"{part}.{other}" for part in ("actors", "engine.core") for other in ROOMS if other != room}
+    assert violations(f"engine.core.{room}", set(), others) == []
+    assert violations(f"actors.{room}", set(), others) == []
+
+
+def test_what_rooms_share_knows_no_room() -> None:
+    rooms = [f"engine.core.{room}" for room in ROOMS]
+    shared = [module for module in modules_of("engine.core") if not is_within(module, rooms)]
+    assert [module for module in shared for found in imports_of(module) if is_within(found.name, rooms)] == []
+
+
+@pytest.mark.parametrize("part", ["configs", "engine", "kernels"])
 def test_ray_stays_at_the_edge(part: str) -> None:
     assert violations(part, set(), {"ray"}) == []
 
@@ -183,15 +236,37 @@ def test_nothing_imports_its_tests() -> None:
     assert [found for part in PARTS for found in violations(part, set(), {"tests", "pytest", "hypothesis"})] == []
 
 
+def test_no_test_goes_untyped() -> None:
+    """Mypy is strict with every module; only types of other people's packages may be missing."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert settings["strict"] and "tests" in settings["packages"] and "exclude" not in settings
+    assert [override.keys() for override in settings["overrides"]] == [{"module", "ignore_missing_imports"}]
+
+
 def test_the_manager_starts_without_torch() -> None:
-    loaded = loaded_by("actors.kv_cache_manager")
-    assert "engine.core.directory" in loaded
+    loaded = loaded_by("actors.manager.kv_cache_manager")
+    assert "engine.core.manager.directory" in loaded
     assert not loaded & {"torch", "triton", "transformers", "numpy"}
+
+
+def test_workers_and_the_manager_start_without_serve() -> None:
+    """Serve takes a second of CPU time to import, and a killed actor's successor is waited for."""
+    for module in ("actors.worker.worker", "actors.manager.kv_cache_manager"):
+        assert not loaded_by(module) & {"fastapi", "starlette", "ray.serve"}
 
 
 def test_the_host_starts_without_torch() -> None:
     """A host of the manager is a process of its own, and should not load what only its workers need."""
     assert not loaded_by("actors.host") & {"torch", "triton", "transformers"}
+
+
+@pytest.mark.parametrize("module", ["serve_app", "actors.ingress.app", "actors.ingress.reader_process"])
+def test_what_computes_nothing_starts_without_torch(module: str) -> None:
+    assert not loaded_by(module) & {"torch", "triton", "transformers"}
+
+
+def test_other_programs_import_raydix_quickly() -> None:
+    assert not loaded_by("raydix") & {"ray", "torch", "transformers", "numpy"}
 
 
 def test_the_command_line_answers_without_ray_or_torch() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api.assembler import ChoiceAssembler, Piece
-from engine.core.detokenizer import ByteDetokenizer
+from engine.core.ingress.detokenizer import ByteDetokenizer
 from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 
 LETTERS = [bytes([byte]) for byte in range(256)]
@@ -73,7 +73,7 @@ def test_a_stop_string_across_events_is_cut() -> None:
     assert choice.push(events_of("so E")).text == "so "
     assert choice.push(events_of("N", first=4)).text == ""
     piece = choice.push(events_of("D and more", first=5))
-    assert piece == Piece("", (68,), (), FinishReason.STOP), "what follows is not counted either"
+    assert piece == Piece("", (68,), (), FinishReason.STOP, "END"), "what follows is not counted either"
 
 
 def test_a_stop_string_that_does_not_come_true_is_shown() -> None:
@@ -81,6 +81,15 @@ def test_a_stop_string_that_does_not_come_true_is_shown() -> None:
     assert choice.push(events_of("EN")).text == ""
     assert choice.push(events_of("T", first=2)).text == "ENT"
     assert choice.push(events_of("EN", FinishReason.LENGTH, first=3)).text == "EN"
+
+
+def test_the_stop_token_that_was_asked_for_is_named() -> None:
+    for stops in ((), ("never",)):
+        for asked, expected in (((END, 5), END), ((5,), None)):
+            choice = ChoiceAssembler(ByteDetokenizer(LETTERS), stops, stop_token_ids=asked)
+            assert choice.push(events_of(b"ok\0", FinishReason.STOP)).stop_reason == expected
+        choice = ChoiceAssembler(ByteDetokenizer(LETTERS), stops, stop_token_ids=(END,))
+        assert choice.push(events_of(b"ok\0", FinishReason.LENGTH)).stop_reason is None
 
 
 def test_a_stop_string_is_shown_if_asked_for() -> None:
@@ -115,7 +124,9 @@ def test_logprobs_go_with_their_tokens() -> None:
     finish=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
     include_stop=st.booleans(),
 )
-def test_text_does_not_depend_on_how_events_are_grouped(text, cuts, stops, finish, include_stop) -> None:
+def test_text_does_not_depend_on_how_events_are_grouped(
+    text: str, cuts: set[int], stops: tuple[str, ...], finish: FinishReason, include_stop: bool
+) -> None:
     events = events_of(text.encode() + b"\0", finish)
     borders = [0, *sorted(cut for cut in cuts if cut < len(events)), len(events)]
     batches = [events[start:end] for start, end in itertools.pairwise(borders)]

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 import pytest
-from builders import FINGERPRINT, FakeModel, hashes_of, make_assignment
 
 from benchmarks.stack import move_blocks
-from engine.core.block_pool import BlockPool
-from engine.core.scheduler import SchedulerLimits
+from engine.core.settings import SchedulerLimits
+from engine.core.worker.block_pool import BlockPool
 from engine.model.engine import Engine
 from engine.model.segments import Bytes
+from tests.unit.builders import FINGERPRINT, FakeModel, hashes_of, make_assignment
 
 PROMPT = (1, 2, 3, 0, 1, 1, 2, 3)
 

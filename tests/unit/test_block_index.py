@@ -1,6 +1,6 @@
 """What is remembered of blocks and forgotten again; `test_directory` has the index at work."""
 
-from engine.core.block_index import Continuations
+from engine.core.manager.block_index import Continuations
 
 A, B, C, D, E = (bytes([letter]) for letter in b"abcde")
 

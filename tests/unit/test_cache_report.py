@@ -1,13 +1,14 @@
 """What of the cache's state is shown to whom."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from engine.core.cache_report import cache_report
 from engine.core.costs import WorkerCosts
-from engine.core.directory import Directory
-from engine.core.types import AdmitRequest, BlockHash, CacheWish, Role
+from engine.core.manager.cache_report import cache_report
+from engine.core.manager.directory import Directory
+from engine.core.types import AdmitRequest, BlockHash, CacheHints, Role
 
 OF_ADMINISTRATORS = {
     "known_blocks",
@@ -23,10 +24,10 @@ OF_ADMINISTRATORS = {
 def ask(directory: Directory, request_id: str, tenant: str, *hashes: BlockHash) -> None:
     """A request of blocks of four tokens, which are computed at once."""
     preview = tuple(hashes[0])
-    request = AdmitRequest(request_id, 0, hashes, 4 * len(hashes) + 2, cache=CacheWish(tenant), preview=preview)
-    admission, _ = directory.admit(request)
+    request = AdmitRequest(request_id, 0, hashes, 4 * len(hashes) + 2, cache=CacheHints(tenant), preview=preview)
+    admission, _ = directory.admit(request, 0.0)
     directory.blocks_changed(admission.prefill, 1, hashes, ())
-    directory.release(request_id)
+    directory.end_request(request_id, 0.0)
 
 
 @pytest.fixture
@@ -46,7 +47,8 @@ def test_a_tenant_sees_its_own(directory: Directory, tenant: str, first_block: B
     report = cache_report(directory, tenant, is_admin=False)
     assert not OF_ADMINISTRATORS & report.keys()
     assert report["tenants"].keys() == {tenant}  # type: ignore[attr-defined]
-    [prefix] = report["hottest_prefixes"]  # type: ignore[misc]
+    prefixes: Any = report["hottest_prefixes"]
+    [prefix] = prefixes
     assert prefix["token_ids"] == list(first_block) and prefix["requests"] == num_requests
     assert report["hit_rate"] == (8 / 20 if tenant == "acme" else 0.0)
 
@@ -57,5 +59,6 @@ def test_an_administrator_sees_the_use_of_all_and_its_own_prefixes(directory: Di
     assert report["tenants"].keys() == {"acme", "zoo", "root"}  # type: ignore[attr-defined]
     assert [prefix["token_ids"] for prefix in report["hottest_prefixes"]] == [list(b"r1")]  # type: ignore[attr-defined]
     assert report["hit_rate"] == 8 / 32
-    [worker] = report["workers"]  # type: ignore[misc]
+    workers: Any = report["workers"]
+    [worker] = workers
     assert WorkerCosts(**worker["costs"]) == WorkerCosts()

@@ -26,8 +26,8 @@ import pytest
 from aiohttp import web
 
 from cli import chat
+from cli.cluster import free_port
 from cli.main import main
-from cli.serve import free_port
 from configs import load_config
 from engine.api.responses import ResponseHead, Usage
 from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
@@ -209,6 +209,17 @@ class TestPipedChat:
         assert len(err) == 2
         assert re.fullmatch(line, err[0])
         assert server.roles(1) == [("user", "after")]
+
+    @pytest.mark.parametrize("line", ["/help", "/news", "/New", "/quit now", "/", "/new one"])
+    def test_an_unknown_command_is_not_sent(self, server: Server, ask: Ask, line: str) -> None:
+        code, _, err = ask(f"{line}\none\n", "--url", server.url)
+        assert code == 1
+        assert err[0] == f"no such command: {line}; {chat.COMMANDS}, // begins a question with /"
+        assert [server.roles(index) for index in range(len(server.bodies))] == [[("user", "one")]]
+
+    def test_a_question_may_begin_with_a_slash(self, server: Server, ask: Ask) -> None:
+        assert ask("//etc is what?\n/usr/bin is what?\n/new\n", "--url", server.url)[0] == 0
+        assert [server.roles(index)[-1][1] for index in range(2)] == ["/etc is what?", "/usr/bin is what?"]
 
     def test_says_that_the_answer_was_cut_off(self, server: Server, ask: Ask) -> None:
         assert ask("long\n", "--url", server.url)[2][0].endswith(", cut off by the token limit")

@@ -3,11 +3,14 @@
 from random import Random
 
 import pytest
-from cluster import AWAIT_TIMEOUT_S, Cluster, Sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.types import Role
+from tests.unit.cluster import AWAIT_TIMEOUT_S, Cluster, Sizes
+
+pytestmark = pytest.mark.no_cover
+"""Tracing makes these tests ten times slower; what they drive has tests of its own."""
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 WORKER_SETS = [(M,), (M, M), (M, M, M, M), (P, D), (P, P, D, D), (P, P, P, D)]
@@ -134,7 +137,7 @@ def test_a_worker_that_computes_stalls(roles: tuple[Role, ...], seed: int, num_s
     random, cluster = Random(seed), Cluster(roles, SIZES)
     cluster.calls_are_prompt = True
     start(cluster, [PREFIX + suffix for suffix in SUFFIXES], random, at_once=True)
-    while cluster.admitting or cluster.num_prefill_tokens < num_steps * SIZES.token_budget:
+    while cluster.is_placing or cluster.num_prefill_tokens < num_steps * SIZES.token_budget:
         cluster.turn(random)
     computed = cluster.num_prefill_tokens
     stalled = cluster.active["r0"].prefill or ""

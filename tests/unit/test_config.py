@@ -12,7 +12,9 @@ from configs import Config, load_config
 from configs.load import CONFIG_FOLDER
 from configs.settings import engine_settings, tenants
 from engine.core.errors import StartupError
+from engine.core.settings import DraftLimits
 from engine.core.tenants import Tenant, key_hash
+from engine.core.types import DraftSource
 
 with warnings.catch_warnings():
     # Ray's own modules use a deprecated spelling of pydantic's when they are imported.
@@ -185,6 +187,24 @@ def test_quantized_weights_are_for_cpus(tmp_path: Path) -> None:
     assert "model.quantization int8 is for CPUs, and a worker's device is cuda" in message
 
 
+def test_drafts_are_made_where_they_are_asked_for(tmp_path: Path) -> None:
+    def limits(**speculation: Any) -> DraftLimits | None:
+        config = load(tmp_path, {**MIXED, "speculation": speculation})
+        return engine_settings(config, config.workers.sections["mixed"]).drafts
+
+    assert limits() is None and limits(mode="off") is None
+    assert limits(mode=False) is None, "as YAML reads off"
+    assert limits(mode="auto", depth=3, memory_mib=1) == DraftLimits(3, 6144, 2048)
+    own = limits(mode="auto", memory_mib=1, sources=["request", "grammar"])
+    assert own == DraftLimits(8, 8192, 0, (DraftSource.REQUEST, DraftSource.GRAMMAR))
+    with_cache = load(tmp_path, {**MIXED, "speculation": {"mode": "auto"}})
+    without = with_cache.model_copy(update={"cache": with_cache.cache.model_copy(update={"prefix_caching": False})})
+    found = engine_settings(without, without.workers.sections["mixed"]).drafts
+    assert found is not None and found.past_tokens == 0 and DraftSource.PAST not in found.sources
+    assert "speculation.sources" in complaint(tmp_path, {**MIXED, "speculation": {"sources": ["dreams"]}})
+    assert "speculation.mode" in complaint(tmp_path, {**MIXED, "speculation": {"mode": "on"}})
+
+
 @pytest.mark.parametrize(
     ("roles", "is_valid"),
     [
@@ -199,7 +219,7 @@ def test_quantized_weights_are_for_cpus(tmp_path: Path) -> None:
     ],
 )
 def test_which_roles_go_together(tmp_path: Path, roles: tuple[str, ...], is_valid: bool) -> None:
-    content = {"workers": {role: {} for role in roles}}
+    content: dict[str, Any] = {"workers": {role: {} for role in roles}}
     if is_valid:
         load(tmp_path, content)
     else:
@@ -223,11 +243,14 @@ def test_every_worker_may_swap_on_top_of_the_segments() -> None:
 def test_tenants_become_values_and_keys(tmp_path: Path) -> None:
     alice = {"name": "alice", "key_hashes": [key_hash("1"), key_hash("2")], "admin": True, "cache_min": 0.25}
     bob = {"name": "bob", "key_hashes": [key_hash("3")], "cache_min": 0.75, "cache_max": 0.9, "max_requests": 4}
+    bob["min_priority"] = -2
     config = load(tmp_path, {**MIXED, "tenants": [alice, bob, {"name": "by-handle"}]})
     known = tenants(Config.model_validate(config.model_dump()))
-    assert known.authenticate("Bearer 2") == Tenant("alice", is_admin=True, cache_min=0.25)
-    assert known.authenticate("Bearer 3") == Tenant("bob", cache_min=0.75, cache_max=0.9, max_requests=4)
-    assert known.named("by-handle") == Tenant("by-handle")
+    assert known.authenticate("Bearer 2") == Tenant("alice", is_admin=True, cache_min=0.25, min_priority=0)
+    assert known.authenticate("Bearer 3") == Tenant(
+        "bob", cache_min=0.75, cache_max=0.9, max_requests=4, min_priority=-2
+    )
+    assert known.named("by-handle") == Tenant("by-handle", min_priority=0)
     assert tenants(load(tmp_path, MIXED)).authenticate(None).name == "anonymous"
 
 
@@ -320,7 +343,7 @@ def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     config = load_config("cpu")
     with pytest.raises(ValueError, match="frozen"):
-        config.http.port = 1  # type: ignore[misc]
+        config.http.port = 1
 
 
 @pytest.mark.parametrize("key", ["pool_gib", "segment_gib", "disk_gib", "transcript_mib", "await_timeout_s"])

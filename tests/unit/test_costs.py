@@ -1,10 +1,11 @@
 """Costs are found again in what was measured."""
 
 import random
+from math import ceil
 
 import pytest
 
-from engine.core.costs import CostFit, LinearFit, StepShape, WorkerCosts
+from engine.core.costs import MAX_CONTEXT_WEIGHT, CostFit, LinearFit, StepShape, WorkerCosts
 
 TRUE = WorkerCosts(3e-3, 2.5e-4, 6e-4, 2e-9, 1.5e-3, 4e-10)
 
@@ -79,10 +80,10 @@ def test_imports_that_seemed_slow_are_tried_again_after_minutes() -> None:
         fit.imported(1 << 20, 0.2)
         fit.costs()
     for _ in range(2 * 60):
-        fit.fade_imports()
+        fit.fade()
     assert fit.costs().import_all_s(1 << 20) > 0.1, "a minute later it is not forgotten"
     for _ in range(2 * 60 * 15):
-        fit.fade_imports()
+        fit.fade()
         fit.costs()
     assert fit.costs().import_all_s(1 << 20) < 2 * prior
 
@@ -98,9 +99,16 @@ def test_no_cost_is_negative() -> None:
 def test_a_prefill_costs_its_steps_its_tokens_and_what_they_attend_to() -> None:
     costs = WorkerCosts(0.01, 0.001, 0.002, 1e-6)
     assert costs.prefill_s(100, 50, token_budget=64, num_decodes=0) == pytest.approx(2 * 0.01 + 0.1 + 100 * 100 * 1e-6)
+    weight = 1 + 64 * 100 * 1e-6 / (0.01 + 64 * 0.001)
+    assert costs.context_weight(100, 64) == pytest.approx(weight)
     assert costs.prefill_s(100, 50, token_budget=64, num_decodes=14) == pytest.approx(
-        2 * (0.01 + 14 * 0.002) + 0.1 + 100 * 100 * 1e-6
+        ceil(100 * weight / 50) * (0.01 + 14 * 0.002) + 0.1 + 100 * 100 * 1e-6
     )
+
+
+def test_the_weight_of_a_context_is_bounded() -> None:
+    assert WorkerCosts(pair_s=1.0).context_weight(10**6, 256) == MAX_CONTEXT_WEIGHT
+    assert WorkerCosts(0.0, 0.0, 0.0, pair_s=1.0).context_weight(100, 256) == 1.0
 
 
 def test_what_swapping_costs_is_learnt_from_steps() -> None:
@@ -111,3 +119,29 @@ def test_what_swapping_costs_is_learnt_from_steps() -> None:
         swapping = StepShape(shape.num_prefill_tokens, shape.num_decodes, shape.num_pairs, num_swaps, num_bytes)
         fit.step(swapping, step_s(shape) + num_swaps * 2e-3 + num_bytes * 5e-10)
     assert fit.costs().swap_once_s(1 << 23) == pytest.approx(2e-3 + (1 << 23) * 5e-10, rel=0.05)
+
+
+@pytest.mark.parametrize(("jitter", "spread"), [(0.0, 0.0), (0.1, 0.058), (0.4, 0.23)])
+def test_the_spread_is_how_far_steps_are_off(jitter: float, spread: float) -> None:
+    fit, noise = CostFit(WorkerCosts()), random.Random(5)
+    assert fit.costs().spread == WorkerCosts().spread
+    for shape in shapes(6, 1000):
+        fit.step(shape, step_s(shape) * (1 + noise.uniform(-jitter, jitter)))
+        fit.costs()
+    assert fit.costs().spread == pytest.approx(spread, rel=0.4, abs=0.01)
+
+
+def test_a_worker_that_was_slow_and_then_idle_learns_soon_that_it_is_not() -> None:
+    shape = StepShape(256, 4, 256 * 300.0)
+    learnt = []
+    for idle_s in (0, 600):
+        fit = CostFit(WorkerCosts())
+        for _ in range(300):
+            fit.step(shape, 3 * step_s(shape))
+            fit.costs()
+        for _ in range(2 * idle_s):
+            fit.fade()
+        for _ in range(3):
+            fit.step(shape, step_s(shape))
+        learnt.append(fit.costs().prefill_token_s)
+    assert learnt[1] < 0.6 * learnt[0]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.config import ModelConfig
 from engine.model.cuda_kv_pool import CudaKVPool, Staging
+from engine.model.families import config_of
 from tests.cuda_stand_ins import LateCopies
 
 PIECE = 64
@@ -59,7 +59,7 @@ def pool() -> CudaKVPool:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     }
-    pool = CudaKVPool(ModelConfig.from_hf(hf), 8, 16, torch.float32, torch.device("cpu"), LateCopies)
+    pool = CudaKVPool(config_of(hf), 8, 16, torch.float32, torch.device("cpu"), LateCopies)
     pool.data.normal_()
     return pool
 

@@ -2,17 +2,19 @@
 
 import pytest
 import torch
-from builders import ROOT, make_assignment
 
-from engine.core.request import Request
-from engine.core.scheduler import ScheduledChunk
+from engine.core.worker.request import Request
+from engine.core.worker.step import ScheduledChunk
 from engine.model.cuda_runner import FIELDS, MAX_TOKENS, GraphShape, fill, graph_shapes, smallest_fitting
+from tests.unit.builders import chain_of, make_assignment
 
 BLOCK_SIZE = 4
 
 
 def decode(num_tokens: int, blocks: list[int], store_from: int = 0) -> ScheduledChunk:
-    request = Request(make_assignment(prompt=tuple(range(100, 100 + num_tokens))), ROOT, BLOCK_SIZE, 0)
+    request = Request(
+        make_assignment(prompt=tuple(range(100, 100 + num_tokens))), chain_of(block_size=BLOCK_SIZE), arrival=0
+    )
     request.blocks += blocks
     return ScheduledChunk(request, num_tokens - 1, 1, store_from, samples=True)
 

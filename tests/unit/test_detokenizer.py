@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.core.detokenizer import (
+from engine.core.ingress.detokenizer import (
     REPLACEMENT,
     ByteDetokenizer,
     Detokenizer,
     PrefixDetokenizer,
+    ShowingDetokenizer,
     byte_level_bytes,
 )
 
@@ -169,3 +171,15 @@ def test_against_a_real_tokenizer(tokenizer: Tokenizer, data: st.DataObject, len
     expected = tokenizer.decode(ids, skip_special_tokens=True)
     assert "".join(pieces(ByteDetokenizer(table), ids, lengths)) == expected
     assert "".join(pieces(PrefixDetokenizer(tokenizer.decode), ids, lengths)) == expected
+
+
+@given(st.lists(st.binary(min_size=1, max_size=3), max_size=8), st.data())
+def test_shown_special_tokens_stand_among_the_text(parts: list[bytes], data: Any) -> None:
+    """Each part is followed by the token 256, which has no bytes."""
+    table = [*(bytes([byte]) for byte in range(256)), b""]
+    ids = [token for part in parts for token in (*part, 256)]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
+    detokenizer = ShowingDetokenizer(ByteDetokenizer(table), {256: "<end>"})
+    pieces = [detokenizer.push(ids[i:j]) for i, j in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    text = "".join(pieces) + detokenizer.flush()
+    assert text == "".join(part.decode("utf-8", "replace") + "<end>" for part in parts)

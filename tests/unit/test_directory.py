@@ -6,13 +6,25 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from engine.core.cache_report import cache_report
 from engine.core.costs import WorkerCosts
-from engine.core.directory import Directory
 from engine.core.errors import NoWorkerError
-from engine.core.explain import BlockSource
-from engine.core.instructions import Deliver, Export, Instruction, Lost
-from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
+from engine.core.manager.cache_report import cache_report
+from engine.core.manager.directory import Directory
+from engine.core.manager.explain import BlockSource
+from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    BlockHash,
+    DraftSource,
+    DraftUse,
+    Ended,
+    EvictionReason,
+    Handover,
+    Outcome,
+    Role,
+    SegmentHeader,
+)
 
 MakeDirectory = Callable[..., Directory]
 
@@ -26,14 +38,14 @@ def join(directory: Directory, worker_id: str, role: Role, *hashes: BlockHash, e
 def admit(
     directory: Directory, request_id: str, *hashes: BlockHash, attempt: int = 0
 ) -> tuple[Admission, list[Instruction]]:
-    return directory.admit(AdmitRequest(request_id, attempt, hashes, len(hashes) * 4 + 2))
+    return directory.admit(AdmitRequest(request_id, attempt, hashes, len(hashes) * 4 + 2), 0.0)
 
 
 def export(
     directory: Directory, worker_id: str, *hashes: BlockHash, handover: Handover | None = None, num_bytes: int = 0
 ) -> list[Instruction]:
     header = SegmentHeader("model", hashes, num_bytes or len(hashes) * 10, 0, handover)
-    return directory.segment_exported(worker_id, 1, header, "ref")
+    return directory.segment_exported(worker_id, 1, header, "ref", 0.0)
 
 
 def seal(directory: Directory, worker_id: str, *hashes: BlockHash) -> list[Instruction]:
@@ -68,14 +80,14 @@ def test_a_new_prompt_is_computed_and_sent_on(split: Directory) -> None:
     handover = Handover("r", 0, 7, b"tail")
     assert delivered(export(split, "p", B, b"tail", handover=handover)) == [("d", (B, b"tail"))]
     assert len(split.segments) == 2, "the tail belongs to its request and is not indexed"
-    assert split.release("r") == []
+    assert split.end_request("r", 0.0) == []
 
 
 def test_a_prompt_without_answer_stays_with_its_prefill_worker(split: Directory) -> None:
-    admission, _ = split.admit(AdmitRequest("r", 0, (A, B), 10, generates=False))
+    admission, _ = split.admit(AdmitRequest("r", 0, (A, B), 10, generates=False), 0.0)
     assert (admission.prefill, admission.decode, admission.decode_awaited) == ("p", "p", ())
     assert seal(split, "p", A, B) == [], "nobody waits for it"
-    assert split.release("r") == []
+    assert split.end_request("r", 0.0) == []
 
 
 def test_a_bare_handover_is_delivered_and_not_kept(split: Directory) -> None:
@@ -108,7 +120,7 @@ def test_when_the_one_who_computes_ends_the_next_one_takes_over(make_directory: 
         join(directory, worker_id, Role.MIXED)
         workers.append(admit(directory, request_id, A, B)[0].prefill)
     assert workers == ["a", "b", "c"], "each goes where nothing is queued"
-    assert directory.release("r1") == [Export("a", (A, B))], "they may be there and not reported yet"
+    assert directory.end_request("r1", 0.0) == [Export("a", (A, B))], "they may be there and not reported yet"
     assert delivered(export(directory, "a", A)) == [("b", (A,)), ("c", (A,))]
     assert directory.export_failed("a", 1, [B]) == [Lost("b", (B,))], "c goes on waiting"
     assert seal(directory, "b", A, B) == [Export("b", (B,))]
@@ -117,7 +129,7 @@ def test_when_the_one_who_computes_ends_the_next_one_takes_over(make_directory: 
 
 def test_when_nobody_is_left_to_compute_those_who_wait_are_told(split: Directory) -> None:
     admit(split, "r1", A)
-    assert split.release("r1") == [Export("p", (A,))]
+    assert split.end_request("r1", 0.0) == [Export("p", (A,))]
     assert split.export_failed("p", 1, [A]) == [Lost("d", (A,))]
     assert split.num_blocks == 0
 
@@ -129,7 +141,7 @@ def test_whoever_computes_it_first_sends_it(make_directory: MakeDirectory) -> No
     admit(directory, "r1", A)
     join(directory, "b", Role.MIXED)
     join(directory, "c", Role.MIXED)
-    directory._blocks[A].wanted_by |= {"b", "c"}
+    directory._blocks[A].awaited(frozenset({"b", "c"}))
     assert seal(directory, "b", A) == [Export("b", (A,))]
 
 
@@ -185,7 +197,7 @@ def test_an_export_that_fails_is_lost(make_directory: MakeDirectory, evicted_bef
     assert directory.export_failed("d", 1, [A]) == [Lost("p", (A,))]
     assert directory._blocks[A].producer == "r", "it computes it for everybody"
     directory.check_integrity()
-    directory.release("r")
+    directory.end_request("r", 0.0)
     directory.export_failed("p", 1, [A, B])
     assert directory.num_blocks == 0, "nothing is known that nobody has"
 
@@ -203,10 +215,10 @@ def test_an_export_that_nobody_wants_any_more_may_fail(make_directory: MakeDirec
 def test_a_dead_workers_promises_are_lost(split: Directory) -> None:
     admit(split, "r", A, B)
     [lost] = split.remove_worker("p", 1)
-    assert lost.worker_id == "d" and isinstance(lost, Lost) and set(lost.hashes) == {A, B}
+    assert isinstance(lost, Lost) and lost.worker_id == "d" and set(lost.hashes) == {A, B}
     assert split.remove_worker("p", 1) == []
     assert split.num_blocks == 0
-    assert split.release("r") == []
+    assert split.end_request("r", 0.0) == []
 
 
 def test_an_order_dies_with_its_worker(make_directory: MakeDirectory) -> None:
@@ -216,7 +228,7 @@ def test_an_order_dies_with_its_worker(make_directory: MakeDirectory) -> None:
     admit(directory, "r", A, B)
     evict(directory, "d", A)
     assert directory.remove_worker("d", 1) == [Lost("p", (A,))]
-    directory.release("r")
+    directory.end_request("r", 0.0)
     directory.export_failed("p", 1, [A, B])
     assert directory.num_blocks == 0
 
@@ -255,9 +267,9 @@ def test_a_new_incarnation_starts_without_the_old_ones_load(split: Directory) ->
     admit(split, "r", A, B)
     assert split.workers["p"].queued_us == 12_000
     [lost] = join(split, "p", Role.PREFILL, epoch=2)
-    assert lost.worker_id == "d" and isinstance(lost, Lost) and set(lost.hashes) == {A, B}
+    assert isinstance(lost, Lost) and lost.worker_id == "d" and set(lost.hashes) == {A, B}
     assert split.workers["p"].queued_us == 0
-    split.release("r")
+    split.end_request("r", 0.0)
     assert split.workers["p"].queued_us == 0
 
 
@@ -266,7 +278,7 @@ def test_an_incarnation_that_registers_twice_has_no_load_either(split: Directory
     join(split, "p", Role.PREFILL)
     split.check_integrity()
     split.first_token("r", 0, 0.1)
-    split.release("r")
+    split.end_request("r", 0.0)
     assert split.workers["p"].queued_us == 0
 
 
@@ -276,8 +288,9 @@ def test_measured_rates_decide(make_directory: MakeDirectory) -> None:
         join(directory, worker_id, Role.MIXED)
     directory.worker_measured("fast", 1, WorkerCosts(1e-4, 1e-4, 1e-4), 100)
     directory.worker_measured("slow", 1, None, 100)
-    assert directory.workers["slow"].costs == WorkerCosts(), "not measured"
-    assert {admit(directory, str(index))[0].prefill for index in range(5)} == {"fast"}
+    assert directory.workers["slow"].costs == directory.workers["fast"].costs, "not measured: as its peer"
+    directory.worker_measured("slow", 1, WorkerCosts(), 100)
+    assert {admit(directory, str(index))[0].prefill for index in range(3)} == {"fast"}
 
 
 # Requests
@@ -290,7 +303,7 @@ def test_blocks_that_cannot_be_sent_are_computed_and_stay_known(make_directory: 
     assert admit(directory, "r", A, B)[1] == [Export("d", (A, B))]
     assert directory.blocks_unsent("d", 1, [A, B]) == [Lost("p", (A, B))], "it is not asked again for this request"
     assert seal(directory, "p", A, B) == []
-    directory.release("r")
+    directory.end_request("r", 0.0)
     directory.remove_worker("p")
     join(directory, "p2", Role.PREFILL)
     assert admit(directory, "s", A, B)[1] == [Export("d", (A, B))], "but for the next one"
@@ -302,7 +315,7 @@ def test_who_holds_what_cannot_be_sent_does_not_compute_it_for_others(make_direc
     join(directory, "p", Role.PREFILL)
     admit(directory, "r", A, B)
     seal(directory, "p", A)
-    directory._blocks[A].wanted_by |= {"x"}
+    directory._blocks[A].awaited(frozenset({"x"}))
     join(directory, "x", Role.MIXED)
     assert directory.blocks_unsent("d", 1, [A]) == [Lost("x", (A,))]
 
@@ -314,7 +327,7 @@ def test_without_a_worker_nothing_changes(split: Directory) -> None:
     with pytest.raises(NoWorkerError):
         admit(split, "r", A, B, attempt=1)
     assert split.num_reservations == 1
-    split.release("r")
+    split.end_request("r", 0.0)
 
 
 def test_load_is_reserved_until_the_first_token(split: Directory) -> None:
@@ -326,7 +339,7 @@ def test_load_is_reserved_until_the_first_token(split: Directory) -> None:
     assert worker.queued_us == 0 and worker.requests == {"r"}
     split.first_token("r", 0, 0.1)
     split.first_token("unknown", 0, 0.1)
-    split.release("r")
+    split.end_request("r", 0.0)
     assert worker.queued_us == 0 and not worker.requests and not split.workers["d"].requests
 
 
@@ -344,7 +357,7 @@ def test_an_admission_that_is_repeated_replaces_the_first(split: Directory) -> N
     assert split.num_reservations == 1
     assert split.workers["p"].queued_us == 4_000, "the load of the second alone, which waits for the first's blocks"
     assert split.export_failed("p", 1, [A, B]) == [Lost("p", (A, B))], "and computes those that do not come"
-    split.release("r")
+    split.end_request("r", 0.0)
     split.export_failed("p", 1, [A, B])
     assert split.num_blocks == 0
 
@@ -357,8 +370,8 @@ PATIENCE_S = 30.0
 def silence(directory: Directory, since: float = 0.0) -> list[Instruction]:
     """Nothing happens for as long as anybody is patient; what comes of it."""
     for passed in (0.0, PATIENCE_S / 2, PATIENCE_S - 0.1):
-        assert directory.supply.replace_stalled(since + passed, PATIENCE_S) == []
-    instructions = directory.supply.replace_stalled(since + PATIENCE_S, PATIENCE_S)
+        assert directory.replace_stalled(since + passed, PATIENCE_S) == []
+    instructions = directory.replace_stalled(since + PATIENCE_S, PATIENCE_S)
     directory.check_integrity()
     return instructions
 
@@ -396,7 +409,7 @@ def test_who_goes_on_late_does_no_harm(crowd: Directory) -> None:
     assert seal(crowd, "b", A) == [], "it is under way to those who wait"
     assert delivered(export(crowd, "a", A, B)) == [("c", (A, B))]
     for request_id in ("1a", "2b", "3c", "4a", "5b"):
-        assert crowd.release(request_id) == []
+        assert crowd.end_request(request_id, 0.0) == []
 
 
 def test_the_next_one_may_stall_too(crowd: Directory) -> None:
@@ -407,7 +420,7 @@ def test_the_next_one_may_stall_too(crowd: Directory) -> None:
 
 
 def test_who_sends_now_and_then_has_not_stalled(crowd: Directory) -> None:
-    crowd.supply.replace_stalled(0.0, PATIENCE_S)
+    crowd.replace_stalled(0.0, PATIENCE_S)
     export(crowd, "a", A)
     assert silence(crowd, since=PATIENCE_S) == [Lost("b", (B,))]
 
@@ -426,7 +439,7 @@ def test_an_export_that_does_not_come_is_computed_by_one(make_directory: MakeDir
 def test_who_waits_for_its_turn_at_a_busy_worker_has_not_stalled(crowd: Directory) -> None:
     for now in range(4 * int(PATIENCE_S)):
         seal(crowd, "a", b"of another %d" % now)
-        assert crowd.supply.replace_stalled(now, PATIENCE_S) == []
+        assert crowd.replace_stalled(now, PATIENCE_S) == []
     assert silence(crowd, since=4 * PATIENCE_S) == [Lost("b", (A, B))], "it stands still now"
 
 
@@ -435,7 +448,7 @@ def test_a_worker_that_exports_slowly_has_not_stalled(make_directory: MakeDirect
     join(directory, "d", Role.DECODE, A, B)
     join(directory, "p", Role.PREFILL)
     assert admit(directory, "r", A, B, C)[1] == [Export("d", (A, B))]
-    directory.supply.replace_stalled(0.0, PATIENCE_S)
+    directory.replace_stalled(0.0, PATIENCE_S)
     export(directory, "d", A)
     assert silence(directory, since=PATIENCE_S) == [Lost("p", (B,))]
 
@@ -444,7 +457,7 @@ def test_where_only_the_stalled_worker_could_compute_nothing_changes(split: Dire
     admit(split, "r", A, B)
     admit(split, "s", A, B)
     assert silence(split) == []
-    assert split.release("r") == [Export("p", (A, B))]
+    assert split.end_request("r", 0.0) == [Export("p", (A, B))]
     assert split.export_failed("p", 1, [A, B]) == [Lost("p", (A, B))], "s takes over, d waits on"
 
 
@@ -480,7 +493,7 @@ def test_who_waits_for_them_later_waits_only_so_long(behind: Directory) -> None:
     admit_at(behind, "b", "3b", A)
     assert silence(behind) == [Lost("b", (A,))]
     assert admit_at(behind, "c", "4c", A, B, C).prefill_awaited == (A, B)
-    behind.release("3b")
+    behind.end_request("3b", 0.0)
     assert behind.export_failed("b", 1, [A]) == [Lost("c", (A,))]
     assert silence(behind, since=PATIENCE_S) == [Lost("c", (B,))]
 
@@ -511,7 +524,7 @@ def test_the_least_recently_used_segment_goes_first(make_directory: MakeDirector
     for block in (A, b"x", b"y"):
         export(directory, "p", block)
     admit(directory, "r", A)
-    directory.release("r")
+    directory.end_request("r", 0.0)
     export(directory, "p", b"z")
     assert directory.segments.store_bytes == 30
     assert delivered(admit(directory, "r", A)[1]) == [("p", (A,))]
@@ -526,8 +539,8 @@ def test_a_leased_segment_stays_over_the_budget(make_directory: MakeDirectory) -
     export(directory, "p", b"x", b"y")
     assert directory.segments.store_bytes == 20, "the one that nobody leases went"
     assert delivered(admit(directory, "r2", A, B)[1]) == [("p", (A, B))]
-    directory.release("r")
-    directory.release("r2")
+    directory.end_request("r", 0.0)
+    directory.end_request("r2", 0.0)
     export(directory, "p", b"x", b"y")
     assert admit(directory, "r3", A, B)[1] == []
 
@@ -547,11 +560,11 @@ def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: Mak
     export(directory, "p", A)
     (instruction,) = admit(directory, "r", A)[1]
     assert isinstance(instruction, Deliver)
-    directory.segment_lost(instruction.segment.segment_id)
-    directory.segment_lost(instruction.segment.segment_id)
+    directory.segment_lost(instruction.segment.segment_id, 0.0)
+    directory.segment_lost(instruction.segment.segment_id, 0.0)
     assert len(directory.segments) == directory.segments.store_bytes == directory.num_blocks == 0
     assert admit(directory, "r2", A)[1] == []
-    assert directory.release("r") == directory.release("r2") == []
+    assert directory.end_request("r", 0.0) == directory.end_request("r2", 0.0) == []
 
 
 # What is remembered
@@ -575,10 +588,10 @@ def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory
     assert sources_of_admission(directory, "again", A, B) == [BlockSource.LOCAL] * 2
     evict(directory, "m", B)
     for request_id in ("new", "same", "fork", "again"):
-        directory.release(request_id)
+        directory.end_request(request_id, 0.0)
     assert sources_of_admission(directory, "late", A, B) == [BlockSource.LOCAL, BlockSource.EVICTED]
     assert directory.statistics.sources[BlockSource.LOCAL] == 3
-    assert directory.statistics.evicted_blocks["pool full"] == 1
+    assert directory.statistics.evicted_blocks[EvictionReason.FULL] == 1
 
 
 def test_what_a_pool_loses_counts_once_and_for_its_reason(make_directory: MakeDirectory) -> None:
@@ -604,10 +617,14 @@ def test_a_decision_knows_what_came_of_it(split: Directory) -> None:
     assert decision is not None and decision.ttft_s == 0.5
     assert split.first_token("unknown", 0, 0.5) is None
     assert split.first_token("r", 1, 0.5) is None, "another attempt"
-    split.decisions.ended("r", 0, "finished", 2)
+    split.decisions.ended(Ended("r", 1, Outcome.FAILED))
+    split.decisions.ended(
+        Ended("r", 0, Outcome.FINISHED, num_preemptions=2, drafts=(DraftUse(DraftSource.PAST, 9, 7),))
+    )
     shown = decision.as_json()
     assert (shown["prefill_worker"], shown["decode_worker"], shown["preemptions"]) == ("p", "d", 2)
     assert shown["ended"] == "finished" and shown["actual_ttft_s"] == 0.5
+    assert shown["drafts"] == {"past": {"drafted": 9, "accepted": 7}}
 
 
 def test_what_is_stored_and_removed_can_be_followed(make_directory: MakeDirectory) -> None:
@@ -624,3 +641,31 @@ def test_what_is_stored_and_removed_can_be_followed(make_directory: MakeDirector
     assert [event.sequence for event in update.events] == [0, 1, 2] and update.next_sequence == 3
     assert directory.events_since(3).events == () and directory.events_since(3).snapshot is None
     assert directory.events_since(99).snapshot == (A,), "another manager's number"
+
+
+def test_workers_with_other_arithmetic_are_refused(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    assert directory.workers.fingerprint is None
+    directory.register("a", Role.MIXED, 1, 10, (), fingerprint="m/cpu-avx2")
+    assert directory.workers.fingerprint == "m/cpu-avx2"
+    assert directory.workers.refusal("b", "m/cpu-avx2") is None
+    refusal = directory.workers.refusal("b", "m/cpu-avx512")
+    assert refusal is not None
+    assert "m/cpu-avx2" in refusal and "m/cpu-avx512" in refusal
+    assert directory.workers.refusal("a", "m/cpu-avx512") is None, "the only worker may come back as another"
+    directory.remove_worker("a")
+    assert directory.workers.refusal("b", "m/cpu-avx512") is None
+
+
+def test_avoided_workers_get_a_request_only_if_there_are_no_others(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    for name in ("p", "d1", "d2"):
+        join(directory, name, Role.PREFILL if name == "p" else Role.DECODE)
+    seal(directory, "d1", A)
+
+    def decode(request_id: str, *avoided: str) -> str:
+        return directory.admit(AdmitRequest(request_id, 0, (A,), 6, session="s", avoided=avoided), 0.0)[0].decode
+
+    assert decode("r", "d1") == "d2"
+    assert decode("s", "d1", "d2") == "p", "a prefill worker decodes as well, if nobody else can"
+    assert decode("t", "d1", "d2", "p") in ("d1", "d2"), "better than nobody"

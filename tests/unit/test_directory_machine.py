@@ -4,7 +4,7 @@ The workers here are dictionaries: what their pools hold, which exports they wer
 promised and neither got nor were told to forget.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,25 +12,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.block_index import Segment
 from engine.core.costs import WorkerCosts
-from engine.core.directory import Directory
 from engine.core.errors import NoWorkerError
-from engine.core.instructions import Deliver, Export, Instruction, Lost
-from engine.core.placement import CostModel
-from engine.core.segment_store import EraseFile, ReadFile, WriteFile
+from engine.core.manager.block_index import Segment
+from engine.core.manager.directory import Directory
+from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.manager.notes import NOTES
+from engine.core.manager.placement import CostModel
+from engine.core.manager.segment_store import EraseFile, ReadFile, WriteFile
 from engine.core.tenants import Tenant
 from engine.core.types import (
     Admission,
     AdmitRequest,
     BlockHash,
-    CacheWish,
+    CacheHints,
     EvictionReason,
     Handover,
     Retention,
     Role,
     SegmentHeader,
 )
+from tests.unit.replaying import Recording, check_directory
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 10
@@ -45,8 +47,8 @@ def chain(path: Iterable[int]) -> tuple[BlockHash, ...]:
 
 
 TENANTS = (Tenant("a", cache_min=0.5), Tenant("b", cache_max=0.25))
-WISHES = st.builds(
-    CacheWish, st.sampled_from(["a", "b", "c"]), st.integers(-1, 1), st.one_of(st.none(), st.integers(1, 5))
+HINTS = st.builds(
+    CacheHints, st.sampled_from(["a", "b", "c"]), st.integers(-1, 1), st.one_of(st.none(), st.integers(1, 5))
 )
 PATHS = st.lists(st.integers(0, 1), max_size=4).map(chain)
 ANY_BLOCKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=4).map(bytes), max_size=4)
@@ -84,6 +86,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.admitted: dict[str, Admitted] = {}
         self.num_requests = 0
         self.now = 0.0
+        self.epoch_s = 0.0
         self.writing: list[Segment] = []
         self.reading: list[Segment] = []
 
@@ -94,11 +97,24 @@ class DirectoryMachine(RuleBasedStateMachine):
         import_bytes_per_s=st.sampled_from([1e9, 1e9, 1.0]),
         workers=st.lists(st.sampled_from(Role), min_size=1, max_size=4),
     )
-    def build(self, budget_blocks, disk_blocks, files, import_bytes_per_s, workers) -> None:
+    def build(
+        self,
+        budget_blocks: int,
+        disk_blocks: int,
+        files: list[tuple[BlockHash, ...]],
+        import_bytes_per_s: float,
+        workers: list[Role],
+    ) -> None:
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
-        self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS)
+
+        def make() -> Directory:
+            return Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS)
+
+        self.make = make
+        self.directory = self.make()
+        self.recording = Recording(self.directory, NOTES)
         headers = [SegmentHeader("model", path, len(path) * BLOCK_BYTES, 0) for path in files]
-        self._carry_out(self.directory.segments.files_found(headers))
+        self._carry_out(self.directory.files_found(headers, self.epoch_s))
         for worker_id, role in zip(WORKERS, workers, strict=False):
             self._register(worker_id, role, 1, set())
 
@@ -111,7 +127,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), comes_back=st.booleans())
-    def lose_worker(self, data, comes_back) -> None:
+    def lose_worker(self, data: st.DataObject, comes_back: bool) -> None:
         """It dies, or the same incarnation registers again because it had lost touch."""
         worker_id, worker = self._draw_worker(data)
         if comes_back:
@@ -122,7 +138,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), blocks=ANY_BLOCKS)
-    def an_older_incarnation_speaks(self, data, blocks) -> None:
+    def an_older_incarnation_speaks(self, data: st.DataObject, blocks: set[BlockHash]) -> None:
         """Whatever it says is ignored."""
         worker_id, worker = self._draw_worker(data)
         epoch, header = worker.epoch - 1, SegmentHeader("model", tuple(blocks), len(blocks) * BLOCK_BYTES, 0)
@@ -131,7 +147,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         said: list[Instruction] = [
             *self.directory.register(worker_id, Role.MIXED, epoch, BLOCK_BYTES, blocks),
             *self.directory.blocks_changed(worker_id, epoch, blocks, evicted),
-            *self.directory.segment_exported(worker_id, epoch, header, None),
+            *self.directory.segment_exported(worker_id, epoch, header, None, self.epoch_s),
             *self.directory.export_failed(worker_id, epoch, blocks),
             *self.directory.blocks_unsent(worker_id, epoch, blocks),
             *self.directory.remove_worker(worker_id, epoch),
@@ -141,7 +157,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), blocks=ANY_BLOCKS)
-    def seal(self, data, blocks) -> None:
+    def seal(self, data: st.DataObject, blocks: set[BlockHash]) -> None:
         worker_id, worker = self._draw_worker(data)
         worker.pool |= blocks
         worker.unreported |= blocks
@@ -149,7 +165,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(worker.pool for worker in self.workers.values()))
     @rule(data=st.data())
-    def evict(self, data) -> None:
+    def evict(self, data: st.DataObject) -> None:
         worker_id, worker = self._draw_worker(data)
         evicted = {block for block in sorted(worker.pool) if data.draw(st.booleans())}
         worker.pool -= evicted
@@ -159,7 +175,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(worker.orders for worker in self.workers.values()))
     @rule(data=st.data(), can_send=st.booleans())
-    def export(self, data, can_send) -> None:
+    def export(self, data: st.DataObject, can_send: bool) -> None:
         busy = [worker_id for worker_id, worker in self.workers.items() if worker.orders]
         self._serve_order(data.draw(st.sampled_from(busy)), can_send)
         for worker_id in list(self.workers):
@@ -168,30 +184,36 @@ class DirectoryMachine(RuleBasedStateMachine):
     # Requests
 
     @rule(seconds=st.integers(1, 3))
-    def wait(self, seconds) -> None:
-        self.directory.segments.now += seconds
+    def wait(self, seconds: float) -> None:
+        self.epoch_s += seconds
 
-    @rule(path=PATHS, spare=st.integers(1, 40), count=st.integers(1, 3), wish=WISHES)
-    def admit(self, path, spare, count, wish) -> None:
+    @rule(path=PATHS, spare=st.integers(1, 40), count=st.integers(1, 3), hints=HINTS)
+    def admit(self, path: tuple[BlockHash, ...], spare: int, count: int, hints: CacheHints) -> None:
         for _ in range(count):
             request_id = f"r{self.num_requests}"
             self.num_requests += 1
             num_tokens = len(path) * BLOCK_SIZE + spare
-            self._admit(AdmitRequest(request_id, 0, path, num_tokens, cache=wish))
+            self._admit(AdmitRequest(request_id, 0, path, num_tokens, cache=hints))
 
     @precondition(lambda self: self.admitted)
-    @rule(data=st.data(), path=PATHS)
-    def admit_again(self, data, path) -> None:
-        """A request that failed over comes back, with more tokens."""
+    @rule(data=st.data(), path=PATHS, avoided=st.sets(st.sampled_from(WORKERS)))
+    def admit_again(self, data: st.DataObject, path: tuple[BlockHash, ...], avoided: set[str]) -> None:
+        """A request that failed over comes back, with more tokens; its ingress may not reach some workers."""
         old = self.admitted[self._draw_request(data)]
         hashes = max(old.request.hashes, path, key=len)
         num_tokens = len(hashes) * BLOCK_SIZE + 1
         request_id, attempt = old.request.request_id, old.request.attempt + 1
-        self._admit(AdmitRequest(request_id, attempt, hashes, num_tokens, cache=old.request.cache))
+        request = AdmitRequest(
+            request_id, attempt, hashes, num_tokens, cache=old.request.cache, avoided=tuple(sorted(avoided))
+        )
+        self._admit(request)
+        again = self.admitted.get(request_id)
+        if again is not None and self.directory.workers.keys() - avoided:
+            assert not {again.admission.prefill, again.admission.decode} & avoided
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data(), num_blocks=st.integers(1, 5))
-    def prefill(self, data, num_blocks) -> None:
+    def prefill(self, data: st.DataObject, num_blocks: int) -> None:
         """The prefill worker computes the next blocks; a split request's are exported, at the end with a handover."""
         known = self.admitted[self._draw_request(data)]
         admission, hashes = known.admission, known.request.hashes
@@ -214,32 +236,32 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data())
-    def release(self, data) -> None:
+    def release(self, data: st.DataObject) -> None:
         request_id = self._draw_request(data)
         del self.admitted[request_id]
-        self._carry_out(self.directory.release(request_id))
-        assert self.directory.release(request_id) == []
+        self._carry_out(self.directory.end_request(request_id, self.epoch_s))
+        assert self.directory.end_request(request_id, self.epoch_s) == []
 
-    @precondition(lambda self: len(self.directory.segments))
+    @precondition(lambda self: len(self.directory.segments) > 0)
     @rule(data=st.data())
-    def lose_segment(self, data) -> None:
+    def lose_segment(self, data: st.DataObject) -> None:
         """It is damaged."""
         segments = self.directory.segments._segments
         segment = segments[data.draw(st.sampled_from(sorted(segments)))]
-        self._carry_out(self.directory.segment_lost(segment.segment_id))
+        self._carry_out(self.directory.segment_lost(segment.segment_id, self.epoch_s))
         assert segment.segment_id not in segments
-        assert self.directory.segment_lost(segment.segment_id) == []
+        assert self.directory.segment_lost(segment.segment_id, self.epoch_s) == []
         for known in self.admitted.values():
             known.leased = [leased for leased in known.leased if leased is not segment]
 
     @precondition(lambda self: self.directory.segments.store_bytes)
     @rule(data=st.data())
-    def cannot_fetch_segment(self, data) -> None:
+    def cannot_fetch_segment(self, data: st.DataObject) -> None:
         """Only what is not on disk may be forgotten."""
         segments = self.directory.segments._segments
         in_store = [segment for segment in segments.values() if segment.is_in_store]
         segment = data.draw(st.sampled_from(in_store))
-        self.directory.segments.undelivered(segment)
+        self.directory.segment_undelivered(segment, self.epoch_s)
         is_kept = segment.file is not None or segment in self.writing
         assert (segment.segment_id in segments) is is_kept
         for known in self.admitted.values():
@@ -249,12 +271,12 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.writing)
     @rule(succeeds=st.booleans())
-    def finish_writing(self, succeeds) -> None:
+    def finish_writing(self, succeeds: bool) -> None:
         self._finish_writing(succeeds)
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data(), succeeds=st.booleans(), is_damaged=st.booleans())
-    def finish_reading(self, data, succeeds, is_damaged) -> None:
+    def finish_reading(self, data: st.DataObject, succeeds: bool, is_damaged: bool) -> None:
         self._finish_reading(data.draw(st.integers(0, len(self.reading) - 1)), succeeds, is_damaged)
 
     @rule()
@@ -264,11 +286,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     # Time
 
     @rule(seconds=st.sampled_from([1.0, PATIENCE_S / 2, PATIENCE_S, PATIENCE_S]))
-    def time_passes(self, seconds) -> None:
+    def time_passes(self, seconds: float) -> None:
         """Who was to send something and did not is replaced, where that is possible; what it sends is still welcome."""
         for passed in (0.0, seconds):
             self.now += passed
-            self._carry_out(self.directory.supply.replace_stalled(self.now, PATIENCE_S))
+            self._carry_out(self.directory.replace_stalled(self.now, PATIENCE_S))
 
     # What must always hold
 
@@ -295,9 +317,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             for block in worker.owed:
                 record = self.directory._blocks.get(block)
                 assert record is not None, f"{worker_id} waits for {block!r}, which is forgotten"
-                if record.segment in self.reading and worker_id in record.segment.wanted_by:
+                if record.segment in self.reading and worker_id in record.segment.requested_by:
                     continue
-                assert worker_id in record.wanted_by
+                assert worker_id in record.awaited_by
                 producer = self.workers.get(record.producer or "")
                 assert record.producer in self.admitted or (
                     producer is not None and any(block in order for order in producer.orders)
@@ -307,9 +329,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         """When all exports are answered and all requests are over, nobody waits and nothing is reserved."""
         if not hasattr(self, "directory"):
             return
+        check_directory(self.recording, self.directory, self.make())
         for request_id in list(self.admitted):
             del self.admitted[request_id]
-            self._carry_out(self.directory.release(request_id))
+            self._carry_out(self.directory.end_request(request_id, self.epoch_s))
         while any(worker.orders for worker in self.workers.values()):
             for worker_id in [worker_id for worker_id, worker in self.workers.items() if worker.orders]:
                 self._serve_order(worker_id)
@@ -328,6 +351,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             block for segment in self.directory.segments._segments.values() for block in segment.header.full_hashes
         }
         assert self.directory.num_blocks <= len(exported), "blocks are known that nobody has"
+        check_directory(self.recording, self.directory, self.make())
 
     # Inside
 
@@ -357,14 +381,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         if not self.workers:
             before = self._sizes()
             with pytest.raises(NoWorkerError):
-                self.directory.admit(request)
+                self.directory.admit(request, self.epoch_s)
             assert self._sizes() == before
             return
-        admission, instructions = self.directory.admit(request)
+        admission, instructions = self.directory.admit(request, self.epoch_s)
         prefill, decode = admission.prefill, admission.decode
         assert admission.prefill_epoch == self.workers[prefill].epoch
         assert admission.decode_epoch == self.workers[decode].epoch
-        roles = {worker.role for worker in self.workers.values()}
+        reachable = [worker for worker_id, worker in self.workers.items() if worker_id not in request.avoided]
+        roles = {worker.role for worker in reachable or self.workers.values()}
         assert self.workers[decode].role is not Role.PREFILL or roles == {Role.PREFILL}
         assert set(admission.prefill_awaited + admission.decode_awaited) <= set(request.hashes)
         assert prefill != decode or not admission.decode_awaited
@@ -388,11 +413,11 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def _export(self, worker_id: str, blocks: tuple[BlockHash, ...], handover: Handover | None) -> None:
         hashes = blocks if handover is None or handover.tail is None else (*blocks, handover.tail)
-        wish = CacheWish() if handover is None else self.admitted[handover.request_id].request.cache
-        retention = Retention(wish.tenant, wish.priority)
+        hints = CacheHints() if handover is None else self.admitted[handover.request_id].request.cache
+        retention = Retention(hints.tenant, hints.priority)
         header = SegmentHeader("model", hashes, len(hashes) * BLOCK_BYTES, 0, handover, retention)
         epoch = self.workers[worker_id].epoch
-        instructions = self.directory.segment_exported(worker_id, epoch, header, None)
+        instructions = self.directory.segment_exported(worker_id, epoch, header, None, self.epoch_s)
         if handover is not None:
             decode = self.admitted[handover.request_id].admission.decode
             assert decode not in self.workers or decode in {i.worker_id for i in instructions if isinstance(i, Deliver)}
@@ -402,18 +427,18 @@ class DirectoryMachine(RuleBasedStateMachine):
         segment = self.writing.pop(0)
         full = segment.header.full_hashes
         file = SegmentHeader("model", full, len(full) * BLOCK_BYTES, 0) if succeeds else None
-        self._carry_out(self.directory.segments.written(segment.segment_id, file))
+        self._carry_out(self.directory.segment_written(segment.segment_id, file, self.epoch_s))
 
     def _finish_reading(self, index: int, succeeds: bool, is_damaged: bool = False) -> None:
         segment = self.reading.pop(index)
         if succeeds:
-            self._carry_out(self.directory.segment_read(segment.segment_id, None))
+            self._carry_out(self.directory.segment_read(segment.segment_id, None, self.epoch_s))
         elif is_damaged:
-            self._carry_out(self.directory.segment_lost(segment.segment_id))
+            self._carry_out(self.directory.segment_lost(segment.segment_id, self.epoch_s))
         else:
-            self._carry_out(self.directory.segment_unread(segment))
+            self._carry_out(self.directory.segment_unread(segment, self.epoch_s))
 
-    def _carry_out(self, instructions: list[Instruction]) -> None:
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, WriteFile):
                 assert instruction.segment.is_in_store
@@ -439,5 +464,5 @@ class DirectoryMachine(RuleBasedStateMachine):
                     worker.owed -= set(hashes)
 
 
-TestDirectory = DirectoryMachine.TestCase
+TestDirectory = pytest.mark.no_cover(DirectoryMachine.TestCase)
 TestDirectory.settings = settings(max_examples=250, stateful_step_count=40)

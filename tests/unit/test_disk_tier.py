@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import actors.disk_tier
-from actors.disk_tier import DiskTier
+import actors.manager.disk_tier
+from actors.manager.disk_tier import DiskTier
 from engine.core.types import SegmentHeader
 
 HEADER = SegmentHeader("model", (b"1", b"2"), 64, 0)
@@ -17,7 +17,7 @@ HEADER = SegmentHeader("model", (b"1", b"2"), 64, 0)
 def test_who_waits_for_a_file_hears_in_time_that_it_does_not_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.disk_tier, "READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(actors.manager.disk_tier, "READ_TIMEOUT_S", 0.01)
     disk, is_over = DiskTier(str(tmp_path)), threading.Event()
 
     def hang(header: SegmentHeader) -> None:

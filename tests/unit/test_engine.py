@@ -3,19 +3,30 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
-from builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.block_pool import BlockPool
 from engine.core.costs import StepShape
-from engine.core.scheduler import SchedulerLimits
-from engine.core.types import CacheWish, FinishReason, Handover, Retention, Salt, SegmentHeader, Stage, TokenEvent
+from engine.core.settings import SchedulerLimits
+from engine.core.types import (
+    CacheHints,
+    CacheMark,
+    FinishReason,
+    Handover,
+    Retention,
+    Salt,
+    SegmentHeader,
+    Stage,
+    TokenEvent,
+)
+from engine.core.worker.block_pool import BlockPool
 from engine.model.engine import Engine, ExportedSegment
 from engine.model.segments import checksum
+from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
 PROMPT = (1, 2, 3, 0, 1, 1, 2, 3, 2, 0)
 """Two blocks and a half."""
@@ -120,7 +131,9 @@ def of_another_model(segment: ExportedSegment) -> tuple[SegmentHeader, np.ndarra
 
 
 @pytest.mark.parametrize("spoil", [damaged, shortened, of_another_model])
-def test_what_is_not_what_it_says_is_refused_and_computed(spoil, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_what_it_says_is_refused_and_computed(
+    spoil: Callable[[ExportedSegment], tuple[SegmentHeader, np.ndarray]], caplog: pytest.LogCaptureFixture
+) -> None:
     _, [first, second] = prefill()
     engine = awaiting_engine()
     header, payload = spoil(first)
@@ -166,14 +179,14 @@ def test_only_what_is_missing_is_imported_and_only_as_much_as_fits() -> None:
     long = (*PROMPT[:8], *[3] * 24)
     source.submit(make_assignment("s", long, max_tokens=1), 0.0)
     run(source)
-    [segment], missing = source.export([*hashes_of(long), b"absent"])
+    [segment], missing = source.export([*hashes_of(long), b"absent"], 0.0)
     assert missing == (b"absent",)
     held = engine.pool.match(hashes_of(PROMPT[:8]))
     engine.pool.acquire(held)
     assert engine.import_segment(segment.header, segment.payload, 0.0)
     assert engine.pool.match(hashes_of(long)[:6])[:2] == held
     assert len(engine.pool.match(hashes_of(long))) == 6
-    engine.pool.release(held)
+    engine.pool.release(held, 0.0)
     engine.submit(make_assignment("long", long[:23], max_tokens=1), 0.0)
     events, _ = run(engine)
     assert tokens_of(events) == answer_to(make_assignment(prompt=long[:23], max_tokens=1))
@@ -183,7 +196,7 @@ def test_only_what_is_missing_is_imported_and_only_as_much_as_fits() -> None:
 def test_a_full_pool_takes_nothing() -> None:
     _, segments = prefill()
     engine = make_engine(num_blocks=2)
-    held = engine.pool.allocate(2)
+    held = engine.pool.allocate(2, 0.0)
     for segment in segments:
         assert engine.import_segment(segment.header, segment.payload, 0.0)
     engine.scheduler.check_integrity(held)
@@ -225,44 +238,58 @@ def test_a_pool_that_cannot_evict_imports_nothing(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_segments_say_what_is_wished_for_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model.engine.time.time", lambda: 1e9)
+def test_segments_say_what_is_wished_for_their_blocks() -> None:
     engine = make_engine(num_blocks=32)
-    wish = CacheWish("t", 2, ttl_s=60.0)
-    engine.submit(make_assignment("p", PROMPT, stage=Stage.PREFILL, cache=wish), 5.0)
+    hints = CacheHints("t", 2, ttl_s=60.0)
+    engine.submit(make_assignment("p", PROMPT, stage=Stage.PREFILL, cache=hints), 5.0)
     _, segments = run(engine, now=5.0)
-    assert {segment.header.retention for segment in segments} == {Retention("t", 2, 1e9 + 60)}
+    assert {segment.header_outside(1e9 - 5.0).retention for segment in segments} == {Retention("t", 2, 1e9 + 60)}
     other = (9, 9, 9, 9)
-    engine.submit(make_assignment("q", other, max_tokens=1, cache=CacheWish("u")), 15.0)
+    engine.submit(make_assignment("q", other, max_tokens=1, cache=CacheHints("u")), 15.0)
     run(engine, now=15.0)
-    exported, _ = engine.export([*hashes_of(PROMPT), *hashes_of(other)])
-    assert [(segment.header.hashes, segment.header.retention) for segment in exported] == [
+    exported, _ = engine.export([*hashes_of(PROMPT), *hashes_of(other)], 15.0)
+    headers = [segment.header_outside(1e9 - 15.0) for segment in exported]
+    assert [(header.hashes, header.retention) for header in headers] == [
         (tuple(hashes_of(PROMPT)), Retention("t", 2, 1e9 + 50)),
         (tuple(hashes_of(other)), Retention("u")),
     ]
 
 
+def test_a_segment_that_a_mark_divides_is_kept_as_long_as_its_blocks() -> None:
+    engine = make_engine(num_blocks=32)
+    hints = CacheHints("t", marks=(CacheMark(1, 1, 300.0), CacheMark(2, 1, 60.0)))
+    engine.submit(make_assignment("p", PROMPT, max_tokens=1, stage=Stage.PREFILL, cache=hints), 5.0)
+    _, segments = run(engine, now=5.0)
+    retentions = [segment.header_outside(0.0).retention for segment in segments]
+    assert retentions[0] in (Retention("t", 1), Retention("t", 1, 305.0))
+    exported, _ = engine.export(hashes_of(PROMPT), 6.0)
+    found = {block_hash: each.header.retention for each in exported for block_hash in each.header.hashes}
+    first, second, *others = [found[block_hash] for block_hash in hashes_of(PROMPT)]
+    assert (first, second) == (Retention("t", 1, 305.0), Retention("t", 1, 305.0))
+    assert set(others) <= {Retention("t")}
+
+
 def test_what_a_running_request_wishes_goes_with_its_blocks() -> None:
     engine = make_engine()
-    engine.submit(make_assignment("r", PROMPT, max_tokens=20, cache=CacheWish("t")), 0.0)
+    engine.submit(make_assignment("r", PROMPT, max_tokens=20, cache=CacheHints("t")), 0.0)
     while not engine.pool.hashes():
         engine.step(0.0)
-    [segment], _ = engine.export(engine.pool.hashes())
+    [segment], _ = engine.export(engine.pool.hashes(), 0.0)
     assert segment.header.retention == Retention("t")
-    engine.abort(["r"])
+    engine.abort(["r"], 0.0)
 
 
-def test_blocks_in_any_order_share_a_segment_that_expires_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_in_any_order_share_a_segment_that_expires_with_the_last() -> None:
     """Otherwise those of requests that run at the same time, or have a time to live, would be a segment each."""
-    monkeypatch.setattr("engine.model.engine.time.time", lambda: 1e9)
     engine = make_engine(num_blocks=32)
     prompts = [(number,) * 4 for number in range(1, 7)]
     for number, prompt in enumerate(prompts):
-        wish = CacheWish("tu"[number % 2], ttl_s=60.0 if number % 2 else None)
-        engine.submit(make_assignment(f"{number}", prompt, max_tokens=1, cache=wish), float(number))
+        hints = CacheHints("tu"[number % 2], ttl_s=60.0 if number % 2 else None)
+        engine.submit(make_assignment(f"{number}", prompt, max_tokens=1, cache=hints), float(number))
         run(engine, now=float(number))
-    exported, _ = engine.export([block_hash for prompt in prompts for block_hash in hashes_of(prompt)])
-    assert [(segment.header.retention, len(segment.header.hashes)) for segment in exported] == [
+    exported, _ = engine.export([block_hash for prompt in prompts for block_hash in hashes_of(prompt)], 5.0)
+    headers = [segment.header_outside(1e9 - 5.0) for segment in exported]
+    assert [(header.retention, len(header.hashes)) for header in headers] == [
         (Retention("t"), 3),
         (Retention("u", 0, 1e9 + 60), 3),
     ]
@@ -270,8 +297,8 @@ def test_blocks_in_any_order_share_a_segment_that_expires_with_the_last(monkeypa
 
 def test_export_of_what_is_not_here() -> None:
     engine = make_engine()
-    assert engine.export([b"absent"]) == ([], (b"absent",))
-    assert engine.export([]) == ([], ())
+    assert engine.export([b"absent"], 0.0) == ([], (b"absent",))
+    assert engine.export([], 0.0) == ([], ())
 
 
 def test_blocks_that_cannot_be_copied_out_are_not_sent_but_the_handover_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +315,7 @@ def test_blocks_that_cannot_be_copied_out_are_not_sent_but_the_handover_is(monke
     handover = segments[0].header.handover
     assert handover is not None and handover.token_id == events[0].token_id
     with pytest.raises(MemoryError):
-        engine.export(hashes_of(PROMPT))
+        engine.export(hashes_of(PROMPT), 0.0)
     engine.scheduler.check_integrity()
 
 
@@ -297,11 +324,11 @@ def test_fail_all_ends_every_request_once() -> None:
     for request_id in ("b", "c"):
         engine.submit(make_assignment(request_id, (1, 2, 3), max_tokens=5), 0.0)
     engine.step(0.0)
-    events = engine.fail_all("why")
+    events = engine.fail_all(ValueError("why"), 0.0)
     assert [(event.request_id, event.position) for event in events] == [("a", 0), ("b", 1), ("c", 1)]
     assert all(event.finish is FinishReason.ERROR and event.token_id is None for event in events)
-    assert {event.detail for event in events} == {"why"}
-    assert engine.fail_all("again") == []
+    assert {event.detail for event in events} == {"ValueError: why"}
+    assert engine.fail_all(ValueError("again"), 0.0) == []
     assert engine.pool.num_available == engine.pool.num_blocks
     engine.scheduler.check_integrity()
 
@@ -312,7 +339,9 @@ def test_fail_all_ends_every_request_once() -> None:
     order=st.randoms(use_true_random=False),
     warm=st.integers(0, 14),
 )
-def test_whatever_becomes_of_the_segments_the_answer_is_the_same(prompt, fates, order, warm) -> None:
+def test_whatever_becomes_of_the_segments_the_answer_is_the_same(
+    prompt: tuple[int, ...], fates: list[str], order: Random, warm: int
+) -> None:
     source = make_engine(token_budget=4)
     source.submit(make_assignment(prompt=prompt, stage=Stage.PREFILL, max_tokens=6), 0.0)
     [first], segments = run(source)

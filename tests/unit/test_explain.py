@@ -1,7 +1,8 @@
 """What is said of a decision afterwards; `test_directory` has how decisions are kept."""
 
-from engine.core.explain import Decision
-from engine.core.placement import Prediction
+from engine.core.manager.explain import Decision
+from engine.core.manager.placement import Prediction
+from engine.core.types import DraftSource, DraftUse
 
 
 def test_regret_is_of_the_best_other_candidate() -> None:
@@ -15,3 +16,23 @@ def test_regret_is_of_the_best_other_candidate() -> None:
     assert regret_s(0.75, ("a", 0.25), ("c", 1.0), ("b", 0.5)) == 0.25
     assert regret_s(0.375, ("a", 0.25), ("b", 0.5)) == 0.0, "later than predicted, and sooner than elsewhere"
     assert regret_s(0.75, ("a b", 0.25), ("c", 0.5)) == 0.5, "one of those alike was chosen"
+
+
+def test_drafts_are_told_by_source() -> None:
+    decision = Decision(
+        attempt=0,
+        tenant="",
+        num_tokens=10,
+        block_size=4,
+        runs=(),
+        prefill="a",
+        decode="a",
+        predicted_ttft_s=0.25,
+        considered=(),
+    )
+    assert decision.as_json()["drafts"] == {}
+    decision.drafts = (DraftUse(DraftSource.GRAMMAR, 7, 7), DraftUse(DraftSource.REQUEST, 9, 2))
+    assert decision.as_json()["drafts"] == {
+        "grammar": {"drafted": 7, "accepted": 7},
+        "request": {"drafted": 9, "accepted": 2},
+    }

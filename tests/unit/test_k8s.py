@@ -1,8 +1,10 @@
 """The files in `k8s/` say what KubeRay and Ray understand, and what they say fits together.
 
-Three kinds of check. *Schema*: KubeRay's own for the RayService and Ray's own for the Serve config inside it, both made
-strict, because KubeRay prunes and Serve ignores what they do not know. *Meaning*: each `check_*` function holds one
-property of ours. *Mutations*: a manifest with one thing broken must fail the check that is there for it.
+Three kinds of check. *Schema*: `rayservice.schema.yaml` for the RayService and Ray's own for the Serve config inside,
+both strict, because KubeRay prunes and Serve ignores what they do not know. Where `RAYDIX_CRD_SCHEMAS` names a folder
+with KubeRay's own schema (`rayservice-v1.openapi.json`: the CRD's `openAPIV3Schema`), that is checked, too. *Meaning*:
+each `check_*` function holds one property of ours. *Mutations*: a manifest with one thing broken must fail the check
+that is there for it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,7 +37,8 @@ Json = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-CRD_SCHEMA = ROOT.parent / "shared" / "schemas" / "rayservice-v1.openapi.json"
+OUR_SCHEMA = Path(__file__).with_name("rayservice.schema.yaml")
+KUBERAYS_SCHEMA = Path(os.environ.get("RAYDIX_CRD_SCHEMAS", ""), "rayservice-v1.openapi.json")
 
 HAPROXY = ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED")
 ROLE = "raydix-role"
@@ -56,7 +60,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def load(text: str) -> Json:
     # Round trip: aliases become copies, so that a mutation changes one place.
-    return json.loads(json.dumps(yaml.load(text, Loader=_UniqueKeyLoader)))
+    copied: Json = json.loads(json.dumps(yaml.load(text, Loader=_UniqueKeyLoader)))
+    return copied
 
 
 def serve_config(manifest: Json) -> Json:
@@ -81,14 +86,12 @@ def manifest() -> Json:
     return load((K8S / "rayservice.yaml").read_text())
 
 
-# KubeRay's schema
+# The RayService's schema
 
 
 @functools.cache
-def crd_schema() -> Json:
-    if not CRD_SCHEMA.exists():
-        pytest.skip(f"no {CRD_SCHEMA}")
-    return json.loads(CRD_SCHEMA.read_text())
+def schema_in(path: Path) -> Json:
+    return load(path.read_text())  # JSON is YAML
 
 
 def strict(node: Json) -> Json:
@@ -124,14 +127,39 @@ def with_defaults(value: Any, schema: Json) -> Any:
 
 
 @functools.cache
-def crd_validator() -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(strict(crd_schema()))
+def validator(path: Path) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(strict(schema_in(path)))
 
 
-def check_crd(manifest: Json) -> None:
-    crd_validator().validate(with_defaults(manifest, crd_schema()))
-    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+def check_our_schema(manifest: Json) -> None:
+    validator(OUR_SCHEMA).validate(with_defaults(manifest, schema_in(OUR_SCHEMA)))
     assert set(manifest["metadata"]) <= OBJECT_META  # the schema leaves an object's metadata open
+
+
+def check_kuberays_schema(manifest: Json) -> None:
+    validator(KUBERAYS_SCHEMA).validate(with_defaults(manifest, schema_in(KUBERAYS_SCHEMA)))
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    assert set(manifest["metadata"]) <= OBJECT_META
+
+
+SCHEMAS = {OUR_SCHEMA: check_our_schema}
+if os.environ.get("RAYDIX_CRD_SCHEMAS"):
+    SCHEMAS[KUBERAYS_SCHEMA] = check_kuberays_schema
+
+
+def fields(schema: Json, path: str = "") -> Iterator[tuple[str, str | None]]:
+    """Each field of a structural schema, as a path, with its type."""
+    yield path, schema.get("type")
+    for name, child in schema.get("properties", {}).items():
+        yield from fields(child, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield from fields(schema[key], f"{path}[]")
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
+def test_a_schema_knows_the_fields_of_ours(path: Path) -> None:
+    assert set(fields(schema_in(OUR_SCHEMA))) <= set(fields(schema_in(path)))
 
 
 # Ray's schema of the Serve config
@@ -176,6 +204,7 @@ def groups(manifest: Json) -> dict[str, Json]:
 
 
 def ray_container(group: Json) -> Json:
+    container: Json
     (container,) = group["template"]["spec"]["containers"]
     return container
 
@@ -190,8 +219,9 @@ def deployments(manifest: Json) -> dict[str, Json]:
 
 
 def num_bytes(quantity: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti)?", quantity).groups()  # type: ignore[union-attr]
-    return int(number) * 1024 ** (["", "Ki", "Mi", "Gi", "Ti"].index(unit or ""))
+    found = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti)?", quantity)
+    assert found is not None, quantity
+    return int(found[1]) << 10 * ["", "Ki", "Mi", "Gi", "Ti"].index(found[2] or "")
 
 
 def node_types(manifest: Json) -> dict[str, Json]:
@@ -211,7 +241,7 @@ def demand(deployment: Json) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def max_replicas(deployment: Json) -> int:
-    return deployment.get("autoscaling_config", {}).get("max_replicas") or deployment["num_replicas"]
+    return int(deployment.get("autoscaling_config", {}).get("max_replicas") or deployment["num_replicas"])
 
 
 def check_head_takes_no_work(manifest: Json) -> None:
@@ -299,7 +329,7 @@ def check_the_config_fits_the_pods(manifest: Json) -> None:
 
 
 CHECKS: list[Callable[[Json], None]] = [
-    check_crd,
+    *SCHEMAS.values(),
     check_serve_schema,
     check_head_takes_no_work,
     check_haproxy_everywhere,
@@ -354,23 +384,52 @@ def _at(value: Any, path: str) -> Any:
     return value
 
 
+def break_at(manifest: Json, path: str, change: Json) -> None:
+    """Change keys of the object at `path`; those with None are taken away."""
+    target = _at(manifest, path)
+    target.update(change)
+    for key in [key for key, value in change.items() if value is None]:
+        del target[key]
+
+
 PREFILL = "spec/rayClusterConfig/workerGroupSpecs/1"
 PREFILL_POD = f"{PREFILL}/template/spec"
 PREFILL_CONTAINER = f"{PREFILL_POD}/containers/0"
 
 
+@pytest.mark.parametrize("check", SCHEMAS.values())
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (PREFILL, {"minReplica": 1}),
+        (PREFILL_POD, {"terminationGracePeriodSecond": 9}),
+        (f"{PREFILL_CONTAINER}/readinessProbe", {"periodSecond": 5}),
+        (f"{PREFILL_CONTAINER}/resources/limits", {"memory": "64GB"}),
+        (f"{PREFILL_CONTAINER}/resources/limits", {"cpu": 1.5}),
+        (PREFILL_CONTAINER, {"name": None}),
+        (f"{PREFILL}/rayStartParams", {"num-cpus": 0}),
+        ("spec/rayClusterConfig/autoscalerOptions", {"version": "v3"}),
+        ("metadata", {"label": {}}),
+        ("spec", {"serveConfig": ""}),
+        ("spec/rayClusterConfig/headGroupSpec", {"template": None}),
+        (f"{PREFILL_CONTAINER}/env/0", {"valeu": "1"}),
+        (f"{PREFILL_CONTAINER}/ports/0", {"containerPort": "8000"}),
+        (f"{PREFILL_CONTAINER}/volumeMounts/0", {"mountPath": None}),
+        (f"{PREFILL_CONTAINER}/lifecycle/preStop/exec", {"command": "sleep 1"}),
+        (f"{PREFILL_POD}/volumes/0/emptyDir", {"sizeLimit": "24GB"}),
+    ],
+)
+def test_a_manifest_of_another_form_fails(
+    check: Callable[[Json], None], path: str, change: Json, manifest: Json
+) -> None:
+    break_at(manifest, path, change)
+    with pytest.raises((AssertionError, jsonschema.ValidationError)):
+        check(manifest)
+
+
 @pytest.mark.parametrize(
     ("check", "path", "change"),
     [
-        (check_crd, PREFILL, {"minReplica": 1}),
-        (check_crd, PREFILL_POD, {"terminationGracePeriodSecond": 9}),
-        (check_crd, f"{PREFILL_CONTAINER}/readinessProbe", {"periodSecond": 5}),
-        (check_crd, f"{PREFILL_CONTAINER}/resources/limits", {"memory": "64GB"}),
-        (check_crd, f"{PREFILL_CONTAINER}/resources/limits", {"cpu": 1.5}),
-        (check_crd, PREFILL_CONTAINER, {"name": None}),
-        (check_crd, f"{PREFILL}/rayStartParams", {"num-cpus": 0}),
-        (check_crd, "spec/rayClusterConfig/autoscalerOptions", {"version": "v3"}),
-        (check_crd, "metadata", {"label": {}}),
         (check_head_takes_no_work, "spec/rayClusterConfig/headGroupSpec/rayStartParams", {"num-cpus": "2"}),
         (check_haproxy_everywhere, f"{PREFILL_CONTAINER}/env/1", {"value": "0"}),
         (check_haproxy_everywhere, "spec/rayClusterConfig/headGroupSpec/template/spec/containers/0", {"env": []}),
@@ -384,11 +443,8 @@ PREFILL_CONTAINER = f"{PREFILL_POD}/containers/0"
     ],
 )
 def test_a_broken_manifest_fails(check: Callable[[Json], None], path: str, change: Json, manifest: Json) -> None:
-    target = _at(manifest, path)
-    target.update(change)
-    for key in [key for key, value in change.items() if value is None]:
-        del target[key]
-    with pytest.raises((AssertionError, jsonschema.ValidationError)):
+    break_at(manifest, path, change)
+    with pytest.raises(AssertionError):
         check(manifest)
 
 

@@ -1,40 +1,54 @@
 """The thread that runs an engine. Every wait here is for something that must happen, with a limit."""
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
-from builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
-from engine.core.block_pool import BlockPool
-from engine.core.scheduler import RunnerOutput, SchedulerLimits, SchedulerOutput
-from engine.core.types import EvictionReason, FinishReason, Stage, TokenEvent
+from engine.core.settings import SchedulerLimits
+from engine.core.types import EvictionReason, FinishReason, Role, Stage, TokenEvent
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.step import RunnerOutput, SchedulerOutput
 from engine.model.engine import Engine
 from engine.model.loop import EngineLoop, LoopOutput
+from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
 LIMIT_S = 20.0
 PROMPT = (1, 2, 3, 0, 1)
 
+T = TypeVar("T")
+
 
 class Watched:
-    """A loop whose outputs are collected, and a model that fails when told to."""
+    """A loop whose outputs are collected, and a model that fails, or breaks for good, when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role = Role.MIXED) -> None:
         self.outputs: queue.SimpleQueue[LoopOutput] = queue.SimpleQueue()
         self.fails = threading.Event()
+        self.is_broken = threading.Event()
+        self.reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         pool = BlockPool(8, 4)
         self.model = FakeModel(pool)
         self.engine = Engine(self, self.model, pool, SchedulerLimits(8, 4), 32, FINGERPRINT)
-        self.loop = EngineLoop(self.engine, self.outputs.put)
+        self.loop = EngineLoop(self.engine, self.outputs.put, self.reasons.put, role)
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
         if self.fails.is_set():
             raise ValueError("out of luck")
+        self.check()
         return self.model.run(output)
 
-    def submit(self, *args, now: float = 0.0, **kwargs) -> None:
+    def check(self) -> None:
+        if self.is_broken.is_set():
+            raise RuntimeError("illegal memory access")
+
+    def submit(self, *args: Any, now: float = 0.0, **kwargs: Any) -> None:
         assignment = make_assignment(*args, **kwargs)
         self.loop.post(lambda engine: engine.submit(assignment, now))
 
@@ -47,9 +61,9 @@ class Watched:
             events += output.failures
         return events
 
-    def ask(self, question: Callable[[Engine], object]) -> object:
+    def ask(self, question: Callable[[Engine], T]) -> T:
         """What a command sees, once it has run."""
-        answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[T] = queue.SimpleQueue()
         self.loop.post(lambda engine: answers.put(question(engine)))
         return answers.get(timeout=LIMIT_S)
 
@@ -76,12 +90,16 @@ def test_it_steps_while_there_is_work_and_tells_of_the_pool(watched: Watched) ->
 
 def test_commands_run_in_order_and_changes_of_the_pool_are_told_without_a_step(watched: Watched) -> None:
     seen: list[int] = []
+
+    def add(index: int, engine: Engine) -> None:
+        seen.append(index)
+
     for index in range(5):
-        watched.loop.post(lambda engine, index=index: seen.append(index))
+        watched.loop.post(partial(add, index))
     assert watched.ask(lambda engine: list(seen)) == [0, 1, 2, 3, 4]
     watched.submit(prompt=PROMPT, max_tokens=1)
     watched.events_until_end()
-    watched.loop.post(lambda engine: engine.pool.reset() and None)
+    watched.ask(lambda engine: engine.pool.reset())
     output = watched.outputs.get(timeout=LIMIT_S)
     assert output.step is None and output.evicted == tuple((gone, EvictionReason.RESET) for gone in hashes_of(PROMPT))
 
@@ -98,8 +116,23 @@ def test_a_step_that_fails_ends_its_requests_and_the_loop_goes_on(watched: Watch
     assert tokens_of(watched.events_until_end()) == answer_to(make_assignment(prompt=PROMPT))
 
 
+def test_a_model_that_is_broken_for_good_ends_the_thread_and_no_request(watched: Watched) -> None:
+    """Their streams go on at another worker, which an error event would prevent."""
+    watched.submit(prompt=PROMPT)
+    watched.events_until_end()
+    watched.is_broken.set()
+    watched.submit("s", prompt=PROMPT)
+    assert watched.reasons.get(timeout=LIMIT_S) == "RuntimeError: illegal memory access"
+    watched.loop.stop()
+    while not watched.outputs.empty():
+        assert not watched.outputs.get().failures
+
+
 def test_a_command_that_fails_does_not_end_the_thread(watched: Watched) -> None:
-    watched.loop.post(lambda engine: 1 // 0)
+    def fail(engine: Engine) -> None:
+        raise ZeroDivisionError
+
+    watched.loop.post(fail)
     watched.submit(prompt=PROMPT)
     assert tokens_of(watched.events_until_end()) == answer_to(make_assignment(prompt=PROMPT))
 
@@ -111,12 +144,12 @@ def test_a_request_that_waits_starts_at_its_deadline(watched: Watched) -> None:
 
 
 def test_a_request_moves_on_when_an_export_lets_go_of_its_blocks(watched: Watched) -> None:
-    held = watched.ask(lambda engine: engine.pool.allocate(7))
+    held = watched.ask(lambda engine: engine.pool.allocate(7, 0.0))
     watched.submit(prompt=PROMPT)
     waited = threading.Event()
     watched.loop.post(lambda engine: waited.set())
     assert waited.wait(LIMIT_S)
-    watched.loop.post(lambda engine: engine.pool.release(held))
+    watched.loop.post(lambda engine: engine.pool.release(held, 0.0))
     assert tokens_of(watched.events_until_end()) == answer_to(make_assignment(prompt=PROMPT))
 
 
@@ -127,3 +160,15 @@ def test_stop_ends_the_thread_and_what_was_posted_before_it_runs() -> None:
     watched.loop.post(lambda engine: ran.set())
     watched.loop.stop()
     assert ran.is_set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own")
+def test_on_shared_cores_messages_go_before_prefills_and_these_before_decode_steps() -> None:
+    niceness = {}
+    for role in Role:
+        watched = Watched(role)
+        watched.loop.start()
+        niceness[role] = watched.ask(lambda engine: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        watched.loop.stop()
+    here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert here < niceness[Role.PREFILL] == niceness[Role.MIXED] < niceness[Role.DECODE]

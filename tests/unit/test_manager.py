@@ -1,56 +1,238 @@
 """What the manager does by itself, now and then. There is no Ray here: the workers' handles are objects of ours."""
 
 import asyncio
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
 
-from actors.calls import Background
-from actors.kv_cache_manager import KVCacheManager
-from engine.core.directory import Directory
-from engine.core.placement import CostModel
-from engine.core.types import AdmitRequest, BlockHash, Retention, Role, SegmentHeader
+import numpy as np
+import pytest
 
-EXPIRED = SegmentHeader("m", (b"2",), 10, 0, retention=Retention(expires_at=1.0))
+import actors.manager.kv_cache_manager as manager_module
+from actors.manager.kv_cache_manager import KVCacheManager
+from actors.messages import Imported, Registration, WorkerState
+from engine.core.manager.placement import CostModel
+from engine.core.types import AdmitRequest, BlockHash, Ended, FirstToken, Retention, Role, SegmentHeader
+from engine.model.segment_files import SegmentFiles
+from engine.model.segments import checksum
+from tests.unit.builders import FINGERPRINT
+from tests.unit.local_actors import LocalHandle, LocalReference
+
+PAYLOAD = np.arange(10, dtype=np.uint8)
+
+
+class SilentWorker:
+    """A worker that notes what the manager tells it, and does nothing."""
+
+    def __init__(self) -> None:
+        self.lost: list[BlockHash] = []
+        self.imported: list[SegmentHeader] = []
+        self.answer = Imported.TAKEN
+
+    async def export_stream(self) -> AsyncIterator[object]:
+        await asyncio.Event().wait()
+        yield None
+
+    async def blocks_lost(self, hashes: tuple[BlockHash, ...]) -> None:
+        self.lost += hashes
+
+    async def import_segment(self, header: SegmentHeader, payload: list[object]) -> Imported:
+        self.imported.append(header)
+        return self.answer
+
+
+def make_manager(disk: Path | None = None, await_timeout_s: float = 30.0) -> KVCacheManager:
+    return KVCacheManager(
+        CostModel(block_size=4, piggyback_tokens=0),
+        segment_budget_bytes=0,
+        transcript_budget_bytes=1 << 20,
+        await_timeout_s=await_timeout_s,
+        disk_budget_bytes=0 if disk is None else 10,
+        disk_path=None if disk is None else str(disk),
+        response_budget_bytes=1 << 20,
+        response_ttl_s=60.0,
+    )
+
+
+async def register(manager: KVCacheManager, worker_id: str, epoch: int = 1, fingerprint: str = FINGERPRINT) -> Any:
+    """Register a worker that does nothing; returns the worker, or the reason why the manager refuses it."""
+    worker = SilentWorker()
+    registration = Registration(worker_id, epoch, Role.MIXED, 10, 64, "cpu", fingerprint, ())
+    refusal = await manager.register(registration, [LocalHandle(worker)])  # type: ignore[list-item]
+    return refusal or worker
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def request(request_id: str, attempt: int = 0) -> AdmitRequest:
+    return AdmitRequest(request_id, attempt, (b"1", b"2"), 9, ingress_id="i")
 
 
 def test_those_who_wait_for_a_worker_that_stalls_are_told() -> None:
-    async def wait_in_vain() -> tuple[BlockHash, ...]:
-        manager = KVCacheManager.__new__(KVCacheManager)
-        manager._directory = directory = Directory(CostModel(block_size=4, piggyback_tokens=0), 0)
-        manager._background, manager._await_timeout_s = Background(), 0.01
-        told: asyncio.Future[tuple[BlockHash, ...]] = asyncio.get_running_loop().create_future()
-
-        async def blocks_lost(hashes: tuple[BlockHash, ...]) -> None:
-            told.set_result(hashes)
-
-        for request_id, worker_id in (("r", "a"), ("s", "b")):
-            directory.register(worker_id, Role.MIXED, 1, 10, ())
-            assert directory.admit(AdmitRequest(request_id, 0, (b"1", b"2"), 9))[0].prefill == worker_id
-        handle = SimpleNamespace(blocks_lost=SimpleNamespace(remote=blocks_lost))
-        manager._handles = {"b": handle}  # type: ignore[dict-item]
-        watch = manager._background.start(manager._watch_senders())
-        hashes = await asyncio.wait_for(told, 20)
-        watch.cancel()
-        return hashes
-
-    assert asyncio.run(wait_in_vain()) == (b"1", b"2")
-
-
-def test_of_what_was_found_on_disk_the_expired_goes_first() -> None:
-    async def start() -> SegmentHeader:
-        manager = KVCacheManager.__new__(KVCacheManager)
-        manager._directory = Directory(CostModel(block_size=4, piggyback_tokens=0), 0, disk_budget_bytes=10)
-        manager._background, manager._await_timeout_s = Background(), 30.0
-        manager._watch, manager._ingresses = None, {}
-        erased: asyncio.Future[SegmentHeader] = asyncio.get_running_loop().create_future()
-
-        async def scan() -> list[SegmentHeader]:
-            return [SegmentHeader("m", (b"1",), 10, 0), EXPIRED]
-
-        async def erase(header: SegmentHeader) -> None:
-            erased.set_result(header)
-
-        manager._disk = SimpleNamespace(open=scan, erase=erase)  # type: ignore[assignment]
+    async def play() -> None:
+        manager = make_manager(await_timeout_s=0.05)
         await manager.start()
-        return await asyncio.wait_for(erased, 20)
+        workers = {"a": await register(manager, "a")}
+        [first] = await manager.admit([request("r")])
+        workers["b"] = await register(manager, "b")
+        [second] = await manager.admit([request("s")])
+        assert first is not None and second is not None
+        assert (first.prefill, second.prefill) == ("a", "b")
+        await until(lambda: workers["b"].lost == [b"1", b"2"])
 
-    assert asyncio.run(start()) == EXPIRED
+    asyncio.run(play())
+
+
+def test_of_what_was_found_on_disk_the_expired_goes_first(tmp_path: Path) -> None:
+    async def play() -> None:
+        files = SegmentFiles(str(tmp_path))
+        files.open()
+        for block_hash, retention in ((b"1" * 16, Retention()), (b"2" * 16, Retention(expires_at=1.0))):
+            files.write(SegmentHeader("m", (block_hash,), 10, checksum(PAYLOAD), retention=retention), PAYLOAD)
+        files.close()
+
+        await make_manager(tmp_path).start()
+        await until(lambda: len(files.scan()) == 1)
+        assert files.scan()[0].hashes == (b"1" * 16,)
+
+    asyncio.run(play())
+
+
+def test_a_late_word_of_an_old_attempt_does_not_end_the_new_one() -> None:
+    async def play() -> None:
+        manager = make_manager()
+        await register(manager, "a")
+        await manager.admit([request("r", attempt=1)])
+        await manager.settle("i", [FirstToken("r", 0, 0.5)], [Ended("r", 0)])
+        assert (await manager.statistics())["num_reservations"] == 1
+        await manager.settle("i", [FirstToken("r", 1, 0.5)], [Ended("r", 1)])
+        assert (await manager.statistics())["num_reservations"] == 0
+
+    asyncio.run(play())
+
+
+def test_requests_of_a_silent_ingress_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "INGRESS_SILENCE_S", 0.1)
+
+    async def play() -> None:
+        manager = make_manager()
+        await manager.start()
+        await register(manager, "a")
+        await manager.admit([request("r")])
+        await until(lambda: not manager._directory.num_reservations)
+
+    asyncio.run(play())
+
+
+def test_requests_that_an_ingress_does_not_name_twice_are_released() -> None:
+    async def play() -> None:
+        manager = make_manager()
+        await register(manager, "a")
+        await manager.admit([request("r"), AdmitRequest("s", 0, (b"3",), 5, ingress_id="i")])
+        for active in (["r"], ["r"]):
+            membership = await manager.workers("i", active)
+            assert [worker.worker_id for worker in membership.workers] == ["a"]
+        assert (await manager.statistics())["num_reservations"] == 1
+
+    asyncio.run(play())
+
+
+def test_a_request_without_a_worker_is_not_placed() -> None:
+    async def play() -> None:
+        manager = make_manager()
+        assert await manager.admit([request("r")]) == [None]
+        assert (await manager.statistics())["num_reservations"] == 0
+
+    asyncio.run(play())
+
+
+def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.1)
+
+    async def play() -> None:
+        manager = make_manager()
+        await manager.start()
+        await register(manager, "a")
+        await register(manager, "b")
+        state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0)
+        async with asyncio.timeout(20):
+            while len(manager._directory.workers) == 2:
+                assert await manager.heartbeat("b", 1, state)
+                await asyncio.sleep(0.01)
+        requests = [AdmitRequest(f"r{number}", 0, (), 5, session=f"{number}") for number in range(8)]
+        assert {admission.prefill for admission in await manager.admit(requests) if admission} == {"b"}
+        assert not await manager.heartbeat("b", 2, state), "another incarnation has to register"
+        assert not await manager.heartbeat("a", 1, state)
+        assert isinstance(await register(manager, "a"), SilentWorker)
+        assert await manager.heartbeat("a", 1, state)
+
+        await asyncio.sleep(0.3)
+        assert len((await manager.workers()).workers) > 0, "the last one stays"
+
+    asyncio.run(play())
+
+
+def test_older_incarnations_and_other_models_are_refused() -> None:
+    async def play() -> None:
+        manager = make_manager()
+        await register(manager, "a", epoch=2)
+        assert await register(manager, "a", epoch=1) == "a newer incarnation is registered"
+        assert "fingerprint other" in await register(manager, "b", fingerprint="other")
+        assert (await manager.statistics())["num_workers"] == 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("answer", list(Imported))
+def test_a_segment_that_cannot_be_taken_is_not_offered_again(answer: Imported) -> None:
+    async def play() -> None:
+        manager = KVCacheManager(CostModel(4, piggyback_tokens=0), 100, 100, 30.0)
+        await register(manager, "a")
+        worker = await register(manager, "b")
+        worker.answer = answer
+        header = SegmentHeader("m", (b"1",), 10, 0)
+        manager._carry_out(manager._directory.segment_exported("a", 1, header, LocalReference(PAYLOAD), 0.0))
+        [admission] = await manager.admit([AdmitRequest("r", 0, (b"1",), 6, avoided=("a",))])
+        assert admission is not None and admission.prefill == "b"
+        await until(lambda: worker.imported == [header])
+        await asyncio.sleep(0.01)
+        assert (len(manager._directory.segments) == 1) is (answer is Imported.TAKEN)
+        manager._directory.check_integrity()
+
+    asyncio.run(play())
+
+
+def test_transcripts_are_kept_until_the_cache_is_reset() -> None:
+    async def play() -> None:
+        from array import array
+
+        manager = make_manager()
+        assert await manager.remember([(b"n", array("i", [1, 2]))]) == [True]
+        assert await manager.recall([b"n", b"m"]) == [array("i", [1, 2]), None]
+        assert await manager.reset_cache() == {"store_blocks": 0, "pool_blocks": 0}
+        assert await manager.recall([b"n"]) == [None]
+        assert (await manager.events_since(None)).events is not None
+
+    asyncio.run(play())
+
+
+def test_stored_responses_outlive_a_manager_with_a_disk(tmp_path: Path) -> None:
+    async def play(folder: Path | None, *, keeps: bool) -> list[bytes]:
+        manager = make_manager(folder)
+        await manager.start()
+        if keeps:
+            assert await manager.keep_response(b"a", None, b"data")
+        if keeps and folder is not None:
+            await until(lambda: [*(folder / "responses").glob("*.response")])
+        found = await manager.find_response(b"a", False)
+        if manager._disk is not None:
+            manager._disk._files.close()
+        return found
+
+    for folder, expected in ((None, []), (tmp_path, [b"data"])):
+        assert asyncio.run(play(folder, keeps=True)) == [b"data"]
+        assert asyncio.run(play(folder, keeps=False)) == expected

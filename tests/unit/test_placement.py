@@ -6,20 +6,24 @@ from hypothesis import strategies as st
 
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
-from engine.core.explain import MAX_CONSIDERED, best_considered
-from engine.core.placement import (
+from engine.core.hashing import preferred
+from engine.core.manager.explain import MAX_CONSIDERED, best_considered
+from engine.core.manager.homes import Home
+from engine.core.manager.placement import (
+    DECODE_HORIZON,
+    MAX_DELAYED,
+    MAX_SPREAD,
     MIN_CONSIDERED,
-    NEAR,
-    NEAR_S,
+    TIE,
+    TIE_S,
     Candidate,
     CostModel,
-    Crowd,
     Demand,
-    Offer,
     Placement,
+    WorkerGroups,
+    WorkerLoad,
     place,
     predict,
-    preferred,
 )
 from engine.core.types import Role
 
@@ -36,16 +40,25 @@ def worker(
     requests: int = 0,
     local: int = 0,
     free: int | None = None,
+    waiting: int = 0,
+    empty: int | None = None,
+    spread: float = 0.01,
 ) -> Candidate:
     """One that computes `rate` tokens a second, steps and imports costing nothing beyond tokens and bytes."""
-    costs = WorkerCosts(0.0, 1 / rate, 1 / rate, 0.0, 0.0, 1e-9)
-    return Candidate([worker_id], Offer(role, costs, 1 << 20, queued / rate, requests, free), local)
+    costs = WorkerCosts(0.0, 1 / rate, 1 / rate, 0.0, 0.0, 1e-9, spread=spread)
+    load = WorkerLoad(role, costs, 1 << 20, queued / rate, requests, free, waiting, empty)
+    return Candidate([worker_id], load, local)
 
 
 def choose(
-    candidates: list[Candidate], num_tokens: int = 1000, reachable: int = 0, session: str = "s", pending_s: float = 0.0
+    candidates: list[Candidate],
+    num_tokens: int = 1000,
+    reachable: int = 0,
+    session: str = "s",
+    pending_s: float = 0.0,
+    return_rate: float = 0.0,
 ) -> Placement:
-    return place(Demand(num_tokens, reachable, pending_s, session), candidates, MODEL)
+    return place(Demand(num_tokens, reachable, pending_s, session, return_rate), candidates, MODEL)
 
 
 def test_nobody_there() -> None:
@@ -196,70 +209,162 @@ def test_sessions_are_spread_evenly() -> None:
     assert all(400 < first.count(name) < 600 for name in "abcd")
 
 
+def test_the_session_decides_where_costs_differ_by_less_than_is_known_of_them() -> None:
+    rates = {f"w{index}": 1000 * (0.9 + 0.2 * index / 7) for index in range(8)}
+    for spread, least, most in ((0.1, 8, 8), (0.001, 1, 1)):
+        workers = [worker(name, rate=rate, spread=spread) for name, rate in rates.items()]
+        used = {choose(workers, session=f"s{index}").prefill for index in range(100)}
+        assert least <= len(used) <= most
+
+
+def test_what_differs_between_workers_of_equal_costs_is_known() -> None:
+    """Their real costs are the same, however badly they are known: hits and queues decide."""
+    for better, worse in (
+        (worker("warm", local=28, spread=0.3), worker("cold", spread=0.3)),
+        (worker("idle", spread=0.3), worker("busy", queued=100, spread=0.3)),
+    ):
+        used = {choose([better, worse], session=str(index)).prefill for index in range(50)}
+        assert used == set(better.worker_ids)
+    decoders = [worker("free", Role.DECODE, spread=0.3), worker("busy", Role.DECODE, requests=1, spread=0.3)]
+    workers = [worker("p", Role.PREFILL), *decoders]
+    assert {choose(workers, session=str(index)).decode for index in range(50)} == {"free"}
+
+
+def test_what_is_known_for_sure_is_not_left_to_the_session() -> None:
+    """A fit that knows nothing still knows a long queue from none."""
+    workers = [worker("idle", spread=9.0), worker("busy", queued=3000, spread=9.0)]
+    assert {choose(workers, session=str(index)).prefill for index in range(20)} == {"idle"}
+
+
+# What a placement costs others
+
+
+def test_hits_count_more_where_others_wait() -> None:
+    """The cold worker answers this request sooner; those behind it would wait for all that the warm one has."""
+    for waiting, expected in ((0, "cold"), (3, "warm")):
+        workers = [worker("warm", queued=900, local=40, waiting=waiting), worker("cold", queued=200, waiting=waiting)]
+        assert choose(workers).prefill == expected
+
+
+def test_a_long_queue_delays_only_so_many() -> None:
+    few, many = (choose([worker("w", queued=100, waiting=count)]).chosen for count in (MAX_DELAYED, 100))
+    assert few.others_s == many.others_s == pytest.approx(MAX_DELAYED * 1.0)
+
+
+def test_of_workers_alike_the_one_with_fewer_decodes_prefills() -> None:
+    workers = [worker("busy", requests=5), worker("idle", requests=1)]
+    assert {choose(workers, session=str(index)).prefill for index in range(20)} == {"idle"}
+
+
+# Room
+
+
+def test_an_empty_pool_is_filled_before_useful_blocks_are_evicted() -> None:
+    workers = [worker("full", empty=0), worker("empty", empty=64)]
+    assert {choose(workers, session=str(index), return_rate=0.5).prefill for index in range(20)} == {"empty"}
+    used = {choose(workers, session=str(index), return_rate=0.0).prefill for index in range(20)}
+    assert used == {"full", "empty"}, "nobody wants again what is evicted here"
+
+
+def test_only_what_does_not_fit_is_evicted() -> None:
+    for empty, num_evicted in ((0, 63), (60, 3), (63, 0), (None, 0)):
+        chosen = choose([worker("w", empty=empty)], return_rate=0.5).chosen
+        assert chosen.room_s == pytest.approx(num_evicted * 16 / 1000 * 0.5)
+    assert choose([worker("w", empty=0, local=60)], return_rate=0.5).chosen.room_s == pytest.approx(3 * 16 / 1000 * 0.5)
+
+
+def test_a_decode_worker_with_empty_blocks_is_preferred() -> None:
+    decoders = [worker("full", Role.DECODE, empty=0), worker("empty", Role.DECODE, empty=64)]
+    workers = [worker("p", Role.PREFILL), *decoders]
+    assert {choose(workers, session=str(index), return_rate=0.5).decode for index in range(20)} == {"empty"}
+
+
 # Many workers
 
 
-COSTS = [WorkerCosts(), WorkerCosts(1e-3, 2e-4, 1e-4, 1e-9, 5e-3, 2e-9), WorkerCosts(prefill_token_s=1.01e-3)]
+COSTS = [
+    WorkerCosts(),
+    WorkerCosts(1e-3, 2e-4, 1e-4, 1e-9, 5e-3, 2e-9, spread=0.0),
+    WorkerCosts(prefill_token_s=1.01e-3, spread=1.5),
+]
 
-OFFERS = st.builds(
-    Offer,
+LOADS = st.builds(
+    WorkerLoad,
     role=st.sampled_from(Role),
     costs=st.sampled_from(COSTS),
     token_budget=st.sampled_from([64, 512]),
     queued_s=st.sampled_from([0.0, 0.0, 4e-4, 0.01, 0.1, 0.5, 2.0]),
     num_decoding=st.integers(0, 3),
     num_free_blocks=st.sampled_from([None, 10, 1000]),
+    num_queued=st.sampled_from([0, 1, 20]),
+    num_empty_blocks=st.sampled_from([None, 0, 64]),
 )
 """Few different ones, so that some are equal."""
 
-
-def cheapest(costs_s: dict[str, float], session: str) -> str:
-    limit_s = min(costs_s.values()) * NEAR + NEAR_S
-    return preferred(session, [worker_id for worker_id, cost_s in costs_s.items() if cost_s <= limit_s])
+HOMES = st.sampled_from(["", "w0", "w1", "w2", "w7", "gone"])
 
 
-def full_scan(demand: Demand, workers: dict[str, tuple[Offer, int]]) -> tuple[str, str]:
+def cheapest(sums: dict[str, tuple[WorkerCosts, float]], session: str, home: str) -> str:
+    """The session's home, or the one that it prefers, of those which are tied with the best of their costs, if that
+    one's range reaches below the upper end of every worker's."""
+    tied = []
+    for worker_id, (costs, cost_s) in sums.items():
+        best_s = min(other_s for other, other_s in sums.values() if other == costs)
+        lowest_s = best_s * (1 - min(costs.spread, MAX_SPREAD))
+        is_in_reach = all(lowest_s <= s * (1 + min(other.spread, MAX_SPREAD)) for other, s in sums.values())
+        if is_in_reach and cost_s <= best_s * (1 + TIE) + TIE_S:
+            tied.append(worker_id)
+    return home if home in tied else preferred(session, tied)
+
+
+def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tuple[str, str]:
     """The rule without any short cut: every worker's prediction, then every decoder's cost."""
-    by_role = {role: [w for w, (offer, _) in workers.items() if offer.role is role] for role in Role}
+    by_role = {role: [w for w, (load, _) in workers.items() if load.role is role] for role in Role}
     decoders = by_role[Role.DECODE] + by_role[Role.MIXED] or list(workers)
-    ttfts_s = {}
-    for worker_id, (offer, num_local) in workers.items():
-        prediction = predict(Candidate([worker_id], offer, num_local), demand, MODEL)
+    sums = {}
+    for worker_id, (load, num_local) in workers.items():
+        prediction = predict(Candidate([worker_id], load, num_local), demand, MODEL)
         uncached = demand.num_tokens - (num_local + prediction.num_imported_blocks) * MODEL.block_size
-        only_decodes = offer.role is Role.DECODE and len(by_role[Role.DECODE]) < len(workers)
+        only_decodes = load.role is Role.DECODE and len(by_role[Role.DECODE]) < len(workers)
         if not only_decodes or uncached <= MODEL.piggyback_tokens:
-            ttfts_s[worker_id] = prediction.ttft_s
-    prefill = cheapest(ttfts_s, demand.session)
+            sums[worker_id] = load.costs, prediction.cost_s
+    prefill = cheapest(sums, demand.session, demand.home.prefill)
     if prefill in decoders:
         return prefill, prefill
-    costs_s = {}
+    sums = {}
     for worker_id in decoders:
-        offer, num_local = workers[worker_id]
+        load, num_local = workers[worker_id]
         lacking = max(0, demand.num_tokens // MODEL.block_size + 1 - num_local)
-        costs_s[worker_id] = 64 * offer.costs.decode_step_s(offer.num_decoding + 1)
-        if offer.num_free_blocks is not None and offer.num_free_blocks < lacking:
-            costs_s[worker_id] *= 2
-        costs_s[worker_id] += offer.costs.import_all_s(lacking * MODEL.block_bytes)
-    return prefill, cheapest(costs_s, demand.session)
+        cost_s = DECODE_HORIZON * load.costs.decode_step_s(load.num_decoding + 1)
+        if load.num_free_blocks is not None and load.num_free_blocks < lacking:
+            cost_s *= 2
+        cost_s += load.costs.import_all_s(lacking * MODEL.block_bytes)
+        if load.num_empty_blocks is not None:
+            evicted = max(0, lacking - load.num_empty_blocks)
+            cost_s += evicted * MODEL.block_size * load.costs.prefill_token_s * demand.return_rate
+        sums[worker_id] = load.costs, cost_s
+    return prefill, cheapest(sums, demand.session, demand.home.decode)
 
 
 @given(
-    offers=st.lists(st.tuples(OFFERS, st.sampled_from([0, 0, 3, 20])), min_size=1, max_size=60),
+    loads=st.lists(st.tuples(LOADS, st.sampled_from([0, 0, 3, 20])), min_size=1, max_size=60),
     num_tokens=st.integers(321, 5000),
     pending_s=st.sampled_from([0.0, 0.3]),
     session=st.text(max_size=3),
+    return_rate=st.sampled_from([0.0, 0.5]),
+    home=st.builds(Home, prefill=HOMES, decode=HOMES),
 )
 def test_grouping_and_pruning_change_no_choice(
-    offers: list[tuple[Offer, int]], num_tokens: int, pending_s: float, session: str
+    loads: list[tuple[WorkerLoad, int]], num_tokens: int, pending_s: float, session: str, return_rate: float, home: Home
 ) -> None:
-    workers = {f"w{index}": offer for index, offer in enumerate(offers)}
-    crowd = Crowd()
+    workers = {f"w{index}": load for index, load in enumerate(loads)}
+    groups = WorkerGroups()
     holders: dict[int, set[str]] = {}
-    for worker_id, (offer, num_local) in workers.items():
-        crowd.put(worker_id, offer)
+    for worker_id, (load, num_local) in workers.items():
+        groups.put(worker_id, load)
         holders.setdefault(num_local, set()).add(worker_id)
-    demand = Demand(num_tokens, 20, pending_s, session)
-    placement = place(demand, crowd.candidates(holders), MODEL)
+    demand = Demand(num_tokens, 20, pending_s, session, return_rate, home)
+    placement = place(demand, groups.candidates(holders), MODEL)
     assert (placement.prefill, placement.decode) == full_scan(demand, workers)
 
 
@@ -269,15 +374,15 @@ def test_who_queues_longer_than_the_best_takes_is_not_predicted() -> None:
 
 
 def test_those_alike_are_predicted_once() -> None:
-    crowd = Crowd()
-    offer = worker("any").offer
+    groups = WorkerGroups()
+    load = worker("any").load
     for index in range(1000):
-        crowd.put(f"w{index}", offer)
-    crowd.put("w7", offer._replace(num_decoding=1))
-    crowd.remove("w8")
+        groups.put(f"w{index}", load)
+    groups.put("w7", load._replace(num_decoding=1))
+    groups.remove("w8")
     first = {"w7", "w9"}
-    candidates = crowd.candidates({0: {f"w{index}" for index in range(1000)} - first, 5: first})
-    assert [(len(c.worker_ids), c.num_local_blocks, c.offer.num_decoding) for c in candidates] == [
+    candidates = groups.candidates({0: {f"w{index}" for index in range(1000)} - first, 5: first})
+    assert [(len(c.worker_ids), c.num_local_blocks, c.load.num_decoding) for c in candidates] == [
         (997, 0, 0),
         (1, 5, 0),
         (1, 5, 1),

@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import eviction
+from benchmarks import eviction, routing
 from benchmarks.replay import main, parse_roles, replay
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.cluster import Cluster
+from benchmarks.replaying.published import Dynamo, LMetric
 from benchmarks.replaying.routers import ROUTERS, Managed
 from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, read_costs
 from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
 from benchmarks.replaying.traces import ReplayError, TraceRequest, read_trace
 from benchmarks.replaying.worker import ReplayWorker
-from engine.core.block_pool import BlockPool
 from engine.core.eviction.policies import EvictionPolicy
 from engine.core.types import Role
+from engine.core.worker.block_pool import BlockPool
 
 SPEEDS = ConstantSpeeds(prefill_tokens_per_s=5120, step_s=0.01, token_budget=512, handover_blocks_per_s=100)
 
@@ -77,7 +78,7 @@ def test_decoding_waits_for_the_chunks_of_a_prefill() -> None:
 def write_costs(path: Path, **changes: object) -> Path:
     """A step of 10 ms, 0.1 ms a prompt token, 1 ms a decode, an import of 5 ms and a microsecond a byte."""
     costs = {"step_s": 0.01, "prefill_token_s": 1e-4, "decode_token_s": 1e-3, "pair_s": 0, "import_s": 5e-3}
-    path.write_text(json.dumps(costs | {"import_byte_s": 1e-6, "swap_s": 0, "swap_byte_s": 0} | changes))
+    path.write_text(json.dumps(costs | {"import_byte_s": 1e-6, "swap_s": 0, "swap_byte_s": 0, "spread": 0} | changes))
     return path
 
 
@@ -130,7 +131,7 @@ def test_what_the_directory_asks_for_is_exported(tmp_path: Path, trace: list[Tra
     router = Managed(workers, speeds)
     assert any(job.num_imported for job in list(Cluster(workers, router).run(trace)))
     router._directory.check_integrity()
-    assert not any(worker.exporting for worker in router._directory.workers.values())
+    assert router._directory._supply.num_asked == 0
 
 
 def test_at_constant_rates_nothing_is_imported() -> None:
@@ -158,7 +159,7 @@ def test_with_costs_every_request_ends(tmp_path: Path, trace: list[TraceRequest]
         ("[]", "costs.json: not a JSON object"),
         ({"stepp_s": 1}, "costs.json: unknown 'stepp_s'; there are step_s, prefill_token_s"),
         ({"step_s": None}, "costs.json: 'step_s' missing"),
-        ({"pair_s": -1}, "pair_s must be a number of seconds from 0, not -1"),
+        ({"pair_s": -1}, "pair_s must be a number from 0, not -1"),
         ({"pair_s": True}, "pair_s must be"),
         ({"pair_s": "1"}, "pair_s must be"),
         ({"pair_s": float("nan")}, "pair_s must be"),
@@ -208,6 +209,54 @@ def test_a_prompt_is_hit_again() -> None:
     trace = [request(0.0, 1, 2), request(10.0, 1, 2, 3)]
     jobs, _ = replay(trace, parse_roles(2, None), 8, EvictionPolicy.ADAPTIVE, "directory", SPEEDS)
     assert [job.num_hits for job in jobs] == [0, 2]
+
+
+def test_jitter_is_of_each_worker_and_repeatable() -> None:
+    """Ten prompts that share nothing, on workers that are equal but for the jitter."""
+    trace = [request(10.0 * number, number) for number in range(10)]
+    took_s = {}
+    for jitter, seed in ((0.0, 1), (0.1, 1), (0.1, 1), (0.1, 2)):
+        jobs, _ = replay(trace, [Role.MIXED] * 4, 8, EvictionPolicy.LRU, "round-robin", SPEEDS, jitter, seed)
+        took_s[jitter, seed] = [
+            round(job.first_token_s - job.request.arrival_s, 6) for job in jobs if job.first_token_s
+        ]
+        assert took_s.setdefault((jitter, -seed), took_s[jitter, seed]) == took_s[jitter, seed]
+    assert set(took_s[0.0, 1]) == {0.1}
+    assert len(set(took_s[0.1, 1])) == 4 and all(0.09 <= each <= 0.11 for each in took_s[0.1, 1])
+    assert took_s[0.1, 1] != took_s[0.1, 2]
+
+
+def test_sessions_use_all_workers_though_their_fits_differ() -> None:
+    """40 conversations of three turns, one request at a time: later turns come back to their blocks."""
+    trace = [
+        request(10.0 * (40 * turn + talk), *range(talk * 100, talk * 100 + 4 + turn))
+        for turn in range(3)
+        for talk in range(1, 41)
+    ]
+    jobs, workers = replay(trace, [Role.MIXED] * 4, 400, EvictionPolicy.LRU, "directory", SPEEDS, 0.1)
+    used = [job.prefill for job in jobs]
+    assert all(4 <= used[:40].count(worker.worker_id) <= 16 for worker in workers)
+    assert used[:40] == used[40:80] == used[80:]
+
+
+def test_a_rule_that_counts_tokens_and_requests_keeps_count(trace: list[TraceRequest]) -> None:
+    for roles in ([Role.MIXED] * 3, [Role.PREFILL, Role.PREFILL, Role.DECODE]):
+        workers = [
+            ReplayWorker(f"{role}-{number}", role, BlockPool(12, 512), SPEEDS) for number, role in enumerate(roles)
+        ]
+        for rule in (LMetric(workers), Dynamo(workers)):
+            for _ in Cluster(workers, rule).run(trace):
+                assert sum(rule.num_requests.values()) > 0
+            assert set(rule.num_requests.values()) == set(rule.num_queued_tokens.values()) == {0}
+
+
+def test_dualmap_keeps_a_conversation_on_two_workers(trace: list[TraceRequest]) -> None:
+    jobs, _ = replay(trace, [Role.MIXED] * 8, 100, EvictionPolicy.LRU, "dualmap", SPEEDS)
+    used: dict[str, set[str]] = {}
+    for job in jobs:
+        used.setdefault(job.request.session, set()).add(job.prefill)
+    assert all(len(names) <= 2 for names in used.values())
+    assert len(set.union(*used.values())) > 2
 
 
 def test_what_fits_no_pool_is_refused() -> None:
@@ -295,6 +344,7 @@ def test_a_malformed_csv_line_is_named(tmp_path: Path) -> None:
         (["--roles", "4"], "--roles must be P:D"),
         (["--workers", "0"], "--workers must be"),
         (["--capacity-blocks", "0"], "--capacity-blocks must be"),
+        (["--jitter", "1"], "--jitter must be from 0 to below 1"),
         (["--prefill-rate", "0"], "must be above 0"),
         (["--costs", "costs.json", "--decode-step-ms", "5"], "--costs stands instead of --decode-step-ms"),
         (["--costs", "nowhere.json"], "cannot read nowhere.json"),
@@ -321,3 +371,17 @@ def test_figures_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert report["command"].startswith("python -m benchmarks.replay trace.jsonl")
     assert 0 < report["hit_rate"] <= report["one_shared_cache"]["infinite"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_routers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write(tmp_path / "trace.jsonl", *[row([1, 2 + number % 3], 1000 * number) for number in range(20)])
+    result = tmp_path / "result.json"
+    assert routing.main([str(trace), "--clusters", "2", "1:1", "--json", str(result)]) == 0
+    assert "lmetric" in capsys.readouterr().out
+    rows = json.loads(result.read_text())["routers"]
+    assert [each["router"] for each in rows] == list(ROUTERS)
+    for each in rows:
+        assert each["clusters"].keys() == {"2", "1:1"}
+        assert all(0 < figures["goodput_share"] <= 1 for figures in each["clusters"].values())
+    for wrong in (["--clusters", "many"], ["--routers", "magic"]):
+        assert routing.main([str(trace), *wrong]) == 2

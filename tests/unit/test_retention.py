@@ -1,13 +1,14 @@
 """What requests and tenants may wish of eviction, through the scheduler. The pool has 32 blocks of four tokens."""
 
 import pytest
-from builders import FakeModel, chain_of, hashes_of, import_blocks, keys_of, make_assignment, run_all, submit
 
-from engine.core.block_pool import BlockPool
 from engine.core.eviction.policies import EvictionPolicy, make_queue
 from engine.core.eviction.queue import Quota
-from engine.core.scheduler import Scheduler, SchedulerLimits
-from engine.core.types import CacheWish
+from engine.core.settings import SchedulerLimits
+from engine.core.types import CacheHints, CacheMark
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.scheduler import Scheduler
+from tests.unit.builders import FakeModel, chain_of, hashes_of, import_blocks, keys_of, make_assignment, run_all, submit
 
 KEPT = (3, 1, 2, 3, 0, 1, 1, 2, 3, 2, 0, 0)
 NUM_BLOCKS = 32
@@ -22,16 +23,16 @@ class Worker:
         self.model = FakeModel(pool)
         self.num_asked = 0
 
-    def ask(self, prompt: tuple[int, ...], wish: CacheWish, now: float = 0.0) -> None:
+    def ask(self, prompt: tuple[int, ...], hints: CacheHints, now: float = 0.0) -> None:
         self.num_asked += 1
-        submit(self.scheduler, make_assignment(str(self.num_asked), prompt, max_tokens=1, cache=wish), now)
+        submit(self.scheduler, make_assignment(str(self.num_asked), prompt, max_tokens=1, cache=hints), now)
         run_all(self.scheduler, self.model, now)
         self.scheduler.check_integrity()
 
-    def flood(self, wish: CacheWish, num_blocks: int, now: float = 1.0) -> None:
+    def flood(self, hints: CacheHints, num_blocks: int, now: float = 1.0) -> None:
         """Prompts of three blocks that nobody has asked before, with `num_blocks` blocks in all."""
         for number in range(num_blocks // 3):
-            self.ask((number, *range(100, 111)), wish, now)
+            self.ask((number, *range(100, 111)), hints, now)
 
     def num_kept(self, prompt: tuple[int, ...]) -> int:
         return len(self.scheduler.pool.match(hashes_of(prompt)))
@@ -45,41 +46,41 @@ def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
 
 def test_without_a_wish_a_flood_takes_everything() -> None:
     worker = Worker(EvictionPolicy.LRU)
-    worker.ask(KEPT, CacheWish())
-    worker.flood(CacheWish(), 3 * NUM_BLOCKS)
+    worker.ask(KEPT, CacheHints())
+    worker.flood(CacheHints(), 3 * NUM_BLOCKS)
     assert worker.num_kept(KEPT) == 0
 
 
 def test_one_tenant_cannot_flush_another_below_its_floor(policy: EvictionPolicy) -> None:
     worker = Worker(policy, {"a": Quota(floor=3)})
-    worker.ask(KEPT, CacheWish("a"))
-    worker.flood(CacheWish("b", priority=10), 3 * NUM_BLOCKS)
+    worker.ask(KEPT, CacheHints("a"))
+    worker.flood(CacheHints("b", priority=10), 3 * NUM_BLOCKS)
     assert worker.num_kept(KEPT) == 3
 
 
 def test_a_tenant_above_its_ceiling_pays_with_its_own_blocks(policy: EvictionPolicy) -> None:
     worker = Worker(policy, {"b": Quota(ceiling=9)})
-    worker.ask(KEPT, CacheWish("a"))
-    worker.flood(CacheWish("b", priority=10), 3 * NUM_BLOCKS)
+    worker.ask(KEPT, CacheHints("a"))
+    worker.flood(CacheHints("b", priority=10), 3 * NUM_BLOCKS)
     assert worker.num_kept(KEPT) == 3
 
 
 def test_a_higher_priority_survives_a_flood(policy: EvictionPolicy) -> None:
     worker = Worker(policy)
-    worker.ask(KEPT, CacheWish(priority=1))
-    worker.flood(CacheWish(), 3 * NUM_BLOCKS)
+    worker.ask(KEPT, CacheHints(priority=1))
+    worker.flood(CacheHints(), 3 * NUM_BLOCKS)
     assert worker.num_kept(KEPT) == 3
-    worker.flood(CacheWish(priority=2), 3 * NUM_BLOCKS)
+    worker.flood(CacheHints(priority=2), 3 * NUM_BLOCKS)
     assert worker.num_kept(KEPT) == 0
 
 
 def test_what_has_expired_goes_first(policy: EvictionPolicy) -> None:
     worker = Worker(policy)
-    worker.flood(CacheWish(), 27, now=0.0)
-    worker.ask(KEPT, CacheWish(priority=10, ttl_s=5.0), now=1.0)
-    worker.ask((7, *KEPT[1:]), CacheWish(), now=5.9)
+    worker.flood(CacheHints(), 27, now=0.0)
+    worker.ask(KEPT, CacheHints(priority=10, ttl_s=5.0), now=1.0)
+    worker.ask((7, *KEPT[1:]), CacheHints(), now=5.9)
     assert worker.num_kept(KEPT) == 3, "not expired yet"
-    worker.ask((8, *KEPT[1:]), CacheWish(), now=6.0)
+    worker.ask((8, *KEPT[1:]), CacheHints(), now=6.0)
     assert worker.num_kept(KEPT) == 0
     assert worker.num_kept((7, *KEPT[1:])) == 3
 
@@ -88,6 +89,40 @@ def test_what_was_imported_belongs_to_the_tenant_that_uses_it_first(policy: Evic
     worker = Worker(policy, {"a": Quota(floor=3)})
     keys = keys_of(chain_of(), KEPT)
     import_blocks(worker.scheduler, worker.model, hashes_of(KEPT), [keys[:4], keys[4:8], keys[8:]])
-    worker.ask(KEPT, CacheWish("a"))
-    worker.flood(CacheWish("b"), 3 * NUM_BLOCKS)
+    worker.ask(KEPT, CacheHints("a"))
+    worker.flood(CacheHints("b"), 3 * NUM_BLOCKS)
     assert worker.num_kept(KEPT) == 3
+
+
+def test_the_blocks_before_a_mark_survive_a_flood_and_the_rest_does_not(policy: EvictionPolicy) -> None:
+    worker = Worker(policy)
+    worker.ask(KEPT, CacheHints(marks=(CacheMark(2, 1, 300.0),)))
+    worker.flood(CacheHints(), 3 * NUM_BLOCKS)
+    assert worker.num_kept(KEPT) == 2
+    worker.flood(CacheHints(priority=2), 3 * NUM_BLOCKS)
+    assert worker.num_kept(KEPT) == 0
+
+
+def test_the_blocks_before_a_mark_expire_as_the_longest_mark_says(policy: EvictionPolicy) -> None:
+    def kept_at(now: float) -> int:
+        worker = Worker(policy)
+        worker.flood(CacheHints(), 27, now=0.0)
+        worker.ask(KEPT, CacheHints(marks=(CacheMark(2, 1, 60.0), CacheMark(3, 1, 5.0))), now=1.0)
+        worker.ask((7, *KEPT[1:]), CacheHints(), now=now)
+        worker.ask((8, *KEPT[1:]), CacheHints(), now=now)
+        return worker.num_kept(KEPT)
+
+    assert (kept_at(5.9), kept_at(6.1), kept_at(61.1)) == (3, 2, 0)
+
+
+def test_another_request_renews_a_mark() -> None:
+    worker = Worker(EvictionPolicy.LRU)
+    marked = CacheHints(marks=(CacheMark(3, 1, 5.0),))
+    worker.flood(CacheHints(), 27, now=0.0)
+    worker.ask(KEPT, marked, now=1.0)
+    worker.ask(KEPT, marked, now=4.0)
+    worker.ask((7, *KEPT[1:]), CacheHints(), now=8.9)
+    worker.ask((8, *KEPT[1:]), CacheHints(), now=8.9)
+    assert worker.num_kept(KEPT) == 3
+    worker.ask((9, *KEPT[1:]), CacheHints(), now=9.0)
+    assert worker.num_kept(KEPT) == 0

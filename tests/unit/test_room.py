@@ -1,18 +1,24 @@
 """Who is let in, and when there is room again."""
 
+import random
+from collections.abc import Iterator
+
 import pytest
 
 from engine.core.errors import OverloadedError, RequestError
-from engine.core.generation import Generation
-from engine.core.room import Room
+from engine.core.ingress.room import Permit, Room
 from engine.core.tenants import Tenant
-from engine.core.types import CacheWish, Salt, SamplingParams
 
 ANYONE = Tenant("anyone")
 
 
-def make_generation(tenant: Tenant = ANYONE) -> Generation:
-    return Generation("r", (1, 2, 3), SamplingParams(1), Salt(), CacheWish(tenant.name))
+@pytest.fixture
+def room() -> Iterator[Room]:
+    """A room for three, into which everybody has released what was acquired when the test is over."""
+    room = Room(3)
+    yield room
+    room.check_integrity()
+    assert room.num_held == 0
 
 
 def has_room(room: Room, count: int, tenant: Tenant = ANYONE) -> bool:
@@ -23,45 +29,72 @@ def has_room(room: Room, count: int, tenant: Tenant = ANYONE) -> bool:
         return False
 
 
-def test_what_is_being_made_counts() -> None:
-    room = Room(3)
+def test_what_is_being_made_counts(room: Room) -> None:
     with room.reserve(2, ANYONE):
         assert has_room(room, 1) and not has_room(room, 2)
-    assert has_room(room, 3) and not has_room(room, 4)
+    assert has_room(room, 3)
 
 
-def test_what_cannot_be_made_gives_its_room_back() -> None:
-    room = Room(1)
-    with pytest.raises(RequestError), room.reserve(1, ANYONE):
+def test_what_no_room_could_hold_is_the_callers_error(room: Room) -> None:
+    with room.reserve(3, ANYONE), pytest.raises(RequestError, match="4 answers are more than the 3"):
+        room.acquire(4, ANYONE)
+
+
+def test_what_cannot_be_made_gives_its_room_back(room: Room) -> None:
+    with pytest.raises(RequestError), room.reserve(3, ANYONE):
         raise RequestError("too long")
-    assert has_room(room, 1)
+    assert has_room(room, 3)
 
 
-def test_a_request_counts_once_and_without_a_gap_up_to_its_end() -> None:
-    room, generation = Room(1), make_generation()
-    with room.reserve(1, ANYONE):
-        room.expect([generation])
-    assert not has_room(room, 1)
-    room.begin(generation)
-    assert not has_room(room, 1)
-    room.end(generation)
-    assert has_room(room, 1)
+def test_a_permit_that_is_taken_counts_without_a_gap_until_it_is_released(room: Room) -> None:
+    with room.reserve(3, ANYONE) as permits:
+        taken = permits.pop()
+    assert has_room(room, 2) and not has_room(room, 3)
+    taken.release()
+    assert has_room(room, 3)
 
 
-def test_a_request_that_never_begins_is_forgotten() -> None:
-    room, generation = Room(1), make_generation()
-    room.expect([generation])
-    assert not has_room(room, 1)
-    del generation
-    assert has_room(room, 1)
+def test_a_permit_is_released_once(room: Room) -> None:
+    (permit,) = room.acquire(1, ANYONE)
+    permit.release()
+    with pytest.raises(AssertionError, match="released once"):
+        permit.release()
+    assert room.num_held == 0
+
+
+def test_a_permit_that_nobody_can_release_is_an_error_and_takes_no_room_for_good() -> None:
+    """Warnings are errors in tests."""
+    room = Room(3)
+    permits = room.acquire(1, ANYONE)
+    with pytest.warns(ResourceWarning, match="a permit of 'anyone' was never released"):
+        del permits
+    assert room.num_held == 0
 
 
 def test_a_tenant_has_room_of_its_own() -> None:
     room, small = Room(10), Tenant("small", max_requests=2)
-    generation = make_generation(small)
-    room.expect([generation])
+    (permit,) = room.acquire(1, small)
     assert has_room(room, 1, small) and not has_room(room, 2, small) and has_room(room, 9)
-    room.begin(generation)
-    assert has_room(room, 1, small) and not has_room(room, 2, small)
-    with pytest.raises(RequestError, match="3 answers are more than the 2"), room.reserve(3, small):
-        pass
+    with pytest.raises(RequestError, match="3 answers are more than the 2"):
+        room.acquire(3, small)
+    permit.release()
+    assert has_room(room, 2, small)
+
+
+def test_what_is_let_in_never_exceeds_a_limit(room: Room) -> None:
+    rng = random.Random(1)
+    tenants = [ANYONE, Tenant("small", max_requests=2)]
+    held: list[Permit] = []
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            held.pop(rng.randrange(len(held))).release()
+        else:
+            tenant, count = rng.choice(tenants), rng.randint(1, 2)
+            num_own = sum(permit.tenant == tenant.name for permit in held)
+            fits = len(held) + count <= 3 and num_own + count <= (tenant.max_requests or 3)
+            assert has_room(room, count, tenant) == fits
+            held += room.acquire(count, tenant) if fits else []
+        room.check_integrity()
+        assert room.num_held == len(held)
+    for permit in held:
+        permit.release()

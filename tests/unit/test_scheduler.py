@@ -2,9 +2,21 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from random import Random
 
 import pytest
-from builders import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.costs import WorkerCosts
+from engine.core.hashing import hash_block
+from engine.core.types import BlockHash, FinishReason, Handover, Salt, Stage, TokenEvent
+from engine.core.worker.moves import CopyBlock
+from engine.core.worker.order import share_budget
+from engine.core.worker.request import Request
+from engine.core.worker.scheduler import Scheduler
+from engine.core.worker.step import RunnerOutput, SchedulerOutput
+from tests.unit.builders import (
     FakeModel,
     answer_to,
     chain_of,
@@ -17,14 +29,6 @@ from builders import (
     submit,
     tokens_of,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from engine.core.hashing import hash_block
-from engine.core.moves import CopyBlock
-from engine.core.request import Request
-from engine.core.scheduler import RunnerOutput, Scheduler, SchedulerOutput, share_budget
-from engine.core.types import BlockHash, FinishReason, Handover, Salt, Stage
 
 MakeScheduler = Callable[..., Scheduler]
 
@@ -60,7 +64,7 @@ def test_long_prompts_are_prefilled_in_chunks(make_scheduler: MakeScheduler) -> 
     submit(scheduler, make_assignment(prompt=PROMPT))
     chunks = [scheduled(step(scheduler, model)[0])["a"] for _ in range(4)]
     assert chunks == [(0, 5), (5, 5), (10, 2), (12, 1)]
-    scheduler.abort("a")
+    scheduler.abort("a", 0.0)
 
 
 # Cached prefixes
@@ -161,16 +165,16 @@ def test_when_the_one_who_computes_is_aborted_the_next_takes_over(make_scheduler
     for request_id in ("a", "b"):
         submit(scheduler, make_assignment(request_id, PROMPT, max_tokens=1))
     step(scheduler, model)
-    scheduler.abort("a")
+    scheduler.abort("a", 0.0)
     assert scheduled(step(scheduler, model)[0]) == {"b": (4, 4)}
-    scheduler.abort("b")
+    scheduler.abort("b", 0.0)
 
 
 def test_nothing_is_published_by_an_aborted_step(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     submit(scheduler, make_assignment(prompt=PROMPT))
     output = scheduler.schedule(0.0)
-    scheduler.abort("a")
+    scheduler.abort("a", 0.0)
     assert scheduler.update(output, RunnerOutput(), 0.0).events == ()
     assert scheduler.pool.hashes() == []
     assert scheduler.pool.num_available == scheduler.pool.num_blocks
@@ -200,11 +204,39 @@ def test_a_short_prompt_overtakes_a_long_one(make_scheduler: MakeScheduler) -> N
 
 
 def requests_of(sizes: list[int]) -> list[Request]:
-    return [Request(make_assignment(str(i), range(size)), b"", 4, arrival=i) for i, size in enumerate(sizes)]
+    return [Request(make_assignment(str(i), range(size)), chain_of(), arrival=i) for i, size in enumerate(sizes)]
+
+
+@given(sizes=st.lists(st.integers(1, 50), max_size=8), budget=st.integers(1, 100), heavy=st.integers(0, 7))
+def test_shares_of_the_budget_with_weights(sizes: list[int], budget: int, heavy: int) -> None:
+    requests = requests_of(sizes)
+    shares = {
+        request.arrival: share
+        for request, share in share_budget(requests, budget, lambda request: 2.5 if request.arrival == heavy else 1.0)
+    }
+    weighed = sum(share * (2.5 if arrival == heavy else 1.0) for arrival, share in shares.items())
+    assert all(0 < share <= sizes[arrival] for arrival, share in shares.items())
+    assert weighed <= budget or shares == {0: 1}, "more than the budget only so that the oldest moves"
+    if sizes:
+        assert 0 in shares, "the oldest always moves"
+    if weighed + 2.5 <= budget:
+        assert sum(shares.values()) == sum(sizes), "nothing is left unused"
+
+
+def test_a_token_of_a_long_context_takes_more_of_the_budget_beside_decodes(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=16)
+    scheduler.learn_costs(WorkerCosts(step_s=0.0, prefill_token_s=1.0, pair_s=1 / 16))
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("long", (3,) * 40, max_tokens=1))
+    assert scheduled(step(scheduler, model)[0]) == {"long": (0, 16)}
+    submit(scheduler, make_assignment("stream", (2, 1, 2), max_tokens=20))
+    assert scheduled(step(scheduler, model)[0]) == {"stream": (0, 3), "long": (16, 13)}, "nothing decodes"
+    assert scheduled(step(scheduler, model)[0]) == {"stream": (3, 1), "long": (29, 5)}, "15 / (1 + 29 / 16)"
+    run_all(scheduler, model)
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=8), budget=st.integers(0, 100), order=st.randoms())
-def test_shares_of_the_budget(sizes: list[int], budget: int, order) -> None:
+def test_shares_of_the_budget(sizes: list[int], budget: int, order: Random) -> None:
     requests = requests_of(sizes)
     shuffled = order.sample(requests, len(requests))
     shares = {request.arrival: share for request, share in share_budget(shuffled, budget)}
@@ -236,8 +268,8 @@ def test_the_latest_is_preempted_and_resumes_before_anybody_new(make_scheduler: 
     assignments = [make_assignment(str(index), (index, 1, 2, 3, 0, 1), max_tokens=8) for index in range(3)]
     for assignment in assignments:
         submit(scheduler, assignment)
-    events: dict[str, list] = {}
-    preempted = []
+    events: dict[str, list[TokenEvent]] = {}
+    preempted: list[str] = []
     while scheduler.num_requests:
         output, outcome = step(scheduler, model)
         preempted += output.preempted
@@ -250,6 +282,73 @@ def test_the_latest_is_preempted_and_resumes_before_anybody_new(make_scheduler: 
         assert tokens_of(events[assignment.request_id]) == answer_to(assignment)
 
 
+# Priorities
+
+
+def test_more_urgent_requests_start_first(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(max_requests=1)
+    model = FakeModel(scheduler.pool)
+    asked = {"a": 0, "b": 5, "c": -1, "d": 5, "e": 0}
+    for name, priority in asked.items():
+        submit(scheduler, make_assignment(name, (1, 2, 3), max_tokens=2, priority=priority))
+    assert list(run_all(scheduler, model)) == ["c", "a", "e", "b", "d"]
+
+
+def test_the_least_urgent_is_preempted_and_resumes_after_more_urgent_ones(make_scheduler: MakeScheduler) -> None:
+    """Without priorities the latest would be preempted, and would resume before one that waits."""
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+    model = FakeModel(scheduler.pool)
+    assignments = [
+        make_assignment(str(index), (index, 1, 2, 3, 0, 1), max_tokens=8, priority=priority)
+        for index, priority in enumerate((1, 0, 0))
+    ]
+    submit(scheduler, assignments[0])
+    events = {"0": list(step(scheduler, model)[1].events)}
+    for assignment in assignments[1:]:
+        submit(scheduler, assignment)
+    preempted: list[str] = []
+    ended: list[str] = []
+    while scheduler.num_requests:
+        output, outcome = step(scheduler, model)
+        preempted += output.preempted
+        ended += [request.request_id for request in outcome.finished]
+        for event in outcome.events:
+            events.setdefault(event.request_id, []).append(event)
+    assert preempted[0] == "0" and ended == ["1", "2", "0"]
+    for assignment in assignments:
+        assert tokens_of(events[assignment.request_id]) == answer_to(assignment)
+
+
+def test_a_running_request_goes_on_while_more_urgent_ones_wait(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(max_requests=1)
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("later", PROMPT, max_tokens=3, priority=9))
+    step(scheduler, model)
+    submit(scheduler, make_assignment("urgent", (1, 2), max_tokens=1, priority=-9))
+    assert scheduled(step(scheduler, model)[0]).keys() == {"later"}
+    assert list(run_all(scheduler, model)) == ["later", "urgent"]
+
+
+def test_urgent_prompts_get_the_budget_first(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=8)
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("short", (2, 1, 2), max_tokens=1, priority=1))
+    submit(scheduler, make_assignment("long", (3,) * 12, max_tokens=1))
+    assert scheduled(step(scheduler, model)[0]) == {"long": (0, 8)}
+    assert scheduled(step(scheduler, model)[0]) == {"long": (8, 4), "short": (0, 3)}
+    run_all(scheduler, model)
+
+
+def noting(calls: list[str], name: str, function: Callable[..., object]) -> Callable[..., object]:
+    """The function, with its name added to `calls` at each call."""
+
+    def call(*args: object) -> object:
+        calls.append(name)
+        return function(*args)
+
+    return call
+
+
 def test_eviction_learns_from_requests_that_end_only(
     make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,17 +356,14 @@ def test_eviction_learns_from_requests_that_end_only(
     model = FakeModel(scheduler.pool)
     left: list[str] = []
     for name in ("retire", "pause"):
-        let_go = getattr(scheduler.pool, name)
-        monkeypatch.setattr(
-            scheduler.pool, name, lambda *args, name=name, let_go=let_go: (left.append(name), let_go(*args))
-        )
+        monkeypatch.setattr(scheduler.pool, name, noting(left, name, getattr(scheduler.pool, name)))
     for index in range(2):
         submit(scheduler, make_assignment(str(index), (index, 1, 2, 3, 0, 1), max_tokens=8))
     run_all(scheduler, model, 0.0)
     assert sorted(left) == ["pause", "retire", "retire"], "one was preempted"
     submit(scheduler, make_assignment("2", (2, 1, 2, 3, 0, 1), max_tokens=8))
     step(scheduler, model)
-    scheduler.abort("2")
+    scheduler.abort("2", 0.0)
     assert left[3:] == ["pause"]
 
 
@@ -280,7 +376,7 @@ def test_one_that_is_preempted_after_it_was_scheduled_is_not_run(make_scheduler:
     submit(scheduler, first)
     submit(scheduler, second)
     outputs = []
-    events = []
+    events: list[TokenEvent] = []
     while scheduler.num_requests:
         output, outcome = step(scheduler, model)
         outputs.append((scheduled(output), output.preempted))
@@ -317,7 +413,7 @@ def test_what_a_waiting_request_will_use_is_evicted_last(make_scheduler: MakeSch
     submit(scheduler, make_assignment("running", (3,) * 13, max_tokens=1))
     submit(scheduler, make_assignment("waiting", PROMPT[:9], max_tokens=1))
     submit(scheduler, make_assignment("gone", (2,) * 9, max_tokens=1))
-    scheduler.abort("gone")
+    scheduler.abort("gone", 0.0)
     events = run_all(scheduler, model)
     assert events["waiting"][0].cached_tokens == 8
 
@@ -331,7 +427,7 @@ def test_a_step_may_have_to_wait_for_exports(make_scheduler: MakeScheduler) -> N
     submit(scheduler, make_assignment("b", (3,) * 10, max_tokens=1))
     assert scheduler.schedule(0.0).chunks == ()
     assert scheduler.schedule(0.0).chunks == ()
-    scheduler.pool.release(export.blocks)
+    scheduler.pool.release(export.blocks, 0.0)
     assert tokens_of(run_all(scheduler, model)["b"]) == answer_to(make_assignment(prompt=(3,) * 10, max_tokens=1))
 
 
@@ -369,8 +465,8 @@ def test_abort_releases_everything(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(token_budget=5)
     submit(scheduler, make_assignment(prompt=PROMPT))
     step(scheduler, FakeModel(scheduler.pool))
-    assert scheduler.abort("a")
-    assert not scheduler.abort("a")
+    assert scheduler.abort("a", 0.0)
+    assert not scheduler.abort("a", 0.0)
     assert scheduler.pool.num_available == scheduler.pool.num_blocks
     assert scheduler.num_requests == 0
 
@@ -382,11 +478,10 @@ def test_only_an_end_is_a_visit_to_eviction(
     scheduler = make_scheduler()
     submit(scheduler, make_assignment(prompt=PROMPT))
     step(scheduler, FakeModel(scheduler.pool))
-    left = []
+    left: list[str] = []
     for name in ("retire", "pause"):
-        let_go = getattr(scheduler.pool, name)
-        monkeypatch.setattr(scheduler.pool, name, lambda *a, name=name, let_go=let_go: (left.append(name), let_go(*a)))
-    assert scheduler.abort("a", has_ended=has_ended)
+        monkeypatch.setattr(scheduler.pool, name, noting(left, name, getattr(scheduler.pool, name)))
+    assert scheduler.abort("a", 0.0, has_ended=has_ended)
     assert left == [expected]
 
 
@@ -491,7 +586,7 @@ def test_a_tail_that_others_hold_is_computed_again(make_scheduler: MakeScheduler
     scheduler.handed_over(Handover("a", 0, answer[0], tail), 0.0)
     assert scheduled(step(scheduler, model)[0]) == {"a": (8, 3)}
     assert tokens_of(run_all(scheduler, model)["a"]) == answer[2:]
-    scheduler.pool.release([block])
+    scheduler.pool.release([block], 0.0)
 
 
 def test_what_does_not_come_in_time_is_computed(make_scheduler: MakeScheduler) -> None:
@@ -560,7 +655,7 @@ def test_an_older_attempts_handover_is_ignored(make_scheduler: MakeScheduler) ->
     scheduler.handed_over(Handover("a", 0, 0, None), 0.0)
     scheduler.handed_over(Handover("unknown", 0, 0, None), 0.0)
     assert step(scheduler, FakeModel(scheduler.pool))[0].chunks == ()
-    scheduler.abort("a")
+    scheduler.abort("a", 0.0)
 
 
 def test_a_ready_request_overtakes_one_that_awaits(make_scheduler: MakeScheduler) -> None:
@@ -592,7 +687,7 @@ def test_a_loss_may_overtake_its_request(make_scheduler: MakeScheduler) -> None:
     scheduler.blocks_settled(hashes, 0.0)
     submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes), now=0.1)
     assert scheduled(step(scheduler, FakeModel(scheduler.pool), now=0.1)[0]) == {"a": (0, len(PROMPT))}
-    scheduler.abort("a")
+    scheduler.abort("a", 0.0)
 
 
 def test_an_old_loss_says_nothing_of_a_new_promise(make_scheduler: MakeScheduler) -> None:
@@ -601,4 +696,4 @@ def test_an_old_loss_says_nothing_of_a_new_promise(make_scheduler: MakeScheduler
     scheduler.blocks_settled(hashes, 0.0)
     submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes), now=100.0)
     assert step(scheduler, FakeModel(scheduler.pool), now=100.0)[0].chunks == ()
-    scheduler.abort("a")
+    scheduler.abort("a", 0.0)

@@ -4,9 +4,42 @@ A dictionary holds what each hash stands for, another what each request must sti
 wrong or stale KV is found.
 """
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
+from functools import partial
 
-from builders import (
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.costs import WorkerCosts
+from engine.core.hashing import BlockChain, hash_block
+from engine.core.settings import SchedulerLimits
+from engine.core.tenants import num_public_tokens
+from engine.core.types import (
+    Assignment,
+    BlockHash,
+    DraftSource,
+    FinishReason,
+    Handover,
+    Pooling,
+    PromptEvent,
+    Salt,
+    Stage,
+    TokenEvent,
+    TokenLogprobs,
+)
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.drafts.draft import Draft
+from engine.core.worker.idle import MAX_REQUESTS, SHARE
+from engine.core.worker.moves import CopyBlock, SwapIn, SwapOut
+from engine.core.worker.notes import SchedulerNotes
+from engine.core.worker.replaying import RecordedChain
+from engine.core.worker.scheduler import Scheduler
+from engine.core.worker.step import ExportedBlocks, RunnerOutput, SchedulerOutput, StepOutcome
+from engine.core.worker.swapping import SwapPolicy
+from tests.unit.builders import (
     ROOT,
     VOCAB,
     FakeModel,
@@ -15,36 +48,10 @@ from builders import (
     import_blocks,
     keys_of,
     make_assignment,
+    pooled_of,
     scores_of,
 )
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from engine.core.block_pool import BlockPool
-from engine.core.costs import WorkerCosts
-from engine.core.hashing import BlockChain, hash_block
-from engine.core.moves import SwapIn, SwapOut
-from engine.core.scheduler import (
-    ExportedBlocks,
-    RunnerOutput,
-    Scheduler,
-    SchedulerLimits,
-    SchedulerOutput,
-    StepOutcome,
-)
-from engine.core.swapping import SwapPolicy
-from engine.core.tenants import num_public_tokens
-from engine.core.types import (
-    Assignment,
-    BlockHash,
-    FinishReason,
-    Handover,
-    PromptEvent,
-    Salt,
-    Stage,
-    TokenEvent,
-)
+from tests.unit.replaying import Recording, check_scheduler
 
 AWAIT_TIMEOUT_S = 10.0
 TOKENS = st.integers(0, VOCAB - 1)
@@ -71,7 +78,7 @@ class Expected:
         return [*self.prompt, *self.answer]
 
     @property
-    def scores(self) -> list:
+    def scores(self) -> list[TokenLogprobs]:
         wanted = self.assignment.sampling.prompt_logprobs is not None
         return scores_of(self.chain, self.prompt) if wanted else []
 
@@ -89,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.expected: dict[str, Expected] = {}
         self.contents: dict[BlockHash, list[int]] = {}
+        self.num_idle = 0
         self.exports: list[ExportedBlocks] = []
         self.under_way: tuple[SchedulerOutput, RunnerOutput] | None = None
 
@@ -101,17 +109,39 @@ class SchedulerMachine(RuleBasedStateMachine):
         public_prefix=st.lists(TOKENS, max_size=9).map(tuple),
         swap_blocks=st.sampled_from([0, 3, 100]),
         swap_s=st.sampled_from([0.0, WorkerCosts().prefill_s(4, 0, 100, 0) / 2]),
+        keeps_blocks=st.sampled_from([True, True, False]),
+        draft_seed=st.sampled_from([None, 1, 2, 3]),
+        draft_token_s=st.sampled_from([0.0, 2e-4, 1e-3]),
     )
     def build(
-        self, block_size, num_blocks, spare, token_budget, max_requests, public_prefix, swap_blocks, swap_s
+        self,
+        block_size: int,
+        num_blocks: int,
+        spare: int,
+        token_budget: int,
+        max_requests: int,
+        public_prefix: tuple[int, ...],
+        swap_blocks: int,
+        swap_s: float,
+        keeps_blocks: bool,
+        draft_seed: int | None,
+        draft_token_s: float,
     ) -> None:
+        self.chance = None if draft_seed is None else random.Random(draft_seed)
         self.public_prefix: tuple[int, ...] = public_prefix
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, keeps_blocks=keeps_blocks)
         self.model = FakeModel(self.pool)
         self.limits = SchedulerLimits(token_budget, max_requests)
         self.max_model_len = max(2, num_blocks * block_size - spare)
-        swapping = SwapPolicy(swap_blocks, costs=WorkerCosts(swap_s=swap_s))
+        swapping = SwapPolicy(swap_blocks, costs=WorkerCosts(swap_s=swap_s, draft_token_s=draft_token_s))
         self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len, swapping)
+        self.notes = SchedulerNotes(self.scheduler, ROOT, key=b"secret")
+        self.recording = Recording(self.scheduler, self.notes.notes())
+        self.make_fresh = partial(self._fresh, num_blocks, block_size, replace(swapping), keeps_blocks)
+
+    def _fresh(self, num_blocks: int, block_size: int, swapping: SwapPolicy, keeps_blocks: bool) -> Scheduler:
+        pool = BlockPool(num_blocks, block_size, keeps_blocks=keeps_blocks)
+        return Scheduler(pool, self.limits, self.max_model_len, swapping, RecordedChain)
 
     # Requests come and go
 
@@ -125,8 +155,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         private=st.sampled_from([b"", b"", b"tenant"]),
         is_public=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0, 1]),
+        pooling=st.sampled_from([None, *Pooling]),
+        priority=st.sampled_from([0, 0, -1, 2]),
     )
-    def submit(self, data, stage, more, max_tokens, stop, min_tokens, private, is_public, prompt_logprobs) -> None:
+    def submit(
+        self,
+        data: st.DataObject,
+        stage: Stage,
+        more: list[int],
+        max_tokens: int,
+        stop: list[int],
+        min_tokens: int,
+        private: bytes,
+        is_public: bool,
+        prompt_logprobs: int | None,
+        pooling: Pooling | None,
+        priority: int,
+    ) -> None:
         prefix = [*self.public_prefix] if is_public else []
         if self.expected and not is_public:
             prefix = self._draw(data, self.expected).sequence
@@ -147,12 +192,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 salt=salt,
                 awaited=sorted(awaited),
                 await_timeout_s=AWAIT_TIMEOUT_S,
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=prompt_logprobs if max_tokens or pooling is None else None,
+                pooling=None if max_tokens else pooling,
+                priority=priority,
             )
         )
 
     @rule(prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=6), min_size=2, max_size=5), steps=st.integers(1, 9))
-    def crowd(self, prompts, steps) -> None:
+    def crowd(self, prompts: list[list[int]], steps: int) -> None:
         """More than the pool holds once they have grown: somebody is preempted."""
         for prompt in prompts:
             max_tokens = self.max_model_len // len(prompts) + 4
@@ -164,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), stage=st.sampled_from(Stage), awaits=st.booleans(), is_overtaken=st.booleans())
-    def submit_again(self, data, stage, awaits, is_overtaken) -> None:
+    def submit_again(self, data: st.DataObject, stage: Stage, awaits: bool, is_overtaken: bool) -> None:
         """A higher attempt, with some of what was generated already; its handover may come before it."""
         known = self._draw(data, self.expected)
         num_generated = data.draw(st.integers(0, max(0, min(known.position, len(known.answer) - 1))))
@@ -189,7 +236,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 awaited=hashes if awaits else (),
                 await_timeout_s=AWAIT_TIMEOUT_S,
                 prompt_logprobs=old.sampling.prompt_logprobs,
+                pooling=old.sampling.pooling,
                 num_scored=known.num_scored,
+                priority=old.priority,
             )
         )
         if is_overtaken:
@@ -197,9 +246,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             again.position += 1
             again.num_scored = len(again.scores)
 
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), more=st.lists(TOKENS, max_size=6), is_dropped=st.booleans())
+    def submit_idle(self, data: st.DataObject, more: list[int], is_dropped: bool) -> None:
+        """Somebody's sequence, or a beginning of it with another end, that nobody waits for."""
+        known = self._draw(data, self.expected)
+        sequence = known.sequence[: data.draw(st.integers(0, len(known.sequence)))]
+        tokens = [*sequence, *more][: self.max_model_len] or [0]
+        self.num_idle += 1
+        salt = Salt(known.assignment.salt.private, num_public_tokens(tuple(tokens), [self.public_prefix]))
+        assignment = make_assignment(f"idle{self.num_idle}", tokens, max_tokens=0, salt=salt, is_idle=True)
+        self._learn_blocks(chain_of(salt, self.pool.block_size), tokens)
+        self.scheduler.submit(assignment, ROOT, self.now)
+        if is_dropped:
+            self.scheduler.abort(assignment.request_id, self.now)
+
     @precondition(lambda self: self._live())
     @rule(data=st.data())
-    def submit_twice(self, data) -> None:
+    def submit_twice(self, data: st.DataObject) -> None:
         """The same attempt once more changes nothing."""
         known = self._draw(data, self._live())
         before = self.scheduler.get(known.assignment.request_id)
@@ -208,17 +272,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
-    def abort(self, data) -> None:
+    def abort(self, data: st.DataObject) -> None:
         known = self._draw(data, self.expected)
         has_ended = data.draw(st.booleans())
-        assert self.scheduler.abort(known.assignment.request_id, has_ended=has_ended) == known.is_live
+        assert self.scheduler.abort(known.assignment.request_id, self.now, has_ended=has_ended) == known.is_live
         known.is_live = False
 
     # Imports
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), is_intact=st.booleans())
-    def blocks_arrive(self, data, is_intact) -> None:
+    def blocks_arrive(self, data: st.DataObject, is_intact: bool) -> None:
         """Or do not: a segment of any blocks of any request, live or not, in whatever order with others."""
         known = self._draw(data, self.expected)
         hashes = known.chain.hashes(known.sequence)
@@ -227,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self._live(Stage.DECODE))
     @rule(data=st.data(), num_late=st.sampled_from([0, 1, 20]), is_intact=st.booleans())
-    def hand_over(self, data, num_late, is_intact) -> None:
+    def hand_over(self, data: st.DataObject, num_late: int, is_intact: bool) -> None:
         """The prefill worker's last blocks, the partial one included, and its last word; perhaps again and again."""
         known = self._draw(data, self._live(Stage.DECODE))
         if known.num_sent >= len(known.answer) - 1:
@@ -236,7 +300,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         hashes = known.chain.hashes(assignment.token_ids)
         if len(assignment.token_ids) % self.pool.block_size:
             hashes.append(self._tail_hash(known))
-        self._import(hashes[max(0, len(hashes) - num_late - 1) :], is_intact)
+        tail = hashes[-1] if len(assignment.token_ids) % self.pool.block_size else None
+        sent = Handover(assignment.request_id, assignment.attempt, known.answer[known.num_sent], tail)
+        self._import(hashes[max(0, len(hashes) - num_late - 1) :], is_intact, sent)
         request = self.scheduler.get(assignment.request_id)
         assert request is not None
         accepts = request.awaits_handover
@@ -251,12 +317,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
-    def keep_awaiting(self, data) -> None:
+    def keep_awaiting(self, data: st.DataObject) -> None:
         self.scheduler.keep_awaiting([self._draw(data, self.expected).assignment.request_id], self.now)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
-    def stop_awaiting(self, data) -> None:
+    def stop_awaiting(self, data: st.DataObject) -> None:
         some = data.draw(st.sampled_from([None, *self.expected]))
         if some is None:
             self.scheduler.stop_awaiting_all()
@@ -267,13 +333,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.exports)
     @rule(data=st.data())
-    def release_export(self, data) -> None:
+    def release_export(self, data: st.DataObject) -> None:
         self._release(data.draw(st.sampled_from(self.exports)))
 
     @precondition(lambda self: self.pool.num_cached)
     @rule()
     def reset_pool(self) -> None:
-        self.pool.reset()
+        self.scheduler.reset()
         assert self.pool.num_cached == 0
 
     # Steps
@@ -315,17 +381,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self._live(), "requests do not end"
         for export in list(self.exports):
             self._release(export)
+        for _ in range(MAX_REQUESTS * self.pool.num_blocks):
+            self._begin()
+            self._end()
         assert self.scheduler.num_requests == 0
+        assert self.pool.keeps_blocks or self.pool.drain_journal() == ([], [])
         assert self.pool.num_available == self.pool.num_blocks
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
+            check_scheduler(self.recording, self.notes, self.scheduler, self.make_fresh())
             self.drain()
+            check_scheduler(self.recording, self.notes, self.scheduler, self.make_fresh())
 
     @invariant()
     def check(self) -> None:
         self.scheduler.check_integrity(block for export in self.exports for block in export.blocks)
-        assert {request.request_id for request in self.scheduler.requests()} == self._live().keys()
+        idle = {request.request_id for request in self.scheduler.idle}
+        assert {request.request_id for request in self.scheduler.requests()} - idle == self._live().keys()
+        if self.under_way is None:
+            assert not any(request.blocks for request in self.scheduler.idle), "idle work holds blocks between steps"
+            running = self.scheduler.running.values()
+            assert all(len(request.blocks) <= request.num_needed_blocks for request in running), "a draft's blocks stay"
         assert len(self.scheduler.running) <= self.limits.max_requests
         for block_hash in self.pool.hashes():
             block = self.pool.lookup(block_hash)
@@ -344,11 +421,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _draw(self, data: st.DataObject, among: dict[str, Expected]) -> Expected:
         return among[data.draw(st.sampled_from(list(among)))]
 
-    def _import(self, hashes: list[BlockHash], is_intact: bool) -> None:
+    def _import(self, hashes: list[BlockHash], is_intact: bool, handover: Handover | None = None) -> None:
         """What the engine does with a segment."""
         if is_intact:
-            import_blocks(self.scheduler, self.model, hashes, [self.contents[block_hash] for block_hash in hashes])
-        self.scheduler.blocks_settled(hashes, self.now)
+            contents = [self.contents[block_hash] for block_hash in hashes]
+            import_blocks(self.scheduler, self.model, hashes, contents, handover)
+        tail = None if handover is None else handover.tail
+        self.scheduler.blocks_settled([block_hash for block_hash in hashes if block_hash != tail], self.now)
 
     def _submit(self, assignment: Assignment) -> None:
         chain = chain_of(assignment.salt, self.pool.block_size)
@@ -360,10 +439,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._learn_contents(known)
         self.scheduler.submit(assignment, ROOT, self.now)
 
-    def _learn_contents(self, known: Expected) -> None:
-        block_size, keys = self.pool.block_size, keys_of(known.chain, known.sequence)
-        for index, block_hash in enumerate(known.chain.hashes(known.sequence)):
+    def _learn_blocks(self, chain: BlockChain, sequence: list[int]) -> list[int]:
+        block_size, keys = self.pool.block_size, keys_of(chain, sequence)
+        for index, block_hash in enumerate(chain.hashes(sequence)):
             self.contents[block_hash] = keys[index * block_size : (index + 1) * block_size]
+        return keys
+
+    def _learn_contents(self, known: Expected) -> None:
+        block_size, keys = self.pool.block_size, self._learn_blocks(known.chain, known.sequence)
         num_sent = len(known.assignment.token_ids)
         if num_sent % block_size:
             self.contents[self._tail_hash(known)] = keys[num_sent // block_size * block_size : num_sent]
@@ -377,13 +460,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         decoding = {request.request_id for request in self.scheduler.running.values() if request.num_remaining == 1}
         before = {request.request_id for request in self.scheduler.preempted if request.swapped is not None}
         running = set(self.scheduler.running)
-        output = self.scheduler.schedule(self.now)
+        output = self.scheduler.schedule(self.now, self._drafts())
         resumed = set(self.scheduler.running) - running
-        assert resumed <= before or before <= resumed or output.preempted, "a swapped request is overtaken"
+        urgency = {request.request_id: request.assignment.priority for request in self.scheduler.requests()}
+        overtaken = [one for one in before - resumed for other in resumed - before if urgency[one] <= urgency[other]]
+        assert not overtaken or output.preempted, "a swapped request is overtaken"
         for move in output.moves:
-            if isinstance(move, failing):
+            if isinstance(move, failing) and not isinstance(move, CopyBlock):
                 self.model.swapped.pop(move.request_id, None)
-                output = self.scheduler.swap_failed(move.request_id, output)
+                output = self.scheduler.swap_failed(move.request_id, output, self.now)
             else:
                 self.model.move(move)
         swapped = {request.request_id for request in self.scheduler.preempted if request.swapped is not None}
@@ -391,12 +476,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduled = [chunk.request.request_id for chunk in output.chunks]
         assert output.num_tokens <= self.limits.token_budget
         assert all(chunk.num_tokens > 0 for chunk in output.chunks)
+        idle = [request_id for request_id in scheduled if request_id.startswith("idle")]
+        if idle:
+            [*others, last] = output.chunks
+            assert [last.request.request_id] == idle, "one idle request goes on, behind all others"
+            ends = [chunk.start + chunk.num_tokens - len(chunk.draft) for chunk in others]
+            assert ends == [len(chunk.request.token_ids) for chunk in others]
+            assert all(chunk.num_tokens == 1 + len(chunk.draft) for chunk in others), "nobody prefills meanwhile"
+            assert last.num_tokens <= max(self.pool.block_size, self.limits.token_budget // SHARE)
+            assert not self.scheduler.preempted and not output.preempted
+            scheduled.remove(last.request.request_id)
         assert len(set(scheduled)) == len(scheduled) and set(scheduled) <= self.scheduler.running.keys()
         decoding &= self.scheduler.running.keys()
         if self.limits.max_requests <= self.limits.token_budget:
             assert set(scheduled[: len(decoding)]) == decoding, "decodes do not come first"
         self.under_way = output, self.model.run(output)
         return output
+
+    def _drafts(self) -> list[Draft]:
+        """Drafts for any requests, whether they decode or not: right, wrong from some token on, or of any tokens."""
+        chance, drafts = self.chance, list[Draft]()
+        for request_id, known in self._live().items() if chance is not None else ():
+            assert chance is not None
+            depth = chance.randint(1, 9)
+            tokens = known.answer[known.position :][:depth] if chance.random() < 0.5 else []
+            if chance.random() < 0.5:
+                tokens += [chance.randrange(VOCAB) for _ in range(depth)]
+            falling = sorted((chance.random() for _ in tokens), reverse=True)
+            drafts.append(Draft(request_id, DraftSource.REQUEST, tuple(tokens), tuple(falling)))
+        return drafts
 
     def _end(self) -> None:
         assert self.under_way is not None
@@ -427,6 +535,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert known.num_scored == len(known.scores), "a token before the prompt's scores"
         is_last = known.position >= len(known.answer) - 1
         assert event.finish == (known.finish if is_last else None)
+        assert event.pooled == pooled_of(known.assignment, known.chain)
         assert 0 <= event.cached_tokens <= known.assignment.num_prompt_tokens
         known.position += 1
         known.is_live = not is_last and known.assignment.stage is not Stage.PREFILL
@@ -454,8 +563,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for block_hash, block in zip(export.hashes, export.blocks, strict=True):
             content = self.contents[block_hash]
             assert self.model.cells[block][: len(content)].tolist() == content
-        self.pool.release(export.blocks)
+        self.scheduler.transfers.release(export, self.now)
 
 
-TestScheduler = SchedulerMachine.TestCase
+TestScheduler = pytest.mark.no_cover(SchedulerMachine.TestCase)
 TestScheduler.settings = settings(max_examples=200, stateful_step_count=40)

@@ -2,15 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from builders import FINGERPRINT, FakeModel, answer_to, chain_of, hashes_of, make_assignment, scores_of, step, submit
 
-from engine.core.block_pool import BlockPool
-from engine.core.scheduler import Scheduler, SchedulerLimits
-from engine.core.score_store import ScoreStore
+from engine.core.settings import SchedulerLimits
 from engine.core.types import Assignment, FinishReason, PromptEvent, Salt, Stage, TokenEvent, TokenLogprobs
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.scheduler import Scheduler
+from engine.core.worker.score_store import ScoreStore
 from engine.model.engine import Engine
+from tests.unit.builders import (
+    FINGERPRINT,
+    FakeModel,
+    answer_to,
+    chain_of,
+    hashes_of,
+    make_assignment,
+    scores_of,
+    step,
+    submit,
+)
 
 MakeScheduler = Callable[..., Scheduler]
 
@@ -18,7 +30,7 @@ PROMPT = (1, 2, 3, 0, 1, 1, 2, 3, 2, 0, 0, 1, 3, 2)
 """Three blocks and a half."""
 
 
-def scoring(request_id: str = "a", prompt: Sequence[int] = PROMPT, max_tokens: int = 0, **fields) -> Assignment:
+def scoring(request_id: str = "a", prompt: Sequence[int] = PROMPT, max_tokens: int = 0, **fields: Any) -> Assignment:
     return make_assignment(request_id, prompt, max_tokens=max_tokens, **{"prompt_logprobs": 0, **fields})
 
 
@@ -118,7 +130,7 @@ def test_scores_outlive_their_blocks(make_scheduler: MakeScheduler) -> None:
 
 
 @pytest.mark.parametrize("other", [{"salt": Salt(b"tenant")}, {"prompt_logprobs": 1}])
-def test_scores_of_another_tenant_or_number_are_not_taken(make_scheduler: MakeScheduler, other: dict) -> None:
+def test_scores_of_another_tenant_or_number_are_not_taken(make_scheduler: MakeScheduler, other: dict[str, Any]) -> None:
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)
     submit(scheduler, scoring())
@@ -176,7 +188,7 @@ def test_every_length_and_block_size(block_size: int) -> None:
 
 def test_little_room_for_scores(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(token_budget=5)
-    scheduler.scores = ScoreStore(capacity=5)
+    scheduler.prompt_results.scores = ScoreStore(capacity=5)
     model = FakeModel(scheduler.pool)
     for name in ("a", "b", "c"):
         submit(scheduler, scoring(name))

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from engine.core.block_index import BlockIndex, Segment
-from engine.core.cache_statistics import CacheStatistics
-from engine.core.segment_store import SegmentStore, WriteFile
+from engine.core.manager.block_index import BlockIndex, Segment
+from engine.core.manager.cache_statistics import CacheStatistics
+from engine.core.manager.segment_store import SegmentStore, WriteFile
 from engine.core.tenants import Tenant
-from engine.core.types import BlockHash, CacheWish, Retention, SegmentHeader
+from engine.core.types import BlockHash, CacheHints, CacheMark, Retention, SegmentHeader
 
 NUM_BYTES = 10
 
@@ -18,6 +18,7 @@ class Tier:
 
     def __init__(self, place: str, tenants: Iterable[Tenant]) -> None:
         budgets = (4 * NUM_BYTES, 0) if place == "object store" else (0, 4 * NUM_BYTES)
+        self.now = 0.0
         self.blocks = BlockIndex(CacheStatistics(16))
         self.store = SegmentStore(self.blocks, *budgets, tenants)
 
@@ -25,14 +26,14 @@ class Tier:
         """Export blocks, each in a segment of its own."""
         for name in names:
             header = SegmentHeader("m", (name,), NUM_BYTES, 0, retention=Retention(tenant, priority, expires_at))
-            for instruction in self.store.exported(header, "ref")[1]:
+            for instruction in self.store.exported(header, "ref", self.now)[1]:
                 if isinstance(instruction, WriteFile):
-                    self.store.written(instruction.segment.segment_id, header)
+                    self.store.written(instruction.segment.segment_id, header, self.now)
             self.store.check_integrity([])
 
-    def end(self, *names: BlockHash, wish: CacheWish) -> None:
+    def end(self, *names: BlockHash, hints: CacheHints) -> None:
         """A request with these blocks ends."""
-        self.store.released([], names, wish)
+        self.store.released([], names, hints, self.now)
         self.store.check_integrity([])
 
     @property
@@ -51,7 +52,7 @@ def make(request: pytest.FixtureRequest) -> MakeTier:
 def test_without_wishes_the_least_recently_used_goes(make: MakeTier) -> None:
     tier = make()
     tier.put(b"a", b"b", b"c", b"d")
-    tier.end(b"a", wish=CacheWish())
+    tier.end(b"a", hints=CacheHints())
     tier.put(b"e", b"f")
     assert tier.kept == {b"a", b"d", b"e", b"f"}
 
@@ -70,11 +71,11 @@ def test_what_one_tenant_holds_on_disk_grows_only_to_another_s_floor(is_leased: 
     leased: list[Segment] = []
     for name in (b"1", b"2", b"3", b"4"):
         header = SegmentHeader("m", (name,), NUM_BYTES, 0, retention=Retention("large"))
-        segment, instructions = tier.store.exported(header, "ref")
+        segment, instructions = tier.store.exported(header, "ref", 0.0)
         if is_leased and instructions:
-            tier.store.written(segment.segment_id, header)
+            tier.store.written(segment.segment_id, header, 0.0)
             leased += [kept for kept in [tier.store.get(segment.segment_id)] if kept is not None]
-            tier.store.lease(leased[-1])
+            tier.store.lease(leased[-1], "w")
         tier.store.check_integrity(leased)
     assert {b"a", b"b"} <= tier.kept and tier.store.disk_bytes == 4 * NUM_BYTES
 
@@ -105,7 +106,7 @@ def test_what_has_expired_goes_first(make: MakeTier) -> None:
     tier.put(b"a", b"b")
     tier.put(b"c", expires_at=5.0)
     tier.put(b"d")
-    tier.store.now = 6.0
+    tier.now = 6.0
     tier.put(b"e")
     assert tier.kept == {b"a", b"b", b"d", b"e"}
 
@@ -120,10 +121,10 @@ def test_a_tenant_s_higher_priority_stays_longer(make: MakeTier) -> None:
 def test_a_request_s_wish_counts_when_it_ends(make: MakeTier) -> None:
     tier = make()
     tier.put(b"a", b"b", b"c", b"d", tenant="t", expires_at=5.0)
-    tier.store.now = 4.0
-    tier.end(b"a", wish=CacheWish("t", priority=1, ttl_s=10.0))
-    tier.end(b"b", wish=CacheWish("another", priority=9))
-    tier.store.now = 6.0
+    tier.now = 4.0
+    tier.end(b"a", hints=CacheHints("t", priority=1, ttl_s=10.0))
+    tier.end(b"b", hints=CacheHints("another", priority=9))
+    tier.now = 6.0
     tier.put(b"e", b"f", tenant="t")
     assert tier.kept == {b"a", b"b", b"e", b"f"}, "nobody wants c and d any longer"
     tier.put(b"g", tenant="t")
@@ -133,8 +134,8 @@ def test_a_request_s_wish_counts_when_it_ends(make: MakeTier) -> None:
 def test_of_a_prompt_the_end_goes_first(make: MakeTier) -> None:
     tier = make()
     tier.put(b"a", b"b", b"c", b"d")
-    tier.end(b"a", b"b", b"c", wish=CacheWish())
-    tier.end(b"a", b"b", b"d", wish=CacheWish())
+    tier.end(b"a", b"b", b"c", hints=CacheHints())
+    tier.end(b"a", b"b", b"d", hints=CacheHints())
     tier.put(b"1", b"2")
     assert tier.kept == {b"a", b"b", b"1", b"2"}
 
@@ -142,6 +143,16 @@ def test_of_a_prompt_the_end_goes_first(make: MakeTier) -> None:
 def test_what_was_found_on_disk_is_kept_as_was_wished() -> None:
     tier = Tier("disk", [Tenant("small", cache_min=0.5)])
     files = [SegmentHeader("m", (name,), NUM_BYTES, 0, retention=Retention("small")) for name in (b"a", b"b")]
-    assert tier.store.files_found(files) == []
+    assert tier.store.files_found(files, 0.0) == []
     tier.put(*(bytes([number]) for number in range(20)), tenant="large")
     assert {b"a", b"b"} <= tier.kept
+
+
+def test_a_mark_keeps_the_segments_before_it(make: MakeTier) -> None:
+    tier = make()
+    tier.put(b"a", b"b", b"c", b"d")
+    tier.end(b"a", b"b", b"c", b"d", hints=CacheHints(marks=(CacheMark(2, 1, 60.0),)))
+    tier.put(*(bytes([number]) for number in range(20)))
+    assert {b"a", b"b"} <= tier.kept and not {b"c", b"d"} & tier.kept
+    tier.put(*(bytes([number]) for number in range(20)), priority=1)
+    assert not {b"a", b"b"} & tier.kept, "used less recently, with the same priority"

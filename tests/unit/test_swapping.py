@@ -6,17 +6,19 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from builders import FINGERPRINT, FakeModel, answer_to, make_assignment, run_all, step, submit, tokens_of
 
-from engine.core.block_pool import BlockPool
 from engine.core.costs import WorkerCosts
-from engine.core.moves import SwapDrop, SwapIn, SwapOut
-from engine.core.scheduler import Scheduler, SchedulerLimits, SchedulerOutput
-from engine.core.swapping import Swapped, SwapPolicy
+from engine.core.settings import SchedulerLimits
 from engine.core.types import Assignment
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.moves import SwapDrop, SwapIn, SwapOut
+from engine.core.worker.scheduler import Scheduler
+from engine.core.worker.step import SchedulerOutput
+from engine.core.worker.swapping import Swapped, SwapPolicy
 from engine.model.engine import Engine
 from engine.model.segments import Bytes
 from engine.model.swap_space import ProcessMemory
+from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, make_assignment, run_all, step, submit, tokens_of
 
 FREE = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)
 DEAR = WorkerCosts(swap_s=1e9)
@@ -94,7 +96,7 @@ def test_what_the_pool_still_has_is_not_copied_back() -> None:
     late = scheduler.get("late")
     assert late is not None and late.swapped is not None
     num_full = late.swapped.num_computed // 4
-    scheduler.abort("old")
+    scheduler.abort("old", 0.0)
     output, _ = step(scheduler, model)
     assert [len(move.blocks) for move in output.moves if isinstance(move, SwapIn)] == [1]
     assert late.num_shared == num_full * 4
@@ -123,7 +125,7 @@ def test_what_no_longer_meets_the_pool_is_dropped() -> None:
     late = scheduler.get("late")
     assert late is not None and late.swapped is not None
     late.swapped = Swapped(1, late.swapped.num_blocks, late.swapped.num_computed)
-    scheduler.abort("old")
+    scheduler.abort("old", 0.0)
     scheduler.pool.reset()
     output, _ = step(scheduler, model)
     assert swaps(output) == [SwapDrop] and not model.swapped
@@ -138,14 +140,14 @@ def test_one_that_must_go_again_before_it_has_computed_anything_stays_outside() 
     assert even is not None and even.swapped is not None
     before = even.swapped
     assert before.num_computed == before.num_blocks * 4, "the next token needs another block"
-    scheduler.abort("old")
+    scheduler.abort("old", 0.0)
     scheduler.pool.reset()
-    held = scheduler.pool.allocate(6 - before.num_blocks)
+    held = scheduler.pool.allocate(6 - before.num_blocks, 0.0)
     output, _ = step(scheduler, model)
-    assert output.preempted == ("even",) and output.chunks == output.moves == ()
+    assert output.preempted == ("even",) and output.chunks == () and output.moves == ()
     assert even.swapped == before and "even" in model.swapped
     scheduler.check_integrity(held)
-    scheduler.pool.release(held)
+    scheduler.pool.release(held, 0.0)
     run_all(scheduler, model)
     assert not model.swapped
 
@@ -153,13 +155,13 @@ def test_one_that_must_go_again_before_it_has_computed_anything_stays_outside() 
 def test_what_does_not_fit_in_any_more_is_computed_again_in_chunks() -> None:
     """Exports hold the blocks that it would need at once."""
     scheduler, model, _ = preempted()
-    scheduler.abort("old")
+    scheduler.abort("old", 0.0)
     scheduler.pool.reset()
-    held = scheduler.pool.allocate(5)
+    held = scheduler.pool.allocate(5, 0.0)
     output, _ = step(scheduler, model)
     assert swaps(output) == [SwapDrop]
     scheduler.check_integrity(held)
-    scheduler.pool.release(held)
+    scheduler.pool.release(held, 0.0)
     run_all(scheduler, model)
 
 
@@ -167,7 +169,7 @@ def test_a_swapped_request_does_not_wait_for_others_to_compute_what_it_has() -> 
     scheduler, model, _ = preempted()
     late = scheduler.get("late")
     assert late is not None
-    scheduler.abort("old")
+    scheduler.abort("old", 0.0)
     scheduler.pool.reset()
     late.swapped, kept = None, late.swapped
     scheduler.preempted.clear()
@@ -184,7 +186,7 @@ def test_a_swapped_request_does_not_wait_for_others_to_compute_what_it_has() -> 
 def test_an_aborted_request_keeps_nothing_outside() -> None:
     scheduler, model, _ = preempted()
     assert "late" in model.swapped
-    scheduler.abort("late")
+    scheduler.abort("late", 0.0)
     step(scheduler, model)
     assert not model.swapped
     run_all(scheduler, model)

@@ -1,34 +1,36 @@
-"""What a worker's export stream says of segments whose bytes arrive later, or never. The worker has no engine here."""
+"""What a worker's export stream says of segments whose bytes arrive later, or never."""
 
 import asyncio
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from actors.messages import ExportItem
-from actors.worker import Worker
-from engine.core.types import Handover, SegmentHeader
+from engine.core.types import Handover, Role, SegmentHeader
 from engine.model.engine import ExportedSegment
 from engine.model.segments import checksum
+from tests.unit.local_actors import make_engine, make_worker
 
 PAYLOAD = np.arange(64, dtype=np.uint8)
 HEADER = SegmentHeader("model", (b"1", b"2"), PAYLOAD.nbytes, 0, Handover("r", 0, 5, None))
+
+
+@pytest.fixture(autouse=True)
+def fake_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.build.build_engine", make_engine)
 
 
 def exported(count: int, *segments: ExportedSegment) -> list[object]:
     """The first `count` items that the stream yields, which are all."""
 
     async def read() -> list[object]:
-        worker = Worker.__new__(Worker)
-        worker._exports, worker._queued_export_bytes = asyncio.Queue(), 0
-        worker._metrics = SimpleNamespace(exported_bytes=lambda num_bytes: None)  # type: ignore[assignment]
+        worker = make_worker(Role.DECODE, "d")
         for segment in segments:
-            worker._exports_put(segment)
+            worker._exports.put(segment)
         stream = worker.export_stream()
         items = [await anext(stream) for _ in range(count)]
-        assert worker._exports.empty() and worker._queued_export_bytes == 0
+        assert worker._exports.is_empty
         return items
 
     return asyncio.run(read())

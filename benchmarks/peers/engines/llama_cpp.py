@@ -15,8 +15,8 @@ def load(options: dict[str, Any]) -> "LlamaCpp":
 class LlamaCpp:
     """Options: `gguf` file, `token_budget`.
 
-    A context is made for each number of sequences, so that each sequence has its own part of the KV memory: in one
-    that they share, every token attends to the cells of all of them, and 64 streams take three times as long.
+    A context is made for each number of sequences, so that each sequence has its own part of the KV memory: in a shared
+    part, every token attends to the cells of all sequences, and 64 streams take three times as long.
     """
 
     caches_prefixes = False
@@ -44,6 +44,7 @@ class LlamaCpp:
             for sequence, prompt in enumerate(prompts)
             for position, token in enumerate(prompt)
         ]
+
         for produced in range(max_tokens):
             for start in range(0, len(work), self.budget):
                 for sequence, token in self._decode(work[start : start + self.budget]):
@@ -52,6 +53,7 @@ class LlamaCpp:
                 (tokens[sequence][-1], len(prompt) + produced, sequence, True)
                 for sequence, prompt in enumerate(prompts)
             ]
+
         return tokens
 
     def _use_context(self, count: int, length: int) -> None:
@@ -78,7 +80,7 @@ class LlamaCpp:
         return context
 
     def _decode(self, work: list[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
-        """Run (token, position, sequence, whether to sample) together; (sequence, next token) of those that sample."""
+        """Run (token, position, sequence, whether to sample) together; (sequence, next token) of each sampling one."""
         batch = self.batch
         batch.n_tokens = len(work)
         for row, (token, position, sequence, samples) in enumerate(work):

@@ -14,7 +14,7 @@ def load(options: dict[str, Any]) -> "OpenVINO":
 
 
 class OpenVINO:
-    """Options: `ir` (folder that optimum-intel wrote), `pool_gib`, `token_budget`, `max_requests`, `properties`."""
+    """Options: `ir` (folder written by optimum-intel), `pool_gib`, `token_budget`, `max_requests`, `properties`."""
 
     caches_prefixes = True
 

@@ -1,4 +1,4 @@
-"""raydix's own engine as a worker process holds it, stepped without Ray."""
+"""raydix's own engine as in a worker process, stepped without Ray."""
 
 import importlib.metadata
 import itertools
@@ -7,8 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from engine.core.scheduler import SchedulerLimits
-from engine.core.settings import EngineSettings
+from engine.core.settings import EngineSettings, SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage
 from engine.model.build import build_engine
 
@@ -24,7 +23,16 @@ class Raydix:
 
     def __init__(self, options: dict[str, Any]) -> None:
         limits = SchedulerLimits(options["token_budget"], options["max_requests"])
-        settings = EngineSettings(options["model"], "bfloat16", "cpu", None, 16, None, options["pool_gib"], limits)
+        settings = EngineSettings(
+            source=options["model"],
+            dtype="bfloat16",
+            device="cpu",
+            max_model_len=None,
+            block_size=16,
+            num_blocks=None,
+            pool_gib=options["pool_gib"],
+            limits=limits,
+        )
         self.engine = build_engine(replace(settings, quantization=options.get("quantization")))
         self.version = importlib.metadata.version("raydix")
         names = [name for name in options if name != "model"]
@@ -36,7 +44,15 @@ class Raydix:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         outputs: dict[str, list[int]] = {str(next(self._numbers)): [] for _ in prompts}
         for name, prompt in zip(outputs, prompts, strict=True):
-            assignment = Assignment(name, 0, Stage.WHOLE, tuple(prompt), len(prompt), sampling, "")
+            assignment = Assignment(
+                request_id=name,
+                attempt=0,
+                stage=Stage.WHOLE,
+                token_ids=tuple(prompt),
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+                reply_to="",
+            )
             self.engine.submit(assignment, time.monotonic())
         while (result := self.engine.step(time.monotonic())) is not None:
             for event in result.events:

@@ -23,11 +23,11 @@ Options = dict[str, Any]
 
 
 class LoadedEngine(Protocol):
-    """What `load(options)` of an engine's file returns."""
+    """Result of `load(options)` of an engine's file."""
 
     version: str
     settings: dict[str, Any]
-    """What was chosen for it, for the report."""
+    """Settings chosen for the engine, for the report."""
     caches_prefixes: bool
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -39,6 +39,7 @@ def main() -> int:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     engine: LoadedEngine | None = None
+
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -51,11 +52,12 @@ def main() -> int:
         except Exception as error:  # whatever an engine raises is the parent's to report
             traceback.print_exc()
             _reply(replies, {"error": f"{type(error).__name__}: {error}"})
+
     return 0
 
 
 def _module(name: str) -> Any:
-    """The engine's file. By path: it may have the name of the library it imports."""
+    """Import the engine's file, by path: it may have the name of the library it imports."""
     spec = importlib.util.spec_from_file_location(f"peer_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

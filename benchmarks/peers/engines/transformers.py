@@ -1,4 +1,4 @@
-"""transformers' `generate` in bfloat16, PyTorch in eager mode: what most scripts do."""
+"""transformers' `generate` in bfloat16, PyTorch in eager mode, as in most scripts."""
 
 from typing import Any
 

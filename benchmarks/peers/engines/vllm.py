@@ -1,4 +1,4 @@
-"""vLLM's CPU backend through its offline interface, with torch.compile as it does by default."""
+"""vLLM's CPU backend through its offline interface, with torch.compile by default."""
 
 import importlib.metadata
 import os

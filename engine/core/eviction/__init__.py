@@ -1,4 +1,5 @@
-"""Which cached block is given up next: `queue` keeps them in the order of what they are worth.
+"""Choice of the cached block to evict next: `queue` keeps blocks in the order of their worth.
 
-`ranking` is what a policy answers, `survival` estimates worth, and `duel` chooses between that and simpler orders.
+`ranking` is the interface of a policy, `survival` estimates worth, and `duel` chooses between `survival` and simpler
+orders.
 """

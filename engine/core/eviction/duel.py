@@ -1,27 +1,33 @@
-"""The adaptive ranking: whichever of three orders would have hit most of late.
+"""The adaptive ranking: follows the best of three orders, measured by recent hits.
 
-No order is best for every load. `Survival` is where visits tell anything about the next one; recency is where the next
-one comes after a purely random time or where everything almost fits; and where scans pass a hot set, blocks that were
-used once go first. So each order keeps a *ghost*: a queue of hashes without KV that sees every request, holds as many
-blocks as the real one and evicts by its own order. The real queue follows an order until another's ghost has hit more
-since, by more than chance explains (compare set dueling: Qureshi et al., "Adaptive Insertion Policies for High
-Performance Caching", ISCA '07).
+No order is best for every load:
 
-A ghost knows no tenants, priorities or expiries, and takes each request for as long as its end.
+* `Survival`, where visits tell anything about the next one;
+* recency, where the next visit comes after a purely random time, or where almost everything fits;
+* blocks used once first, where scans pass a hot set.
+
+So each order keeps a *ghost*: a queue of hashes without KV that sees every request, holds as many blocks as the real
+queue and evicts by its own order. The real queue follows an order until another ghost has hit more since, by more than
+chance explains (compare set dueling: Qureshi et al., "Adaptive Insertion Policies for High Performance Caching", ISCA
+'07).
+
+A ghost ignores tenants, priorities and expiries, and counts a request's whole run as one moment, its end.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeAlias
+from typing import Any, Generic, TypeAlias
+from zlib import crc32
 
 from engine.core.eviction.queue import EvictionQueue
 from engine.core.eviction.ranking import Key, Visit
+from engine.core.eviction.sampling import Sample
 from engine.core.eviction.survival import Survival
 
 CLOCKS = ((2000, 1.5), (200, 2.5))
-"""After how many requests a hit counts half, and how many standard deviations of chance a lead must exceed: changing
-the order costs blocks that the old one kept. The slow clock finds small leads, the fast one that the load is another.
-"""
+"""Clocks of the scores: requests after which a hit counts half, and standard deviations of chance that a lead must
+exceed, since a change of order costs blocks kept by the old one. The slow clock finds small leads, the fast one a
+changed load."""
 _LATEST = 2.0**48
 """More than there will be visits."""
 _Order: TypeAlias = Callable[[Key, int, Visit[Key]], float]
@@ -32,20 +38,27 @@ class Duel(Generic[Key]):
 
     is_renewed_by_release = False
 
-    def __init__(self, survival: Survival[Key] | None = None) -> None:
+    def __init__(
+        self, survival: Survival[Key] | None = None, one_in: int = 1, digest: Callable[[Any], int] = crc32
+    ) -> None:
+        """`one_in`: number of blocks for each block in the ghosts' sample, chosen by `digest`."""
         self._survival: Survival[Key] = Survival() if survival is None else survival
-        self.ghosts = [Ghost(order) for order in (recency, once_first, self._survival.rank)]
+        self._sample = Sample(self._survival, one_in, digest)
+        self.ghosts = [
+            Ghost(recency, recency),
+            Ghost(once_first, once_first_sampled),
+            Ghost(self._survival.rank, self._sample.rank),
+        ]
         self._by_survival = self.ghosts[-1]
         self._leader = self.ghosts[0]
         self._num_visits = 0
 
     def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
         visit = self._numbered(self._survival.visit(path, num_known, num_blocks, now))
-        previous = visit.previous
-        hits = []
-        for ghost in self.ghosts:
-            visit.previous = previous
-            hits.append(ghost.see(path, visit, num_blocks, now))
+        previous, visit.previous = visit.previous, None
+        sampled = self._sample.take(path, visit, self._by_survival.queue)
+        capacity = round(num_blocks / self._sample.one_in)
+        hits = [ghost.see(sampled, visit, previous, capacity, now) for ghost in self.ghosts]
         visit.previous = previous
         par = hits[self.ghosts.index(self._leader)]
         for ghost, num_hits in zip(self.ghosts, hits, strict=True):
@@ -58,9 +71,10 @@ class Duel(Generic[Key]):
 
     def branch(self, key: Key, now: float) -> None:
         self._survival.branch(key, now)
+        self._sample.branch(key, self._by_survival.queue)
 
     def rank(self, key: Key, depth: int, visit: Visit[Key]) -> float:
-        return self._leader.rank(key, depth, visit)
+        return self._leader.order(key, depth, visit)
 
     def age(self, now: float) -> Iterable[Visit[Key]] | None:
         moved = self._survival.age(now)
@@ -73,7 +87,7 @@ class Duel(Generic[Key]):
         return moved if self._leader is self._by_survival else ()
 
     def _follow(self, leader: "Ghost[Key]") -> None:
-        """Leads count from now on; how far chance alone may carry them is known from before."""
+        """Restart the leads; the spread of chance leads is kept."""
         for old, new in zip(self._leader.scores, leader.scores, strict=True):
             old.spread = new.spread
         self._leader = leader
@@ -82,7 +96,7 @@ class Duel(Generic[Key]):
                 score.lead = 0.0
 
     def check_integrity(self) -> None:
-        """Assert that what is learnt and what the ghosts hold are whole."""
+        """Assert the integrity of the learnt tables and of the ghosts."""
         self._survival.check_integrity()
         for ghost in self.ghosts:
             ghost.queue.check_integrity()
@@ -94,7 +108,7 @@ class Duel(Generic[Key]):
 
 
 class Score:
-    """How one ghost does against the leader's, by one clock."""
+    """Score of one ghost against the leader's, by one clock."""
 
     def __init__(self, half_life: int, certainty: float) -> None:
         self._decay = 0.5 ** (1 / half_life)
@@ -105,7 +119,7 @@ class Score:
         """The lead's variance if the two were equally good: the sum of its steps' squares."""
 
     def add(self, num_more: int) -> None:
-        """The ghost has hit so many blocks of a request more than the leader's."""
+        """The ghost has hit `num_more` blocks of a request more than the leader's ghost."""
         self.lead = self.lead * self._decay + num_more
         self.spread = self.spread * self._decay + num_more**2
 
@@ -115,32 +129,42 @@ class Score:
 
 
 class Ghost(Generic[Key]):
-    """What the real queue would hold if it always followed one order, and how much that would have hit."""
+    """Simulated contents of the real queue under one fixed order, with the hits that it would have had."""
 
     is_renewed_by_release = False
 
-    def __init__(self, rank: _Order[Key]) -> None:
+    def __init__(self, order: _Order[Key], rank: _Order[Key]) -> None:
+        """`order`: of all blocks; `rank`: the same for the sampled blocks."""
+        self.order = order
         self.rank = rank
         self.queue: EvictionQueue[Key] = EvictionQueue(self)
         self.scores = [Score(half_life, certainty) for half_life, certainty in CLOCKS]
         self._latest: Visit[Key] | None = None
 
-    def see(self, path: Sequence[Key], visit: Visit[Key], num_blocks: int, now: float) -> int:
-        """A request has used `path`; the real queue knows `num_blocks` with it. Returns how many were here."""
+    def see(
+        self, path: Sequence[Key], visit: Visit[Key], previous: Visit[Key] | None, capacity: int, now: float
+    ) -> int:
+        """Process a request that used `path` and continued `previous`; returns how many of the blocks were in the
+        ghost."""
         queue = self.queue
         num_hits = next((count for count, key in enumerate(path) if key not in queue), len(path))
         for key in path:
             if key in queue:
                 queue.acquire(key)
-        while queue and len(queue) + len(path) > num_blocks:
-            queue.evict(now)
+
+        num_more = len(queue) + len(path) - capacity
+        if num_more > 0:
+            queue.evict_many(min(num_more, len(queue)), now)
+
         self._latest = visit
         queue.visit(path, now)
         queue.release(path, now)
+        if previous is not None:
+            queue.requeue([previous])
         return num_hits
 
     def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
-        """The real queue's visit: what is learnt is learnt once."""
+        """The real queue's visit, from which `Survival` has learnt already."""
         assert self._latest is not None
         return self._latest
 
@@ -163,3 +187,8 @@ def recency(key: Key, depth: int, visit: Visit[Key]) -> float:
 def once_first(key: Key, depth: int, visit: Visit[Key]) -> float:
     """Blocks that were used once, then LRU."""
     return visit.number + (_LATEST if depth < visit.num_again else 0.0)
+
+
+def once_first_sampled(key: Key, depth: int, visit: Visit[Key]) -> float:
+    """As `once_first`, for a block with `depth` sampled blocks before it."""
+    return visit.number + (_LATEST if depth < visit.num_again_sampled else 0.0)

@@ -1,11 +1,11 @@
-"""Chances of a return by kind of visit and age, and the worth that follows from them.
+"""Chances of a return by kind of visit and age, and the worth that follows from the chances.
 
-For each kind and each bin of age the table counts how many visits left the bin and how many of those were followed by
-another one (the actuarial estimate: a visit still in the bin counts half). A kind with few visits leans on the pooled
-shape, scaled to its own frequency of returns.
+For each kind and each bin of age the table counts the visits that left the bin, and the part of them followed by
+another visit (the actuarial estimate: a visit still in the bin counts half). A kind with few visits leans on the pooled
+shape, scaled to the kind's own frequency of returns.
 
 The worth of a visit of some age is the greatest ratio, over all moments to give up, of the hits until then to the
-seconds it was kept until then: its index (Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979). It may
+seconds kept until then: its index (Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979). The worth may
 rise with age before it falls.
 """
 
@@ -18,9 +18,9 @@ EDGES = (0.0, *(2.0 ** (index / 2) for index in range(NUM_BINS)))
 WIDTHS = tuple(end - start for start, end in pairwise(EDGES))
 
 PRIOR_VISITS = 1.0
-"""How many visits of its own weigh as much to a kind as what the others tell it."""
+"""Visits of a kind that weigh as much for the kind as the pooled table."""
 PRIOR_CHANCE = 0.04
-"""Of a return in each bin before anything was seen. The index then falls with age, which is LRU."""
+"""Chance of a return in each bin without observations. The index then falls with age, as LRU."""
 REFRESH_AFTER = 64
 """Departures from bins of a kind until its indices are computed anew."""
 HALVE_AFTER = 1 << 17
@@ -42,12 +42,12 @@ class LifeTable:
         self._num_departures = 0
 
     def enter(self, kind: int, age_bin: int) -> None:
-        """A visit is now of that age."""
+        """Count a visit that has reached a bin of age."""
         self._here[kind][age_bin] += 1
         self._pooled_here[age_bin] += 1
 
     def leave(self, kind: int, age_bin: int, returned: bool) -> None:
-        """A visit was followed by another one at that age, or has grown older."""
+        """Count a visit that left a bin: followed by another visit (`returned`), or grown older."""
         self._here[kind][age_bin] -= 1
         self._pooled_here[age_bin] -= 1
         self._left[kind][age_bin] += 1
@@ -67,7 +67,7 @@ class LifeTable:
         return self._indices[kind][age_bin]
 
     def chances(self, kind: int) -> list[float]:
-        """For each bin, how likely a visit that enters it returns before it leaves it."""
+        """For each bin, the chance of a return before the visit leaves the bin."""
         pooled_at_risk = [gone + here / 2 for gone, here in zip(self._pooled_left, self._pooled_here, strict=True)]
         pooled = [
             (returned + PRIOR_CHANCE * PRIOR_VISITS) / (at_risk + PRIOR_VISITS)

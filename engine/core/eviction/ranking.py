@@ -1,4 +1,4 @@
-"""What the eviction queue asks: what is a block worth, seen from the last visit that used it?"""
+"""Interface of the eviction policies: the worth of a block by its last visit."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -9,7 +9,7 @@ Key = TypeVar("Key", bound=Hashable)
 class Visit(Generic[Key]):
     """One request's use of a path of blocks, or one use of a trunk (see `survival`). Mutable; owned by a ranking.
 
-    `leaves` are the queues': for each that has any, the key of the block that it would evict first among this visit's.
+    `leaves` belongs to the queues: for each queue, the block of the visit that it would evict first.
     """
 
     __slots__ = (
@@ -22,6 +22,7 @@ class Visit(Generic[Key]):
         "leaves",
         "length",
         "num_again",
+        "num_again_sampled",
         "number",
         "previous",
         "turn",
@@ -35,32 +36,33 @@ class Visit(Generic[Key]):
         self.landmark = landmark
         self.end = end
         """The last block."""
+
         self.age_bin = 0
         self.is_over = False
         self.number = 0
-        """Visits and pauses in their order."""
+        """Number of the visit or pause, in order."""
         self.num_again = 0
-        """How many of the blocks, from the root on, other visits had used before, as far as is known."""
+        """Number of leading blocks that other visits had used before, as far as known."""
+        self.num_again_sampled = 0
+        """`num_again`, counted in the blocks of the ghosts' sample."""
         self.leaves: dict[object, Key] = {}
         self.previous: Visit[Key] | None = None
-        """The visit that this one continues, until the queue has taken note of its end."""
+        """The continued visit, until the queue has processed the end of that visit."""
 
 
 class Ranking(Protocol[Key]):
     """A policy. Lower ranks are evicted first."""
 
     is_renewed_by_release: bool
-    """Whether a block counts as used whenever its last holder lets go, not only when a request ends."""
+    """True if a block counts as used at every last release, not only at the end of a request."""
 
     def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
-        """A request has used `path`, from the root; its first `num_known` blocks were here before.
-
-        With it the queue knows `num_blocks`.
-        """
+        """A request has used `path`, from the root; its first `num_known` blocks were known before. The queue now knows
+        `num_blocks`."""
         ...
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
-        """A request lets go of `path` before its end. Blocks are ranked by it until a visit; nothing is learnt."""
+        """A request releases `path` before its end: blocks are ranked by the pause until a visit; nothing is learnt."""
         ...
 
     def branch(self, key: Key, now: float) -> None:
@@ -68,11 +70,11 @@ class Ranking(Protocol[Key]):
         ...
 
     def rank(self, key: Key, depth: int, visit: Visit[Key]) -> float:
-        """The worth of a block last used by `visit`, in which `depth` others came before it."""
+        """The worth of a block last used by `visit`, with `depth` blocks before it."""
         ...
 
     def age(self, now: float) -> Iterable[Visit[Key]] | None:
-        """Visits whose rank differs from what it was at the last call because time has passed; None: all may."""
+        """Visits whose rank has changed since the last call because time has passed; None: any may have."""
         ...
 
 
@@ -89,7 +91,7 @@ class LeastRecent(Generic[Key]):
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
         self._num_visits += 1
-        visit = Visit(0, 0, len(path), now, path[-1], path[-1])
+        visit = Visit(kind=0, turn=0, length=len(path), born=now, landmark=path[-1], end=path[-1])
         visit.number = self._num_visits
         return visit
 

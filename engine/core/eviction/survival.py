@@ -1,23 +1,24 @@
-"""How soon a prefix is wanted again, learnt from the requests themselves: the adaptive ranking.
+"""Ranking by learnt survival: estimates from the requests themselves when a prefix will be used again.
 
-A *visit* is one request's use of its path of blocks. It is followed by another one (the next turn of a chat, the next
-question about a document) or by none, and the longer nothing came, the less likely something still comes. How likely
-depends on what the server saw: how many turns there were before, and how much the request added to what was known. So
-visits are divided into kinds, and a life table per kind tells what keeping the visit's blocks is worth at its age. All
-blocks of a visit are worth the same: conversations are kept or given up as wholes, from their ends. When room is short,
-those near the usual think time are kept and newcomers go, which no order of recency can do (hits per second of keeping
-is the measure of LHD too: Beckmann et al., NSDI '18).
+A *visit* is one request's use of its path of blocks. Another visit follows (the next turn of a chat, the next question
+about a document) or none, and the chance falls with the time without one. The chance depends on facts that the server
+sees: the number of turns before, and the number of blocks that the request added. So visits are divided into kinds, and
+a life table per kind gives the worth of keeping the visit's blocks at its age.
 
-Where requests part, the last common block is a *trunk*: it is worth what its own uses, learnt in the same way by how
-many there were, add to that.
+All blocks of a visit are worth the same: conversations are kept or given up as wholes, from their ends. When room is
+short, visits near the usual think time are kept and newcomers go, beyond any order of recency (hits per second of
+keeping is the measure of LHD too: Beckmann et al., NSDI '18).
 
-Visits are remembered after their blocks are gone, by the hash of one block (the landmark, in the middle of what the
-request added) and that of the last, so what is learnt does not depend on what was kept. At most `MAX_VISITS` are;
-nothing else grows.
+Where requests part, the last common block is a *trunk*. To its worth the worth of its own uses is added, learnt in the
+same way by their number.
+
+Visits are remembered after their blocks are gone, by the hash of one block (the landmark, in the middle of the blocks
+added by the request) and the hash of the last, so learning does not depend on the blocks kept. Memory is bounded by
+`MAX_VISITS`.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeAlias
 
 from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable
@@ -29,7 +30,7 @@ NUM_KINDS = (MAX_TURN + 1) * (MAX_ADDED + 1)
 NUM_TRUNK_KINDS = 8
 MAX_VISITS = 16384
 _Memory: TypeAlias = OrderedDict[Key, Visit[Key]]
-"""Visits by landmark, the oldest first; unlike a plain dict's, its first is found at once after others were removed."""
+"""Visits by landmark, the oldest first. Unlike a plain dict, it finds its first entry in O(1) after removals."""
 
 
 class Survival(Generic[Key]):
@@ -39,25 +40,27 @@ class Survival(Generic[Key]):
 
     def __init__(self, max_visits: int = MAX_VISITS) -> None:
         self._max_visits = max_visits
+
         self._visits: _Memory[Key] = OrderedDict()
-        """Those that may still be continued, by landmark."""
+        """Visits that may still be continued, by landmark."""
         self._trunks: _Memory[Key] = OrderedDict()
         """The last use of each trunk, by its block."""
         self._visit_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
-        """The same ones by the bin of their age, like those of the trunks and the pauses: none that has ended."""
+        """Visits that are not over, by the bin of their age; the same for trunks and pauses below."""
         self._trunk_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
         self._pauses: _Memory[Key] = OrderedDict()
-        """Of requests that were preempted or aborted, by their last blocks. They age as visits do."""
+        """Last uses by preempted or aborted requests, by their last blocks. Pauses age as visits do."""
         self._pause_ages: list[_Memory[Key]] = [OrderedDict() for _ in range(NUM_BINS)]
         self._pause_table = LifeTable(NUM_KINDS)
-        """Apart, because what is seen of pauses says nothing of visits; no rank is read from it."""
+        """Separate, because pauses say nothing about visits; no rank is read from this table."""
         self._visit_table = LifeTable(NUM_KINDS)
         self._trunk_table = LifeTable(NUM_TRUNK_KINDS)
 
     def visit(self, path: Sequence[Key], num_known: int, num_blocks: int, now: float) -> Visit[Key]:
-        """Learn from a request's path, and remember it until the next request comes by its landmark."""
+        """Learn from a request's path, and remember the visit until the next request passes its landmark."""
         previous, num_shared = self._continued(path, now)
         turn, num_again = 0, max(num_known, num_shared)
+
         if previous is not None:
             turn = previous.turn + 1
             if len(path) >= previous.length:  # evicted meanwhile, but it had been here
@@ -66,10 +69,12 @@ class Survival(Generic[Key]):
                 num_again = max(num_known, num_again, previous.length * is_whole)
             self._visit_table.leave(previous.kind, previous.age_bin, returned=True)
             self._end(previous, self._visits, self._visit_ages)
+
+        # The landmark lies in the middle of the added blocks, behind the path's first block if there are others.
         added = max(1, len(path) - num_known)
         kind = _kind(turn, added)
         landmark = path[min(len(path) - 1, max(1, len(path) - added - 1 + added // 2))]
-        visit = Visit(kind, turn, len(path), now, landmark, path[-1])
+        visit = Visit(kind=kind, turn=turn, length=len(path), born=now, landmark=landmark, end=path[-1])
         visit.num_again = num_again
         visit.previous = previous
         if len(path) > 1:  # a single block says nothing of who will come
@@ -77,13 +82,14 @@ class Survival(Generic[Key]):
         return visit
 
     def pause(self, path: Sequence[Key], num_known: int, now: float) -> Visit[Key]:
-        """Worth what a first visit of its kind is worth at its age."""
-        visit = Visit(_kind(0, max(1, len(path) - num_known)), 0, len(path), now, path[-1], path[-1])
+        """A pause has the worth of a first visit of its kind and age."""
+        kind = _kind(0, max(1, len(path) - num_known))
+        visit = Visit(kind=kind, turn=0, length=len(path), born=now, landmark=path[-1], end=path[-1])
         self._remember(visit, self._pauses, self._pause_ages, self._pause_table)
         return visit
 
     def branch(self, key: Key, now: float) -> None:
-        """The first time that requests part after `key`; from now on its uses are counted."""
+        """Count the uses of a trunk, from the first time that requests part after `key`."""
         if key not in self._trunks:
             self._use_trunk(key, 0, now)
 
@@ -95,14 +101,19 @@ class Survival(Generic[Key]):
             worth += self._trunk_table.index(trunk.kind, trunk.age_bin)
         return worth
 
+    @property
+    def trunks(self) -> Mapping[Key, Visit[Key]]:
+        """The last use of each trunk, by its block."""
+        return self._trunks
+
     def age(self, now: float) -> list[Visit[Key]]:
-        """Move visits to the bins of their ages; those that nobody will wait for any longer end."""
+        """Move visits to the bins of their ages; visits beyond the last bin end. Returns the moved visits."""
         moved = self._age(self._visits, self._visit_ages, self._visit_table, now)
         moved += self._age(self._pauses, self._pause_ages, self._pause_table, now)
         return moved + self._age(self._trunks, self._trunk_ages, self._trunk_table, now)
 
     def check_integrity(self) -> None:
-        """Assert that the life tables count exactly what is remembered."""
+        """Assert that the life tables count exactly the remembered visits."""
         for known, ages, table in (
             (self._visits, self._visit_ages, self._visit_table),
             (self._pauses, self._pause_ages, self._pause_table),
@@ -116,7 +127,8 @@ class Survival(Generic[Key]):
                     assert visit.age_bin == index and not visit.is_over
 
     def _continued(self, path: Sequence[Key], now: float) -> tuple[Visit[Key] | None, int]:
-        """The visit whose landmark is the furthest along `path`, and how many blocks others used for sure."""
+        """The visit whose landmark is the furthest along `path`, and the number of leading blocks surely used by
+        others."""
         visits, trunks = self._visits, self._trunks
         previous, num_shared = None, 0
         for depth, key in enumerate(path, 1):
@@ -132,7 +144,7 @@ class Survival(Generic[Key]):
 
     def _use_trunk(self, key: Key, num_uses: int, now: float) -> None:
         kind = min(NUM_TRUNK_KINDS - 1, (num_uses + 1).bit_length() - 1)
-        use = Visit(kind, num_uses, 0, now, key, key)
+        use = Visit(kind=kind, turn=num_uses, length=0, born=now, landmark=key, end=key)
         self._remember(use, self._trunks, self._trunk_ages, self._trunk_table)
 
     def _remember(self, visit: Visit[Key], known: _Memory[Key], ages: list[_Memory[Key]], table: LifeTable) -> None:

@@ -1,0 +1,1 @@
+"""The ingress deployment: HTTP and handle calls in, answers out."""

@@ -1,0 +1,117 @@
+"""From text to the answers of APIs that have one choice, whole and as streams (`engine.api.answers`)."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+
+from actors.ingress.job import Answer, Job
+from actors.ingress.renderer import Renderer
+from actors.ingress.rendering import Pieces, Rendering
+from actors.ingress.stored_responses import StoredResponses
+from engine.api.answers import AnswerWriter, Asked
+from engine.api.anthropic.answers import MessageWriter
+from engine.api.assembler import Piece
+from engine.api.openai_responses.answers import ResponseWriter
+from engine.api.responses import Choice, Json
+from engine.api.spec import Api, GenerationSpec
+from engine.api.wire import WireFormat
+
+
+class AnswerRenderer:
+    """Renders one job with a writer of its API. `pieces` runs the choice, `choice_of` describes its end, before which
+    `on_end` is awaited."""
+
+    def __init__(
+        self,
+        job: Job,
+        writer: AnswerWriter,
+        pieces: Pieces,
+        choice_of: Callable[[GenerationSpec, Answer], Choice],
+        on_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        [self._answer] = job.answers
+        self._job = job
+        self._writer = writer
+        self._pieces = pieces
+        self._choice_of = choice_of
+        self._on_end = on_end
+
+    @property
+    def wire(self) -> WireFormat:
+        """Form of errors in the answer's stream."""
+        return self._writer.wire
+
+    async def body(self) -> bytes:
+        """The response of a job that has been collected."""
+        if self._on_end is not None:
+            await self._on_end()
+        return self._writer.body(self._choice(), self._job.usage())
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Run the job; yields its events but the last. Errors as `pieces`."""
+        is_first, has_logprobs = True, self._job.spec.sampling.logprobs is not None
+        async with aclosing(self._pieces(self._answer)) as pieces:
+            async for piece in pieces:
+                if has_logprobs:
+                    self._answer.logprobs += piece.logprobs
+                opening = self._writer.first(self._answer.usage()) if is_first else b""
+                is_first = False
+                data = opening + self._writer.piece(piece)
+                if data:
+                    yield data
+
+        if self._on_end is not None:
+            await self._on_end()
+
+    def end(self) -> bytes:
+        """The last events of a stream whose choice is finished."""
+        return self._writer.end(self._choice(), self._job.usage())
+
+    def _choice(self) -> Choice:
+        return self._choice_of(self._job.spec, self._answer)
+
+
+def renderers(
+    rendering: Rendering, pieces: Pieces, responses: StoredResponses
+) -> Mapping[Api, Callable[[Job], Renderer]]:
+    """The renderer of a job, by the API of its request."""
+
+    def of_message(job: Job) -> Renderer:
+        return AnswerRenderer(job, MessageWriter(_asked(job, rendering)), pieces, rendering.choice)
+
+    def of_response(job: Job) -> Renderer:
+        writer = ResponseWriter(_asked(job, rendering))
+
+        async def keep() -> None:
+            await _keep(job, writer, rendering, responses)
+
+        return AnswerRenderer(job, writer, pieces, rendering.choice, on_end=keep)
+
+    return {"openai": rendering.of, "messages": of_message, "responses": of_response}
+
+
+def _asked(job: Job, rendering: Rendering) -> Asked:
+    render = rendering.logprobs_renderer(job.spec)
+
+    def logprobs(piece: Piece) -> Json:
+        assert render is not None
+        return render(piece.token_ids, piece.logprobs)
+
+    return Asked(
+        job.head,
+        job.spec,
+        job.marked_tokens,
+        logprobs=None if render is None else logprobs,
+        message=job.answers[0].message,
+    )
+
+
+async def _keep(job: Job, writer: ResponseWriter, rendering: Rendering, responses: StoredResponses) -> None:
+    """Store the response of a finished job if its request asks for it, and note in the answer whether it is stored."""
+    assert job.spec.turn is not None
+    if not job.spec.turn.is_stored:
+        return
+    [answer] = job.answers
+    answer.message_id = job.head.id
+    response = writer.response(rendering.choice(job.spec, answer), job.usage())
+    if not await responses.keep(job, response):
+        answer.message_id = None

@@ -1,0 +1,241 @@
+"""The parts of an ingress replica, put together as its configuration says."""
+
+import secrets
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from actors.ingress.accounting import Accounting
+from actors.ingress.answer_rendering import renderers
+from actors.ingress.batches import Batches, BatchSettings
+from actors.ingress.cache_control import CacheControl
+from actors.ingress.chats import Chats
+from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from actors.ingress.dispatcher import Dispatcher
+from actors.ingress.frontend import Frontend, FrontendParts
+from actors.ingress.manager_link import ManagerLink
+from actors.ingress.output import OutputProcessor
+from actors.ingress.preparation import Preparation, PreparationFacts
+from actors.ingress.reader_pool import RequestReader
+from actors.ingress.reading import ReadingFacts, ServedModel
+from actors.ingress.refusals import Refusals
+from actors.ingress.rendering import Rendering
+from actors.ingress.stored_responses import StoredResponses
+from actors.ingress.tokenization import Tokenization
+from actors.ingress.transcripts import Transcripts
+from actors.ingress.vocabulary import Vocabulary
+from actors.instruments import families_of
+from actors.metrics import IngressMetrics
+from actors.rpc import find_worker
+from configs.schema import Config
+from configs.settings import tenants
+from engine.batches.file_store import StoreLimits
+from engine.batches.lines import LineLimits
+from engine.core.errors import RequestError, StartupError
+from engine.core.hashing import root_hash
+from engine.core.ingress.cluster_view import ModelFacts
+from engine.core.ingress.parsers import TOOL_FORMATS, ToolFormat
+from engine.core.ingress.room import Room
+from engine.core.settings import GIB
+from engine.core.types import DraftSource, Pooling
+from engine.model.chats import reasoning_format, tool_format
+from engine.model.identity import ModelIdentity, identify
+from engine.model.sources import cache_folder, model_name
+from engine.model.tokenizer import Tokenizer
+
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The model, as a replica without its weights knows it."""
+
+    identity: ModelIdentity
+    served: ServedModel
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+    tool_format: ToolFormat
+    has_reasoning: bool
+
+
+def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
+    """Build the frontend of one replica; it is not started.
+
+    Raises:
+        StartupError: the model or a public prefix cannot be used.
+    """
+    model = _model(config)
+    reader = _reader(config, model)
+    all_tenants = tenants(config)
+    metrics = IngressMetrics(all_tenants.names, replica_id)
+    manager = ManagerLink(app_name)
+    room = Room(config.ingress.max_queued_requests)
+    ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
+    dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, app_name=app_name)
+
+    root = root_hash(model.identity.fingerprint)
+    chats = _chats(model, Transcripts(manager, root, metrics.looked_up), reader=reader, dispatcher=dispatcher)
+    responses = StoredResponses(manager, root, chats.shown)
+    output = OutputProcessor(dispatcher.generate, dispatcher.stopped, chats, prefix_caching=config.cache.prefix_caching)
+    rendering = Rendering(output.pieces, model.vocabulary.bytes_of)
+    parts = FrontendParts(
+        model=model.served,
+        tenants=all_tenants,
+        cache=CacheControl(manager, model.tokenizer.decode),
+        tokenization=Tokenization(reader, room),
+        room=room,
+        reader=reader,
+        dispatcher=dispatcher,
+        preparation=Preparation(
+            _preparation_facts(config, model),
+            reader=reader,
+            room=room,
+            chats=chats,
+            responses=responses,
+            vocabulary=model.vocabulary,
+            root=lambda: dispatcher.root,
+        ),
+        output=output,
+        responses=responses,
+        rendering=rendering,
+        renderers=renderers(rendering, output.pieces, responses),
+        accounting=Accounting(metrics, Refusals()),
+        metrics=_cluster_metrics(metrics, manager, dispatcher, replica_id=replica_id, app_name=app_name),
+    )
+    return Frontend(parts)
+
+
+def build_batches(config: Config, frontend: Frontend) -> Batches | None:
+    """Build files and batches of one replica, not started; None where the configuration turns them off."""
+    section = config.batches
+    if not section.gib:
+        return None
+    settings = BatchSettings(
+        folder=cache_folder() / "batches" if section.folder is None else Path(section.folder).expanduser(),
+        stored=StoreLimits(
+            file_bytes=section.max_file_mib << 20,
+            tenant_bytes=int(section.tenant_gib * GIB),
+            total_bytes=int(section.gib * GIB),
+            tenant_files=section.max_files,
+            keep_s=section.keep_days * DAY_S,
+        ),
+        lines=LineLimits(section.max_lines, config.ingress.max_body_bytes),
+        concurrency=section.concurrency,
+        model_name=config.model.name or model_name(config.model.source),
+    )
+    return Batches(settings, frontend, frontend.tenants)
+
+
+def _identity(config: Config) -> ModelIdentity:
+    model = config.model
+    return identify(
+        model.source,
+        dtype=model.dtype,
+        block_size=config.cache.block_size,
+        max_model_len=model.max_model_len,
+        quantization=model.quantization,
+        deterministic=model.deterministic,
+    )
+
+
+def _dispatcher(
+    config: Config,
+    identity: ModelIdentity,
+    manager: ManagerLink,
+    metrics: IngressMetrics,
+    *,
+    name: str,
+    app_name: str,
+) -> Dispatcher:
+    return Dispatcher(
+        ingress_id=name,
+        app_name=app_name,
+        manager=manager,
+        model=_model_facts(config, identity),
+        on_failover=metrics.failed_over,
+        logs=config.logging,
+    )
+
+
+def _cluster_metrics(
+    metrics: IngressMetrics, manager: ManagerLink, dispatcher: Dispatcher, *, replica_id: str, app_name: str
+) -> ClusterMetrics:
+    return ClusterMetrics(
+        ReplicaMetrics(replica_id, partial(families_of, metrics)),
+        manager,
+        workers=lambda: dispatcher.workers,
+        find=partial(find_worker, app_name=app_name),
+    )
+
+
+def _model(config: Config) -> _Model:
+    """Read the model's folder. Parsers are the configured ones, or those of the model's family."""
+    identity = _identity(config)
+    tokenizer = Tokenizer(identity.folder)
+    name = config.model.name or model_name(config.model.source)
+    reasoning = config.model.reasoning_parser or reasoning_format(tokenizer)
+    return _Model(
+        identity=identity,
+        served=ServedModel(name, identity.max_model_len, identity.config.vocab_size, identity.config.hidden_size),
+        tokenizer=tokenizer,
+        vocabulary=Vocabulary(tokenizer),
+        tool_format=TOOL_FORMATS[config.model.tool_parser or tool_format(tokenizer)],
+        has_reasoning=reasoning == "think",
+    )
+
+
+def _reader(config: Config, model: _Model) -> RequestReader:
+    facts = ReadingFacts(
+        model=model.served,
+        folder=model.identity.folder,
+        special_tokens_in_messages=config.model.special_tokens_in_messages,
+        tool_format=model.tool_format,
+        has_reasoning=model.has_reasoning,
+        chat_templates_in_requests=config.model.chat_templates_in_requests,
+        uses_predictions=config.speculation.uses(DraftSource.PREDICTION),
+    )
+    return RequestReader(facts, model.tokenizer, config.ingress.max_waiting_mib << 20)
+
+
+def _model_facts(config: Config, identity: ModelIdentity) -> ModelFacts:
+    cache = config.cache
+    return ModelFacts(
+        identity.fingerprint,
+        cache.block_size,
+        cache.await_timeout_s,
+        names_blocks=cache.prefix_caching or config.workers.prefill is not None,
+    )
+
+
+def _chats(model: _Model, transcripts: Transcripts, *, reader: RequestReader, dispatcher: Dispatcher) -> Chats:
+    return Chats(
+        tokenizer=model.tokenizer,
+        vocab_size=min(model.served.vocab_size, model.tokenizer.vocab_size),
+        max_model_len=model.served.max_model_len,
+        new_detokenizer=model.vocabulary.detokenizer,
+        transcripts=transcripts,
+        reader=reader,
+        prepare=dispatcher.prepare,
+    )
+
+
+def _preparation_facts(config: Config, model: _Model) -> PreparationFacts:
+    return PreparationFacts(
+        model=model.served,
+        eos_token_ids=tuple(model.tokenizer.eos_token_ids),
+        block_size=config.cache.block_size,
+        public_prefixes=_public_prefixes(model.tokenizer, config),
+        prefix_caching=config.cache.prefix_caching,
+        pooling=Pooling(config.model.pooling),
+        tool_format=model.tool_format,
+        has_reasoning=model.has_reasoning,
+    )
+
+
+def _public_prefixes(tokenizer: Tokenizer, config: Config) -> tuple[tuple[int, ...], ...]:
+    special_tokens = config.model.special_tokens_in_messages
+    texts = config.cache.public_prefixes
+    try:
+        return tuple(tokenizer.chat_beginning(text, special_tokens=special_tokens) for text in texts)
+    except RequestError as error:
+        raise StartupError(f"cache.public_prefixes: {error}") from None

@@ -1,0 +1,98 @@
+"""Reports of the cache and of placement decisions for clients, and control of the cache for administrators."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+
+import orjson
+
+from actors.ingress.manager_link import ManagerLink
+from actors.rpc import ManagerClient
+from engine.api.responses import ID_PREFIXES, Json
+from engine.core.errors import NotFoundError, OverloadedError, PermissionDeniedError
+from engine.core.tenants import Tenant
+
+POLL_S = 0.2
+MAX_FOLLOWERS = 16
+"""Each asks the manager five times a second."""
+
+
+class CacheControl:
+    """Asks the manager on behalf of a tenant. `decode` turns token ids into text."""
+
+    def __init__(self, manager: ManagerLink, decode: Callable[[Sequence[int]], str]) -> None:
+        self._manager = manager
+        self._decode = decode
+        self._num_followers = 0
+
+    async def explain(self, request_id: str, tenant: Tenant) -> Json:
+        """Explain the placement of a tenant's request.
+
+        Raises:
+            NotFoundError: the tenant has had no such request, or its record has been dropped.
+        """
+        name = next((request_id.removeprefix(p) for p in ID_PREFIXES.values() if request_id.startswith(p)), request_id)
+        asking = None if tenant.is_admin else tenant.name
+        choices = await self._manager.ask(lambda manager: manager.explain(name, asking))
+        if not choices:
+            raise NotFoundError(f"No request '{request_id}' is remembered.", param="id")
+        return {"id": request_id, "object": "request.explanation", "choices": choices}
+
+    async def report(self, tenant: Tenant) -> Json:
+        """State of the cache with the tenant's own use and prefixes. An administrator also sees the use of every tenant
+        and the cache's contents, but only prefixes of its own: prefixes are text of prompts."""
+        report = await self._manager.ask(lambda manager: manager.cache_report(tenant.name, tenant.is_admin))
+        for prefix in report["hottest_prefixes"]:
+            prefix["preview"] = self._decode(prefix.pop("token_ids"))
+        return report
+
+    async def reset(self, tenant: Tenant) -> Json:
+        """Forget all KV that no request uses.
+
+        Raises:
+            PermissionDeniedError: the tenant is no administrator.
+        """
+        require_admin(tenant)
+        counts = await self._manager.ask(lambda manager: manager.reset_cache())
+        return {"object": "cache.reset", **counts}
+
+    async def events(self, since: int | None, tenant: Tenant) -> AsyncGenerator[bytes]:
+        """Server-sent events: `snapshot` first unless everything from `since` on is known, then `stored` and `removed`,
+        each with the sequence number to go on from.
+
+        Raises:
+            PermissionDeniedError: the tenant is no administrator.
+            OverloadedError: others follow already, as many as a replica takes.
+        """
+        require_admin(tenant)
+        if self._num_followers >= MAX_FOLLOWERS:
+            raise OverloadedError(
+                f"{MAX_FOLLOWERS} clients follow the cache's events and no more are accepted; try again later",
+                retry_after_s=5,
+            )
+
+        self._num_followers += 1
+        try:
+            while True:
+                update = await self._manager.ask(partial(ManagerClient.events_since, sequence=since))
+                if update.snapshot is not None:
+                    yield _event("snapshot", update.next_sequence, [block_hash.hex() for block_hash in update.snapshot])
+                for event in update.events:
+                    yield _event(
+                        "stored" if event.is_stored else "removed", event.sequence + 1, [event.block_hash.hex()]
+                    )
+                since = update.next_sequence
+                await asyncio.sleep(POLL_S)
+        finally:
+            self._num_followers -= 1
+
+
+def require_admin(tenant: Tenant) -> None:
+    """Raise PermissionDeniedError unless a tenant is an administrator."""
+    if not tenant.is_admin:
+        raise PermissionDeniedError(f"The tenant '{tenant.name}' is no administrator.")
+
+
+def _event(kind: str, next_sequence: int, hashes: list[str]) -> bytes:
+    data = orjson.dumps({"next": next_sequence, "blocks": hashes})
+    return b"event: %s\nid: %d\ndata: %s\n\n" % (kind.encode(), next_sequence, data)

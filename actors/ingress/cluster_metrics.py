@@ -1,0 +1,100 @@
+"""The metrics of this ingress replica, of the workers and of the manager, gathered when somebody asks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ray.exceptions import RayError
+
+from actors.calls import answer, run_detached
+from actors.ingress.exposition import exposition
+from actors.ingress.manager_link import ManagerLink
+from actors.metric_values import Family, labels_of, merged
+from actors.names import MANAGER
+from actors.rpc import WorkerClient
+from engine.core.errors import ServiceError
+from engine.core.types import WorkerInfo
+
+TIMEOUT_S = 2.0
+"""Limit of one process's answer, with the search for the process."""
+
+UP = Family(
+    "raydix_process_up",
+    "gauge",
+    "1 for a process whose metrics are here, 0 for one that did not answer in time.",
+    {},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """This replica's own metrics."""
+
+    replica: str
+    families: Callable[[], Sequence[Family]]
+
+
+class ClusterMetrics:
+    """Gathers metrics for `/metrics`. Requests during a gathering get its answer."""
+
+    def __init__(
+        self,
+        own: ReplicaMetrics,
+        manager: ManagerLink,
+        workers: Callable[[], Sequence[WorkerInfo]],
+        find: Callable[[str, int], Awaitable[WorkerClient | None]],
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`workers` lists the workers to ask; `find` gives a worker's client, by id and epoch."""
+        self._own = own
+        self._manager = manager
+        self._workers = workers
+        self._find = find
+        self._timeout_s = timeout_s
+        self._clients: dict[tuple[str, int], WorkerClient] = {}
+        self._gathering: asyncio.Task[str] | None = None
+
+    async def text(self) -> str:
+        """The metrics in Prometheus' text format, after `timeout_s` at most."""
+        if self._gathering is None or self._gathering.done():
+            self._gathering = run_detached(asyncio.get_running_loop().create_task, self._gather())
+        return await asyncio.shield(self._gathering)
+
+    async def _gather(self) -> str:
+        workers = self._workers()
+        self._clients = {
+            (each.worker_id, each.epoch): client
+            for each in workers
+            if (client := self._clients.get((each.worker_id, each.epoch))) is not None
+        }
+        manager, *others = await asyncio.gather(self._of_manager(), *map(self._of_worker, workers))
+
+        up = {labels_of({"process": self._own.replica, "kind": "ingress"}): 1.0}
+        up[labels_of({"process": MANAGER, "kind": MANAGER})] = float(manager is not None)
+        for worker, families in zip(workers, others, strict=True):
+            up[labels_of({"process": worker.worker_id, "kind": str(worker.role)})] = float(families is not None)
+
+        answered = (families for families in (manager, *others) if families is not None)
+        gathered = [replace(UP, values=up), *self._own.families(), *(each for some in answered for each in some)]
+        return exposition(merged(gathered))
+
+    async def _of_manager(self) -> Sequence[Family] | None:
+        """None if the manager does not answer in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._manager.ask(lambda manager: manager.metrics(), timeout_s=self._timeout_s)
+        except (ServiceError, TimeoutError):
+            return None
+
+    async def _of_worker(self, worker: WorkerInfo) -> Sequence[Family] | None:
+        """None if the worker does not answer in time."""
+        known = (worker.worker_id, worker.epoch)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                client = self._clients.get(known) or await self._find(*known)
+                if client is None:
+                    return None
+                self._clients[known] = client
+                return await answer(client.metrics())
+        except (RayError, TimeoutError):
+            return None

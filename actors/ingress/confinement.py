@@ -1,0 +1,35 @@
+"""Limits of time and memory for a client's program, in the main thread of a process of its own."""
+
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+
+MAX_S = 2.0
+AGAIN_S = 0.1
+"""Pause between interruptions, in case one is caught."""
+MAX_BYTES = 512 << 20
+"""Growth of the address space."""
+
+
+@contextmanager
+def confined() -> Iterator[None]:
+    """Interrupt the block with TimeoutError after `MAX_S`, and refuse memory beyond `MAX_BYTES` (MemoryError)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    room = psutil.Process().memory_info().vms + MAX_BYTES
+    handler = signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (room if soft == resource.RLIM_INFINITY else min(room, soft), hard))
+        signal.setitimer(signal.ITIMER_REAL, MAX_S, AGAIN_S)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"longer than {MAX_S:g} s")

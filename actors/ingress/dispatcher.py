@@ -1,0 +1,372 @@
+"""Carries out for one ingress replica what `engine.core.ingress.dispatch.Dispatch` decides, and tells it what happens.
+
+Calls that gather in one turn of the event loop go out as one call for each receiver.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from actors.calls import Background, quietly, run_detached, sleep
+from actors.ingress.manager_link import ManagerLink
+from actors.logs import DEFAULTS
+from actors.recording import recorded
+from actors.rpc import WorkerClient, find_worker
+from configs.schema import LoggingSection
+from engine.core.errors import ServiceError
+from engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from engine.core.ingress.dispatch import Dispatch
+from engine.core.ingress.generation import Generation
+from engine.core.ingress.instructions import (
+    Abort,
+    Admit,
+    AskWorkers,
+    Deliver,
+    FailedOver,
+    Follow,
+    Instruction,
+    ModelDiffers,
+    Ping,
+    Read,
+    Settle,
+    StopAwaiting,
+    Submit,
+    WorkerLost,
+    WorkerSilent,
+)
+from engine.core.ingress.notes import NOTES
+from engine.core.log_fields import about
+from engine.core.types import AdmitRequest, BlockHash, TokenEvent, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+PING_S = 1.0
+ADMIT_TIMEOUT_S = 2.0
+"""A manager that has not placed a request after so long is silent."""
+MEMBERSHIP_TIMEOUT_S = 2.0
+"""A manager that has not listed its workers after so long is silent."""
+
+
+@dataclass(slots=True, eq=False)
+class _Delivery:
+    """Tokens of a request that its reader has not taken yet."""
+
+    inbox: list[TokenEvent] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Dispatcher:
+    """The data plane of one ingress replica."""
+
+    def __init__(
+        self,
+        ingress_id: str,
+        app_name: str,
+        manager: ManagerLink,
+        model: ModelFacts,
+        on_failover: Callable[[], None],
+        timeouts: Timeouts | None = None,
+        logs: LoggingSection = DEFAULTS,
+    ) -> None:
+        self._ingress_id = ingress_id
+        self._app_name = app_name
+        self._manager = manager
+        self._on_failover = on_failover
+        self._dispatch = recorded("ingress", logs, NOTES, Dispatch, ingress_id, model, time.monotonic(), timeouts)
+        self._deliveries: dict[str, _Delivery] = {}
+        self._found: dict[tuple[str, int], WorkerClient] = {}
+        """Worker incarnations that were found and of which `Dispatch` is being told."""
+        self._followed: dict[str, WorkerClient] = {}
+        self._asking: set[bool] = set()
+        """The kinds of questions about workers that the manager has not answered yet: True for probes."""
+        self._admits: list[AdmitRequest] = []
+        self._is_flush_due = False
+        self._retry: asyncio.TimerHandle | None = None
+        self._background = Background()
+
+    def start(self) -> None:
+        """Begin to tell workers that this ingress is alive. Needs a running event loop."""
+        self._background.start(self._keep_alive())
+
+    @property
+    def root(self) -> BlockHash | None:
+        """As `Dispatch.root`."""
+        return self._dispatch.root
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
+        """Run a request; yields the tokens in order, each once, as many at a time as have arrived.
+
+        Raises:
+            ServiceError: no worker could take the request, or every attempt failed.
+        """
+        delivery = self._deliveries[generation.request_id] = _Delivery()
+        try:
+            self._carry_out(self._dispatch.begin(generation, time.monotonic()))
+            while True:
+                await delivery.arrived.wait()
+                delivery.arrived.clear()
+                if generation.failure is not None:
+                    raise generation.failure
+                events, delivery.inbox = delivery.inbox, []
+                if events:
+                    yield events
+                    if events[-1].finish is not None:
+                        return
+        finally:
+            del self._deliveries[generation.request_id]
+            self._carry_out(self._dispatch.end(generation.request_id))
+
+    def stopped(self, generation: Generation) -> None:
+        """A stop string has ended a request whose reader is still there."""
+        self._dispatch.stopped(generation.request_id)
+
+    def prepare(self, generation: Generation, token_ids: Sequence[int]) -> None:
+        """Have the full blocks of `token_ids` computed at idle priority (`Dispatch.prepare`)."""
+        self._carry_out(self._dispatch.prepare(generation, token_ids))
+
+    @property
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Workers expected to live, as known to this replica."""
+        return self._dispatch.workers
+
+    async def can_serve(self) -> bool:
+        """True if some worker could take a request now, with the manager or without."""
+        await self._ask_workers()
+        return self._dispatch.can_serve
+
+    # Instructions
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        """Send what `Dispatch` decided, and see to what waits for the end of the turn or for a time."""
+        for instruction in instructions:
+            self._carry_out_one(instruction)
+        if self._admits or self._dispatch.has_unsent:
+            self._flush_soon()
+        self._set_timer()
+
+    def _carry_out_one(self, instruction: Instruction) -> None:
+        match instruction:
+            case Deliver(request_id, events):
+                delivery = self._deliveries[request_id]
+                delivery.inbox += events
+                delivery.arrived.set()
+            case Admit(request):
+                self._admits.append(request)
+            case Follow(worker_id, epoch):
+                self._background.start(self._find(worker_id, epoch))
+            case Read(worker_id, epoch):
+                client = self._followed[worker_id] = self._found[worker_id, epoch]
+                self._background.start(self._read(worker_id, epoch, client))
+            case AskWorkers(is_probe):
+                if is_probe not in self._asking:
+                    self._asking.add(is_probe)
+                    self._background.start(self._ask_workers(is_probe=is_probe))
+            case FailedOver():
+                self._on_failover()
+                _log_failover(instruction)
+            case WorkerLost():
+                self._followed.pop(instruction.worker_id, None)
+                _log_worker_lost(instruction)
+            case WorkerSilent(worker_id, num_requests):
+                extra = about("worker_silent", worker=worker_id, requests=num_requests)
+                logger.warning("%s answers nothing: %d requests go on elsewhere", worker_id, num_requests, extra=extra)
+            case ModelDiffers(theirs, ours):
+                logger.error(
+                    "the workers' model (fingerprint %s) is not this replica's (%s): no request can be served",
+                    theirs,
+                    ours,
+                    extra=about("model_differs", theirs=theirs, ours=ours),
+                )
+            case Settle():
+                self._background.start(self._settle(instruction))
+            case _:
+                self._call(instruction)
+
+    def _call(self, instruction: Submit | Abort | StopAwaiting | Ping) -> None:
+        """Call a worker without waiting. Only a submission's failure matters: of a death the token stream tells."""
+        client = self._followed.get(instruction.worker_id)
+        if client is None:
+            return
+        match instruction:
+            case Submit(_, assignments):
+                call = run_detached(client.submit, assignments)
+                self._background.start(self._submitted(call, instruction))
+                return
+            case Abort(_, request_id, has_ended):
+                send = partial(client.abort, [request_id], has_ended=has_ended)
+            case StopAwaiting(_, request_id):
+                send = partial(client.stop_awaiting, [request_id])
+            case Ping(_, awaiting):
+                self._background.start(self._ping(instruction.worker_id, client, awaiting))
+                return
+        self._background.start(quietly(run_detached(send)))
+
+    # The turn of the event loop
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            run_detached(asyncio.get_running_loop().call_soon, self._flush)
+
+    def _flush(self) -> None:
+        """Send what has gathered in this turn of the event loop."""
+        self._is_flush_due = False
+        for instruction in self._dispatch.flush(has_manager=self._manager.client is not None):
+            self._carry_out_one(instruction)
+        if self._admits:
+            requests, self._admits = self._admits, []
+            self._background.start(self._admit(requests))
+
+    def _set_timer(self) -> None:
+        """Have `Dispatch.tick` called when a request is to be admitted again."""
+        if self._retry is not None:
+            return
+        due = self._dispatch.retry_at
+        if due is not None:
+            delay_s = max(0.0, due - time.monotonic())
+            self._retry = run_detached(asyncio.get_running_loop().call_later, delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._retry = None
+        self._carry_out(self._dispatch.tick(time.monotonic()))
+
+    # The manager
+
+    async def _admit(self, requests: list[AdmitRequest]) -> None:
+        try:
+            admissions = await self._manager.ask(
+                lambda manager: manager.admit(requests), timeout_s=ADMIT_TIMEOUT_S, is_prompt=True
+            )
+        except ServiceError:
+            is_silent = self._manager.client is not None
+            self._carry_out(self._dispatch.not_admitted(requests, time.monotonic(), is_silent=is_silent))
+            return
+        for request, admission in zip(requests, admissions, strict=True):
+            now = time.monotonic()
+            self._carry_out(self._dispatch.admitted(request.request_id, request.attempt, admission, now))
+
+    async def _ask_workers(self, *, is_probe: bool = False) -> None:
+        """Ask the manager for the workers; a silent manager only if `is_probe`."""
+        ask = self._manager.probe if is_probe else self._manager.ask
+        active = self._dispatch.active
+        try:
+            membership = await ask(
+                lambda manager: manager.workers(self._ingress_id, active),
+                timeout_s=MEMBERSHIP_TIMEOUT_S,
+                is_prompt=True,
+            )
+        except ServiceError:
+            self._dispatch.no_membership()
+        else:
+            self._carry_out(self._dispatch.membership(membership, time.monotonic()))
+        finally:
+            self._asking.discard(is_probe)
+
+    async def _settle(self, settle: Settle) -> None:
+        manager = self._manager.client
+        if manager is None:
+            self._dispatch.not_settled(settle.ended)
+            return
+        try:
+            await manager.settle(self._ingress_id, settle.first_tokens, settle.ended)
+        except RayError:
+            self._dispatch.not_settled(settle.ended)
+
+    async def _keep_alive(self) -> None:
+        """Ping the workers at a steady pace: nothing here waits for the manager, whose silence is not theirs."""
+        late_s = 0.0
+        while True:
+            try:
+                self._carry_out(self._dispatch.keep_alive(time.monotonic(), late_s))
+            except Exception:  # Without pings workers would give up all requests of this replica.
+                logger.exception("workers not told that this replica is alive")
+            self._flush_soon()  # what could not be told while the manager was away
+            late_s = await sleep(PING_S)
+
+    # Workers
+
+    async def _find(self, worker_id: str, epoch: int) -> None:
+        """Look for a worker incarnation, for the admissions that name it."""
+        try:
+            client = await find_worker(worker_id, epoch, self._app_name)
+        except Exception as error:  # The admissions must not wait for ever; they are made again.
+            logger.debug("%s not looked for: %s", worker_id, type(error).__name__)
+            client = None
+        if client is None:
+            self._carry_out(self._dispatch.not_found(worker_id, epoch, time.monotonic()))
+            return
+        self._found[worker_id, epoch] = client
+        self._carry_out(self._dispatch.found(worker_id, epoch, time.monotonic()))
+        del self._found[worker_id, epoch]
+
+    async def _read(self, worker_id: str, epoch: int, client: WorkerClient) -> None:
+        """Read a worker's token stream to its end."""
+        reason, is_dead = "the stream ended", False
+        try:
+            async for events in client.token_stream(self._ingress_id):
+                self._carry_out(self._dispatch.tokens(worker_id, await events, time.monotonic()))
+        except Exception as error:  # Whatever it was, this worker's requests must not stand still.
+            reason, is_dead = type(error).__name__, _is_death(error)
+        self._carry_out(self._dispatch.worker_lost(worker_id, epoch, reason, time.monotonic(), is_dead=is_dead))
+
+    async def _ping(self, worker_id: str, client: WorkerClient, awaiting: Sequence[str]) -> None:
+        try:
+            await run_detached(client.ping, self._ingress_id, awaiting)
+        except RayError as error:  # of a death the token stream tells
+            logger.debug("ping not answered: %s", type(error).__name__)
+        else:
+            self._dispatch.ping_answered(worker_id, time.monotonic())
+
+    async def _submitted(self, call: Awaitable[None], submit: Submit) -> None:
+        try:
+            await call
+        except RayError as error:
+            logger.warning(
+                "%s did not take %d requests: %s",
+                submit.worker_id,
+                len(submit.assignments),
+                type(error).__name__,
+                extra=about(
+                    "submit_failed",
+                    worker=submit.worker_id,
+                    requests=[assignment.request_id for assignment in submit.assignments],
+                ),
+            )
+            self._carry_out(self._dispatch.not_submitted(submit.assignments, time.monotonic()))
+
+
+def _log_worker_lost(lost: WorkerLost) -> None:
+    logger.warning(
+        "lost %s (%s) with %d requests",
+        lost.worker_id,
+        lost.reason,
+        lost.num_requests,
+        extra=about(
+            "worker_lost", worker=lost.worker_id, epoch=lost.epoch, reason=lost.reason, requests=lost.num_requests
+        ),
+    )
+
+
+def _log_failover(failover: FailedOver) -> None:
+    logger.info(
+        "%s goes on elsewhere after %d tokens",
+        failover.request_id,
+        failover.num_tokens,
+        extra=about(
+            "failover",
+            request=failover.request_id,
+            attempt=failover.attempt,
+            left=failover.left,
+            tokens=failover.num_tokens,
+        ),
+    )
+
+
+def _is_death(error: Exception) -> bool:
+    """True if the actor that raised this is gone for good, and not only out of reach."""
+    return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)

@@ -1,0 +1,191 @@
+"""One request from its bytes to its answer, for the HTTP routes and the Python handle.
+
+A request goes down once, through `Preparation`, and its answer comes up once, through `OutputProcessor` and
+`Rendering`; `Accounting` sees its end. `actors.ingress.build` puts these together.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from actors.ingress.accounting import Accounting, internal_error
+from actors.ingress.cache_control import CacheControl
+from actors.ingress.cluster_metrics import ClusterMetrics
+from actors.ingress.dispatcher import Dispatcher
+from actors.ingress.job import Job
+from actors.ingress.output import OutputProcessor
+from actors.ingress.preparation import Preparation
+from actors.ingress.reader_pool import RequestReader
+from actors.ingress.reading import ServedModel
+from actors.ingress.renderer import Renderer
+from actors.ingress.rendering import Rendering
+from actors.ingress.stored_responses import StoredResponses
+from actors.ingress.tokenization import Tokenization
+from engine.api.batches import LineAnswer, failed_answer
+from engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
+from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
+from engine.api.responses import Json, model_object
+from engine.api.routes import Route
+from engine.api.spec import Api
+from engine.core.errors import RaydixError, ServiceError
+from engine.core.ingress.room import Room
+from engine.core.tenants import Tenant, Tenants
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendParts:
+    """The parts of one replica's frontend, and the served model."""
+
+    model: ServedModel
+    tenants: Tenants
+    cache: CacheControl
+    tokenization: Tokenization
+    room: Room
+    reader: RequestReader
+    dispatcher: Dispatcher
+    preparation: Preparation
+    output: OutputProcessor
+    responses: StoredResponses
+    rendering: Rendering
+    renderers: Mapping[Api, Callable[[Job], Renderer]]
+    accounting: Accounting
+    metrics: ClusterMetrics
+
+
+class Frontend:
+    """Everything that one ingress replica does for a request, apart from HTTP."""
+
+    def __init__(self, parts: FrontendParts) -> None:
+        self.tenants = parts.tenants
+        self.cache = parts.cache
+        self.tokenization = parts.tokenization
+        self.accounting = parts.accounting
+        self.metrics = parts.metrics
+        self._model = parts.model
+        self._room = parts.room
+        self._reader = parts.reader
+        self._dispatcher = parts.dispatcher
+        self._preparation = parts.preparation
+        self._output = parts.output
+        self._rendering = parts.rendering
+        self._renderers = parts.renderers
+        self.responses = parts.responses
+
+    def start(self) -> None:
+        """Begin to follow the workers; needs a running event loop."""
+        self._reader.start()
+        self._dispatcher.start()
+
+    async def check_ready(self) -> None:
+        """Raises ServiceError unless a request could be served now."""
+        if not await self._dispatcher.can_serve():
+            raise ServiceError("no worker is ready", retry_after_s=5)
+
+    def model_object(self, name: str | None = None) -> Json:
+        """The model that is served. Raises ModelNotFoundError if `name` is another model's."""
+        if name is not None:
+            self._reader.check_model(name)
+        model = self._model
+        return model_object(model.name, created=model.created, max_model_len=model.max_model_len)
+
+    def load(self, tenant: Tenant) -> int:
+        """Number of the tenant's answers under way; of all tenants' for an administrator."""
+        return self._room.num_held if tenant.is_admin else self._room.held_by(tenant)
+
+    # HTTP
+
+    async def prepare(
+        self, route: Route, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+    ) -> Job:
+        """The job of a request in an HTTP body; arguments and errors as `Preparation.of_body`."""
+        return await self._preparation.of_body(route, body, tenant, session=session, name=name)
+
+    async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
+        """Number of tokens of the prompt in an HTTP body; errors as `Preparation.of_body`."""
+        return await self._preparation.num_tokens(route, body, tenant)
+
+    @contextmanager
+    def accounted(self, job: Job) -> Iterator[None]:
+        """Close the job and account for the request when the block ends."""
+        with closing(job), self.accounting.request(job):
+            yield
+
+    async def collect(self, job: Job) -> None:
+        """Run a job that is answered as a whole. Raises ServiceError if a choice fails."""
+        await self._output.collect(job)
+
+    def renderer(self, job: Job) -> Renderer:
+        """Renderer of a job, in the form of the API that its request came by."""
+        return self._renderers[job.spec.api](job)
+
+    async def events(self, job: Job, renderer: Renderer) -> AsyncGenerator[bytes]:
+        """Run a job; yields the server-sent events of its response, and accounts for the request. Errors as
+        `collect`."""
+        with self.accounted(job):
+            async with aclosing(renderer.events()) as events:
+                async for data in events:
+                    yield data
+            yield renderer.end()
+
+    # Batches
+
+    async def answer_line(self, route: Route, body: bytes, tenant: Tenant) -> LineAnswer:
+        """Answer a line of a batch; an error is an answer."""
+        name = uuid.uuid4().hex
+        try:
+            job = await self._preparation.of_line(route, body, tenant, name)
+            with self.accounted(job):
+                await self._output.collect(job)
+            return LineAnswer(HTTPStatus.OK, name, await self._rendering.body(job))
+        except RaydixError as error:
+            self.accounting.refused(error)
+            return failed_answer(error, name)
+        except Exception as error:
+            return failed_answer(internal_error(error, request_id=name), name)
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests of clients, and not of batches, that have not ended."""
+        return self._room.num_held
+
+    # Python handle
+
+    async def generate(self, request: GenerateRequest | Mapping[str, object]) -> GenerateResponse:
+        """Answer one request as a whole.
+
+        Raises:
+            RequestError: the request is not valid; names the field.
+            ServiceError: it could not be served now.
+        """
+        with self.accounting.handle():
+            job = await self._prepare(as_generate_request(request), stream=False)
+            with self.accounted(job):
+                await self._output.collect(job)
+            return self._rendering.response(job)
+
+    async def embed(self, request: EmbedRequest | Mapping[str, object]) -> EmbedResponse:
+        """Embed the inputs of one request; errors as `generate`."""
+        with self.accounting.handle():
+            valid = as_embed_request(request)
+            job = await self._preparation.of_spec(valid.spec(), self.tenants.named(valid.tenant))
+            with self.accounted(job):
+                await self._output.collect(job)
+            return await asyncio.to_thread(self._rendering.embeddings, job)
+
+    async def stream(self, request: GenerateRequest | Mapping[str, object]) -> AsyncGenerator[GenerateChunk]:
+        """Answer one request piece by piece; errors as `generate`."""
+        with self.accounting.handle():
+            job = await self._prepare(as_generate_request(request), stream=True)
+            is_first = True
+            with self.accounted(job):
+                async with aclosing(self._output.pieces(job.answers[0])) as pieces:
+                    async for piece in pieces:
+                        yield self._rendering.chunk(job, piece, is_first=is_first)
+                        is_first = False
+
+    async def _prepare(self, request: GenerateRequest, *, stream: bool) -> Job:
+        tenant = self.tenants.named(request.tenant)
+        return await self._preparation.of_spec(request.spec(stream=stream), tenant)

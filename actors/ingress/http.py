@@ -1,0 +1,174 @@
+"""Small ASGI pieces: reading a bounded body, streaming server-sent events, watching for a client that leaves."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.api.wire import OPENAI, WireFormat
+from engine.core.errors import AuthenticationError, BodyTimeoutError, BodyTooLargeError, RaydixError, ServiceError
+from engine.core.ingress.body_room import BodyRoom
+
+T = TypeVar("T")
+
+JSON = "application/json"
+QUIET_S = 10.0
+"""Seconds without an event, and without a status line, after which a stream gets `WireFormat.waiting`."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+async def read_body(request: Request, limit: int, room: BodyRoom, timeout_s: float) -> bytes:
+    """Return the request's body, which has room in `room` while it arrives.
+
+    Raises:
+        BodyTooLargeError: the body has, or declares, more than `limit` bytes; the remainder is not read.
+        BodyTimeoutError: the end of the body did not come within `timeout_s`.
+        OverloadedError: arriving bodies have too many bytes together, and this body the most.
+        ClientGoneError: the client left before the end of the body.
+    """
+    too_large = BodyTooLargeError(f"The request body has more than {limit} bytes, which is the limit here.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and declared.isascii() and int(declared) > limit:
+        raise too_large
+
+    body = room.begin()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                room.grow(body, part)
+                if body.num_bytes > limit:
+                    raise too_large
+        return b"".join(body.parts)
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"The request body did not come within {timeout_s:g} s; {body.num_bytes} bytes of it did."
+        ) from None
+    finally:
+        room.end(body)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which is cancelled if the client leaves first.
+
+    Raises:
+        ClientGoneError: the client left.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        await _cancel(task, gone)
+
+
+def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, JSON)
+
+
+def error_response(error: RaydixError, wire: WireFormat = OPENAI) -> Response:
+    """An API's error object with the error's status."""
+    headers = {}
+    if isinstance(error, ServiceError):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif isinstance(error, BodyTimeoutError):
+        headers["connection"] = "close"
+    elif isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    return json_response(wire.error_body(error), wire.status(error), headers)
+
+
+class EventStreamResponse(Response):
+    """Streams events as they come.
+
+    The status line is sent with the first event, so an error before it is an error response; an error after it is an
+    error event, and then the end. `on_error` is called in both cases. After each `QUIET_S` without an event a sign of
+    life is sent, which clients ignore, so that neither clients nor proxies take the connection for dead. When the
+    client leaves, `events` is closed. `on_end` is called last, also if the client left before `events` began.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        on_error: Callable[[RaydixError], None],
+        on_end: Callable[[], None] | None = None,
+        *,
+        wire: WireFormat = OPENAI,
+    ) -> None:
+        self._events = events
+        self._wire = wire
+        self._on_error = on_error
+        self._on_end = on_end
+        self._head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        self._is_started = self._is_over = False
+        self._sent_at = time.monotonic()
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.ensure_future(self._pump(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        comments = asyncio.ensure_future(self._comment(send))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        finally:
+            try:
+                await _cancel(pump, gone, comments)
+            finally:
+                if self._on_end is not None:
+                    self._on_end()
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._events) as events:
+                async for data in events:
+                    await self._send(send, data)
+        except RaydixError as error:
+            self._on_error(error)
+            self._is_over = True
+            if not self._is_started:
+                await error_response(error, self._wire)(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": self._wire.error_event(error), "more_body": True})
+        self._is_over = True
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        if not self._is_started:
+            self._is_started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self._head})
+        self._sent_at = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _comment(self, send: Send) -> None:
+        """Send a sign of life whenever nothing else was sent for `QUIET_S`."""
+        while True:
+            await asyncio.sleep(self._sent_at + QUIET_S - time.monotonic())
+            if self._is_over:
+                return
+            if time.monotonic() >= self._sent_at + QUIET_S:
+                await self._send(send, self._wire.waiting)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,160 @@
+"""One client's request under way: its choices, and the tokens and text that each has so far."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from actors.ingress.chats import Chat
+from engine.api.assembler import ChoiceAssembler, Piece
+from engine.api.responses import ResponseHead, Usage, message_parts, total_usage
+from engine.api.spec import ChatMessage, GenerationSpec
+from engine.core.ingress.generation import Generation
+from engine.core.ingress.parsers.answer import AnswerMessage
+from engine.core.ingress.room import Permit
+from engine.core.tenants import Tenant
+from engine.core.types import FinishReason, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One choice under way."""
+
+    generation: Generation
+    assembler: ChoiceAssembler
+    index: int
+    echo: str = ""
+    """Text of the prompt, if the answer is to begin with the prompt."""
+    first_token_at: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the generated tokens; kept for whole answers only."""
+    pieces: list[str] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """As `Piece.stop_reason`."""
+    chat: Chat | None = None
+    """Chat that the choice answers, if there is one."""
+    message_id: str | None = None
+    """Reference under which the answer's token ids are kept."""
+    message: AnswerMessage | None = None
+    """Parts of the text, if it is parsed."""
+    permit: Permit | None = None
+    """Held by the answer until it runs; None from then on."""
+    successor: "Answer | None" = None
+    """Answer of the same job that waits for this one's permit."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Hold the answer's permit; at the end hand it on to the successor, or release it."""
+        assert self.permit is not None, "an answer runs once, before its job is closed"
+        permit, self.permit = self.permit, None
+        try:
+            yield
+        finally:
+            if self.successor is None:
+                permit.release()
+            else:
+                self.successor.permit = permit
+
+    @property
+    def text(self) -> str:
+        """Generated text so far."""
+        return "".join(self.pieces)
+
+    def as_message(self) -> ChatMessage:
+        """The answer as a client sends it back."""
+        parts = {"content": self.text} if self.message is None else message_parts(self.message)
+        parts.pop("reasoning", None)
+        return {"role": "assistant", **parts, "content": parts["content"] or ""}
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the finished answer is to be kept: its message has the text and nothing else."""
+        is_asked = self.chat is not None and self.chat.is_stored
+        return is_asked and (self.message is None or self.message.content == self.text)
+
+    def take(self, piece: Piece) -> None:
+        """Take the next piece."""
+        self.token_ids += piece.token_ids
+        self.pieces.append(piece.text)
+        self.finish, self.stop_reason = piece.finish, piece.stop_reason
+        if self.message is not None:
+            self.message.is_cut = piece.finish is FinishReason.LENGTH
+            self.message.take(piece.events)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the generated tokens; 0 without any."""
+        return sum(at.chosen for at in self.logprobs) / max(1, len(self.logprobs))
+
+    def usage(self) -> Usage:
+        """Usage of this choice alone so far."""
+        num_prompt = len(self.generation.prompt)
+        cached = min(self.generation.cached_tokens or 0, num_prompt)
+
+        # Tokens behind a stop string were right, but are no part of the answer.
+        accepted = self.generation.accepted
+        num_accepted = bisect_left(accepted, len(self.token_ids))
+        num_cut = 0 if self.finish is None else len(accepted) - num_accepted
+        return Usage(
+            num_prompt,
+            len(self.token_ids),
+            cached,
+            self.assembler.num_reasoning_tokens,
+            accepted_tokens=num_accepted,
+            rejected_tokens=self.generation.num_rejected + num_cut,
+        )
+
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """One for each token of the prompt; complete when the first piece has come."""
+        return [None, *self.generation.prompt_logprobs]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request under way; its maker closes it."""
+
+    request_id: str
+    spec: GenerationSpec
+    tenant: Tenant
+    head: ResponseHead
+    answers: list[Answer]
+    arrived_at: float
+    marked_tokens: tuple[int, ...] = ()
+    """Tokens of the prompt before each of the request's marks."""
+
+    def close(self) -> None:
+        """Release the permits of answers that will never run."""
+        for answer in self.answers:
+            if answer.permit is not None:
+                answer.permit.release()
+                answer.permit = None
+
+    def chosen(self) -> list[Answer]:
+        """Finished answers of the response: of each prompt's samples the `n` best ones, best first."""
+        n, num_samples = self.spec.n, self.spec.num_samples
+        if n == num_samples:
+            return self.answers
+        chosen: list[Answer] = []
+        for start in range(0, len(self.answers), num_samples):
+            chosen += sorted(self.answers[start : start + num_samples], key=lambda answer: -answer.mean_logprob)[:n]
+        return chosen
+
+    def pooled(self) -> list[bytes]:
+        """Pooled hidden states of the prompts of a finished job of embeddings, one for each input in their order."""
+        states = [answer.generation.pooled for answer in self.answers]
+        assert all(state is not None for state in states), "a generation with pooling ends with its pooled state"
+        return [state for state in states if state is not None]
+
+    def usage(self) -> Usage:
+        """Prompt tokens once per prompt, generated tokens of every sample."""
+        n = self.spec.num_samples
+        prompts = [self.answers[start : start + n] for start in range(0, len(self.answers), n)]
+        return total_usage([_usage_of_samples(samples) for samples in prompts])
+
+
+def _usage_of_samples(samples: Sequence[Answer]) -> Usage:
+    """Usage of all samples of one prompt, the prompt's as the first sample's."""
+    usages = [answer.usage() for answer in samples]
+    return replace(total_usage(usages), prompt_tokens=usages[0].prompt_tokens, cached_tokens=usages[0].cached_tokens)

@@ -1,0 +1,90 @@
+"""An ingress replica's way to the KV cache manager, which may die and return as another actor, or fall silent.
+
+A manager that has not answered in time is silent: until an answer to `probe`, requests are placed without the manager,
+at once.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ray.exceptions import RayError
+
+from actors.calls import answer
+from actors.rpc import ManagerClient, find_manager
+from engine.core.errors import NoWorkerError, ServiceError
+from engine.core.log_fields import about
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+Call = Callable[[ManagerClient], Awaitable[T]]
+
+
+class ManagerLink:
+    """Finds the manager, and its successor after a failed call."""
+
+    def __init__(self, app_name: str) -> None:
+        self._app_name = app_name
+        self._is_silent = False
+        self.client: ManagerClient | None = None
+        """Manager as found last; None before the next search."""
+        self.answered_at = time.monotonic()
+        """Time of a manager's last answer; before the first answer, the time of this link's creation."""
+
+    async def find(self) -> ManagerClient:
+        """The manager. Raises NoWorkerError if there is none."""
+        if self.client is None:
+            self.client = await find_manager(self._app_name)
+            self._is_silent = False
+            if self.client is not None:
+                logger.info("found the manager", extra=about("manager_found"))
+        if self.client is None:
+            raise NoWorkerError("the KV cache manager is not there")
+        return self.client
+
+    async def ask(self, call: Call[T], *, timeout_s: float = TIMEOUT_S, is_prompt: bool = False) -> T:
+        """Return the result of a call. A manager that does not answer an `is_prompt` call (one whose answer waits for
+        no other process) in time is silent.
+
+        Raises:
+            ServiceError: the manager is out of reach or silent.
+        """
+        if self._is_silent and self.client is not None:
+            raise _silent()
+        return await self.probe(call, timeout_s=timeout_s, is_prompt=is_prompt)
+
+    async def probe(self, call: Call[T], *, timeout_s: float = TIMEOUT_S, is_prompt: bool = False) -> T:
+        """The result of a call, made to a silent manager too; otherwise as `ask`."""
+        manager = await self.find()
+        try:
+            result = await answer(call(manager), timeout_s)
+        except TimeoutError as error:
+            if is_prompt and manager is self.client:
+                self._fall_silent()
+            raise _silent() from error
+        except RayError as error:
+            self._forget(error)
+            raise ServiceError("The KV cache manager is out of reach; try again.") from error
+        self._is_silent = False
+        self.answered_at = time.monotonic()
+        return result
+
+    def _forget(self, error: RayError) -> None:
+        """Look for another manager the next time."""
+        if self.client is not None:
+            reason = type(error).__name__
+            logger.warning("lost the manager (%s)", reason, extra=about("manager_lost", reason=reason))
+        self.client = None
+
+    def _fall_silent(self) -> None:
+        if not self._is_silent:
+            logger.warning("the manager does not answer", extra=about("manager_lost", reason="TimeoutError"))
+        self._is_silent = True
+
+
+def _silent() -> ServiceError:
+    return ServiceError("The KV cache manager does not answer; try again.")

@@ -1,0 +1,324 @@
+"""From a request to its generations, straight down: validate, tokenize, reserve room.
+
+A request counts against the limits from its arrival on. Preparation makes one `Generation` per choice and starts none.
+"""
+
+import asyncio
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from actors.ingress.chats import Chat, Chats
+from actors.ingress.job import Answer, Job
+from actors.ingress.reader_pool import RequestReader, size_of
+from actors.ingress.reading import Reading, Request, ServedModel
+from actors.ingress.stored_responses import StoredResponses
+from actors.ingress.vocabulary import Vocabulary
+from engine.api.assembler import ChoiceAssembler
+from engine.api.fields import REQUEST_ID_PATTERN
+from engine.api.responses import ResponseHead, response_id, system_fingerprint
+from engine.api.routes import Route
+from engine.api.spec import GenerationSpec, sampling_params
+from engine.core.errors import RequestError
+from engine.core.ingress.generation import Generation
+from engine.core.ingress.parsers import HERMES, ToolFormat
+from engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
+from engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
+from engine.core.ingress.room import Permit, Room
+from engine.core.tenants import Tenant, num_public_tokens, salt_of
+from engine.core.types import BlockHash, CacheHints, CacheMark, ChatEnd, Pooling, Salt
+
+MARKED_PRIORITY = 1
+"""`cache_priority` of the KV before a mark, unless the request has a higher one."""
+EMBEDDED_AT_ONCE = 64
+"""Inputs of one request for embeddings that run at a time: some full steps of an engine."""
+LINES_AT_ONCE = 64
+"""Lines of batches that find room beside each other, however many inputs for embeddings each has."""
+LINE_PRIORITY = 2**63 - 1
+"""`priority` of a line of a batch: the lowest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationFacts:
+    """Facts of the model and the configuration that preparation needs."""
+
+    model: ServedModel
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    public_prefixes: tuple[tuple[int, ...], ...] = ()
+    """Token ids of beginnings of prompts that all tenants share."""
+    prefix_caching: bool = True
+    tool_format: ToolFormat = HERMES
+    """Format in which the model writes calls."""
+    has_reasoning: bool = False
+    """True if the model writes reasoning between tags."""
+    pooling: Pooling = Pooling.MEAN
+    """Of prompts that are embedded."""
+
+
+def _as_line(spec: GenerationSpec) -> GenerationSpec:
+    """The request of a line of a batch, behind all requests of clients. Raises RequestError for what no line has."""
+    if spec.stream:
+        raise RequestError("'stream' is not supported in a batch.", param="stream")
+    if spec.priority:
+        raise RequestError("'priority' is not supported in a batch, which has the lowest.", param="priority")
+    return replace(spec, priority=LINE_PRIORITY)
+
+
+def _num_permits(spec: GenerationSpec, most: int) -> int:
+    """Answers of a request that run at a time; of embeddings at most `most`, and one in any case."""
+    if spec.embedding is None:
+        return spec.num_choices
+    return max(1, min(spec.num_choices, EMBEDDED_AT_ONCE, most))
+
+
+def _hand_out(permits: list[Permit], answers: Sequence[Answer]) -> None:
+    """Give the first answers a permit each; each other answer is to succeed an earlier one, and gets its permit."""
+    for answer, waiting in zip_longest(answers, answers[len(permits) :]):
+        answer.successor = waiting
+        if permits:
+            answer.permit = permits.pop()
+
+
+class Preparation:
+    """Makes jobs of requests. `root` stands for the model and the arithmetic of the workers, once these are known."""
+
+    def __init__(
+        self,
+        facts: PreparationFacts,
+        *,
+        reader: RequestReader,
+        room: Room,
+        chats: Chats,
+        responses: StoredResponses,
+        vocabulary: Vocabulary,
+        root: Callable[[], BlockHash | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._facts = facts
+        self._reader = reader
+        self._room = room
+        self._line_room = Room(room.max_requests)
+        """Lines of batches take no places of clients' requests; their number is limited before."""
+        self._chats = chats
+        self._responses = responses
+        self._vocabulary = vocabulary
+        self._root = root
+        self._clock = clock
+
+    async def of_body(
+        self, route: Route, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+    ) -> Job:
+        """The job of a request in an HTTP body. The caller closes the job.
+
+        `session` counts where the body names none. `name` is an id for requests whose body has none, and need not
+        be unique; in place of a name of invalid form there is a new one.
+
+        Raises:
+            RequestError: the request is not valid; names the field.
+            ServiceError: there is no room for the request, or the reading failed.
+        """
+        return await self._prepare((route, body), len(body), tenant, session=session, name=name)
+
+    async def of_line(self, route: Route, body: bytes, tenant: Tenant, name: str) -> Job:
+        """The job of a line of a batch, with a name of the server's; errors as `of_body`, and RequestError for a
+        stream."""
+        return await self._prepare((route, body), len(body), tenant, session=None, name=name, is_line=True)
+
+    async def of_spec(self, spec: GenerationSpec, tenant: Tenant) -> Job:
+        """The job of the Python handle's request; errors as `of_body`."""
+        return await self._prepare(spec, size_of(spec), tenant, session=None, name=None)
+
+    async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
+        """Number of tokens of the prompt in an HTTP body; errors as `of_body`."""
+        with self._room.reserve(1, tenant):
+            reading = await self._reader.read((route, body), len(body))
+        return sum(map(len, reading.prompts)) if reading.chat is None else len(reading.chat.token_ids)
+
+    async def _prepare(
+        self,
+        request: Request,
+        size: int,
+        tenant: Tenant,
+        *,
+        session: str | None,
+        name: str | None,
+        is_line: bool = False,
+    ) -> Job:
+        arrived_at = self._clock()
+        room = self._line_room if is_line else self._room
+        reading = await self._read(request, size, tenant, room)
+        spec = replace(reading.spec, session_id=reading.spec.session_id or session)
+        if is_line:
+            spec = _as_line(spec)
+        tenant.require_priority(spec.priority)
+        if spec.embedding is not None:
+            spec.embedding.check(self._facts.model.hidden_size)
+        is_named = name is not None and re.fullmatch(REQUEST_ID_PATTERN, name)
+        unique = uuid.uuid4().hex
+        request_id = spec.request_id or (name if is_named else None) or unique
+        head = self._head(spec, request_id if spec.turn is None else unique)
+
+        most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
+        with room.reserve(_num_permits(spec, most), tenant) as permits:
+            answers = await self._answers(replace(reading, spec=spec), tenant, f"{request_id}-{secrets.token_hex(4)}")
+            _hand_out(permits, answers)
+
+        return Job(
+            request_id=request_id,
+            spec=spec,
+            tenant=tenant,
+            head=head,
+            answers=answers,
+            arrived_at=arrived_at,
+            marked_tokens=reading.marked_tokens,
+        )
+
+    async def _read(self, request: Request, size: int, tenant: Tenant, room: Room) -> Reading:
+        """Read a request, with the stored response that it goes on from."""
+        with room.reserve(1, tenant):
+            reading = await self._reader.read(request, size)
+            if reading.spec.is_unresolved:
+                whole = await self._responses.going_on(reading.spec, tenant)
+                reading = await self._reader.read(whole, size_of(whole))
+        return reading
+
+    def _head(self, spec: GenerationSpec, name: str) -> ResponseHead:
+        return ResponseHead(
+            kind=spec.kind,
+            id=response_id(spec, name),
+            created=int(time.time()),
+            model=self._facts.model.name,
+            system_fingerprint=system_fingerprint(self._root()),
+        )
+
+    async def _answers(self, reading: Reading, tenant: Tenant, unique_id: str) -> list[Answer]:
+        """One for each choice of each prompt."""
+        spec = reading.spec
+        chat: Chat | None = None
+        token_ids: Sequence[Sequence[int]] = reading.prompts
+        if reading.chat is not None:
+            chat = await self._chats.begin(reading, reading.chat, salt_of(tenant.name, spec.cache_salt).private)
+            token_ids = [chat.prompt.token_ids]
+
+        hints, prediction = self._hints(reading, tenant), tuple(reading.prediction)
+        default_seed = secrets.randbits(62)
+        answers = []
+        for number, prompt in enumerate(map(tuple, token_ids)):
+            for index in range(number * spec.num_samples, (number + 1) * spec.num_samples):
+                generation = self._generation(
+                    spec,
+                    tenant,
+                    prompt,
+                    hints=hints,
+                    request_id=f"{unique_id}-{index}",
+                    index=index,
+                    default_seed=default_seed,
+                    prediction=prediction,
+                )
+                answers.append(self._answer(spec, generation, index, chat))
+            await asyncio.sleep(0)  # others' tokens pass between prompts
+
+        return answers
+
+    def _generation(
+        self,
+        spec: GenerationSpec,
+        tenant: Tenant,
+        prompt: tuple[int, ...],
+        *,
+        hints: CacheHints,
+        request_id: str,
+        index: int,
+        default_seed: int,
+        prediction: tuple[int, ...],
+    ) -> Generation:
+        sampling = sampling_params(
+            spec,
+            prompt_len=len(prompt),
+            max_model_len=self._facts.model.max_model_len,
+            eos_token_ids=self._facts.eos_token_ids,
+            vocab_size=self._facts.model.vocab_size,
+            default_seed=default_seed,
+            choice=index,
+        )
+        return Generation(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=sampling if spec.embedding is None else replace(sampling, pooling=self._facts.pooling),
+            salt=self._salt(spec, tenant, request_id, prompt),
+            cache=hints,
+            session=spec.session_id or spec.user,
+            priority=spec.priority,
+            prediction=prediction,
+        )
+
+    def _hints(self, reading: Reading, tenant: Tenant) -> CacheHints:
+        """Retention of the request's KV."""
+        spec, block_size = reading.spec, self._facts.block_size
+        marks = zip(spec.marks, reading.marked_tokens, strict=True)
+        return CacheHints(
+            tenant.name,
+            spec.cache_priority,
+            spec.cache_ttl_s,
+            tuple(CacheMark(-(-num_tokens // block_size), MARKED_PRIORITY, mark.ttl_s) for mark, num_tokens in marks),
+        )
+
+    def _salt(self, spec: GenerationSpec, tenant: Tenant, request_id: str, prompt: tuple[int, ...]) -> Salt:
+        """The sharing domain of a request's KV; without prefix caching the request's own."""
+        if not self._facts.prefix_caching:
+            return salt_of(tenant.name, request_id)
+        return salt_of(tenant.name, spec.cache_salt, num_public_tokens(prompt, self._facts.public_prefixes))
+
+    def _answer(self, spec: GenerationSpec, generation: Generation, index: int, chat: Chat | None) -> Answer:
+        own_stops = () if spec.ignore_eos else self._facts.eos_token_ids
+        parser = self._parser(spec, chat)
+        assembler = ChoiceAssembler(
+            self._vocabulary.detokenizer(skip_special_tokens=spec.skip_special_tokens)
+            if parser is None or not spec.skip_special_tokens
+            else self._vocabulary.showing((*self._facts.tool_format.markers, *REASONING_TAGS)),
+            spec.stop,
+            include_stop=spec.include_stop,
+            min_tokens=generation.sampling.min_tokens,
+            stop_token_ids=set(spec.sampling.stop_token_ids).difference(own_stops),
+            parser=parser,
+        )
+        echo = self._echo(spec, index, generation.prompt) if spec.echo else ""
+        message = None if parser is None else AnswerMessage(self._new_call_id, echo)
+        return Answer(generation, assembler, index, echo, chat=chat, message=message)
+
+    def _parser(self, spec: GenerationSpec, chat: Chat | None) -> AnswerParser | None:
+        """A parser of an answer to a chat; None if there is nothing to find in it but text."""
+        tools, calls, reasoning = spec.tools, None, None
+        if tools is not None and tools.may_call:
+            kind = self._facts.tool_format
+            new_parser = kind.parser if spec.sampling.grammar is None else kind.form_parser or kind.parser
+            calls = new_parser(tools.schemas)
+        if chat is not None and self._facts.has_reasoning and spec.reasoning.is_separate:
+            reasoning = Thinking(is_inside=begins_inside(chat.prompt.text))
+        if calls is None and reasoning is None:
+            return None
+        return AnswerParser(
+            calls,
+            reasoning,
+            is_single=tools is not None and tools.is_single,
+            has_only_calls=tools is not None and bool(tools.required),
+            shows_reasoning=spec.reasoning.is_shown,
+        )
+
+    def _new_call_id(self) -> str:
+        unique = secrets.token_hex(12)
+        return unique[:9] if self._facts.tool_format.has_short_ids else f"call_{unique}"
+
+    def _echo(self, spec: GenerationSpec, index: int, token_ids: tuple[int, ...]) -> str:
+        """Text before the answer of a choice."""
+        if spec.kind == "chat":
+            last = spec.messages[-1]
+            is_same_role = spec.chat_end is not ChatEnd.ANSWER or last["role"] == "assistant"
+            return str(last["content"]) if is_same_role else ""
+        prompt = spec.prompts[index // spec.num_samples]
+        return prompt if isinstance(prompt, str) else self._vocabulary.text_of(token_ids)

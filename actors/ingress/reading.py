@@ -1,0 +1,437 @@
+"""From a request's bytes to its tokens: parse, check, render, tokenize.
+
+No Ray, and no input but the request and the model's facts, so any process may do the reading: the ingress for short
+requests, `reader_process` for long ones.
+"""
+
+import concurrent.futures
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from engine.api.reasoning import effort_arguments, with_lead, with_limit
+from engine.api.routes import Route, parse
+from engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
+from engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
+from engine.api.tools import AnswerForm, with_calls
+from engine.core.answers.transcripts import EncodedText
+from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
+from engine.core.ingress.parsers import HERMES, ToolFormat
+from engine.core.types import MODEL_TEMPLATE, ChatTemplate, Grammar
+from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
+from engine.model.tokenizer import Tokenizer
+
+Request: TypeAlias = tuple[Route, bytes] | GenerationSpec
+"""A route and a body, or a request of the Python handle."""
+TokenRoute: TypeAlias = Literal["tokenize", "detokenize"]
+TokenIds: TypeAlias = "array[int]"
+
+MIN_SLICE = 16_384
+"""Length of a slice in characters: so long that the cuts hardly change the number of tokens."""
+SURPLUS = 2
+"""Times the most tokens: a text whose slices have more tokens than this does not fit as a whole."""
+MOST_COUNTED = 131_072
+"""Tokens of the longest text that `/tokenize` takes, where the context is not longer: some 50 MB while it is read."""
+
+CHECK_TIMEOUT_S = 5.0
+MAX_BAD_TOKENS = 1024
+"""Tokens of all bad words of a request."""
+TRUNCATED = 16
+"""Characters of a text to be truncated, for each token of the context: all of the text is tokenized."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as its clients see it."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int = 0
+    """Values of a hidden state, and so of an embedding."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingFacts:
+    """Facts of the model and the configuration that reading needs."""
+
+    model: ServedModel
+    folder: Path
+    """Folder of the tokenizer."""
+    special_tokens_in_messages: bool
+    tool_format: ToolFormat = HERMES
+    """Format in which the model writes calls."""
+    has_reasoning: bool = False
+    """True if the model writes reasoning between tags."""
+    chat_templates_in_requests: bool = False
+    uses_predictions: bool = False
+    """True if workers make drafts of clients' predictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A valid request and its tokens. Of a completion `prompts` has the ids of each prompt; a chat has `chat`."""
+
+    spec: GenerationSpec
+    """Request whose `prompts` keep only texts that will be echoed."""
+    prompts: tuple[TokenIds, ...] = ()
+    chat: EncodedText | None = None
+    marked_tokens: tuple[int, ...] = ()
+    """Tokens of the prompt before each of the request's marks."""
+    prediction: Sequence[int] = ()
+    """Tokens of the client's guess of a chat's answer, where workers draft from predictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """An answered chat, and a question for its next turn's first tokens (`engine.model.chats.next_turn`)."""
+
+    messages: tuple[ChatMessage, ...]
+    prompt: EncodedText
+    answer: ChatMessage
+    tools: tuple[Mapping[str, object], ...] = ()
+    template: ChatTemplate = MODEL_TEMPLATE
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A body of `/tokenize` or `/detokenize`."""
+
+    route: TokenRoute
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarQuestion:
+    """A question whether a grammar can be compiled."""
+
+    grammar: Grammar
+    param: str
+    """The request's field with the grammar."""
+
+
+Work: TypeAlias = Request | NextTurn | TokenRequest | GrammarQuestion
+"""Anything that a `Reader` answers."""
+
+
+class Reader:
+    """Reads requests to one model. `confined` limits the time and memory of clients' own chat templates."""
+
+    def __init__(
+        self,
+        facts: ReadingFacts,
+        tokenizer: Tokenizer,
+        confined: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._confined = confined
+        self.is_stuck = False
+        """True once the check of a grammar did not end: the process is to be replaced."""
+
+    def answer(self, request: Work) -> "Reading | TokenIds | bytes | None":
+        """Return the outcome of `read`, `next_turn`, `check`, `tokenize` or `detokenize` for this request; raises
+        their errors."""
+        request = self.parse(request)
+        if isinstance(request, GrammarQuestion):
+            self.check(request)
+            return None
+        if isinstance(request, NextTurn):
+            return self.next_turn(request)
+        if isinstance(request, TokenRequest):
+            return (self.tokenize if request.route == "tokenize" else self.detokenize)(request.body)
+        return self.read(request)
+
+    def parse(self, request: Work) -> GenerationSpec | NextTurn | TokenRequest | GrammarQuestion:
+        """Return the request of a body. Raises RequestError naming the field at fault."""
+        if isinstance(request, tuple):
+            route, body = request
+            return parse(route, body)
+        return request
+
+    def runs_program(self, request: Work) -> bool:
+        """True if reading a parsed request runs a client's own template, which may take long."""
+        if not self._facts.chat_templates_in_requests:
+            return False
+        if isinstance(request, TokenRequest) and request.route == "tokenize":
+            request = parse_tokenize(request.body).prompt
+        return isinstance(request, GenerationSpec) and request.template.source is not None
+
+    def check(self, question: GrammarQuestion) -> None:
+        """Raise RequestError naming the place at fault unless a grammar can be compiled, and in `CHECK_TIMEOUT_S`.
+
+        A check that takes longer runs on in its thread, and the reader `is_stuck`.
+        """
+        from actors.ingress.grammar_check import check_grammar
+
+        checking = concurrent.futures.Future[None]()
+
+        def check() -> None:  # llguidance works without the interpreter's lock
+            try:
+                check_grammar(question.grammar, question.param)
+                checking.set_result(None)
+            except Exception as error:
+                checking.set_exception(error)
+
+        thread = threading.Thread(target=check, name="grammar", daemon=True)
+        thread.start()
+        thread.join(CHECK_TIMEOUT_S)
+        if not thread.is_alive():
+            return checking.result()
+        self.is_stuck = True
+        raise RequestError(
+            f"'{question.param}' takes more than {CHECK_TIMEOUT_S:g} s to compile.", param=question.param
+        )
+
+    def next_turn(self, turn: NextTurn) -> TokenIds:
+        """Return the token ids with which the next turn's prompt begins; none if they are uncertain."""
+        token_ids = next_turn(
+            self._tokenizer,
+            turn.prompt,
+            turn.messages,
+            turn.answer,
+            tools=turn.tools,
+            template=turn.template,
+            special_tokens=self._facts.special_tokens_in_messages,
+        )
+        return array("I", token_ids)
+
+    def read_body(self, route: Route, body: bytes) -> Reading:
+        """Read the request in an HTTP body. Raises RequestError as `read`, or naming the field at fault."""
+        reading = self.answer((route, body))
+        assert isinstance(reading, Reading)
+        return reading
+
+    def read(self, spec: GenerationSpec) -> Reading:
+        """Tokenize a request; one that goes on from a stored response only with the messages of that response.
+
+        Raises:
+            ModelNotFoundError: the request names another model.
+            ContextLengthError: a prompt and the answer do not fit into the context.
+            RequestError: the prompt is not valid for the model.
+        """
+        if spec.model is not None:
+            self.check_model(spec.model)
+        if spec.is_unresolved:
+            return Reading(spec)
+        if spec.reasoning.effort is not None:
+            arguments = effort_arguments(spec.reasoning, spec.template.source or self._tokenizer.chat_template)
+            template = replace(spec.template, arguments={**arguments, **spec.template.arguments})
+            spec = replace(spec, template=template)
+        if spec.tools is not None:
+            spec = self._with_calls(spec, spec.tools)
+        shows_special_tokens = not (spec.skip_special_tokens or spec.spaces_between_special_tokens)
+        if shows_special_tokens and self._tokenizer.spaces_special_tokens:
+            raise RequestError(
+                "'spaces_between_special_tokens' must be true for this model's tokenizer, which puts them.",
+                param="spaces_between_special_tokens",
+            )
+        if spec.bad_words:
+            spec = replace(spec, sampling=replace(spec.sampling, bad_words=self._bad_words(spec.bad_words)))
+        if spec.kind == "chat":
+            return self._read_chat(spec)
+        prompts = tuple(self._encode(prompt, spec) for prompt in spec.prompts)
+        shows_texts = spec.echo and spec.truncation is None
+        shown = tuple(prompt if shows_texts and isinstance(prompt, str) else () for prompt in spec.prompts)
+        return Reading(replace(spec, prompts=shown), prompts)
+
+    def _read_chat(self, spec: GenerationSpec) -> Reading:
+        """Tokenize a chat; errors as `read`."""
+        chat = self._encode_chat(spec)
+        if self._facts.has_reasoning:
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            spec = with_limit(with_lead(spec, chat.text), chat.text, encode)
+        if self._facts.has_reasoning and spec.turn is not None and spec.sampling.logprobs is not None:
+            raise RequestError(
+                "'include' of log-probabilities is not supported with a model that reasons.", param="include"
+            )
+        return Reading(
+            spec, chat=chat, marked_tokens=self._marked_tokens(spec, chat), prediction=self._prediction(spec)
+        )
+
+    def _prediction(self, spec: GenerationSpec) -> TokenIds:
+        """Tokens of the guess of the answer, as many as an answer can have; none where no draft is made of them."""
+        if not spec.prediction or not self._facts.uses_predictions or not spec.sampling.speculation:
+            return array("I")
+        limit = self._facts.model.max_model_len
+        text = spec.prediction[: max(TRUNCATED * limit, MIN_SLICE)]
+        return array("I", self._tokenizer.encode(text, add_special_tokens=False)[:limit])
+
+    def _with_calls(self, spec: GenerationSpec, tools: ToolUse) -> GenerationSpec:
+        """Prescribe the form of calls where the request asks for it. Raises RequestError naming the field at fault."""
+        calls = self._facts.tool_format
+        ids = {name: self._tokenizer.special_id(name) for name in calls.markers}
+        special = {name: token_id for name, token_id in ids.items() if token_id is not None}
+        asked = AnswerForm(spec.sampling.grammar, spec.grammar_param)
+        grammar, param = with_calls(asked, tools, calls.form, special)
+        return replace(spec, sampling=replace(spec.sampling, grammar=grammar), grammar_param=param)
+
+    def tokenize(self, body: bytes) -> bytes:
+        """Return the response to a body of `/tokenize`.
+
+        Raises:
+            ModelNotFoundError: the request names another model.
+            ContextLengthError: the prompt has more tokens than are counted.
+            RequestError: the prompt is not valid for the model; or as `parse_tokenize`.
+        """
+        spec = parse_tokenize(body)
+        if spec.prompt.model is not None:
+            self.check_model(spec.prompt.model)
+        limit = max(self._facts.model.max_model_len, MOST_COUNTED)
+        if spec.prompt.kind == "chat":
+            token_ids = self._chat_ids(spec.prompt, limit).token_ids
+            if spec.add_special_tokens:
+                token_ids = self._tokenizer.with_special_tokens(token_ids)
+        else:
+            [text] = spec.prompt.prompts
+            assert isinstance(text, str)
+            self._require_short(text, spec.prompt, limit)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=spec.add_special_tokens)
+        names = self._tokenizer.names(token_ids) if spec.return_token_strs else None
+        return tokenize_body(token_ids, names, self._facts.model.max_model_len)
+
+    def detokenize(self, body: bytes) -> bytes:
+        """Return the response to a body of `/detokenize`, with the names of special tokens. Raises RequestError."""
+        request = parse_detokenize(body)
+        if request.model is not None:
+            self.check_model(request.model)
+        require_token_ids(request.tokens, self._facts.model.vocab_size, "tokens")
+        return detokenize_body(self._tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFoundError unless `name` is the model's name."""
+        if name != self._facts.model.name:
+            raise ModelNotFoundError(
+                f"The model '{name}' does not exist; this server has '{self._facts.model.name}'.", param="model"
+            )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the ids of words, each as it begins a text and as it stands behind a space."""
+        sequences = [
+            tuple(self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+            for word in words
+            for space in ("", " ")
+        ]
+        if not all(sequences) or sum(map(len, sequences)) > MAX_BAD_TOKENS:
+            raise RequestError(f"'bad_words' must have 1 to {MAX_BAD_TOKENS} tokens.", param="bad_words")
+        return tuple(dict.fromkeys(sequences))
+
+    def _encode_chat(self, spec: GenerationSpec) -> EncodedText:
+        """Encode the prompt of a chat; `actors.ingress.chats` puts in answers that the client names by their ids."""
+        chat = self._chat_ids(spec, self._facts.model.max_model_len)
+        if spec.truncation is not None:
+            kept = spec.truncation.applied(chat.token_ids, spec, self._facts.model.max_model_len)
+            chat = EncodedText(chat.text, kept, borders=())
+        max_tokens_for(spec, len(chat.token_ids), self._facts.model.max_model_len)
+        return replace(chat, token_ids=array("I", chat.token_ids))
+
+    def _chat_ids(self, spec: GenerationSpec, limit: int) -> EncodedText:
+        """The prompt of a chat of at most `limit` tokens, unless it is truncated later."""
+        with self._limits(spec.template):
+            rendered = render_chat(
+                self._tokenizer,
+                spec.messages,
+                {answer.index for answer in spec.continued},
+                tools=() if spec.tools is None else spec.tools.definitions,
+                template=spec.template,
+                end=spec.chat_end,
+                special_tokens=self._facts.special_tokens_in_messages,
+            )
+        self._require_short(rendered.text, spec, limit)
+        return encode_chat(self._tokenizer, rendered)
+
+    @contextmanager
+    def _limits(self, template: ChatTemplate) -> Iterator[None]:
+        """Limit a client's own template. Raises RequestError where it is not allowed, or needs too much."""
+        if template.source is None:
+            yield
+            return
+        if not self._facts.chat_templates_in_requests:
+            raise RequestError(
+                "'chat_template' is not allowed by this server's configuration (model.chat_templates_in_requests).",
+                param="chat_template",
+            )
+        try:
+            with self._confined():
+                yield
+        except (TimeoutError, MemoryError) as error:
+            raise RequestError("'chat_template' takes too long or too much memory.", param="chat_template") from error
+
+    def _marked_tokens(self, spec: GenerationSpec, chat: EncodedText) -> tuple[int, ...]:
+        """Tokens of a prompt before each of the request's marks."""
+        if not spec.marks:
+            return ()
+        counts = tokens_before(
+            self._tokenizer,
+            spec.messages,
+            chat,
+            [(mark.index, mark.length) for mark in spec.marks],
+            tools=() if spec.tools is None else spec.tools.definitions,
+            template=spec.template,
+            end=spec.chat_end,
+            special_tokens=self._facts.special_tokens_in_messages,
+        )
+        return tuple(counts)
+
+    def _encode(self, prompt: Prompt, spec: GenerationSpec) -> TokenIds:
+        if isinstance(prompt, str):
+            if spec.suffix is not None:
+                prompt = self._filled_in(prompt, spec.suffix)
+            self._require_short(prompt, spec, self._facts.model.max_model_len)
+            prompt = tuple(self._tokenizer.encode(prompt, add_special_tokens=spec.add_special_tokens))
+            if not prompt:
+                raise RequestError(f"'{spec.prompt_param}' has no tokens.", param=spec.prompt_param)
+        else:
+            require_token_ids(prompt, self._facts.model.vocab_size, spec.prompt_param)
+        if spec.truncation is not None:
+            prompt = tuple(spec.truncation.applied(prompt, spec, self._facts.model.max_model_len))
+        max_tokens_for(spec, len(prompt), self._facts.model.max_model_len)
+        return array("I", prompt)
+
+    def _filled_in(self, prompt: str, suffix: str) -> str:
+        """Return the prompt for a text between prompt and suffix."""
+        text = self._tokenizer.around(prompt, suffix)
+        if text is None:
+            raise RequestError(
+                "'suffix' is not supported: this model's tokenizer has no tokens for filling in.", param="suffix"
+            )
+        return text
+
+    def _require_short(self, text: str, spec: GenerationSpec, limit: int) -> None:
+        """Refuse a text of more than `limit` tokens before all of it is tokenized: that takes some hundred bytes for
+        each byte of text. A text to be truncated may be longer.
+
+        Raises ContextLengthError.
+        """
+        if spec.truncation is None:
+            is_too_long = self._is_too_long(text, limit)
+        else:
+            is_too_long = len(text) > max(TRUNCATED * limit, MIN_SLICE)
+        if is_too_long:
+            is_context = limit == self._facts.model.max_model_len
+            most = "This model's maximum context length is" if is_context else "The limit is"
+            raise ContextLengthError(
+                f"{most} {limit} tokens, but your prompt has more. Please shorten '{spec.prompt_param}'.",
+                param=spec.prompt_param,
+            )
+
+    def _is_too_long(self, text: str, limit: int) -> bool:
+        """True if a text certainly has more than `limit` tokens, by its length or by the tokens of its first slices."""
+        if self._tokenizer.fewest_tokens(text) > limit:
+            return True
+        length = max(SURPLUS * limit, MIN_SLICE)
+        counted = 0
+        if len(text) > length:
+            for start in range(0, len(text), length):
+                counted += len(self._tokenizer.encode(text[start : start + length], add_special_tokens=False))
+                if counted > SURPLUS * limit:
+                    return True
+        return False

@@ -1,0 +1,255 @@
+"""From text to responses: OpenAI's completions and chats, whole and as streams, and the Python handle's."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from actors.ingress.job import Answer, Job
+from actors.ingress.renderer import Renderer
+from engine.api.assembler import Piece
+from engine.api.embeddings import EmbedResponse, embedding_of, embeddings_body
+from engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
+from engine.api.logprobs import CompletionLogprobs, TokenBytes, chat_logprobs, prompt_logprobs
+from engine.api.responses import Choice, Json, response_body
+from engine.api.spec import GenerationSpec
+from engine.api.stream import DONE, ChunkWriter, usage_event
+from engine.api.wire import OPENAI, WireFormat
+from engine.core.types import TokenLogprobs
+
+LogprobsRenderer: TypeAlias = Callable[[Sequence[int], Sequence[TokenLogprobs | None]], Json]
+Pieces: TypeAlias = Callable[[Answer], AsyncGenerator[Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class _JobRenderer:
+    """`Rendering` of one job."""
+
+    rendering: "Rendering"
+    job: Job
+    wire: WireFormat = OPENAI
+
+    async def body(self) -> bytes:
+        return await self.rendering.body(self.job)
+
+    def events(self) -> AsyncGenerator[bytes]:
+        return self.rendering.events(self.job)
+
+    def end(self) -> bytes:
+        return self.rendering.end_of_stream(self.job)
+
+
+class Rendering:
+    """Renders jobs. `pieces` runs a choice (`OutputProcessor.pieces`), `bytes_of` names a token."""
+
+    def __init__(self, pieces: Pieces, bytes_of: TokenBytes) -> None:
+        self._pieces = pieces
+        self._bytes_of = bytes_of
+
+    # Whole answers
+
+    async def body(self, job: Job) -> bytes:
+        """The HTTP response of a finished job."""
+        if job.spec.num_prompt_logprobs is None and job.spec.embedding is None:
+            return self._body(job)
+        # Rendering a long prompt's log-probabilities, or many vectors, takes long enough to be felt by others' streams.
+        return await asyncio.to_thread(self._body, job)
+
+    def response(self, job: Job) -> GenerateResponse:
+        """The Python handle's response of a finished job."""
+        spec, answer = job.spec, job.chosen()[0]
+        assert answer.finish is not None
+        return GenerateResponse(
+            request_id=job.request_id,
+            text=answer.text if answer.message is None else answer.message.content,
+            token_ids=tuple(answer.token_ids),
+            logprobs=tuple(answer.logprobs) if spec.sampling.logprobs is not None else None,
+            prompt_logprobs=_prompt_logprobs(spec, answer),
+            prompt_token_ids=answer.generation.prompt if spec.return_token_ids else None,
+            finish_reason=answer.finish,
+            stop_reason=answer.stop_reason,
+            usage=job.usage(),
+            message_id=answer.message_id,
+            reasoning=None if answer.message is None else answer.message.reasoning or None,
+            tool_calls=whole_calls(answer.message) if answer.message is not None and spec.tools is not None else None,
+        )
+
+    def embeddings(self, job: Job) -> EmbedResponse:
+        """The Python handle's response of a finished job of embeddings."""
+        assert job.spec.embedding is not None
+        vectors = tuple(tuple(embedding_of(state, job.spec.embedding)) for state in job.pooled())
+        return EmbedResponse(request_id=job.request_id, embeddings=vectors, usage=job.usage())
+
+    def _body(self, job: Job) -> bytes:
+        if job.spec.embedding is not None:
+            return embeddings_body(job.head, job.spec.embedding, job.pooled(), job.usage())
+        choices = [self.choice(job.spec, answer, index) for index, answer in enumerate(job.chosen())]
+        return response_body(job.head, choices, job.usage())
+
+    def choice(self, spec: GenerationSpec, answer: Answer, index: int = 0) -> Choice:
+        """A finished choice."""
+        assert answer.finish is not None
+        prompt, num_of_prompt = answer.generation.prompt, spec.sampling.prompt_logprobs
+        of_prompt = None
+        if num_of_prompt is not None:
+            of_prompt = prompt_logprobs(prompt, answer.prompt_logprobs(), num_of_prompt, self._bytes_of)
+
+        return Choice(
+            index=index,
+            text=answer.echo + answer.text,
+            finish_reason=answer.finish,
+            logprobs=self._logprobs(spec, answer),
+            token_ids=answer.token_ids if spec.return_token_ids else None,
+            prompt_token_ids=prompt if spec.return_token_ids else None,
+            prompt_logprobs=of_prompt,
+            stop_reason=answer.stop_reason,
+            message_id=answer.message_id,
+            message=answer.message,
+        )
+
+    def _logprobs(self, spec: GenerationSpec, answer: Answer) -> Json | None:
+        """The log-probabilities of a whole answer, those of an echoed prompt before."""
+        render = self.logprobs_renderer(spec)
+        if render is None:
+            return None
+        if spec.echoes_prompt:
+            token_ids = (*answer.generation.prompt, *answer.token_ids)
+            return render(token_ids, [*answer.prompt_logprobs(), *answer.logprobs])
+        return render(answer.token_ids, answer.logprobs)
+
+    # Streams
+
+    def of(self, job: Job) -> Renderer:
+        """Renderer of one job over HTTP."""
+        return _JobRenderer(self, job)
+
+    def events(self, job: Job) -> AsyncGenerator[bytes]:
+        """Run a job; yields the server-sent events of its choices, each as it comes. Errors as `pieces`."""
+        return self._choice_events(job, job.answers[0]) if len(job.answers) == 1 else self._merged_events(job)
+
+    def end_of_stream(self, job: Job) -> bytes:
+        """The last events of a stream whose choices are finished."""
+        return (usage_event(job.head, job.usage()) if job.spec.include_usage else b"") + DONE
+
+    def chunk(self, job: Job, piece: Piece, *, is_first: bool) -> GenerateChunk:
+        """A piece of the Python handle's answer."""
+        spec, answer = job.spec, job.answers[0]
+        return GenerateChunk(
+            request_id=job.request_id,
+            text=piece.text if answer.message is None else text_of(piece.events),
+            reasoning=reasoning_of(piece.events),
+            tool_calls=call_parts(piece.events, answer.message) if answer.message is not None and spec.tools else None,
+            token_ids=piece.token_ids,
+            logprobs=piece.logprobs if spec.sampling.logprobs is not None else None,
+            prompt_logprobs=_prompt_logprobs(spec, answer) if is_first else None,
+            prompt_token_ids=answer.generation.prompt if is_first and spec.return_token_ids else None,
+            finish_reason=piece.finish,
+            stop_reason=piece.stop_reason,
+            usage=job.usage() if piece.finish is not None else None,
+            message_id=answer.message_id,
+        )
+
+    async def _choice_events(self, job: Job, answer: Answer) -> AsyncGenerator[bytes]:
+        spec = job.spec
+        writer = ChunkWriter(job.head, answer.index, include_usage=spec.include_usage)
+        render = self.logprobs_renderer(spec)
+        has_text_alone = answer.message is None and render is None
+        is_plain = has_text_alone and not (spec.return_token_ids or spec.continuous_usage)
+        opening = b""
+        is_first = True
+
+        async with aclosing(self._pieces(answer)) as pieces:
+            async for piece in pieces:
+                if spec.continuous_usage:
+                    writer.usage = answer.usage()
+                if is_first:
+                    opening = writer.first(answer.generation.prompt if spec.return_token_ids else None)
+                if is_first and (answer.echo or spec.echoes_prompt):
+                    logprobs = None
+                    if render is not None and spec.echoes_prompt:
+                        logprobs = render(answer.generation.prompt, answer.prompt_logprobs())
+                    opening += writer.event(answer.echo, logprobs=logprobs)
+
+                is_first = False
+                if is_plain and piece.finish is None:
+                    data = writer.text(piece.text) if piece.text else b""
+                else:
+                    data = _event(writer, spec, answer, piece, render)
+
+                if opening or data:
+                    yield opening + data
+
+                opening = b""
+
+    async def _merged_events(self, job: Job) -> AsyncGenerator[bytes]:
+        """Events of several choices, each as it comes."""
+        queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+
+        async def pump(answer: Answer) -> None:
+            try:
+                async with aclosing(self._choice_events(job, answer)) as events:
+                    async for data in events:
+                        queue.put_nowait(data)
+                queue.put_nowait(None)
+            except Exception as error:  # handed to the reader below
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(answer)) for answer in job.answers]
+        try:
+            open_streams = len(tasks)
+            while open_streams:
+                data = await queue.get()
+                if isinstance(data, Exception):
+                    raise data
+                if data is None:
+                    open_streams -= 1
+                else:
+                    yield data
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def logprobs_renderer(self, spec: GenerationSpec) -> LogprobsRenderer | None:
+        """A function from token ids and log-probabilities to the response's object; None if none were asked for."""
+        num_top = spec.sampling.logprobs
+        if num_top is None:
+            return None
+        if spec.all_logprobs or spec.sampling.logprob_token_ids:
+            num_top = None
+        if spec.kind == "chat":
+            return partial(chat_logprobs, token_bytes=self._bytes_of, num_top=num_top, names_ids=spec.tokens_as_ids)
+        return CompletionLogprobs(self._bytes_of, num_top, names_ids=spec.tokens_as_ids).add
+
+
+def _event(
+    writer: ChunkWriter, spec: GenerationSpec, answer: Answer, piece: Piece, render: LogprobsRenderer | None
+) -> bytes:
+    """Events of a piece that has more than text, or that is the last."""
+    token_ids = piece.token_ids if spec.return_token_ids else None
+    logprobs = None if render is None else render(piece.token_ids, piece.logprobs)
+    text, parts = piece.text, b""
+    if answer.message is not None:
+        text = ""
+        if piece.events or piece.finish is None:
+            parts = writer.parts(piece.events, answer.message, token_ids=token_ids, logprobs=logprobs)
+            token_ids, logprobs = None if token_ids is None else (), None
+        if piece.finish is None:
+            return parts
+    elif piece.finish is None:
+        return writer.event(text, token_ids=token_ids, logprobs=logprobs)
+    return parts + writer.finish(
+        piece.finish,
+        text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        stop_reason=piece.stop_reason,
+        message_id=answer.message_id,
+    )
+
+
+def _prompt_logprobs(spec: GenerationSpec, answer: Answer) -> tuple[TokenLogprobs | None, ...] | None:
+    """Log-probabilities of the prompt, as the Python handle returns them."""
+    return None if spec.sampling.prompt_logprobs is None else tuple(answer.prompt_logprobs())

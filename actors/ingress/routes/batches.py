@@ -1,0 +1,229 @@
+"""OpenAI's routes for files and batches."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import orjson
+from fastapi import APIRouter
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+
+from actors.ingress.batches import Batches
+from actors.ingress.http import ClientGoneError, json_response
+from actors.ingress.routes.replica import replica
+from actors.ingress.upload import Form
+from engine.api.batches import MAX_LIFE_S, MIN_LIFE_S, UploadFields, batch_object, deleted_body, page_body, parse_batch
+from engine.api.responses import Json
+from engine.api.validation import request_error
+from engine.batches.batch_store import PURPOSE, StoredBatch
+from engine.batches.file_store import Upload
+from engine.core.errors import BodyTimeoutError, NotFoundError, RequestError, ServiceError
+from engine.core.log_fields import about
+
+logger = logging.getLogger(__name__)
+router = APIRouter()
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_FILES, MAX_BATCHES = 10_000, 100
+"""Most objects of one list."""
+NUM_BATCHES = 20
+"""Batches of a list without a `limit`."""
+UPLOAD_TIMEOUT_S = 3600.0
+"""Longest time for the arrival of one file."""
+WRITTEN_BYTES = 256 << 10
+"""Bytes of a file gathered for one write."""
+CONTENT_TYPE = "application/octet-stream"
+
+
+def _batches() -> Batches:
+    """Files and batches of the process. Raises NotFoundError where turned off."""
+    batches = replica().batches
+    if batches is None:
+        raise NotFoundError("Files and batches are turned off here: batches.gib in the configuration is 0.")
+    return batches
+
+
+async def _on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of `work`, done in a thread. Raises ServiceError where the disk fails."""
+    try:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    except OSError as error:
+        logger.warning("files not read or written: %s", error, extra=about("files_failed", reason=type(error).__name__))
+        raise ServiceError("Files cannot be read or written now.", retry_after_s=30) from None
+
+
+@router.post("/v1/files")
+async def upload_file(request: Request) -> Response:
+    """Upload a file of JSON lines as a form, with the purpose `batch`."""
+    batches, tenant = _batches(), request.state.tenant.name
+    form = Form(request.headers.get("content-type"))
+    with batches.uploading():
+        upload = await _on_disk(batches.files.begin, tenant)
+        try:
+            await _receive(request, form, upload, replica().config.ingress.body_timeout_s)
+            life_s = _life_s(form.fields())
+            name = form.filename or ""
+            record = await _on_disk(batches.files.finish, tenant, upload, name, PURPOSE, life_s)
+        finally:
+            await _on_disk(upload.discard)
+    return json_response(orjson.dumps(record.object()))
+
+
+@router.get("/v1/files")
+async def list_files(request: Request) -> Response:
+    """One's files; `limit`, `after`, `order` and `purpose` choose."""
+    listing = Listing.of(request, most=MAX_FILES, usual=MAX_FILES)
+    purpose = request.query_params.get("purpose")
+    files = await _on_disk(_batches().files.all, request.state.tenant.name)
+    chosen = [file for file in files if purpose in (None, file.purpose)]
+    return json_response(listing.page([(file.created_at, file.object()) for file in chosen]))
+
+
+@router.get("/v1/files/{file_id}")
+async def file(request: Request, file_id: str) -> Response:
+    """A file's name, size and times."""
+    record = await _on_disk(_batches().files.get, request.state.tenant.name, file_id)
+    return json_response(orjson.dumps(record.object()))
+
+
+@router.get("/v1/files/{file_id}/content")
+async def file_content(request: Request, file_id: str) -> Response:
+    """A file's content."""
+    path = await _on_disk(_batches().files.content, request.state.tenant.name, file_id)
+    return FileResponse(path, media_type=CONTENT_TYPE)
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Erase a file; begun batches keep the input."""
+    await _on_disk(_batches().files.erase, request.state.tenant.name, file_id)
+    return json_response(deleted_body(file_id))
+
+
+@router.post("/v1/batches")
+async def create_batch(request: Request) -> Response:
+    """Run the lines of an uploaded file, in room left by clients."""
+    batches = _batches()
+    asked = parse_batch(await replica().body_of(request))
+    batch = await _on_disk(batches.store.create, request.state.tenant.name, batches.model_name, asked)
+    batches.look_now()
+    return _batch_response(batch)
+
+
+@router.get("/v1/batches")
+async def list_batches(request: Request) -> Response:
+    """One's batches; `limit` and `after` choose."""
+    listing = Listing.of(request, most=MAX_BATCHES, usual=NUM_BATCHES)
+    found = await _on_disk(_batches().store.all, request.state.tenant.name)
+    return json_response(listing.page([(batch.record.created_at, _object(batch)) for batch in found]))
+
+
+@router.get("/v1/batches/{batch_id}")
+async def batch(request: Request, batch_id: str) -> Response:
+    """The state of a batch, with files after the end."""
+    return _batch_response(await _on_disk(_batches().store.get, request.state.tenant.name, batch_id))
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """End a batch; the answers so far are the output."""
+    return _batch_response(await _on_disk(_batches().store.cancel, request.state.tenant.name, batch_id))
+
+
+def _batch_response(batch: StoredBatch) -> Response:
+    return json_response(orjson.dumps(_object(batch)))
+
+
+def _object(batch: StoredBatch) -> Json:
+    return batch_object(batch.record, batch.progress, batch.cancelled_at)
+
+
+# Uploads
+
+
+async def _receive(request: Request, form: Form, upload: Upload, idle_s: float) -> None:
+    """Write the file of a form on arrival.
+
+    Raises:
+        RequestError: the form is not valid.
+        BodyTooLargeError: the file has more bytes than there is room for.
+        BodyTimeoutError: nothing came for `idle_s`, or the end too late.
+        ClientGoneError: the client left.
+    """
+    parts, content = aiter(request.stream()), bytearray()
+    try:
+        async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+            while True:
+                async with asyncio.timeout(idle_s):
+                    part = await anext(parts, None)
+                content += form.feed(part or b"")
+                if len(content) >= WRITTEN_BYTES or part is None:
+                    await _on_disk(upload.write, bytes(content))
+                    content.clear()
+                if part is None:
+                    return
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    except TimeoutError:
+        raise BodyTimeoutError(f"The file did not come in time; {upload.num_bytes} bytes of it did.") from None
+
+
+def _life_s(fields: Mapping[str, str]) -> int | None:
+    """Life of an uploaded file in seconds; None: as the configuration says. Raises RequestError naming the field at
+    fault."""
+    try:
+        asked = UploadFields.model_validate(fields)
+    except ValidationError as error:
+        raise request_error(error, UploadFields) from None
+    if asked.seconds is None:
+        return None
+    return _number(asked.seconds, "expires_after[seconds]", MIN_LIFE_S, MAX_LIFE_S)
+
+
+# Lists
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A part of a list, by a request's query."""
+
+    limit: int
+    after: str | None
+    newest_first: bool
+
+    @classmethod
+    def of(cls, request: Request, *, most: int, usual: int) -> "Listing":
+        """The part for a request. Raises RequestError."""
+        query = request.query_params
+        limit = _number(query["limit"], "limit", 1, most) if "limit" in query else usual
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise RequestError(f"'order' must be 'asc' or 'desc', got '{order[:20]}'.", param="order")
+        return cls(limit, query.get("after"), order == "desc")
+
+    def page(self, objects: Sequence[tuple[float, Json]]) -> bytes:
+        """The body of a list, of objects with times. Raises RequestError."""
+        ordered = [each for _, each in sorted(objects, key=_place, reverse=self.newest_first)]
+        begin = 0
+        if self.after is not None:
+            places = [place for place, each in enumerate(ordered) if each["id"] == self.after]
+            if not places:
+                raise RequestError(f"There is no '{self.after[:64]}' in the list.", param="after")
+            begin = places[0] + 1
+        end = begin + self.limit
+        return page_body(ordered[begin:end], has_more=end < len(ordered))
+
+
+def _place(dated: tuple[float, Json]) -> tuple[float, str]:
+    return dated[0], str(dated[1]["id"])
+
+
+def _number(text: str, name: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
+        raise RequestError(f"'{name}' must be an integer from {least} to {most}, got '{text[:20]}'.", param=name)
+    return int(text)

@@ -1,0 +1,30 @@
+"""Routes between text and tokens."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from actors.ingress.http import json_response, while_connected
+from actors.ingress.reading import TokenRoute
+from actors.ingress.routes.replica import replica
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text or of a chat's prompt, and their number."""
+    return await _answer("tokenize", request)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """The text of tokens, with the names of special tokens."""
+    return await _answer("detokenize", request)
+
+
+async def _answer(route: TokenRoute, request: Request) -> Response:
+    ingress = replica()
+    body = await ingress.body_of(request)
+    work = ingress.frontend.tokenization.answer(route, body, request.state.tenant)
+    return json_response(await while_connected(request, work))

@@ -1,0 +1,101 @@
+"""An ingress replica's use of the manager's stored responses: keeps them, finds them again, goes on from them."""
+
+from collections.abc import Callable, Sequence
+
+from actors.ingress.job import Job
+from actors.ingress.manager_link import ManagerLink
+from engine.api.openai_responses.items import with_ids
+from engine.api.openai_responses.stored import StoredResponse, going_on
+from engine.api.responses import ID_PREFIXES, Json
+from engine.api.spec import GenerationSpec
+from engine.core.answers.transcripts import transcript_name
+from engine.core.errors import ResponseNotFoundError, ServiceError
+from engine.core.tenants import Tenant, salt_of
+from engine.core.types import BlockHash
+
+Shown = Callable[[Sequence[int], str], Sequence[int] | None]
+
+
+class StoredResponses:
+    """Stored responses of one model. A response is known under the tenant and `cache_salt` of its request alone."""
+
+    def __init__(self, manager: ManagerLink, root: BlockHash, shown: Shown) -> None:
+        """`root` stands for the model; `shown` turns an answer's ids and text into ids for a later prompt
+        (`actors.ingress.chats.Chats.shown`)."""
+        self._manager = manager
+        self._root = root
+        self._shown = shown
+
+    async def going_on(self, spec: GenerationSpec, tenant: Tenant) -> GenerationSpec:
+        """The request with the messages and answers that it goes on from.
+
+        Raises:
+            ResponseNotFoundError: the response that it names, or one before that, is not kept.
+            ServiceError: the manager is out of reach.
+        """
+        assert spec.turn is not None and spec.turn.previous is not None
+        previous = spec.turn.previous
+        name = self._name(previous, tenant, spec.cache_salt)
+        found = await self._manager.ask(lambda manager: manager.find_response(name, True))
+        earlier = [StoredResponse.decode(data) for data in found]
+        if not earlier:
+            raise _not_found(previous, "previous_response_id")
+        if (gone := earlier[0].response["previous_response_id"]) is not None:
+            raise ResponseNotFoundError(
+                f"The response '{previous}' goes on from '{gone}', which is not kept any more.",
+                param="previous_response_id",
+            )
+        return going_on(spec, earlier)
+
+    async def keep(self, job: Job, response: Json) -> bool:
+        """Keep the response of a finished job; returns whether the response is kept."""
+        [answer], spec = job.answers, job.spec
+        assert spec.turn is not None
+        shown = self._shown(answer.token_ids, answer.text)
+        if shown is None:
+            return False
+
+        data = StoredResponse(
+            response=response,
+            items=with_ids(spec.turn.items, job.head.id.removeprefix(ID_PREFIXES["responses"])),
+            messages=spec.messages[len(spec.messages) - spec.turn.num_own :],
+            text=answer.text,
+            token_ids=tuple(shown),
+        ).encode()
+        name = self._name(job.head.id, job.tenant, spec.cache_salt)
+        previous = spec.turn.previous
+        parent = None if previous is None else self._name(previous, job.tenant, spec.cache_salt)
+        try:
+            return await self._manager.ask(lambda manager: manager.keep_response(name, parent, data))
+        except ServiceError:
+            return False
+
+    async def find(self, response_id: str, tenant: Tenant, cache_salt: str | None) -> StoredResponse:
+        """The response of an id.
+
+        Raises:
+            ResponseNotFoundError: the response is not kept.
+            ServiceError: the manager is out of reach.
+        """
+        name = self._name(response_id, tenant, cache_salt)
+        found = await self._manager.ask(lambda manager: manager.find_response(name, False))
+        if not found:
+            raise _not_found(response_id, "response_id")
+        return StoredResponse.decode(found[0])
+
+    async def delete(self, response_id: str, tenant: Tenant, cache_salt: str | None) -> None:
+        """Forget a response; errors as `find`."""
+        name = self._name(response_id, tenant, cache_salt)
+        if not await self._manager.ask(lambda manager: manager.delete_response(name)):
+            raise _not_found(response_id, "response_id")
+
+    def _name(self, response_id: str, tenant: Tenant, cache_salt: str | None) -> bytes:
+        return transcript_name(response_id, self._root, salt_of(tenant.name, cache_salt).private)
+
+
+def _not_found(response_id: str, param: str) -> ResponseNotFoundError:
+    return ResponseNotFoundError(
+        f"The response '{response_id[:100]}' is not kept for you: it may have been deleted or forgotten, or be of "
+        "another 'cache_salt' or another server.",
+        param=param,
+    )

@@ -1,0 +1,103 @@
+"""Metrics reported to Ray and kept in this process, too: Ray's cannot be read in the process of their recording."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Generic, TypeVar
+
+from ray.util.metrics import Counter, Gauge, Histogram, Metric
+
+from actors.metric_values import Distribution, Family, Kind, Labels, labels_of
+
+MetricT = TypeVar("MetricT", bound=Metric)
+
+NO_TAGS: Mapping[str, str] = {}
+
+
+class Instrument(Generic[MetricT]):
+    """One metric. `metric` is Ray's, with its own default tags; values here have `tags`."""
+
+    kind: Kind
+
+    def __init__(self, metric: MetricT, tags: Mapping[str, str] = NO_TAGS) -> None:
+        self.metric = metric
+        self._tags = dict(tags)
+        self._values: dict[Labels, float | Distribution] = {}
+
+    def family(self) -> Family:
+        """The values so far."""
+        info = self.metric.info
+        return Family(str(info["name"]), self.kind, str(info["description"]), dict(self._values))
+
+    def _labels(self, tags: Mapping[str, str]) -> Labels:
+        return labels_of({**self._tags, **tags})
+
+
+class CounterInstrument(Instrument[Counter]):
+    """A growing count."""
+
+    kind: Kind = "counter"
+
+    def begin(self, **values: Sequence[str]) -> None:
+        """Report 0 for every combination of these tags' values, so that a counter exists before its first event.
+
+        Without a 0 an event that never happened looks like an event that is not measured, and the first event enters
+        no rate. Ray's `inc` refuses 0.
+        """
+        for combination in product(*values.values()):
+            tags = dict(zip(values, combination, strict=True))
+            self.metric._record(0, tags)
+            self._values[self._labels(tags)] = 0
+
+    def inc(self, value: float = 1, tags: Mapping[str, str] = NO_TAGS) -> None:
+        """Count `value` more, which is above 0."""
+        self.metric.inc(value, tags=dict(tags))
+        labels = self._labels(tags)
+        known = self._values.get(labels, 0)
+        assert not isinstance(known, Distribution)
+        self._values[labels] = known + value
+
+
+class GaugeInstrument(Instrument[Gauge]):
+    """A value of now."""
+
+    kind: Kind = "gauge"
+
+    def set(self, value: float) -> None:
+        """Replace the value."""
+        self.metric.set(value)
+        self._values[self._labels(NO_TAGS)] = value
+
+
+class HistogramInstrument(Instrument[Histogram]):
+    """Observations by size; there from the start, without any."""
+
+    kind: Kind = "histogram"
+
+    def __init__(self, metric: Histogram, tags: Mapping[str, str] = NO_TAGS) -> None:
+        super().__init__(metric, tags)
+        self._bounds = tuple(metric.boundaries)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.metric.observe(value)
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def family(self) -> Family:
+        """The observations so far."""
+        info = self.metric.info
+        values = {self._labels(NO_TAGS): Distribution(tuple(self._counts), self._total)}
+        return Family(str(info["name"]), self.kind, str(info["description"]), values, self._bounds)
+
+
+def families_of(group: object) -> tuple[Family, ...]:
+    """The values of all instruments among the attributes of `group`."""
+    return tuple(each.family() for each in instruments_of(group))
+
+
+def instruments_of(group: object) -> "Iterable[Instrument[Metric]]":
+    """The instruments among the attributes of `group`."""
+    return (each for each in vars(group).values() if isinstance(each, Instrument))

@@ -1,0 +1,93 @@
+"""The manager's memory of what clients come back to: token ids of answers, and stored responses."""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.manager.response_disk import ResponseDisk
+from engine.core.log_fields import about
+from engine.core.manager.response_store import ResponseStore
+from engine.core.manager.transcript_store import TranscriptStore
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_S = 600.0
+"""Longest time between two looks for responses that are to be forgotten."""
+
+
+class ClientMemory:
+    """The manager's methods for it. Responses are bytes, and never read."""
+
+    def __init__(self, transcript_budget_bytes: int, response_budget_bytes: int, response_ttl_s: float) -> None:
+        self._transcripts = TranscriptStore(transcript_budget_bytes)
+        self._responses = ResponseStore(response_budget_bytes, response_ttl_s, self._response_dropped)
+        self._response_budget_bytes = response_budget_bytes
+        self._response_ttl_s = response_ttl_s
+        self._response_disk: ResponseDisk | None = None
+
+    async def _keep_responses_on_disk(self, folder: Path) -> ResponseDisk:
+        """Take over the responses on disk, and keep later ones there, too; returns the disk, whose `run` does so."""
+        self._response_disk = disk = ResponseDisk(folder)
+        found = await disk.load(self._response_budget_bytes)
+        now, since_epoch = time.monotonic(), time.time()
+        self._responses.restore(
+            [(each.name, each.parent, each.data, now - max(0.0, since_epoch - each.used_at)) for each in found], now
+        )
+        extra = about("responses_found", responses=len(self._responses))
+        logger.info("%d stored responses found on disk", len(self._responses), extra=extra)
+        return disk
+
+    async def _watch_expiry(self) -> None:
+        """Forget responses in time, whether the store is used or not."""
+        while True:
+            await asyncio.sleep(min(EXPIRY_S, self._response_ttl_s))
+            self._responses.forget_expired(time.monotonic())
+
+    def _response_dropped(self, name: bytes) -> None:
+        if self._response_disk is not None:
+            self._response_disk.forget(name)
+
+    async def recall(self, names: Sequence[bytes]) -> "list[array[int] | None]":
+        """Token ids under each name; None for an unknown name."""
+        return [self._transcripts.find(name) for name in names]
+
+    async def remember(self, transcripts: Sequence[tuple[bytes, "array[int]"]]) -> list[bool]:
+        """Keep token ids under names; returns for each whether the ids are kept."""
+        return [self._transcripts.keep(name, token_ids) for name, token_ids in transcripts]
+
+    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes) -> bool:
+        """Keep a response that goes on from its parent; returns whether the response is kept."""
+        is_kept = self._responses.keep(name, parent, data, time.monotonic())
+        if is_kept and self._response_disk is not None:
+            self._response_disk.keep(name, parent, data)
+            self._response_disk.use(self._responses.path(name))
+        return is_kept
+
+    async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
+        """The data of a response, and of those before it (`ResponseStore.find`)."""
+        found = self._responses.find(name, time.monotonic(), with_earlier=with_earlier)
+        if self._response_disk is not None:
+            self._response_disk.use(self._responses.path(name))
+        return found
+
+    async def delete_response(self, name: bytes) -> bool:
+        """Forget a response; False for an unknown name."""
+        return self._responses.delete(name)
+
+    def forget_transcripts(self) -> None:
+        """Forget all token ids of answers; responses stay."""
+        self._transcripts.clear()
+
+    def memory_statistics(self) -> dict[str, int]:
+        """Sizes, after a check of their integrity."""
+        self._transcripts.check_integrity()
+        self._responses.check_integrity()
+        return {
+            "num_transcripts": len(self._transcripts),
+            "transcript_bytes": self._transcripts.num_bytes,
+            "num_responses": len(self._responses),
+            "response_bytes": self._responses.num_bytes,
+        }

@@ -1,0 +1,91 @@
+"""Exported KV on the disk of the manager's node: carries out the directory's decisions.
+
+Writes and erasures run one after the other, so that an older decision does not erase a file that has been written
+again. Reading waits for neither.
+"""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.core.errors import StartupError
+from engine.core.manager.block_index import Segment
+from engine.core.manager.segment_store import DamagedFileError
+from engine.core.types import SegmentHeader
+
+logger = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 20.0
+"""Limit of reading a file, after which the reader is told that the file is out of reach now."""
+TAKE_OVER_S = 5.0
+"""Seconds for which a manager that has died, and whose process is still ending, may keep a folder."""
+
+
+class DiskTier:
+    """Moves segments between the object store and files, in threads."""
+
+    def __init__(self, folder: str | None) -> None:
+        from engine.model.segment_files import SegmentFiles  # with numpy, which a manager without a disk can spare
+
+        self._files = SegmentFiles(folder)
+        self._writing = asyncio.Lock()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files."""
+        return self._files.folder
+
+    async def open(self) -> list[SegmentHeader]:
+        """Take the folder; returns the headers of its files, the least recently used first.
+
+        Raises:
+            StartupError: another server has the folder, and not only a manager that is ending.
+            OSError: the folder cannot be read.
+        """
+        deadline = time.monotonic() + TAKE_OVER_S
+        while True:
+            try:
+                self._files.open()
+                return await asyncio.to_thread(self._files.scan)
+            except StartupError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(TAKE_OVER_S / 20)
+
+    async def write(self, segment: Segment) -> SegmentHeader | None:
+        """Copy a segment into a file; returns the file's header, or None after a failure."""
+        ref: Any = segment.ref
+        async with self._writing:
+            try:
+                return await asyncio.to_thread(self._files.write, segment.header, await ref)
+            except (RayError, OSError, ValueError) as error:
+                logger.warning("segment of %d blocks not written: %s", len(segment.header.hashes), error)
+                return None
+
+    async def read(self, header: SegmentHeader) -> Any | None:
+        """Put a file's payload into the object store; returns a reference, or None if the file is out of reach now.
+
+        Raises:
+            DamagedFileError: the file is damaged, and lost for good.
+        """
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                return await asyncio.to_thread(lambda: ray.put(self._files.read(header)))
+        except DamagedFileError:
+            raise
+        except Exception as error:  # of any kind: the worker that waits for the file must hear of it
+            logger.warning("segment of %d blocks not read: %r", len(header.hashes), error)
+            return None
+
+    async def erase(self, header: SegmentHeader) -> None:
+        """Remove a file, if it exists."""
+        async with self._writing:
+            try:
+                await asyncio.to_thread(self._files.erase, header)
+            except OSError as error:
+                logger.warning("segment of %d blocks not erased: %s", len(header.hashes), error)

@@ -1,0 +1,438 @@
+"""The central actor: admits requests, follows every worker's blocks, owns the exported KV and sends it to workers.
+
+A thin shell around `engine.core.manager.directory.Directory`: messages become events, instructions become calls.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ray.exceptions import RayError
+
+from actors.calls import Background, quietly, sleep
+from actors.instruments import families_of
+from actors.logs import DEFAULTS, log_to_ray
+from actors.manager.client_memory import ClientMemory
+from actors.manager.disk_tier import DiskTier
+from actors.manager.pool_resets import UNDER_WAY_S, PoolResets
+from actors.messages import (
+    INGRESS_SILENCE_S,
+    STARTING_SILENCE_S,
+    WORKER_SILENCE_S,
+    ExportItem,
+    Imported,
+    Registration,
+    WorkerState,
+)
+from actors.metric_values import Family
+from actors.metrics import ManagerMetrics
+from actors.names import MANAGER
+from actors.recording import recorded
+from actors.rpc import Handle, WorkerClient
+from configs.schema import LoggingSection
+from engine.core.errors import NoWorkerError
+from engine.core.log_fields import about
+from engine.core.manager.block_index import GC_THRESHOLDS, Segment
+from engine.core.manager.cache_events import CacheUpdate
+from engine.core.manager.cache_report import cache_report
+from engine.core.manager.directory import Directory
+from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.manager.notes import NOTES
+from engine.core.manager.placement import CostModel
+from engine.core.manager.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
+from engine.core.signs_of_life import SignsOfLife
+from engine.core.tenants import Tenant
+from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+SAVE_S = 1.0
+"""Interval between two searches for blocks that are not on their way to disk."""
+NUM_STALL_CHECKS = 8
+"""Checks for stalled producers in each `await_timeout_s`."""
+
+
+@dataclass(slots=True)
+class _Ingress:
+    """An ingress replica and its admitted requests."""
+
+    requests: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+    """Requests that the last message did not name; requests missing from two messages in a row are over."""
+
+
+class KVCacheManager(ClientMemory):
+    """Index of the cluster's prefixes and owner of its exported KV."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        segment_budget_bytes: int,
+        transcript_budget_bytes: int,
+        await_timeout_s: float,
+        disk_budget_bytes: int = 0,
+        disk_path: str | None = None,
+        tenants: Sequence[Tenant] = (),
+        logs: LoggingSection = DEFAULTS,
+        prefix_caching: bool = True,
+        response_budget_bytes: int = 0,
+        response_ttl_s: float = 0.0,
+    ) -> None:
+        """After `await_timeout_s` without a block its producer is stalled, and another worker takes over. `disk_path`
+        is the folder of segments on disk, if `disk_budget_bytes` is not 0. `tenants` have shares of the object store's
+        and the disk's budgets. Without `prefix_caching` segments are for hand-overs only. Stored responses that nobody
+        used for `response_ttl_s` are forgotten."""
+        super().__init__(transcript_budget_bytes, response_budget_bytes, response_ttl_s)
+        log_to_ray(MANAGER, logs)
+        gc.set_threshold(*GC_THRESHOLDS)
+
+        self._directory = recorded(
+            MANAGER,
+            logs,
+            NOTES,
+            Directory,
+            costs,
+            segment_budget_bytes,
+            disk_budget_bytes,
+            tenants,
+            keeps_segments=prefix_caching,
+        )
+        self._disk = DiskTier(disk_path) if disk_budget_bytes else None
+        self._await_timeout_s = await_timeout_s
+
+        self._clients: dict[str, WorkerClient] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self._resets = PoolResets()
+        self._worker_signs = SignsOfLife()
+        self._ingresses: dict[str, _Ingress] = {}
+        self._ingress_signs = SignsOfLife()
+        self._starting: dict[str, float] = {}
+        """Time of the last report that a host is starting this worker, for each worker that is not registered yet."""
+        self._background = Background()
+        self._deliveries = Background()
+        self._metrics = ManagerMetrics()
+        self._is_started = False
+
+    async def start(self) -> None:
+        """Start the manager; returns after the segments and stored responses on disk are known."""
+        if not self._is_started:
+            self._is_started = True
+            self._background.start(self._watch_ingresses())
+            self._background.start(self._watch_senders())
+            self._background.start(self._watch_workers())
+            if self._disk is not None:
+                files = await self._disk.open()
+                self._carry_out(self._directory.files_found(files, time.time()))
+                self._background.start(self._save_blocks())
+                responses = await self._keep_responses_on_disk(self._disk.folder)
+                self._background.start(responses.run())
+                self._background.start(self._watch_expiry())
+                logger.info("%d segments found on disk", len(files), extra=about("disk_found", segments=len(files)))
+            logger.info("manager started", extra=about("started"))
+
+    async def check(self) -> None:
+        """Return at once, unless the manager hangs."""
+
+    async def join(self) -> None:
+        """Never return: a caller learns of the manager's end by the error of this call."""
+        await asyncio.Event().wait()
+
+    # Workers
+
+    async def register(self, registration: Registration, worker: list[Handle]) -> str | None:
+        """Register a worker and begin to read its export stream; returns the reason of a refusal, or None."""
+        worker_id, epoch = registration.worker_id, registration.epoch
+        current = self._directory.workers.get(worker_id)
+        if current is not None and current.epoch > epoch:
+            return "a newer incarnation is registered"
+
+        refusal = self._directory.workers.refusal(worker_id, registration.fingerprint)
+        if refusal is not None:
+            return refusal
+
+        known = self._followers.pop(worker_id, None)
+        if known is not None:
+            known.cancel()
+
+        self._starting.pop(worker_id, None)
+        instructions = self._directory.register(
+            worker_id,
+            registration.role,
+            epoch,
+            registration.block_bytes,
+            registration.hashes,
+            registration.token_budget,
+            registration.device,
+            registration.fingerprint,
+        )
+        client = self._clients[worker_id] = WorkerClient(worker[0])
+        self._carry_out(instructions)
+        self._followers[worker_id] = asyncio.create_task(self._follow(worker_id, epoch, client))
+        self._worker_signs.heard(worker_id, time.monotonic())
+        num_blocks = len(registration.hashes)
+        logger.info(
+            "%s registered with %d blocks",
+            worker_id,
+            num_blocks,
+            extra=about("registered", worker=worker_id, role=registration.role, epoch=epoch, blocks=num_blocks),
+        )
+        return None
+
+    async def heartbeat(self, worker_id: str, epoch: int, state: WorkerState) -> bool:
+        """Record a worker's costs and room; returns False if the worker is not registered."""
+        if self._directory.is_current(worker_id, epoch):
+            self._worker_signs.heard(worker_id, time.monotonic())
+        self._directory.worker_measured(
+            worker_id, epoch, state.costs, state.num_free_blocks, state.num_empty_blocks, num_steps=state.num_steps
+        )
+        return self._directory.is_current(worker_id, epoch)
+
+    async def worker_starting(self, worker_id: str) -> None:
+        """Note that a host is starting this worker."""
+        self._starting[worker_id] = time.monotonic()
+
+    async def workers(self, ingress_id: str | None = None, active: Sequence[str] = ()) -> Membership:
+        """List the registered workers, and count the starting ones. The calls of an ingress replica show that the
+        replica is alive, and `active` its living requests; any other request of the replica has ended unreported."""
+        if ingress_id is not None:
+            ingress = self._ingress(ingress_id)
+            self._ingress_signs.heard(ingress_id, time.monotonic())
+            missing = ingress.requests.difference(active)
+            self._release(ingress, missing & ingress.missing)
+            ingress.missing = missing & ingress.requests
+        registered = tuple(WorkerInfo(w.worker_id, w.role, w.epoch) for w in self._directory.workers.values())
+        deadline = time.monotonic() - STARTING_SILENCE_S
+        self._starting = {worker_id: said_at for worker_id, said_at in self._starting.items() if said_at > deadline}
+        return Membership(registered, len(self._starting), self._directory.workers.fingerprint)
+
+    # Requests
+
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | None]:
+        """Place requests, each in one atomic step; None for a request that no worker could take."""
+        admissions: list[Admission | None] = []
+        for request in requests:
+            try:
+                admission, instructions = self._directory.admit(request, time.time())
+            except NoWorkerError:
+                self._carry_out(self._directory.end_request(request.request_id, time.time()))
+                admissions.append(None)
+                continue
+            self._carry_out(instructions)
+            self._ingress(request.ingress_id).requests.add(request.request_id)
+            admissions.append(admission)
+        return admissions
+
+    async def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> None:
+        """Record first tokens of attempts and ends of requests, all of one ingress replica."""
+        for first in first_tokens:
+            decision = self._directory.first_token(first.request_id, first.attempt, first.ttft_s)
+            if decision is not None:
+                self._metrics.first_token(decision)
+        for end in ended:
+            self._directory.decisions.ended(end)
+        over = [end.request_id for end in ended if not self._directory.has_newer_attempt(end.request_id, end.attempt)]
+        self._release(self._ingress(ingress_id), over)
+
+    # What others may see and do
+
+    async def explain(self, name: str, tenant: str | None) -> list[dict[str, object]]:
+        """Decisions behind each choice of a request, by the request's name at its client (`Decisions.of`)."""
+        decisions = self._directory.decisions.of(name, tenant)
+        return [
+            {"id": request_id, "attempts": [attempt.as_json() for attempt in attempts]}
+            for request_id, attempts in decisions.items()
+        ]
+
+    async def cache_report(self, tenant: str, is_admin: bool) -> dict[str, object]:
+        """Sizes, hits and evictions of the cache; use of all tenants only for an administrator, of this tenant
+        otherwise. The tenant's own hottest prefixes come with their first token ids."""
+        return cache_report(self._directory, tenant, is_admin)
+
+    async def events_since(self, sequence: int | None) -> CacheUpdate:
+        """Events of stored and removed blocks (`Directory.events_since`)."""
+        return self._directory.events_since(sequence)
+
+    async def reset_cache(self) -> dict[str, int]:
+        """Forget the transcripts, and everywhere all KV that is neither held by nor promised to a request; returns the
+        counts."""
+        self.forget_transcripts()
+        pool_blocks = await self._resets.reset(self._clients)
+        store_blocks, erased = self._directory.reset_segments()
+        self._carry_out(erased)
+
+        # A segment that arrived meanwhile may have been delivered to a pool behind the pool's reset.
+        await self._deliveries.ended(UNDER_WAY_S)
+        pool_blocks += await self._resets.reset(self._clients)
+
+        counts = {"store_blocks": store_blocks, "pool_blocks": pool_blocks}
+        logger.info("cache reset", extra=about("cache_reset", **counts))
+        return counts
+
+    async def statistics(self) -> dict[str, int]:
+        """Process id and sizes of the index, after a check of its integrity."""
+        self._directory.check_integrity()
+        return {
+            "pid": os.getpid(),
+            "num_workers": len(self._directory.workers),
+            "num_blocks": self._directory.num_blocks,
+            "num_segments": len(self._directory.segments),
+            "segment_bytes": self._directory.segments.store_bytes,
+            "disk_bytes": self._directory.segments.disk_bytes,
+            "num_reservations": self._directory.num_reservations,
+            **self.memory_statistics(),
+        }
+
+    async def metrics(self) -> tuple[Family, ...]:
+        """The manager's metrics."""
+        return families_of(self._metrics)
+
+    # Inside
+
+    def _ingress(self, ingress_id: str) -> "_Ingress":
+        if ingress_id not in self._ingresses:
+            self._ingresses[ingress_id] = _Ingress()
+            self._ingress_signs.heard(ingress_id, time.monotonic())
+        return self._ingresses[ingress_id]
+
+    def _release(self, ingress: _Ingress, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            ingress.requests.discard(request_id)
+            self._carry_out(self._directory.end_request(request_id, time.time()))
+
+    async def _watch_ingresses(self) -> None:
+        """Release the requests of ingress replicas that are gone."""
+        while True:
+            self._ingress_signs.stood_still(await sleep(INGRESS_SILENCE_S / 4))
+            for ingress_id in self._ingress_signs.silent(time.monotonic(), INGRESS_SILENCE_S):
+                self._ingress_signs.forget(ingress_id)
+                ingress = self._ingresses.pop(ingress_id)
+                logger.log(
+                    logging.WARNING if ingress.requests else logging.INFO,
+                    "ingress %s is silent for %d s: %d requests released",
+                    ingress_id,
+                    INGRESS_SILENCE_S,
+                    len(ingress.requests),
+                    extra=about("ingress_lost", ingress=ingress_id, requests=len(ingress.requests)),
+                )
+                self._release(ingress, list(ingress.requests))
+
+    async def _watch_workers(self) -> None:
+        """Forget workers that are silent, as long as others are there: nobody is to wait for their blocks."""
+        while True:
+            self._worker_signs.stood_still(await sleep(WORKER_SILENCE_S / 4))
+            silent = self._worker_signs.silent(time.monotonic(), WORKER_SILENCE_S)
+            for worker_id in silent if set(self._worker_signs) - set(silent) else ():
+                logger.warning(
+                    "no heartbeat of %s for %g s: forgotten until it registers again",
+                    worker_id,
+                    WORKER_SILENCE_S,
+                    extra=about("worker_silent", worker=worker_id),
+                )
+                self._followers.pop(worker_id).cancel()
+                self._forget(worker_id)
+
+    def _forget(self, worker_id: str) -> None:
+        """Forget a worker whose export stream is read no more."""
+        self._resets.exports_over(worker_id)
+        self._carry_out(self._directory.remove_worker(worker_id))
+        del self._clients[worker_id]
+        self._worker_signs.forget(worker_id)
+
+    async def _watch_senders(self) -> None:
+        """Replace stalled producers of awaited blocks."""
+        while True:
+            await asyncio.sleep(self._await_timeout_s / NUM_STALL_CHECKS)
+            instructions = list(self._directory.replace_stalled(time.monotonic(), self._await_timeout_s))
+            if instructions:
+                logger.warning(
+                    "blocks did not come in %g s; %d instructions to compute them elsewhere",
+                    self._await_timeout_s,
+                    len(instructions),
+                    extra=about("stalled", instructions=len(instructions)),
+                )
+            self._carry_out(instructions)
+
+    async def _follow(self, worker_id: str, epoch: int, client: WorkerClient) -> None:
+        """Read one worker's export stream until the worker is gone."""
+        try:
+            stream = aiter(client.export_stream())
+            async for ref in stream:
+                item: ExportItem = await ref
+                payload = await anext(stream) if item.header is not None and item.header.num_bytes else None
+                self._take(worker_id, epoch, item, payload)
+        except Exception as error:  # of any kind: this worker's stream is not read any more
+            reason = type(error).__name__
+            extra = about("worker_lost", worker=worker_id, epoch=epoch, reason=reason)
+            logger.warning("lost %s (%s)", worker_id, reason, extra=extra)
+
+        if self._followers.get(worker_id) is asyncio.current_task():
+            del self._followers[worker_id]
+            self._forget(worker_id)
+
+    def _take(self, worker_id: str, epoch: int, item: ExportItem, payload: object) -> None:
+        """Index what one message of an export stream tells."""
+        if item.header is not None:
+            self._carry_out(self._directory.segment_exported(worker_id, epoch, item.header, payload, time.time()))
+        if item.sealed or item.evicted:
+            self._carry_out(self._directory.blocks_changed(worker_id, epoch, item.sealed, item.evicted))
+        if item.missing:
+            self._carry_out(self._directory.export_failed(worker_id, epoch, item.missing))
+        if item.unsent:
+            self._carry_out(self._directory.blocks_unsent(worker_id, epoch, item.unsent))
+        if item.has_reset:
+            self._resets.exports_over(worker_id)
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Deliver(worker_id=worker_id, segment=segment):
+                    self._deliveries.start(self._deliver(self._clients[worker_id], segment))
+                case Export(worker_id=worker_id, hashes=hashes):
+                    self._background.start(quietly(self._clients[worker_id].export_blocks(hashes)))
+                case Lost(worker_id=worker_id, hashes=hashes):
+                    self._background.start(quietly(self._clients[worker_id].blocks_lost(hashes)))
+                case _:
+                    self._background.start(self._use_disk(instruction))
+
+    async def _deliver(self, client: WorkerClient, segment: Segment) -> None:
+        """Hand a segment to a worker; after a failure, the segment is promised from this source to no other worker."""
+        try:
+            outcome = await client.import_segment(segment.header, [] if segment.ref is None else [segment.ref])
+        except RayError as error:  # the worker is gone; its stream tells
+            logger.debug("segment not delivered: %s", type(error).__name__)
+            return
+        if outcome is Imported.NOT_FETCHED:
+            self._directory.segment_undelivered(segment, time.time())
+        elif outcome is Imported.DAMAGED:
+            self._carry_out(self._directory.segment_lost(segment.segment_id, time.time()))
+
+    async def _use_disk(self, instruction: DiskInstruction) -> None:
+        assert self._disk is not None
+        match instruction:
+            case WriteFile(segment=segment):
+                written = await self._disk.write(segment)
+                self._carry_out(self._directory.segment_written(segment.segment_id, written, time.time()))
+            case ReadFile(segment=segment):
+                self._carry_out(await self._read(self._disk, segment))
+            case EraseFile(header=header):
+                await self._disk.erase(header)
+
+    async def _read(self, disk: DiskTier, segment: Segment) -> list[Instruction]:
+        """Read a segment from disk. Its file is dropped only if damaged."""
+        try:
+            ref = await disk.read(segment.header)
+        except DamagedFileError:
+            return self._directory.segment_lost(segment.segment_id, time.time())
+        if ref is None:
+            return self._directory.segment_unread(segment, time.time())
+        return self._directory.segment_read(segment.segment_id, ref, time.time())
+
+    async def _save_blocks(self) -> None:
+        """Write blocks to disk that workers would not export by themselves."""
+        while True:
+            await asyncio.sleep(SAVE_S)
+            self._carry_out(self._directory.save())

@@ -1,0 +1,170 @@
+"""Typed clients of the actors: the remote methods of each, with their arguments and answers.
+
+A call is sent when the client's method is called. Awaiting the returned object gives the answer; it raises the remote
+method's error, or RayError if the actor is dead or out of reach.
+"""
+
+from array import array
+from collections.abc import AsyncIterable, Awaitable, Sequence
+from typing import Any, TypeAlias
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from actors.messages import Imported, Registration, WorkerState
+from actors.metric_values import Family
+from actors.names import incarnation_name, manager_name, named_actor
+from engine.core.manager.cache_events import CacheUpdate
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    Assignment,
+    BlockHash,
+    Ended,
+    FirstToken,
+    Membership,
+    PromptEvent,
+    SegmentHeader,
+    TokenEvent,
+)
+
+Handle: TypeAlias = ActorHandle[Any]
+"""Ray's handle of an actor, without types."""
+
+
+class ActorClient:
+    """Client of the methods that every hosted actor has for its host."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle: Any = handle
+
+    def start(self) -> Awaitable[object]:
+        """Answered when the actor is ready. Raises the constructor's error."""
+        return _sent(self.handle.start.remote())
+
+    def check(self) -> Awaitable[None]:
+        """Answered unless the actor hangs."""
+        return _sent(self.handle.check.remote())
+
+    def join(self) -> Awaitable[None]:
+        """Never answered: raises RayError when the actor is dead."""
+        return _sent(self.handle.join.remote())
+
+    def metrics(self) -> Awaitable[tuple[Family, ...]]:
+        """The actor's metrics so far."""
+        return _sent(self.handle.metrics.remote())
+
+    def kill(self) -> None:
+        """End the actor's process."""
+        ray.kill(self.handle)
+
+
+class WorkerClient(ActorClient):
+    """One incarnation of a worker (`actors.worker.worker.Worker`)."""
+
+    def submit(self, assignments: Sequence[Assignment]) -> Awaitable[None]:
+        return _sent(self.handle.submit.remote(assignments))
+
+    def abort(self, request_ids: Sequence[str], *, has_ended: bool = False) -> Awaitable[None]:
+        return _sent(self.handle.abort.remote(request_ids, has_ended=has_ended))
+
+    def stop_awaiting(self, request_ids: Sequence[str]) -> Awaitable[None]:
+        return _sent(self.handle.stop_awaiting.remote(request_ids))
+
+    def ping(self, ingress_id: str, awaiting: Sequence[str]) -> Awaitable[None]:
+        return _sent(self.handle.ping.remote(ingress_id, awaiting))
+
+    def token_stream(self, ingress_id: str) -> AsyncIterable[Awaitable[list[PromptEvent | TokenEvent]]]:
+        return _streamed(self.handle.token_stream.remote(ingress_id))
+
+    def export_stream(self) -> "AsyncIterable[ObjectRef[Any]]":
+        """References to `ExportItem`s, each followed by a reference to its payload if there is one."""
+        return _streamed(self.handle.export_stream.remote())
+
+    def import_segment(self, header: SegmentHeader, payload: Sequence[object]) -> Awaitable[Imported]:
+        """`payload` holds one reference, or none for no bytes; Ray does not fetch a reference inside a list before the
+        call."""
+        return _sent(self.handle.import_segment.remote(header, payload))
+
+    def export_blocks(self, hashes: Sequence[BlockHash]) -> Awaitable[None]:
+        return _sent(self.handle.export_blocks.remote(hashes))
+
+    def blocks_lost(self, hashes: Sequence[BlockHash]) -> Awaitable[None]:
+        return _sent(self.handle.blocks_lost.remote(hashes))
+
+    def reset_cache(self) -> Awaitable[int]:
+        return _sent(self.handle.reset_cache.remote())
+
+
+class ManagerClient(ActorClient):
+    """One incarnation of the manager (`actors.manager.kv_cache_manager.KVCacheManager`)."""
+
+    def register(self, registration: Registration, worker: Handle) -> Awaitable[str | None]:
+        # In a list, because Ray would take a handle that is an argument by itself for a dependency of the call.
+        return _sent(self.handle.register.remote(registration, [worker]))
+
+    def heartbeat(self, worker_id: str, epoch: int, state: WorkerState) -> Awaitable[bool]:
+        return _sent(self.handle.heartbeat.remote(worker_id, epoch, state))
+
+    def worker_starting(self, worker_id: str) -> Awaitable[None]:
+        return _sent(self.handle.worker_starting.remote(worker_id))
+
+    def workers(self, ingress_id: str, active: Sequence[str]) -> Awaitable[Membership]:
+        return _sent(self.handle.workers.remote(ingress_id, active))
+
+    def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | None]]:
+        return _sent(self.handle.admit.remote(requests))
+
+    def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> Awaitable[None]:
+        return _sent(self.handle.settle.remote(ingress_id, first_tokens, ended))
+
+    def explain(self, name: str, tenant: str | None) -> Awaitable[list[dict[str, object]]]:
+        return _sent(self.handle.explain.remote(name, tenant))
+
+    def cache_report(self, tenant: str, is_admin: bool) -> Awaitable[dict[str, Any]]:
+        return _sent(self.handle.cache_report.remote(tenant, is_admin))
+
+    def events_since(self, sequence: int | None) -> Awaitable[CacheUpdate]:
+        return _sent(self.handle.events_since.remote(sequence))
+
+    def reset_cache(self) -> Awaitable[dict[str, int]]:
+        return _sent(self.handle.reset_cache.remote())
+
+    def recall(self, names: Sequence[bytes]) -> "Awaitable[list[array[int] | None]]":
+        return _sent(self.handle.recall.remote(names))
+
+    def remember(self, transcripts: "Sequence[tuple[bytes, array[int]]]") -> Awaitable[list[bool]]:
+        return _sent(self.handle.remember.remote(transcripts))
+
+    def keep_response(self, name: bytes, parent: bytes | None, data: bytes) -> Awaitable[bool]:
+        return _sent(self.handle.keep_response.remote(name, parent, data))
+
+    def find_response(self, name: bytes, with_earlier: bool) -> Awaitable[list[bytes]]:
+        return _sent(self.handle.find_response.remote(name, with_earlier))
+
+    def delete_response(self, name: bytes) -> Awaitable[bool]:
+        return _sent(self.handle.delete_response.remote(name))
+
+
+async def find_worker(worker_id: str, epoch: int, app_name: str) -> WorkerClient | None:
+    """Find the worker incarnation, alive or not; None if there is none. Raises RayError if Ray cannot say."""
+    handle = await named_actor(incarnation_name(worker_id, epoch), app_name)
+    return None if handle is None else WorkerClient(handle)
+
+
+async def find_manager(app_name: str) -> ManagerClient | None:
+    """Find the last announced manager, alive or not; None if there is none. Raises RayError if Ray cannot say."""
+    name = await manager_name(app_name)
+    handle = None if name is None else await named_actor(name, app_name)
+    return None if handle is None else ManagerClient(handle)
+
+
+def _sent(call: Any) -> Awaitable[Any]:
+    """Awaitable reference of Ray's to the answer of a call."""
+    return call  # type: ignore[no-any-return]
+
+
+def _streamed(call: Any) -> AsyncIterable[Any]:
+    """Ray's reference to a stream of references."""
+    return call  # type: ignore[no-any-return]

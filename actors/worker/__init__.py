@@ -1,0 +1,1 @@
+"""The prefill, decode and mixed worker actors."""

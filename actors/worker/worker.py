@@ -1,0 +1,445 @@
+"""The actor that owns one engine: prefill, decode or mixed.
+
+Three streams leave a worker. Each ingress replica reads one *token stream*: a list of token events per engine step, for
+any number of requests. The manager reads the one *export stream*: changes of the pool, and segments, each a header
+followed by its payload. Objects of the export stream belong to the reader, so exported KV outlives the worker (and
+would die with the manager, whose index would be gone anyway). The third is a heartbeat, which keeps the worker
+registered.
+
+The engine runs in a thread; this class only moves messages between the thread and Ray.
+"""
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+
+import ray
+from ray.exceptions import RayError
+
+from actors.calls import Background, answer, sleep
+from actors.instruments import families_of
+from actors.logs import DEFAULTS, log_to_ray
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, Registration, WorkerState
+from actors.metric_values import Family
+from actors.metrics import WorkerMetrics
+from actors.rpc import Handle, ManagerClient, find_manager
+from actors.worker.export_stream import ExportStream
+from actors.worker.recording import record_scheduler
+from actors.worker.swap_space import ObjectStoreSwap
+from actors.worker.token_streams import TokenStreams
+from configs.schema import LoggingSection
+from engine.core.costs import CostFit, WorkerCosts
+from engine.core.log_fields import about
+from engine.core.settings import EngineSettings
+from engine.core.types import Assignment, BlockHash, PromptEvent, Role, SegmentHeader, TokenEvent
+
+if TYPE_CHECKING:
+    from engine.model.engine import Engine, StepResult
+    from engine.model.loop import LoopOutput
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+HEARTBEAT_S = 0.5
+HEARTBEAT_TIMEOUT_S = 2.0
+REPORT_S = 0.5
+FETCH_TIMEOUT_S = 20.0
+
+
+class Worker:
+    """One engine and its streams. `epoch` tells this incarnation from earlier ones of the same id."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        role: Role,
+        worker_id: str,
+        epoch: int,
+        app_name: str,
+        logs: LoggingSection = DEFAULTS,
+    ) -> None:
+        log_to_ray(role, logs, worker=worker_id)
+        self._role = role
+        self._worker_id = worker_id
+        self._app_name = app_name
+        self._epoch = epoch
+        self._metrics = WorkerMetrics(worker_id, role)
+
+        # torch is imported here, in the worker's own process, and not in that of the host that starts it.
+        from engine.model.build import build_engine
+        from engine.model.loop import EngineLoop
+
+        self._engine = build_engine(settings, ObjectStoreSwap())
+        record_scheduler(self._engine, settings, role, logs)
+        self._device = settings.device
+        self._loop_thread = EngineLoop(self._engine, self._publish, _end_process, role)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._tokens = TokenStreams()
+        self._exports = ExportStream(self._metrics.exported_bytes)
+        self._background = Background()
+        self._costs = CostFit(WorkerCosts())
+        self._has_measured = False
+        self._num_prefill_tokens = 0
+        self._refused_for: str | None = None
+        """Last reason of the manager's for not registering this worker."""
+
+    async def start(self) -> str:
+        """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
+        if self._event_loop is None:
+            self._event_loop = asyncio.get_running_loop()
+            self._loop_thread.start()
+            for duty in (self._stay_registered(), self._watch_ingresses(), self._report()):
+                self._background.start(duty)
+            num_blocks = self._engine.pool.num_blocks
+            logger.info("worker started with %d blocks", num_blocks, extra=about("started", blocks=num_blocks))
+        return self._worker_id
+
+    async def check(self) -> None:
+        """Return after the engine's current step, unless the engine hangs."""
+        await self._ask(lambda engine: None)
+
+    async def join(self) -> None:
+        """Never return: a caller learns of the worker's end by the error of this call."""
+        await asyncio.Event().wait()
+
+    # Requests
+
+    async def submit(self, assignments: Sequence[Assignment]) -> None:
+        """Take requests on. Their events appear on the token stream of the ingress named by each assignment."""
+        self._tokens.begin(assignments)
+        now = time.monotonic()
+        self._loop_thread.post(lambda engine: self._take_on(engine, assignments, now))
+
+    async def abort(self, request_ids: Sequence[str], has_ended: bool = False) -> None:
+        """Forget requests; unknown ones have ended already. `has_ended`: the requests are complete, not cut short."""
+        self._tokens.forget(request_ids)
+        now = time.monotonic()
+        self._loop_thread.post(lambda engine: engine.abort(request_ids, now, has_ended=has_ended))
+
+    async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
+        """Recompute the missing blocks of these requests, whose prefill worker is gone."""
+        self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
+
+    async def ping(self, ingress_id: str, awaiting: Sequence[str]) -> None:
+        """Note that an ingress replica is alive. Requests in `awaiting` are right to go on awaiting their KV."""
+        now = time.monotonic()
+        self._tokens.seen(ingress_id)
+        if awaiting:
+            self._loop_thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
+
+    async def token_stream(self, ingress_id: str) -> AsyncIterator[list[PromptEvent | TokenEvent]]:
+        """Events for one ingress replica, a list per engine step; a later call takes over from an earlier one."""
+        async for events in self._tokens.read(ingress_id):
+            yield events
+
+    # Blocks
+
+    async def export_stream(self) -> AsyncIterator[Any]:
+        """Yield changes of the pool and exported segments, to the manager that registered this worker last."""
+        async for item in self._exports.read():
+            yield item
+
+    async def import_segment(self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]") -> Imported:
+        """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
+        content = None
+        started = time.monotonic()
+
+        try:
+            if payload:
+                content = await answer(payload[0], FETCH_TIMEOUT_S)
+                self._metrics.imported_bytes(header.num_bytes)
+        except (RayError, TimeoutError) as error:
+            logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
+
+        fetched = time.monotonic()
+
+        def take(engine: "Engine") -> tuple[bool, float]:
+            began = time.monotonic()
+            return engine.import_segment(header, content, fetched), time.monotonic() - began
+
+        intact, take_s = await self._ask(take)
+        if payload and content is None:
+            return Imported.NOT_FETCHED
+        if not intact:
+            return Imported.DAMAGED
+        if content is not None:
+            self._costs.imported(header.num_bytes, fetched - started + take_s)
+
+        return Imported.TAKEN
+
+    async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
+        """Export blocks of the pool; tells the manager of blocks that are missing or could not be sent."""
+
+        now = time.monotonic()
+
+        def export(engine: "Engine") -> None:
+            try:
+                segments, missing = engine.export(hashes, now)
+            except Exception:  # workers that wait for these blocks must hear that none will come
+                logger.exception("%d blocks not exported", len(hashes))
+                self._in_event_loop(self._exports.put, ExportItem(unsent=tuple(hashes)))
+                return
+            for segment in segments:
+                self._in_event_loop(self._exports.put, segment)
+            if missing:
+                self._in_event_loop(self._exports.put, ExportItem(missing=missing))
+
+        self._loop_thread.post(export)
+
+    async def blocks_lost(self, hashes: Sequence[BlockHash]) -> None:
+        """Stop awaiting promised blocks that will not come."""
+        now = time.monotonic()
+        self._loop_thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
+
+    async def reset_cache(self) -> int:
+        """Forget every block that no request holds, and the scores of prompts; returns how many blocks. The export
+        stream tells when the exports of these blocks are over."""
+        num_blocks = await self._ask(lambda engine: engine.scheduler.reset())
+        self._exports.put(ExportItem(has_reset=True))
+        return num_blocks
+
+    async def statistics(self) -> dict[str, Any]:
+        """Process id, sizes and counts of the worker, after a check of its scheduler's integrity."""
+
+        def collect(engine: "Engine") -> dict[str, Any]:
+            engine.scheduler.check_integrity()
+            return {
+                "worker_id": self._worker_id,
+                "role": str(self._role),
+                "epoch": self._epoch,
+                "pid": os.getpid(),
+                "num_blocks": engine.pool.num_blocks,
+                "num_available_blocks": engine.pool.num_available,
+                "num_cached_blocks": engine.pool.num_cached,
+                "num_running": len(engine.scheduler.running),
+                "num_waiting": engine.scheduler.num_waiting,
+                "num_swapped": engine.scheduler.num_swapped,
+                "num_idle": len(engine.scheduler.idle),
+                "idle": asdict(engine.scheduler.idle.counts),
+                "preemptions": asdict(engine.preemptions),
+                "num_prefill_tokens": self._num_prefill_tokens,
+            }
+
+        return await self._ask(collect)
+
+    async def metrics(self) -> tuple[Family, ...]:
+        """The worker's metrics, as of the last report; answered while the engine computes or hangs, too."""
+        return families_of(self._metrics)
+
+    # Inside
+
+    async def _ask(self, question: "Callable[[Engine], T]") -> T:
+        """Run `question(engine)` in the engine's thread and return its answer."""
+        reply: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def command(engine: "Engine") -> None:
+            try:
+                reply.set_result(question(engine))
+            except Exception as error:  # the engine's thread must survive; the caller gets the error
+                reply.set_exception(error)
+
+        self._loop_thread.post(command)
+        return await asyncio.shield(asyncio.wrap_future(reply))
+
+    def _take_on(self, engine: "Engine", assignments: Sequence[Assignment], now: float) -> None:
+        """Called in the engine's thread."""
+        from engine.model.engine import error_event
+        from engine.model.loop import LoopOutput
+
+        for assignment in assignments:
+            try:
+                engine.submit(assignment, now)
+                if assignment.promised_to not in (0, self._epoch):  # what was sent went to an earlier incarnation
+                    engine.scheduler.stop_awaiting([assignment.request_id])
+            except Exception as error:  # its ingress must hear that nothing will come
+                logger.exception(
+                    "%s not taken on",
+                    assignment.request_id,
+                    extra=about("not_taken_on", request=assignment.request_id, attempt=assignment.attempt),
+                )
+                position = len(assignment.token_ids) - assignment.num_prompt_tokens
+                event = error_event(assignment, position, f"{type(error).__name__}: {error}")
+                self._publish(LoopOutput(None, (), (), (event,)))
+
+    def _in_event_loop(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(function, *args)
+
+    def _publish(self, output: "LoopOutput") -> None:
+        """Called in the engine's thread after each step."""
+        self._in_event_loop(self._hand_out, output)
+
+    def _hand_out(self, output: "LoopOutput") -> None:
+        """Wake up readers of tokens first, then the manager's stream; the bookkeeping waits for the next turn."""
+        step = output.step
+        events: Sequence[PromptEvent | TokenEvent] = output.failures
+        if step is not None:
+            events = (*step.scores, *step.events, *output.failures)
+
+        self._tokens.put(events)
+        ended = [(event.request_id, event.attempt) for event in output.failures]
+        if step is not None:
+            for segment in step.segments:
+                self._exports.put(segment)
+            ended += [(request.request_id, request.assignment.attempt) for request in step.finished]
+            asyncio.get_running_loop().call_soon(self._measure, step, output.step_s)
+
+        if output.sealed or output.evicted:
+            self._exports.put(ExportItem(sealed=output.sealed, evicted=output.evicted))
+
+        for request_id, attempt in ended:
+            self._tokens.end(request_id, attempt)
+
+    def _measure(self, step: "StepResult", step_s: float) -> None:
+        """Count the step, and fit the cost model to its time."""
+        for request in step.finished:
+            self._metrics.finished(request)
+        self._metrics.step(step.shape)
+        if step.is_typical:
+            self._costs.step(step.shape, step_s)
+            self._has_measured = True
+        self._num_prefill_tokens += step.shape.num_prefill_tokens
+
+    def _state(self) -> WorkerState:
+        pool = self._engine.pool
+        costs = self._costs.costs() if self._has_measured else None
+        num_empty_blocks = pool.num_available - pool.num_cached
+        return WorkerState(costs, pool.num_available, num_empty_blocks, self._costs.num_steps)
+
+    async def _stay_registered(self) -> None:
+        """Register with the manager, and again with every new manager, which knows no worker at first."""
+        is_lost = False
+        while True:
+            try:
+                manager = await find_manager(self._app_name)
+                if manager is not None:
+                    is_registered = await self._register(manager)
+                    is_lost = False
+                    while is_registered:
+                        await asyncio.sleep(HEARTBEAT_S)
+                        is_registered = await self._is_registered(manager)
+            except RayError as error:
+                reason, level = type(error).__name__, logging.DEBUG if is_lost else logging.WARNING
+                logger.log(level, "lost the manager (%s)", reason, extra=about("manager_lost", reason=reason))
+                is_lost = True
+            except Exception:  # of any kind: an unregistered worker gets no work
+                logger.exception("registration failed")
+
+            # A new manager knows nothing of the blocks promised to this worker.
+            self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
+            await asyncio.sleep(HEARTBEAT_S / 2)
+
+    async def _register(self, manager: ManagerClient) -> bool:
+        """Introduce this worker to a manager, which may refuse it; the reason is logged once."""
+        refusal = await manager.register(await self._introduce(), self._handle())
+        if refusal is not None and refusal != self._refused_for:
+            logger.warning("the manager refuses this worker: %s", refusal, extra=about("refused", reason=refusal))
+        self._refused_for = refusal
+        return refusal is None
+
+    def _handle(self) -> Handle:
+        """Ray's handle of this actor."""
+        handle: Handle = ray.get_runtime_context().current_actor
+        return handle
+
+    async def _is_registered(self, manager: ManagerClient) -> bool:
+        """Send a heartbeat; False if the manager does not know this worker. While the manager is silent, the worker
+        computes the blocks promised to it and goes on asking."""
+        while True:
+            try:
+                return await answer(manager.heartbeat(self._worker_id, self._epoch, self._state()), HEARTBEAT_TIMEOUT_S)
+            except TimeoutError:
+                extra = about("manager_lost", reason="TimeoutError")
+                logger.warning("the manager does not answer a heartbeat", extra=extra)
+                self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
+
+    async def _introduce(self) -> Registration:
+        """Describe the pool's present contents; the export stream starts over from exactly there."""
+
+        def snapshot(engine: "Engine") -> None:
+            engine.pool.drain_journal()
+            self._in_event_loop(restart, tuple(engine.pool.hashes()))
+
+        def restart(hashes: tuple[BlockHash, ...]) -> None:
+            self._exports.restart()
+            taken.set_result(hashes)
+
+        taken: asyncio.Future[tuple[BlockHash, ...]] = asyncio.get_running_loop().create_future()
+        self._loop_thread.post(snapshot)
+        return Registration(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            role=self._role,
+            block_bytes=self._engine.store.block_bytes,
+            token_budget=self._engine.scheduler.limits.token_budget,
+            device=self._device,
+            fingerprint=self._engine.fingerprint,
+            hashes=await taken,
+        )
+
+    async def _report(self) -> None:
+        """Keep the metrics up to date, also while nothing happens, and the engine informed of its costs."""
+        while True:
+            try:
+                self._metrics.flush(self._engine)
+            except Exception:  # A metric that cannot be reported must not end the rest.
+                logger.exception("metrics not reported")
+            self._costs.fade()
+            if self._has_measured:
+                self._loop_thread.post(partial(_learn_costs, self._costs.costs()))
+            await asyncio.sleep(REPORT_S)
+
+    async def _watch_ingresses(self) -> None:
+        """Abort the requests of ingress replicas that are gone."""
+        while True:
+            late_s = await sleep(INGRESS_SILENCE_S / 4)
+            self._tokens.stood_still(late_s)
+            for ingress_id, orphans in self._tokens.drop_silent(INGRESS_SILENCE_S).items():
+                await self.abort(orphans)
+                logger.log(
+                    logging.WARNING if orphans else logging.INFO,
+                    "ingress %s is silent for %d s: %d requests aborted",
+                    ingress_id,
+                    INGRESS_SILENCE_S,
+                    len(orphans),
+                    extra=about("ingress_lost", ingress=ingress_id, requests=len(orphans)),
+                )
+
+
+def _learn_costs(costs: WorkerCosts, engine: "Engine") -> None:
+    engine.scheduler.learn_costs(costs)
+
+
+def _end_process(reason: str) -> None:
+    """End this process at once: its host starts another, and its streams fail over. A broken device may not let the
+    interpreter end in its usual way."""
+    logger.critical("the model computes nothing any more (%s), this worker ends", reason)
+    logging.shutdown()
+    os._exit(1)
+
+
+class PrefillWorker(Worker):
+    """Computes prompts in chunks and exports their KV."""
+
+
+class DecodeWorker(Worker):
+    """Imports KV and generates; computes a short suffix, or lost blocks, by itself."""
+
+
+class MixedWorker(Worker):
+    """Prefills and decodes, without hand-over."""
+
+
+WORKER_CLASSES: dict[Role, type[Worker]] = {
+    Role.PREFILL: PrefillWorker,
+    Role.DECODE: DecodeWorker,
+    Role.MIXED: MixedWorker,
+}

@@ -1,0 +1,280 @@
+"""A Ray cluster of this machine alone, with Serve and the application on it, and ports and files of its own."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cli import haproxy
+from cli.ray_token import secure_token
+from configs import Config
+from configs.schema import HttpSection
+from engine.core.errors import StartupError
+from engine.core.settings import GIB
+
+APP_NAME = "raydix"
+STORE_RESERVE_GIB = 0.5
+"""Object store beyond the exported KV: segments in flight, and Ray's own objects."""
+READY_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 10.0
+FIRST_OWN_PORT, LAST_OWN_PORT = 20_000, 32_767
+"""Ports for a server's own parts: above Ray's workers', below Linux's and others' outgoing connections."""
+OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+CENSUS_S = 5.0
+"""Interval between two lists of the cluster's processes: children of a dead raylet have another parent and are not
+found then."""
+IRREPLACEABLE = ("gcs_server", "raylet")
+"""Processes of Ray without which the cluster cannot live: nothing starts them again."""
+
+SERVE_SWITCHES = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_preallocate_plasma_memory": "1",
+    "RAY_worker_niceness": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Settings of every Ray process: Serve's fast path (both switches or neither), with handles that work outside an event
+loop; three failed checks of HAProxy, after which Serve replaces it, one second apart instead of ten; an object store
+without page faults; and workers that do not stand behind every other process of the machine."""
+
+SERVE_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+"""Ports that Serve opens besides its front end; free ones, so that two servers fit on one machine. The fallback answers
+while no ingress replica is known to be healthy."""
+REPLICA_PORTS = ("RAY_SERVE_DIRECT_INGRESS_{}_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_{}_GRPC_PORT")
+"""Ports at which HAProxy finds the ingress replicas. All of Serve's instances begin at the same port and share ports,
+so without ranges of their own two servers would get each other's requests."""
+NUM_REPLICA_PORTS = 200
+HAPROXY_FILES = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+}
+"""Folder of HAProxy's state and command socket: one of its own for each server, for the same reason."""
+REAPER = """
+import contextlib, psutil, shutil, sys
+folder = sys.argv[1]
+sys.stdin.read()
+for process in psutil.process_iter(["cmdline"]):
+    if any(argument.startswith(folder + "/") for argument in process.info["cmdline"] or ()):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+shutil.rmtree(folder, ignore_errors=True)
+"""
+"""A program that waits for the end of the process which started it, then ends HAProxy and removes its folder. Ray's
+processes notice the end by themselves; HAProxy would go on and keep the port."""
+
+
+class ClusterDiedError(Exception):
+    """Death of a part of Ray that nothing replaces."""
+
+
+class LocalCluster:
+    """A local Ray cluster with Serve, owned by this process. Made before Ray is imported, which reads the switches."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._processes: dict[int, psutil.Process] = {}
+        """Processes of the cluster found by any census that have not ended."""
+        self._irreplaceable: dict[str, psutil.Process] = {}
+        self._listed_at = -CENSUS_S
+        for name, value in SERVE_SWITCHES.items():
+            os.environ.setdefault(name, value)
+
+    def start(self) -> None:
+        """Start Ray; returns when Ray runs. The thread that calls this must outlive the cluster."""
+        secure_token(Path.home())
+        folder = tempfile.mkdtemp(prefix="raydix-")
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-c", REAPER, folder], stdin=subprocess.PIPE, start_new_session=True
+        )
+        os.environ.update(own_places(Path(folder)) | front(Path(folder), self._config.http))
+        import ray
+
+        from actors.logs import log_to_ray
+
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=int((self._config.stored_gib + STORE_RESERVE_GIB) * GIB),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
+        )
+        log_to_ray("serve", self._config.logging)
+
+    def log_folder(self) -> Path:
+        """Folder of the logs of the cluster's processes."""
+        from actors.logs import log_folder
+
+        folder = log_folder()
+        assert folder is not None, "Ray runs"
+        return folder
+
+    def check(self) -> None:
+        """Raise ClusterDiedError if a process of Ray's has died that nothing replaces."""
+        now = time.monotonic()
+        if len(self._irreplaceable) < len(IRREPLACEABLE) or now - self._listed_at > CENSUS_S:
+            self._listed_at = now
+            self._take_census()
+        for name, process in self._irreplaceable.items():
+            if not _is_alive(process):
+                raise ClusterDiedError(f"Ray's {name} (process {process.pid}) has died")
+
+    def _take_census(self) -> None:
+        for process in psutil.Process().children(recursive=True):
+            if self._reaper is not None and process.pid == self._reaper.pid:
+                continue
+            with contextlib.suppress(psutil.Error):
+                known = self._processes.setdefault(process.pid, process)
+                name = known.name()  # another one than before, if the process has begun a program since
+                if name in IRREPLACEABLE:
+                    self._irreplaceable[name] = known
+        self._processes = {pid: process for pid, process in self._processes.items() if process.is_running()}
+
+    def kill(self) -> None:
+        """End every process of a cluster that cannot end itself any more."""
+        self._take_census()
+        for process in self._processes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._processes.values(), timeout=STOP_TIMEOUT_S)
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
+            reaper.communicate()
+
+    def address(self) -> str:
+        """Address for `ray.init` of another program; `auto` finds the right cluster only if there is no other."""
+        import ray
+
+        return str(ray.get_runtime_context().gcs_address)
+
+    def manager(self) -> Any:
+        """Ray's handle of the application's present KV cache manager. Raises LookupError if there is none."""
+        from actors.rpc import find_manager
+
+        manager = asyncio.run(find_manager(APP_NAME))
+        if manager is None:
+            raise LookupError("there is no KV cache manager")
+        return manager.handle
+
+    def deploy(self, progress: Callable[[str], None], stop: threading.Event) -> None:
+        """Start Serve and the application; returns when it is ready, or when told to stop.
+
+        Raises:
+            StartupError: a part of the application cannot start.
+        """
+        from ray import serve
+
+        from serve_app import compose
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(http_options={"host": self._config.http.host, "port": self._config.http.port})
+        serve._run(compose(_named_local(self._config)), name=APP_NAME, _blocking=False)
+        deadline = time.monotonic() + READY_TIMEOUT_S
+
+        while not stop.wait(0.2):
+            application = serve.status().applications.get(APP_NAME)
+            if application is None:
+                continue
+            if application.status == "RUNNING":
+                return
+            if application.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline:
+                raise StartupError(_reason(application))
+            ready = [name for name, part in application.deployments.items() if part.status == "HEALTHY"]
+            progress(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
+
+    def stop(self) -> None:
+        """End every process of the cluster. Ray leaves one behind: HAProxy survives the actor that started it."""
+        import ray
+
+        reaper, self._reaper = self._reaper, None
+        if ray.is_initialized():
+            own = None if reaper is None else reaper.pid
+            processes = [child for child in psutil.Process().children(recursive=True) if child.pid != own]
+            ray.shutdown()
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+        if reaper is not None:
+            reaper.communicate()
+
+
+def own_places(folder: Path) -> dict[str, str]:
+    """Ports and files for one server alone. Set anew for each: another server may have started this process."""
+    places = {name: str(folder / file) for name, file in HAPROXY_FILES.items()}
+    places |= {name: str(free_port()) for name in SERVE_PORTS}
+    for name in REPLICA_PORTS:
+        first = free_port()
+        places |= {name.format("MIN"): str(first), name.format("MAX"): str(first + NUM_REPLICA_PORTS)}
+    return places
+
+
+def front(folder: Path, http: HttpSection) -> dict[str, str]:
+    """Has Serve start HAProxy through `cli.haproxy`, with the configured limits."""
+    program = folder / "haproxy"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P {shlex.quote(haproxy.__file__)} "$@"\n')
+    program.chmod(0o700)
+    return {
+        haproxy.BINARY: str(program),
+        haproxy.HEADER_TIMEOUT: str(http.header_timeout_s),
+        haproxy.CONNECTIONS: str(http.connections_per_address),
+    }
+
+
+def _named_local(config: Config) -> Config:
+    """Allow the name localhost on a loopback address, unless the configuration names hosts."""
+    if config.http.allowed_hosts is not None or not haproxy.LOOPBACK.match(config.http.host):
+        return config
+    http = config.http.model_copy(update={"allowed_hosts": ("localhost",)})
+    return config.model_copy(update={"http": http})
+
+
+def free_port() -> int:
+    """Find a free port below the range that the kernel gives to outgoing connections: a port of the range may be taken
+    again before a server binds it."""
+    first_outgoing = int(OUTGOING_PORTS.read_text().split()[0]) if OUTGOING_PORTS.exists() else LAST_OWN_PORT
+    while True:
+        port = random.randrange(FIRST_OWN_PORT, max(first_outgoing, FIRST_OWN_PORT + 1000) - NUM_REPLICA_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _reason(application: Any) -> str:
+    """Last lines of the reason why a deployment failed."""
+    messages = [part.message for part in application.deployments.values() if part.status != "HEALTHY" and part.message]
+    lines = [line.strip() for line in " ".join(messages or [application.message]).splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return f"the application did not start: {(errors or lines or ['no reason given'])[-1]}"

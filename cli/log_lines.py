@@ -1,0 +1,105 @@
+"""Warnings of all processes in the terminal of `raydix serve`, read from the log files of `actors.logs`."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+POLL_S = 0.5
+MAX_LINES = 20
+"""Shown of one look at the files; how many more there were is said in a line."""
+PATTERN = "raydix-*.log"
+SHOWN_LEVELS = frozenset({"WARNING", "ERROR", "CRITICAL"})
+
+
+class LogFollower:
+    """Shows each logged warning and error in a line, from a thread of its own."""
+
+    def __init__(self, folder: Path, show: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._show = show
+        self._files: dict[Path, FollowedFile] = {}
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current line."""
+        self._has_ended.set()
+        self._thread.join()
+        for file in self._files.values():
+            file.close()
+
+    def look(self) -> None:
+        """Show the lines written since the last call."""
+        for path in sorted(self._folder.glob(PATTERN)):
+            if path not in self._files:
+                self._files[path] = FollowedFile(path)
+        lines = [shown for file in self._files.values() for line in file.new_lines() if (shown := warning_of(line))]
+        for line in lines[:MAX_LINES]:
+            self._show(line)
+        if len(lines) > MAX_LINES:
+            self._show(f"{len(lines) - MAX_LINES} more warnings in {self._folder}")
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(POLL_S):
+            self.look()
+
+
+class FollowedFile:
+    """One log file, across its rotations."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._rest = b""
+        """Beginning of a line whose end is not written yet."""
+
+    def new_lines(self) -> Iterator[str]:
+        """Return the lines completed since the last call."""
+        yield from self._read()
+        if self._is_rotated():
+            yield from self._read()  # what was written between the two looks
+            self.close()
+            yield from self._read()
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _read(self) -> Iterator[str]:
+        try:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDONLY)
+            while data := os.read(self._file, 1 << 16):
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace")
+        except FileNotFoundError:
+            return  # between the two halves of a rotation
+
+    def _is_rotated(self) -> bool:
+        try:
+            return self._file is not None and os.fstat(self._file).st_ino != self._path.stat().st_ino
+        except FileNotFoundError:
+            return False
+
+
+def warning_of(line: str) -> str | None:
+    """Format a line of a log file for the terminal; None for records below warning, and inside tracebacks."""
+    if not line.startswith("{"):
+        words = line.split(" ", 2)
+        return line if len(words) == 3 and words[1] in SHOWN_LEVELS else None
+    try:
+        record = json.loads(line)
+        if record["level"] not in SHOWN_LEVELS:
+            return None
+        shown = f"{record['time'][11:19]} {record['level']} {record['process']} {record['pid']}: {record['message']}"
+    except (ValueError, LookupError, TypeError):
+        return None
+    error = str(record.get("exception", "")).rpartition("\n")[2]
+    return " ".join(f"{shown} ({error})".split()) if error else " ".join(shown.split())

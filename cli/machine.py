@@ -1,0 +1,38 @@
+"""Resources of this machine, or of the container around this process."""
+
+import os
+from pathlib import Path
+
+import psutil
+
+from configs.choose import Machine
+from engine.core.settings import GIB
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def this_machine(cgroup: Path = CGROUP) -> Machine:
+    """Cores, memory and GPUs that this process may use."""
+    import torch
+
+    gpus = range(torch.cuda.device_count())
+    return Machine(
+        num_cores=num_cores(cgroup),
+        memory_gib=min(psutil.virtual_memory().total, _number(cgroup / "memory.max")) / GIB,
+        gpu_gib=tuple(torch.cuda.get_device_properties(gpu).total_memory / GIB for gpu in gpus),
+    )
+
+
+def num_cores(cgroup: Path) -> int:
+    """Cores that this process may run on; fewer in a container with a quota of their time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, period = _number(cgroup / "cpu.max"), _number(cgroup / "cpu.max", 1)
+    return allowed if quota == float("inf") else max(1, min(allowed, int(quota / period)))
+
+
+def _number(path: Path, index: int = 0) -> float:
+    """A limit of the control group; infinite where there is none."""
+    try:
+        return float(path.read_text().split()[index].replace("max", "inf"))
+    except (OSError, ValueError, IndexError):
+        return float("inf")

@@ -1,0 +1,57 @@
+"""The interface between an answer and an API whose answers have one choice.
+
+Such an API is a package beside this module with a parser of its bodies (`engine.api.routes`) and a writer of its
+answers. OpenAI's completions and chats may have several choices, and their writer is `engine.api.stream`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from engine.api.assembler import Piece
+from engine.api.responses import Choice, Json, ResponseHead, Usage
+from engine.api.spec import GenerationSpec
+from engine.api.wire import WireFormat
+from engine.core.ingress.parsers.answer import AnswerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as its answer repeats it."""
+
+    head: ResponseHead
+    spec: GenerationSpec
+    marked_tokens: tuple[int, ...] = ()
+    """Tokens of the prompt before each of the request's marks."""
+    logprobs: Callable[[Piece], Json] | None = None
+    """Renders a piece's log-probabilities as a chat's, if the request asks for them."""
+    message: AnswerMessage | None = None
+    """Parts of the answer so far, if the answer is parsed."""
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer to one request: `body`, or as server-sent events `first`, any number of `piece`, and `end`."""
+
+    @property
+    def wire(self) -> WireFormat:
+        """Form of errors in the answer's stream."""
+
+    def body(self, choice: Choice, usage: Usage) -> bytes:
+        """The whole answer."""
+
+    def first(self, usage: Usage) -> bytes:
+        """Events that open the stream, written when the first piece has come; `usage` is of the prompt."""
+
+    def piece(self, piece: Piece) -> bytes:
+        """Events of the next piece, possibly none."""
+
+    def end(self, choice: Choice, usage: Usage) -> bytes:
+        """The last events."""
+
+
+NewWriter: TypeAlias = Callable[[Asked], AnswerWriter]
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    """A server-sent event with a name."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)

@@ -1,0 +1,179 @@
+"""Answers of `/v1/messages`: the message as a whole, and as server-sent events.
+
+A stream is `message_start` and a `ping`; for each block `content_block_start`, any number of `content_block_delta` and
+`content_block_stop`; `message_delta` with the reason of the end, and `message_stop`.
+"""
+
+import orjson
+
+from engine.api.answers import Asked, named_event
+from engine.api.anthropic.blocks import TTLS
+from engine.api.anthropic.errors import ANTHROPIC, PING
+from engine.api.assembler import Piece
+from engine.api.responses import Choice, Json, Usage
+from engine.core.ingress.parsers.answer import AnswerMessage, Call
+from engine.core.ingress.parsers.events import (
+    AnswerEvent,
+    ArgumentsPart,
+    CallBegins,
+    CallEnds,
+    ReasoningPart,
+    TextPart,
+)
+from engine.core.types import FinishReason
+
+_STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+}
+
+_MARK = "\x00raydix-text\x00"
+
+
+def _delta(index: int, delta: Json) -> bytes:
+    """The event of more of a block."""
+    data = {"type": "content_block_delta", "index": index, "delta": delta}
+    return named_event("content_block_delta", orjson.dumps(data))
+
+
+_BEFORE_TEXT, _, _AFTER_TEXT = _delta(0, {"type": "text_delta", "text": _MARK}).partition(orjson.dumps(_MARK))
+"""The event of a text in the first block, of which all but the text is always the same."""
+
+
+class MessageWriter:
+    """Writes one message."""
+
+    wire = ANTHROPIC
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._index = 0
+        """Of the block that is open in the stream, or else of the next one."""
+        self._open: str | None = None
+        """Type of the open block."""
+
+    def body(self, choice: Choice, usage: Usage) -> bytes:
+        parts = [choice.text] if choice.message is None else choice.message.parts
+        content = [block for part in parts if (block := _block(part)) is not None]
+        if choice.message is not None and choice.message.reasoning:
+            content.insert(0, _thinking(choice.message.reasoning))
+        return orjson.dumps(self._message(content, self._stop(choice, usage), usage))
+
+    def first(self, usage: Usage) -> bytes:
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+        return _event({"type": "message_start", "message": message}) + PING
+
+    def piece(self, piece: Piece) -> bytes:
+        if self._asked.message is not None:
+            return b"".join(self._part(event, self._asked.message) for event in piece.events)
+        return self._text(piece.text) if piece.text else b""
+
+    def end(self, choice: Choice, usage: Usage) -> bytes:
+        closing = self._closed()
+        delta = _event({"type": "message_delta", "delta": self._stop(choice, usage), "usage": self._usage(usage)})
+        return closing + delta + _event({"type": "message_stop"})
+
+    def _part(self, event: AnswerEvent, message: AnswerMessage) -> bytes:
+        """Events of a part of a parsed answer; `message` has all parts."""
+        match event:
+            case TextPart(text):
+                return self._text(text)
+            case ReasoningPart(text):
+                opening = b"" if self._open == "thinking" else self._closed() + self._opened(_thinking(""))
+                return opening + _delta(self._index, {"type": "thinking_delta", "thinking": text})
+            case CallBegins(index, name):
+                block: Json = {"type": "tool_use", "id": message.begun[index].id, "name": name, "input": {}}
+                return self._closed() + self._opened(block)
+            case ArgumentsPart(_, text):
+                return _delta(self._index, {"type": "input_json_delta", "partial_json": text})
+            case CallEnds():
+                return self._closed()
+            case _:
+                return b""
+
+    def _text(self, text: str) -> bytes:
+        """Events of more text."""
+        opening = b"" if self._open == "text" else self._closed() + self._opened({"type": "text", "text": ""})
+        if self._index:
+            return opening + _delta(self._index, {"type": "text_delta", "text": text})
+        return opening + _BEFORE_TEXT + orjson.dumps(text) + _AFTER_TEXT
+
+    def _opened(self, block: Json) -> bytes:
+        """The event that opens a block."""
+        self._open = str(block["type"])
+        return _event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _closed(self) -> bytes:
+        """The event that closes the open block, if there is one."""
+        if self._open is None:
+            return b""
+        self._open = None
+        self._index += 1
+        return _event({"type": "content_block_stop", "index": self._index - 1})
+
+    def _stop(self, choice: Choice, usage: Usage) -> Json:
+        """The reason of the message's end. A stop token that was asked for by its id ends the turn."""
+        if isinstance(choice.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        asked = self._asked.spec.max_tokens
+        is_full = choice.finish_reason is FinishReason.LENGTH and asked is not None and usage.completion_tokens < asked
+        reason = "model_context_window_exceeded" if is_full else _STOP_REASONS[choice.finish_reason]
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _message(self, content: list[Json], stop: Json, usage: Usage) -> Json:
+        head = self._asked.head
+        return {
+            "id": head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": head.model,
+            "content": content,
+            **stop,
+            "usage": self._usage(usage),
+        }
+
+    def _usage(self, usage: Usage) -> Json:
+        """Anthropic's usage object. The tokens before the last mark are written to the cache unless they were found
+        there, and what is neither is input: the three add up to the prompt."""
+        marks = [*zip(self._asked.spec.marks, self._asked.marked_tokens, strict=True)]
+        found = usage.cached_tokens
+        marked = max((count for _, count in marks), default=0)
+        for_an_hour = max((count for mark, count in marks if mark.ttl_s == TTLS["1h"]), default=0)
+        written, for_long = max(0, marked - found), max(0, for_an_hour - found)
+        return {
+            "input_tokens": usage.prompt_tokens - found - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": found,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": written - for_long,
+                "ephemeral_1h_input_tokens": for_long,
+            },
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+def _thinking(text: str) -> Json:
+    """The block of reasoning. There is nothing to sign: the client may change what it sends back."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _block(part: str | Call) -> Json | None:
+    """The block of a text or of a call; None for an empty text, and for a call that was cut before its arguments were
+    whole."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part} if part else None
+    try:
+        arguments = orjson.loads("".join(part.arguments))
+    except orjson.JSONDecodeError:
+        return None
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
+
+
+def count_body(num_tokens: int) -> bytes:
+    """Body of `/v1/messages/count_tokens`."""
+    return orjson.dumps({"input_tokens": num_tokens})
+
+
+def _event(data: Json) -> bytes:
+    return named_event(str(data["type"]), orjson.dumps(data))

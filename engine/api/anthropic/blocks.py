@@ -1,0 +1,189 @@
+"""Blocks of messages: read, and as the messages that chat templates know."""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from engine.api.prompts import MAX_PARTS, Message
+from engine.api.spec import PromptMark
+from engine.api.validation import LenientModel, describe, problem
+
+TTLS = {"5m": 300.0, "1h": 3600.0}
+"""Seconds by the name of a time to live."""
+FIELDS = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+"""Required fields by the type of a block."""
+ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
+"""Role of the only messages that may have a block of this type."""
+ERROR = "Error: "
+"""Stands before the content of a result with `is_error`."""
+
+
+def _as_blocks(value: object) -> object:
+    """A text as one block; refuses too many blocks, and blocks of other types."""
+    return _blocks(value, FIELDS)
+
+
+def _as_texts(value: object) -> object:
+    """As `_as_blocks`, of texts alone."""
+    return _blocks(value, ("text",))
+
+
+def _blocks(value: object, kinds: Collection[str]) -> object:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise problem(f"must be a string or a list of blocks, got {describe(value)}")
+    if len(value) > MAX_PARTS:
+        raise problem(f"must have at most {MAX_PARTS} blocks, got {len(value)}")
+
+    for number, block in enumerate(value):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str):
+            raise problem(f"must have objects with a 'type' as blocks, but block {number} is {describe(block)}")
+        if kind not in kinds:
+            known = ", ".join(f"'{each}'" for each in kinds)
+            raise problem(f"has a block of type {describe(kind)} at {number}; supported here: {known}")
+        for name in FIELDS[kind]:
+            if block.get(name) is None:
+                raise problem(f"has no '{name}' in block {number}")
+
+    return value
+
+
+class CacheControl(LenientModel):
+    """A mark: the prompt's KV up to here is to be kept."""
+
+    type: Literal["ephemeral"] = Field(description="Kind of mark.")
+    ttl: Literal["5m", "1h"] | None = Field(default=None, description="Time to live; 5 minutes.")
+
+    @property
+    def ttl_s(self) -> float:
+        return TTLS[self.ttl or "5m"]
+
+
+class Text(LenientModel):
+    """A block of text."""
+
+    type: Literal["text"] = Field(description="Kind of block.")
+    text: str = Field(description="The text.")
+    cache_control: CacheControl | None = Field(default=None, description="A mark at the end of the block.")
+
+
+Texts = Annotated[list[Text], BeforeValidator(_as_texts, json_schema_input_type=str | list[Text])]
+
+
+class Block(LenientModel):
+    """Part of a message: a text, reasoning, a call of a function, or a call's result. Unknown fields are ignored:
+    clients send back what other servers' messages had."""
+
+    type: Literal["text", "thinking", "tool_use", "tool_result"] = Field(description="Kind of block.")
+    text: str = Field(default="", description="Of a text.")
+    thinking: str = Field(default="", description="Of reasoning: its text, for templates that render it.")
+    id: str = Field(default="", description="Of a call: its name, for the result.")
+    name: str = Field(default="", description="Of a call: the function.")
+    input: dict[str, Any] = Field(default_factory=dict, description="Of a call: the arguments.")
+    tool_use_id: str = Field(default="", description="Of a result: the call's id.")
+    content: Texts | None = Field(default=None, description="Of a result: a text, or a list of text blocks.")
+    is_error: bool | None = Field(default=None, description="Of a result: the call failed.")
+    cache_control: CacheControl | None = Field(default=None, description="A mark at the end of the block.")
+
+
+Content = Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
+
+
+class Turn(LenientModel):
+    """One message of a chat."""
+
+    role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
+    content: Content = Field(description="A text, or a list of blocks.")
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A message for the chat template."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @property
+    def content(self) -> str:
+        return "\n".join(self.texts)
+
+    def message(self) -> Message:
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            fields["reasoning_content"] = "\n".join(self.reasoning)
+        if self.calls:
+            fields["tool_calls"] = self.calls
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        return Message.model_validate(fields)
+
+
+class Transcript:
+    """The messages of a chat while they are made of blocks, and the marks among them."""
+
+    def __init__(self) -> None:
+        self._drafts: list[_Draft] = []
+        self._marks: list[PromptMark] = []
+
+    def add(self, role: str, content: Sequence[Block | Text]) -> None:
+        """Add a message. Adjacent texts of one role become one message, with a line break between them."""
+        if not content:
+            self._draft(role)
+        for block in content:
+            self._add(role, block)
+            if block.cache_control is not None:
+                self.mark(block.cache_control)
+
+    def mark(self, control: CacheControl) -> None:
+        """Mark the end of what was added so far."""
+        self._marks.append(PromptMark(len(self._drafts) - 1, len(self._drafts[-1].content), control.ttl_s))
+
+    def mark_beginning(self, control: CacheControl) -> None:
+        """Mark the beginning of the first message that is not the system's."""
+        index = next((index for index, draft in enumerate(self._drafts) if draft.role != "system"), 0)
+        self._marks.append(PromptMark(index, 0, control.ttl_s))
+
+    @property
+    def messages(self) -> list[Message]:
+        return [draft.message() for draft in self._drafts]
+
+    @property
+    def marks(self) -> list[PromptMark]:
+        """The marks in the order of the prompt."""
+        return sorted(self._marks, key=lambda mark: (mark.index, mark.length))
+
+    def _add(self, role: str, block: Block | Text) -> None:
+        if isinstance(block, Block) and block.type == "tool_result":
+            texts = [part.text for part in block.content or ()]
+            if block.is_error:
+                texts = [ERROR + "\n".join(texts)]
+            self._drafts.append(_Draft("tool", texts, tool_call_id=block.tool_use_id))
+            return
+
+        draft = self._draft(role)
+        if isinstance(block, Block) and block.type == "tool_use":
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            draft.calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, Block) and block.type == "thinking":
+            draft.reasoning.append(block.thinking)
+        else:
+            draft.texts.append(block.text)
+
+    def _draft(self, role: str) -> _Draft:
+        """The last message, which is a new one if the last one has another role."""
+        if not self._drafts or self._drafts[-1].role != role:
+            self._drafts.append(_Draft(role))
+        return self._drafts[-1]

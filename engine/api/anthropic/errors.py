@@ -1,0 +1,39 @@
+"""Errors in Anthropic's form, with Anthropic's statuses."""
+
+import orjson
+
+from engine.api.answers import named_event
+from engine.api.wire import WireFormat
+from engine.core.errors import RaydixError
+
+_STATUSES = {503: 529}
+"""A server that cannot serve now is overloaded in Anthropic's words, and clients try again."""
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+SERVER_ERROR = 500
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details by which Anthropic's clients send the whole conversation instead of naming one that the server keeps."""
+
+
+def error_body(error: RaydixError) -> bytes:
+    """Anthropic's error object."""
+    other = "api_error" if error.status >= SERVER_ERROR else "invalid_request_error"
+    kind = _KINDS.get(error.status, other)
+    details = {"details": _NO_THREADS} if error.param == "thread" else {}
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message, **details}})
+
+
+def error_event(error: RaydixError) -> bytes:
+    """The last event of a stream that cannot go on. Anthropic's client raises it as an APIStatusError."""
+    return named_event("error", error_body(error))
+
+
+PING = named_event("ping", b'{"type":"ping"}')
+ANTHROPIC = WireFormat(error_body, error_event, PING, _STATUSES)

@@ -1,0 +1,87 @@
+"""Shapes of the Messages API's responses, for `/openapi.json` (as `engine.api.response_models`)."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from engine.api.response_models import Shape
+
+
+class ContentBlock(Shape):
+    """Part of an answer."""
+
+    type: Literal["text", "thinking", "tool_use"] = Field(description="A text, reasoning, or the call of a function.")
+    thinking: str | None = Field(default=None, description="Of reasoning: its text.")
+    signature: str | None = Field(default=None, description="Of reasoning: always empty.")
+    text: str | None = Field(default=None, description="Of a text.")
+    id: str | None = Field(default=None, description="Of a call: its name, for the result.")
+    name: str | None = Field(default=None, description="Of a call: the function.")
+    input: dict[str, Any] | None = Field(default=None, description="Of a call: the arguments.")
+
+
+class CacheCreation(Shape):
+    """Tokens written to the cache before marks, by their time to live."""
+
+    ephemeral_5m_input_tokens: int = Field(description="Before a mark of 5 minutes only.")
+    ephemeral_1h_input_tokens: int = Field(description="Before a mark of an hour.")
+
+
+class MessageUsage(Shape):
+    """Tokens of a request; the first three add up to the prompt."""
+
+    input_tokens: int = Field(description="Neither found in the cache nor before a mark.")
+    cache_creation_input_tokens: int = Field(description="Before the last mark, and not found in the cache.")
+    cache_read_input_tokens: int = Field(description="Found in the cache.")
+    cache_creation: CacheCreation = Field(description="Tokens before marks by their time to live.")
+    output_tokens: int = Field(description="Of the answer.")
+
+
+class MessageResponse(Shape):
+    """A whole answer in Anthropic's form."""
+
+    id: str = Field(description="Names the request in logs and for `/v1/requests/{id}/explain`.")
+    type: Literal["message"] = Field(description="Kind of the object.")
+    role: Literal["assistant"] = Field(description="Always the assistant.")
+    model: str = Field(description="Name of the model.")
+    content: list[ContentBlock] = Field(description="The answer, a block for each text and call.")
+    stop_reason: str | None = Field(
+        description="`end_turn`, `max_tokens`, `stop_sequence`, `tool_use` or `model_context_window_exceeded`."
+    )
+    stop_sequence: str | None = Field(description="The stop sequence at the end.")
+    usage: MessageUsage = Field(description="Tokens of the request.")
+
+
+class MessageErrorDetail(Shape):
+    """The reason of a refusal or a failure."""
+
+    type: str = Field(description="Anthropic's kind of error.")
+    message: str = Field(description="One sentence.")
+    details: dict[str, str | list[str]] | None = Field(
+        default=None,
+        description="For programs: `error_code`, and the `unsupported` parts of a request with a `thread`.",
+    )
+
+
+class MessageError(Shape):
+    """An error in Anthropic's form."""
+
+    type: Literal["error"] = Field(description="Kind of the object.")
+    error: MessageErrorDetail = Field(description="The error.")
+
+
+class MessageEvent(Shape):
+    """An event of a streamed answer in Anthropic's form; its name is its type."""
+
+    type: str = Field(description="Kind of the event.")
+    message: MessageResponse | None = Field(default=None, description="Of `message_start`: without content.")
+    index: int | None = Field(default=None, description="Number of the block.")
+    content_block: ContentBlock | None = Field(default=None, description="Of `content_block_start`: the empty block.")
+    delta: dict[str, Any] | None = Field(default=None, description="More of the block, or the reason of the end.")
+    usage: MessageUsage | None = Field(default=None, description="Of `message_delta`.")
+    error: MessageErrorDetail | None = Field(default=None, description="Of `error`, which ends a stream that fails.")
+
+
+class TokenCount(Shape):
+    """Length of a chat's prompt."""
+
+    input_tokens: int = Field(description="Tokens of the prompt.")

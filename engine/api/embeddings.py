@@ -1,0 +1,148 @@
+"""Bodies of `/v1/embeddings`, requests and responses of the Python handle, and the vectors in both.
+
+As for OpenAI's other routes, a field is supported, or harmless and ignored, or refused by name.
+"""
+
+import base64
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from struct import pack, unpack
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.api.fields import PromptFields, RequestId
+from engine.api.known import Ignored, UnlessEmpty, Unsupported
+from engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
+from engine.api.responses import ResponseHead, Usage
+from engine.api.spec import EmbeddingUse, GenerationSpec
+from engine.api.validation import INTEGRAL, describe, only, parse_body, request_error
+from engine.core.errors import RequestError
+
+FLOAT_BYTES = 4
+
+
+class EmbeddingFields(PromptFields):
+    """Fields over HTTP and through the Python handle."""
+
+    input: Inputs = Field(description="A text, token ids, or a list of either: up to 2,048.")
+    model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
+    dimensions: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID), INTEGRAL] | None = Field(
+        default=None, description="Taken where it is the size of the model's hidden states; vectors are never cut."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="A text gets the special tokens that the model wants around it; true."
+    )
+    use_activation: bool | None = Field(default=None, description="Scale each vector to length 1; true.")
+    normalize: bool | None = Field(default=None, description="Older name of `use_activation`.")
+    request_id: RequestId | None = Field(
+        default=None, description="Name of the request, in `id` and logs; it goes before the header `x-request-id`."
+    )
+
+    def spec(self, encoding: Literal["float", "base64"] = "float") -> GenerationSpec:
+        """The request in normal form. Raises RequestError for contradicting fields."""
+        return GenerationSpec(
+            kind="completion",
+            model=self.model,
+            prompts=self.input,
+            embedding=EmbeddingUse(encoding, self._is_normalized(), self.dimensions),
+            max_tokens=0,
+            truncation=self.truncated_to(),
+            add_special_tokens=self.add_special_tokens is not False,
+            user=self.user or None,
+            session_id=self.session_id,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+            cache_priority=self.cache_priority or 0,
+            cache_ttl_s=self.cache_ttl_s,
+            request_id=self.request_id,
+        )
+
+    def _is_normalized(self) -> bool:
+        """Value of `use_activation` under either of its names."""
+        new, old = self.use_activation, self.normalize
+        if new is not None and old is not None and new != old:
+            raise RequestError("'use_activation' and 'normalize' differ; give one of them.", param="normalize")
+        return (old if new is None else new) is not False
+
+
+class EmbeddingsRequest(EmbeddingFields):
+    """Body of `/v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None, description="A list of numbers, or the bytes of little-endian float32 in base64; float."
+    )
+
+    metadata: Ignored = None
+    messages: Unsupported = None
+    embed_dtype: Annotated[Any, only("float32")] = None
+    endianness: Annotated[Any, only("native", "little")] = None
+    mm_processor_kwargs: UnlessEmpty = None
+    lora_path: UnlessEmpty = None
+    rid: Unsupported = None
+
+
+class EmbedRequest(EmbeddingFields):
+    """A request of the Python handle for embeddings."""
+
+    tenant: Label | None = Field(
+        default=None, description="On whose behalf: a configured tenant. Taken on trust, so not a field over HTTP."
+    )
+
+
+class EmbedResponse(BaseModel):
+    """Embeddings of a request's inputs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    request_id: str
+    embeddings: tuple[tuple[float, ...], ...] = Field(description="One vector for each input, in their order.")
+    usage: Usage
+
+
+def parse_embeddings(body: bytes) -> GenerationSpec:
+    """A body of `/v1/embeddings` in normal form. Raises RequestError naming the field at fault."""
+    request = parse_body(EmbeddingsRequest, body)
+    return request.spec(request.encoding_format or "float")
+
+
+def as_embed_request(value: EmbedRequest | Mapping[str, object]) -> EmbedRequest:
+    """Return `value`, or the request with its fields. Raises RequestError naming the field at fault."""
+    if isinstance(value, EmbedRequest):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError(f"The request must be an EmbedRequest or a mapping of its fields, not {describe(value)}.")
+    try:
+        return EmbedRequest.model_validate(dict(value))
+    except ValidationError as error:
+        raise request_error(error, EmbedRequest) from None
+
+
+def embeddings_body(head: ResponseHead, use: EmbeddingUse, states: Sequence[bytes], usage: Usage) -> bytes:
+    """The response of `/v1/embeddings`. `states` are `TokenEvent.pooled` of the inputs."""
+    data = []
+    for index, state in enumerate(states):
+        vector = embedding_of(state, use)
+        shown = base64.b64encode(pack(f"<{len(vector)}f", *vector)).decode() if use.encoding == "base64" else vector
+        data.append({"object": "embedding", "index": index, "embedding": shown})
+    return orjson.dumps(
+        {
+            "id": head.id,
+            "object": "list",
+            "created": head.created,
+            "model": head.model,
+            "data": data,
+            "usage": usage.object(),
+        }
+    )
+
+
+def embedding_of(state: bytes, use: EmbeddingUse) -> list[float]:
+    """The embedding that a pooled hidden state stands for: float32 values, the same on every machine."""
+    values = unpack(f"<{len(state) // FLOAT_BYTES}f", state)
+    if not use.is_normalized:
+        return list(values)
+    length = math.sqrt(math.fsum([value * value for value in values])) or 1.0
+    return array("f", [value / length for value in values]).tolist()

@@ -1,0 +1,247 @@
+"""Answers of `/v1/responses`: the response as a whole, and as server-sent events.
+
+A stream is `response.created` and `response.in_progress`; for each item `response.output_item.added` and
+`response.output_item.done`; between these, of a message or reasoning `response.content_part.added`, any number of
+`response.output_text.delta` or `response.reasoning_text.delta`, and the `done` of text and part, and of a call any
+number of `response.function_call_arguments.delta` and their `done`; at last `response.completed` or
+`response.incomplete` with the response as a whole. Events are numbered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import orjson
+
+from engine.api.answers import Asked, named_event
+from engine.api.assembler import Piece
+from engine.api.responses import Choice, Json, Usage
+from engine.api.wire import OPENAI, WireFormat
+from engine.core.errors import RaydixError
+from engine.core.ingress.parsers.answer import AnswerMessage, Call
+from engine.core.ingress.parsers.events import (
+    AnswerEvent,
+    ArgumentsPart,
+    CallBegins,
+    CallEnds,
+    ReasoningPart,
+    TextPart,
+)
+from engine.core.types import FinishReason
+
+
+@dataclass(slots=True)
+class Reasoning:
+    """The reasoning of an answer, so far."""
+
+    text: str = ""
+
+
+Part: TypeAlias = str | Reasoning | Call
+
+
+class ResponseWriter:
+    """Writes one response. A choice with a `message_id` is stored."""
+
+    def __init__(self, asked: Asked) -> None:
+        assert asked.spec.turn is not None
+        self._asked = asked
+        self._turn = asked.spec.turn
+        self._unique = asked.head.id.removeprefix("resp_")
+        self._num_events = 0
+        self._index = 0
+        """Of the item that is open in the stream, or else of the next one."""
+        self._open: Part | None = None
+        """Text so far of the open message, or the open reasoning or call."""
+        self._logprobs: list[Json] = []
+        """Of the open message."""
+        self.wire: WireFormat = replace(OPENAI, error_event=self._error_event)
+
+    def response(self, choice: Choice, usage: Usage) -> Json:
+        """The response as a whole."""
+        is_cut = choice.finish_reason is FinishReason.LENGTH
+        parts = _parts(choice)
+        logprobs = [] if choice.logprobs is None else _content(choice.logprobs)
+        items = []
+        for index, part in enumerate(parts):
+            status = "incomplete" if is_cut and index == len(parts) - 1 else "completed"
+            items.append(self._item(index, part, status, [] if index else logprobs))
+
+        return self._response(
+            "incomplete" if is_cut else "completed",
+            items,
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            store=choice.message_id is not None,
+            usage=_usage(usage),
+        )
+
+    def body(self, choice: Choice, usage: Usage) -> bytes:
+        return orjson.dumps(self.response(choice, usage))
+
+    def first(self, usage: Usage) -> bytes:
+        response = self._response("in_progress", [], store=self._turn.is_stored)
+        opening = self._event("response.created", {"response": response})
+        return opening + self._event("response.in_progress", {"response": response})
+
+    def piece(self, piece: Piece) -> bytes:
+        if self._asked.message is not None:
+            return b"".join(self._part(event, self._asked.message) for event in piece.events)
+        logprobs = [] if self._asked.logprobs is None else _content(self._asked.logprobs(piece))
+        return self._text(piece.text, logprobs) if piece.text or logprobs else b""
+
+    def end(self, choice: Choice, usage: Usage) -> bytes:
+        closing = b"" if self._index or self._open is not None else self._opened("")
+        is_cut = choice.finish_reason is FinishReason.LENGTH
+        closing += self._closed("incomplete" if is_cut else "completed")
+        response = self.response(choice, usage)
+        return closing + self._event(f"response.{response['status']}", {"response": response})
+
+    def _part(self, event: AnswerEvent, message: AnswerMessage) -> bytes:
+        """Events of a part of a parsed answer; `message` has all parts."""
+        match event:
+            case TextPart(text):
+                return self._text(text, [])
+            case ReasoningPart(text):
+                return self._reasoning(text)
+            case CallBegins(index, name):
+                return self._closed() + self._opened(Call(message.begun[index].id, name))
+            case ArgumentsPart(_, text) if isinstance(self._open, Call):
+                self._open.arguments.append(text)
+                return self._event("response.function_call_arguments.delta", self._at({"delta": text}))
+            case CallEnds():
+                return self._closed()
+            case _:
+                return b""
+
+    def _text(self, text: str, logprobs: Sequence[Json]) -> bytes:
+        """Events of more text."""
+        opening = b"" if isinstance(self._open, str) else self._closed() + self._opened("")
+        assert isinstance(self._open, str)
+        self._open += text
+        self._logprobs += logprobs
+        data = {"content_index": 0, "delta": text, "logprobs": logprobs}
+        return opening + self._event("response.output_text.delta", self._at(data))
+
+    def _reasoning(self, text: str) -> bytes:
+        """Events of more reasoning."""
+        opening = b"" if isinstance(self._open, Reasoning) else self._closed() + self._opened(Reasoning())
+        assert isinstance(self._open, Reasoning)
+        self._open.text += text
+        return opening + self._event("response.reasoning_text.delta", self._at({"content_index": 0, "delta": text}))
+
+    def _opened(self, part: Part) -> bytes:
+        """Events that open an item: an empty text, reasoning without text, or a call without arguments."""
+        self._open, self._logprobs = part, []
+        item = self._item(self._index, part, "in_progress", [])
+        if isinstance(part, Call):
+            return self._event("response.output_item.added", {"output_index": self._index, "item": item})
+        added = {"output_index": self._index, "item": item | {"content": []}}
+        opening = self._event("response.output_item.added", added)
+        return opening + self._event(
+            "response.content_part.added", self._at({"content_index": 0, "part": _content_part(part, [])})
+        )
+
+    def _closed(self, status: str = "completed") -> bytes:
+        """Events that close the open item, if there is one."""
+        part, self._open = self._open, None
+        if part is None:
+            return b""
+        if isinstance(part, Call):
+            data: Json = {"name": part.name, "arguments": "".join(part.arguments)}
+            closing = self._event("response.function_call_arguments.done", self._at(data, part))
+        else:
+            kind, done = "output_text", _content_part(part, self._logprobs)
+            data = {"content_index": 0, "text": done["text"]}
+            if isinstance(part, Reasoning):
+                kind = "reasoning_text"
+            else:
+                data["logprobs"] = self._logprobs
+            closing = self._event(f"response.{kind}.done", self._at(data, part))
+            closing += self._event("response.content_part.done", self._at({"content_index": 0, "part": done}, part))
+
+        item = self._item(self._index, part, status, self._logprobs)
+        closing += self._event("response.output_item.done", {"output_index": self._index, "item": item})
+        self._index += 1
+        return closing
+
+    def _response(self, status: str, output: Sequence[Json], **fields: object) -> Json:
+        head = self._asked.head
+        return {
+            "id": head.id,
+            "object": "response",
+            "created_at": head.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": head.model,
+            "output": output,
+            "background": False,
+            "reasoning": {"effort": self._asked.spec.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "truncation": "disabled",
+            "usage": None,
+            **self._turn.repeated,
+            **fields,
+        }
+
+    def _item(self, index: int, part: Part, status: str, logprobs: Sequence[Json]) -> Json:
+        """An item of the output: a message with a text, reasoning, or a call."""
+        item: Json = {"id": self._item_id(index, part), "status": status}
+        if isinstance(part, str):
+            return item | {"type": "message", "role": "assistant", "content": [_content_part(part, logprobs)]}
+        if isinstance(part, Reasoning):
+            return item | {"type": "reasoning", "summary": [], "content": [_content_part(part, [])]}
+        call = {"call_id": part.id, "name": part.name, "arguments": "".join(part.arguments)}
+        return item | {"type": "function_call", **call}
+
+    def _item_id(self, index: int, part: Part) -> str:
+        prefix = "msg" if isinstance(part, str) else "fc" if isinstance(part, Call) else "rs"
+        return f"{prefix}_{self._unique}_{index}" if index else f"{prefix}_{self._unique}"
+
+    def _at(self, data: Json, part: Part | None = None) -> Json:
+        """Data of an event of the open item, or of the item of `part`."""
+        of = self._open if part is None else part
+        item_id = self._item_id(self._index, "" if of is None else of)
+        return {"item_id": item_id, "output_index": self._index, **data}
+
+    def _event(self, kind: str, data: Json) -> bytes:
+        """The next event."""
+        numbered = {"type": kind, "sequence_number": self._num_events, **data}
+        self._num_events += 1
+        return named_event(kind, orjson.dumps(numbered))
+
+    def _error_event(self, error: RaydixError) -> bytes:
+        """The last event of a stream that cannot go on. OpenAI's client raises it as an APIError."""
+        return self._event("error", {"code": error.code, "message": error.message, "param": error.param})
+
+
+def _parts(choice: Choice) -> list[Part]:
+    """The items of an answer in their order, at least one."""
+    if choice.message is None:
+        return [choice.text]
+    reasoning = choice.message.reasoning
+    return [*([Reasoning(reasoning)] if reasoning else []), *choice.message.parts] or [""]
+
+
+def _content_part(part: str | Reasoning, logprobs: Sequence[Json]) -> Json:
+    """The content of a message or of reasoning."""
+    if isinstance(part, Reasoning):
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part, "annotations": [], "logprobs": logprobs}
+
+
+def _content(logprobs: Json) -> list[Json]:
+    """The tokens of a chat's object of log-probabilities."""
+    content = logprobs["content"]
+    assert isinstance(content, list)
+    return content
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

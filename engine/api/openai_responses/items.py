@@ -1,0 +1,143 @@
+"""Items of a request's input: read, as chat templates know them, and as the API lists them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from engine.api.prompts import MAX_MESSAGES, MAX_PARTS, Message
+from engine.api.responses import Json
+from engine.api.validation import LenientModel, describe, problem
+
+TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "reasoning": (),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+"""Required fields by the type of an item."""
+
+
+def as_items(value: object) -> object:
+    """A text as one message; refuses too many items, and items of other types."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise problem(f"must be a string or a list of items, got {describe(value)}")
+    if len(value) > MAX_MESSAGES:
+        raise problem(f"must have at most {MAX_MESSAGES} items, got {len(value)}")
+
+    for number, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise problem(f"must have objects as items, but item {number} is {describe(item)}")
+        kind = item.get("type", "message")
+        if kind not in FIELDS:
+            known = ", ".join(f"'{each}'" for each in FIELDS)
+            raise problem(f"has an item of type {describe(kind)} at {number}; supported are {known}")
+        for name in FIELDS[kind]:
+            if item.get(name) is None:
+                raise problem(f"has no '{name}' in item {number}")
+
+    return value
+
+
+def _joined(value: object) -> object:
+    """A list of text parts as one text, a line each."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise problem(f"must be a string or a list of parts, got {describe(value)}")
+    if len(value) > MAX_PARTS:
+        raise problem(f"must have at most {MAX_PARTS} parts, got {len(value)}")
+
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS:
+            shown = describe(part) if kind is None else f"of type {describe(kind)}"
+            raise problem(f"has a part at {number} that is {shown}; only texts are supported")
+        if not isinstance(part.get("text"), str):
+            raise problem(f"must have a 'text' in part {number}")
+        texts.append(part["text"])
+
+    return "\n".join(texts)
+
+
+class TextPart(LenientModel):
+    """A text of a message."""
+
+    type: Literal["input_text", "output_text", "reasoning_text", "text"] = Field(description="Kind of part.")
+    text: str = Field(description="The text.")
+
+
+Content = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
+
+
+class Item(LenientModel):
+    """Part of the input: a message, reasoning, a call of a function, or a call's result. Unknown fields are ignored:
+    clients send back what earlier responses had."""
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = Field(
+        default="message", description="Kind of item."
+    )
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(
+        default=None, description="Of a message: who speaks."
+    )
+    content: Content | None = Field(
+        default="",
+        description="Of a message, or of reasoning for templates that render it: a text, or its parts.",
+    )
+    call_id: str = Field(default="", description="Of a call and its result: the call's name.")
+    name: str = Field(default="", description="Of a call: the function.")
+    arguments: str = Field(default="", description="Of a call: its arguments, as JSON in a text.")
+    output: Content = Field(default="", description="Of a result: a text, or a list of text parts.")
+
+    def listed(self) -> Json:
+        """The item as `/v1/responses/{id}/input_items` lists it, without an id."""
+        item: Json = {"type": self.type, "status": "completed"}
+        if self.type == "function_call":
+            return item | {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+        if self.type == "function_call_output":
+            return item | {"call_id": self.call_id, "output": self.output}
+
+        if self.type == "reasoning":
+            return item | {"summary": [], "content": [{"type": "reasoning_text", "text": self.content or ""}]}
+
+        is_answer = self.role == "assistant"
+        part: Json = {"type": "output_text" if is_answer else "input_text", "text": self.content}
+        if is_answer:
+            part |= {"annotations": [], "logprobs": []}
+        return item | {"role": self.role, "content": [part]}
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """The messages for the chat template: calls belong to the assistant's message before them, reasoning to the one
+    behind."""
+    messages: list[dict[str, Any]] = []
+    is_thought = False
+    """True behind reasoning, with which the assistant's message has begun."""
+    for item in items:
+        begins, is_thought = not is_thought, False
+        if item.type == "reasoning":
+            if item.content:
+                messages.append({"role": "assistant", "content": "", "reasoning_content": item.content})
+                is_thought = True
+        elif item.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif item.type == "message":
+            if begins or item.role != "assistant":
+                messages.append({"role": item.role})
+            messages[-1]["content"] = item.content
+        else:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+    return [Message.model_validate(message) for message in messages]
+
+
+def with_ids(items: Sequence[Mapping[str, object]], unique: str) -> tuple[Json, ...]:
+    """Listed items with ids, of which `unique` is a part."""
+    return tuple({"id": f"msg_{unique}_{number}", **item} for number, item in enumerate(items))

@@ -1,0 +1,232 @@
+"""Bodies of `/v1/responses`.
+
+As for OpenAI's other routes, a field is supported, or harmless and ignored, or refused by name. Beside OpenAI's fields
+those of `SamplingFields` are supported that need no place in the response.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, StringConstraints
+
+from engine.api.fields import RequestId, SamplingFields, build_spec
+from engine.api.formats import Constraint, schema_grammar
+from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
+from engine.api.openai_responses.items import Item, as_items, messages_of
+from engine.api.openai_responses.tools import FunctionTool, ToolChoice, tool_use
+from engine.api.prompts import Label, Message
+from engine.api.reasoning import Effort
+from engine.api.responses import Json
+from engine.api.spec import GenerationSpec, ReasoningUse, Turn
+from engine.api.tools import few_tools
+from engine.api.validation import INTEGRAL, LenientModel, StrictModel, only, parse_body, problem
+from engine.core.errors import RequestError
+
+LOGPROBS = "message.output_text.logprobs"
+HARMLESS_INCLUDES = {"reasoning.encrypted_content"}
+"""Parts of a response that no response here has."""
+MAX_METADATA = 16
+
+Metadata = dict[
+    Annotated[str, StringConstraints(max_length=64)],
+    Annotated[str, StringConstraints(max_length=512)],
+]
+
+
+def _few(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise problem(f"must have at most {MAX_METADATA} elements, got {len(value)}")
+    return value
+
+
+class TextFormat(StrictModel):
+    """Form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="Kind of form.")
+    name: str | None = Field(default=None, description="Name of the form.")
+    description: str | None = Field(default=None, description="Purpose of the form.")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="Of `json_schema`.")
+    strict: bool | None = Field(default=None, description="Hold the schema to OpenAI's rules; false.")
+
+
+class TextOptions(LenientModel):
+    """Form of the text."""
+
+    format: TextFormat | None = Field(default=None, description="The form.")
+    verbosity: Annotated[Any, only("medium")] = None
+
+
+class StreamOptions(StrictModel):
+    """Contents of a stream beside the text."""
+
+    include_obfuscation: Ignored = None
+
+
+class ReasoningOptions(StrictModel):
+    """Wishes for the reasoning before an answer. There is no summary of it."""
+
+    effort: Effort | None = Field(
+        default=None, description="For chat templates that know it; templates that do not take `none` only."
+    )
+    summary: Annotated[Any, only("auto")] = None
+    generate_summary: Annotated[Any, only("auto")] = None
+
+
+class ResponsesRequest(SamplingFields):
+    """Body of `/v1/responses`."""
+
+    model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
+    input: Annotated[
+        list[Item], Field(min_length=1), FailFast(), BeforeValidator(as_items, json_schema_input_type=str | list[Item])
+    ] = Field(description="A text, or a list of messages.")
+    instructions: str | None = Field(
+        default=None, description="A system message before all others; a later response does not have it."
+    )
+    previous_response_id: Label | None = Field(
+        default=None, description="Of a stored response: go on from exactly its token ids."
+    )
+    store: bool | None = Field(default=None, description="Store the response; true.")
+    max_output_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
+        default=None, description="Most tokens to generate; the context may end the answer earlier."
+    )
+    stream: bool | None = Field(
+        default=None, description="Send the response as server-sent events while it is generated."
+    )
+    stream_options: StreamOptions | None = Field(default=None, description="Contents of a stream beside the text.")
+    include: Annotated[list[str], Field(max_length=32)] | None = Field(
+        default=None, description=f"`{LOGPROBS}`: log-probabilities of the tokens."
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = Field(
+        default=None, description="Report this many likeliest tokens at each position."
+    )
+    metadata: Annotated[Metadata, BeforeValidator(_few)] | None = Field(
+        default=None, description="Up to 16 texts by name, which the response repeats."
+    )
+    text: TextOptions | None = Field(default=None, description="With `format`, the form of the answer.")
+    tools: Annotated[list[FunctionTool], BeforeValidator(few_tools)] | None = Field(
+        default=None, description="Functions that the answer may call."
+    )
+    tool_choice: ToolChoice | None = Field(
+        default=None,
+        description="`auto`, the default where there are tools, leaves calls to the model; `none` has it call nothing, "
+        "`required` some function, and an object with a function's name that one.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether an answer may have several calls; true. With false it ends with its first."
+    )
+    reasoning: ReasoningOptions | None = Field(
+        default=None, description="Reasoning before the answer, where the model writes any."
+    )
+    prompt_cache_key: Label | None = Field(default=None, description="OpenAI's routing hint; stands in for session_id.")
+    request_id: RequestId | None = Field(
+        default=None, description="Name of the request in logs; it goes before the header `x-request-id`."
+    )
+
+    background: UnlessFalse = None
+    context_management: UnlessEmpty = None
+    conversation: Unsupported = None
+    max_tool_calls: Ignored = None
+    moderation: Unsupported = None
+    prompt: Unsupported = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    truncation: Annotated[Any, only("disabled")] = None
+
+    max_tokens: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    return_token_ids: UnlessFalse = None
+    truncate_prompt_tokens: Unsupported = None
+    truncation_side: Unsupported = None
+    logprob_token_ids: Unsupported = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+
+    def spec(self) -> GenerationSpec:
+        """The request in normal form."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+
+        instructions = [Message(role="system", content=self.instructions)] if self.instructions else []
+        own = messages_of(self.input)
+        spec = build_spec(
+            self,
+            kind="chat",
+            model=self.model,
+            messages=[*instructions, *own],
+            tools=tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls),
+            reasoning=ReasoningUse(
+                effort=None if self.reasoning is None else self.reasoning.effort, param="reasoning.effort"
+            ),
+            max_tokens=self.max_output_tokens,
+            logprobs=self._logprobs(),
+            stream=bool(self.stream),
+            session_id=self.session_id or self.prompt_cache_key,
+            request_id=self.request_id,
+        )
+        turn = Turn(
+            previous=self.previous_response_id,
+            is_stored=self.store is not False,
+            num_own=len(own),
+            items=tuple(item.listed() for item in self.input),
+            repeated=self._repeated(),
+        )
+        return replace(spec, api="responses", is_capped=True, turn=turn)
+
+    def constraint(self) -> Constraint | None:
+        """Return the grammar that the answer must follow; errors as `FormatFields.constraint`."""
+        given, own = super().constraint(), self._constraint()
+        if given is not None and own is not None:
+            raise RequestError(f"'{given.param}' and 'text.format' cannot be given together.", param="text.format")
+        return given or own
+
+    def _constraint(self) -> Constraint | None:
+        """The grammar of `text.format`."""
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return Constraint(schema_grammar({"type": "object"}, "text.format"), "text.format")
+        param = "text.format.schema"
+        if form.schema_ is None:
+            raise RequestError(f"Missing required parameter: '{param}'.", param=param)
+        return Constraint(schema_grammar(form.schema_, param, strict=bool(form.strict)), param)
+
+    def _format(self) -> Json:
+        """Form of the text as the response repeats it."""
+        if self.text is None or self.text.format is None:
+            return {"type": "text"}
+        return self.text.format.model_dump(by_alias=True, exclude_none=True)
+
+    def _logprobs(self) -> int | None:
+        """Number of alternatives to report; None: no log-probabilities."""
+        asked = set(self.include or ()) - HARMLESS_INCLUDES
+        unknown = asked - {LOGPROBS}
+        if unknown:
+            raise RequestError(f"'include' has '{min(unknown)[:100]}', which is not supported yet.", param="include")
+        if asked and self.tools:
+            raise RequestError(f"'include' of '{LOGPROBS}' is not supported together with 'tools'.", param="include")
+        return self.top_logprobs or 0 if asked or self.top_logprobs else None
+
+    def _repeated(self) -> Json:
+        """Fields that the response repeats, with their defaults."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "text": {"format": self._format()},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": [tool.repeated() for tool in self.tools or ()],
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "user": self.user,
+        }
+
+
+def parse_responses(body: bytes) -> GenerationSpec:
+    """A body of `/v1/responses` in normal form. Raises RequestError naming the field at fault."""
+    return parse_body(ResponsesRequest, body).spec()

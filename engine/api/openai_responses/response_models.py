@@ -1,0 +1,88 @@
+"""Shapes of the Responses API's responses, for `/openapi.json` (as `engine.api.response_models`)."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from engine.api.response_models import Shape
+
+
+class ResponseUsage(Shape):
+    """Tokens of a request."""
+
+    input_tokens: int = Field(description="Of the prompt.")
+    input_tokens_details: dict[str, int] = Field(description="`cached_tokens`: found in the cache.")
+    output_tokens: int = Field(description="Of the answer.")
+    output_tokens_details: dict[str, int] = Field(description="`reasoning_tokens`: of reasoning.")
+    total_tokens: int = Field(description="Sum of both.")
+
+
+class ResponseObject(Shape):
+    """A response."""
+
+    id: str = Field(description="By which the response is found again, and gone on from.")
+    object: Literal["response"] = Field(description="Kind of the object.")
+    created_at: int = Field(description="Seconds since 1970.")
+    status: Literal["in_progress", "completed", "incomplete"] = Field(description="`incomplete` at a limit.")
+    error: None = Field(description="Always null.")
+    incomplete_details: dict[str, str] | None = Field(description="The reason why the response is incomplete.")
+    model: str = Field(description="Name of the model.")
+    output: list[dict[str, Any]] = Field(description="Items: reasoning, messages, and calls of functions.")
+    background: Literal[False] = Field(description="Always false.")
+    reasoning: dict[str, str | None] = Field(description="The effort as in the request; there is no summary.")
+    service_tier: Literal["default"] = Field(description="Always the default.")
+    truncation: Literal["disabled"] = Field(description="Always disabled.")
+    usage: ResponseUsage | None = Field(description="Tokens of the request.")
+    instructions: str | None = Field(description="As in the request.")
+    max_output_tokens: int | None = Field(description="As in the request.")
+    metadata: dict[str, str] = Field(description="As in the request.")
+    parallel_tool_calls: bool = Field(description="As in the request.")
+    previous_response_id: str | None = Field(description="As in the request.")
+    prompt_cache_key: str | None = Field(description="As in the request.")
+    text: dict[str, Any] = Field(description="Form of the text.")
+    tool_choice: str | dict[str, Any] = Field(description="As in the request.")
+    tools: list[dict[str, Any]] = Field(description="As in the request.")
+    temperature: float = Field(description="As in the request.")
+    top_logprobs: int = Field(description="As in the request.")
+    top_p: float = Field(description="As in the request.")
+    user: str | None = Field(description="As in the request.")
+    store: bool = Field(description="True if the response is stored.")
+
+
+class ResponseEvent(Shape):
+    """An event of a streamed response; its name is its type."""
+
+    type: str = Field(description="Kind of the event.")
+    sequence_number: int = Field(description="Number of the event, from 0.")
+    response: ResponseObject | None = Field(default=None, description="The response so far, or as a whole.")
+    item: dict[str, Any] | None = Field(default=None, description="An item that begins or ends.")
+    item_id: str | None = Field(default=None, description="Id of the event's item.")
+    output_index: int | None = Field(default=None, description="Number of the item.")
+    content_index: int | None = Field(default=None, description="Number of the item's part.")
+    part: dict[str, Any] | None = Field(default=None, description="A part of a message that begins or ends.")
+    delta: str | None = Field(default=None, description="More of a text or of arguments.")
+    text: str | None = Field(default=None, description="A whole text.")
+    logprobs: list[dict[str, Any]] | None = Field(default=None, description="Log-probabilities of tokens.")
+    name: str | None = Field(default=None, description="Name of a function.")
+    arguments: str | None = Field(default=None, description="Whole arguments.")
+    code: str | None = Field(default=None, description="Of `error`: stable name of the error.")
+    message: str | None = Field(default=None, description="Of `error`: one sentence.")
+    param: str | None = Field(default=None, description="Of `error`: the field at fault.")
+
+
+class ResponseItems(Shape):
+    """A page of a response's input."""
+
+    object: Literal["list"] = Field(description="Kind of the object.")
+    data: list[dict[str, Any]] = Field(description="Items.")
+    first_id: str | None = Field(description="Id of the first item.")
+    last_id: str | None = Field(description="Id of the last item.")
+    has_more: bool = Field(description="True if more items follow.")
+
+
+class ResponseDeleted(Shape):
+    """A response that was deleted."""
+
+    id: str = Field(description="Id of the response.")
+    object: Literal["response"] = Field(description="Kind of the object.")
+    deleted: Literal[True] = Field(description="Always true.")

@@ -1,0 +1,105 @@
+"""Stored responses: what is kept of one, and a request that goes on from several."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Literal, Self
+
+import orjson
+from pydantic import Field, ValidationError
+
+from engine.api.known import Ignored, Unsupported
+from engine.api.responses import Json
+from engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec
+from engine.api.validation import StrictModel, only, request_error
+from engine.core.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One response, and its part of the conversation."""
+
+    response: Json
+    """The object of the API."""
+    items: tuple[Json, ...]
+    """The input, as the API lists it."""
+    messages: tuple[ChatMessage, ...]
+    """The input, as chat templates know it."""
+    text: str
+    """The generated text."""
+    token_ids: tuple[int, ...]
+    """Ids of the text in later prompts."""
+
+    def encode(self) -> bytes:
+        """The response as bytes."""
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, data: bytes) -> "StoredResponse":
+        """The response that `encode` made the bytes of."""
+        fields = orjson.loads(data)
+        for name in ("items", "messages", "token_ids"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> GenerationSpec:
+    """A request with the messages and answers of the stored responses before it, the first one first."""
+    assert spec.turn is not None and earlier
+    first = len(spec.messages) - spec.turn.num_own
+    messages = [*spec.messages[:first]]
+    continued = []
+    for each in earlier:
+        messages += each.messages
+        continued.append(ContinuedAnswer(len(messages), None, token_ids=each.token_ids))
+        messages.append({"role": "assistant", "content": each.text})
+    return replace(spec, messages=(*messages, *spec.messages[first:]), continued=tuple(continued))
+
+
+def deleted_body(response_id: str) -> bytes:
+    """Body of `DELETE /v1/responses/{id}`."""
+    return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
+
+
+class StoredQuery(StrictModel):
+    """Query of the routes of one stored response."""
+
+    cache_salt: str | None = None
+    """That of the response's request."""
+    include: Ignored = None
+    include_obfuscation: Ignored = None
+    stream: Annotated[Any, only("false")] = None
+    starting_after: Unsupported = None
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> Self:
+        """Read a query. Raises RequestError naming the field at fault."""
+        try:
+            return cls.model_validate({name.removesuffix("[]"): value for name, value in query.items()})
+        except ValidationError as error:
+            raise request_error(error, cls) from None
+
+
+class PageQuery(StoredQuery):
+    """Query of `/v1/responses/{id}/input_items`."""
+
+    limit: Annotated[int, Field(ge=1, le=100, strict=False)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    before: Unsupported = None
+
+    def of_items(self, items: Sequence[Json]) -> Json:
+        """The page. Raises RequestError if `after` is no item's id."""
+        ordered = [*items] if self.order == "asc" else [*reversed(items)]
+        ids = [str(item["id"]) for item in ordered]
+        if self.after is not None and self.after not in ids:
+            raise RequestError(f"'after' names no item: '{self.after[:100]}'.", param="after")
+
+        start = 0 if self.after is None else ids.index(self.after) + 1
+        data = ordered[start : start + self.limit]
+        return {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": start + self.limit < len(ordered),
+        }

@@ -1,0 +1,30 @@
+"""Checks of parameters in a request's query."""
+
+from collections.abc import Mapping
+
+from engine.core.errors import RequestError
+
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def flag(query: Mapping[str, str], name: str) -> bool:
+    """The value of a parameter that is true or false; false by default. Raises RequestError for another value."""
+    value = query.get(name, "false")
+    if value.lower() not in _FLAGS:
+        raise RequestError(f"'{name}' must be true or false, got '{value[:100]}'.", param=name)
+    return _FLAGS[value.lower()]
+
+
+def one_of(query: Mapping[str, str], name: str, *values: str) -> str:
+    """The value of a parameter, by default the first of `values`. Raises RequestError for a value that is not among
+    them."""
+    value = query.get(name, values[0])
+    if value not in values:
+        words = ", ".join(f"'{each}'" for each in values)
+        raise RequestError(f"'{name}' must be {words}, got '{value[:100]}'.", param=name)
+    return value
+
+
+def unsupported(name: str) -> RequestError:
+    """The refusal of a parameter's value."""
+    return RequestError(f"'{name}' is not supported yet.", param=name)

@@ -1,0 +1,109 @@
+"""Reasoning of chats: the fields for it, its limit, and the form of what stands behind."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from engine.api.spec import GenerationSpec, ReasoningUse
+from engine.api.validation import INTEGRAL, StrictModel
+from engine.core.answers.lead import Lead
+from engine.core.errors import RequestError
+from engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_inside, ends_reasoning
+from engine.core.types import ChatEnd, ReasoningLimit
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class ReasoningFields(StrictModel):
+    """Reasoning of the model before its answer."""
+
+    include_reasoning: bool | None = Field(
+        default=None, description="The answer has its reasoning beside the text; true. The tokens count in either case."
+    )
+    separate_reasoning: bool | None = Field(
+        default=None, description="Reasoning is told from the text; true. With false the text has all that is written."
+    )
+    reasoning_effort: Effort | None = Field(
+        default=None,
+        description="For chat templates with a variable `reasoning_effort`, or `enable_thinking`, which `none` sets to "
+        "false. Other templates take `none` only.",
+    )
+    thinking_token_budget: Annotated[int, Field(ge=-1), INTEGRAL] | None = Field(
+        default=None, description="The end of the reasoning is forced behind so many tokens; -1 for never, the default."
+    )
+
+    def reasoning_use(self) -> ReasoningUse:
+        """Return the fields in normal form."""
+        return ReasoningUse(
+            is_separate=self.separate_reasoning is not False,
+            is_shown=self.include_reasoning is not False,
+            effort=self.reasoning_effort,
+            max_tokens=None if self.thinking_token_budget == -1 else self.thinking_token_budget,
+        )
+
+
+def effort_arguments(asked: ReasoningUse, template: str) -> Mapping[str, object]:
+    """The variables by which a chat template is told of an effort. Raises RequestError if the template has none."""
+    effort = asked.effort
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none"}
+    if effort == "none":
+        return {}
+    raise RequestError(
+        f"'{asked.param}' other than 'none' is not supported: the chat template of this model does not know it.",
+        param=asked.param,
+    )
+
+
+def with_limit(spec: GenerationSpec, prompt: str, encode: Callable[[str], Sequence[int]]) -> GenerationSpec:
+    """Have the reasoning of an answer to the rendered prompt end in time, if the request limits it. `encode` makes ids
+    of a text.
+
+    Raises RequestError where a tag of reasoning is more than one token.
+    """
+    limit = spec.reasoning.max_tokens
+    if limit is None:
+        return spec
+    opening, closing = map(encode, REASONING_TAGS)
+    is_open = begins_inside(prompt)
+    if len(closing) != 1 or not (is_open or len(opening) == 1):
+        param = spec.reasoning.limit_param
+        raise RequestError(
+            f"'{param}' is not supported: this model's tokenizer has no tokens for the tags of reasoning.", param=param
+        )
+    known = ReasoningLimit(limit, closing[0], None if is_open else opening[0])
+    return replace(spec, sampling=replace(spec.sampling, reasoning_limit=known))
+
+
+def with_lead(spec: GenerationSpec, prompt: str) -> GenerationSpec:
+    """Have the grammar of an answer, if there is one, begin behind the reasoning that the rendered prompt allows.
+
+    Raises RequestError where the answer begins in reasoning that is to be part of its text.
+    """
+    grammar = spec.sampling.grammar
+    if grammar is None:
+        return spec
+    is_open = begins_inside(prompt)
+    if is_open and not spec.reasoning.is_separate:
+        raise RequestError(
+            f"'{spec.grammar_param}' together with 'separate_reasoning' false is not supported where the answer begins "
+            "with reasoning, as this model's chat template has it.",
+            param=spec.grammar_param,
+        )
+    lead = None
+    if is_open or _may_reason(spec, prompt):
+        opening, closing = (tag.encode() for tag in REASONING_TAGS)
+        lead = Lead(opening, closing, is_open=is_open)
+    return replace(spec, sampling=replace(spec.sampling, grammar=replace(grammar, lead=lead)))
+
+
+def _may_reason(spec: GenerationSpec, prompt: str) -> bool:
+    """True if the model itself may open reasoning, told from the text: at an answer's beginning, unless the request
+    wants none."""
+    is_off = spec.reasoning.effort == "none" or spec.template.arguments.get("enable_thinking") is False
+    is_beginning = spec.chat_end is ChatEnd.ANSWER and not ends_reasoning(prompt)
+    return spec.reasoning.is_separate and is_beginning and not is_off

@@ -1,0 +1,205 @@
+"""Functions that an answer may call: `tools`, `tool_choice` and `parallel_tool_calls` of chats."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
+
+from engine.api.formats import schema_grammar
+from engine.api.spec import ToolUse
+from engine.api.validation import LenientModel, StrictModel, describe, problem
+from engine.core.errors import RequestError
+from engine.core.ingress.parsers.forms import CallForm, CallGrammar
+from engine.core.types import Grammar, GrammarKind
+
+MAX_TOOLS = 1024
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+
+
+def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema of an object."""
+    if schema.get("type", "object") != "object":
+        raise problem(f"must be the schema of an object, got the type {describe(schema['type'])}")
+    try:
+        json.dumps(schema)
+    except (TypeError, ValueError, RecursionError):
+        raise problem("must be JSON") from None
+    return schema
+
+
+class FunctionDefinition(LenientModel):
+    """Function that an answer may call."""
+
+    name: FunctionName = Field(description="Its name.")
+    description: str | None = Field(default=None, description="Its purpose, for the model.")
+    parameters: Annotated[dict[str, Any], AfterValidator(check_parameters)] | None = Field(
+        default=None, description="JSON schema of the arguments, an object; by default there are none."
+    )
+    strict: bool | None = Field(default=None, description="The arguments follow the schema, which has OpenAI's form.")
+
+    def for_template(self) -> Mapping[str, object]:
+        """Return the function as chat templates know it."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        description = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **description, "parameters": parameters}}
+
+
+class Tool(LenientModel):
+    """Tool of a chat."""
+
+    type: Literal["function"] = Field(default="function", description="Kind of tool.")
+    function: FunctionDefinition = Field(description="The function.")
+
+
+def few_tools(value: object) -> object:
+    if isinstance(value, list | tuple) and len(value) > MAX_TOOLS:
+        raise problem(f"must have at most {MAX_TOOLS} elements, got {len(value)}")
+    return value
+
+
+def _parse_choice(value: object) -> str | tuple[str]:
+    """A word, or a tuple of the function's name."""
+    if value in ("none", "auto", "required"):
+        return str(value)
+    if not isinstance(value, Mapping) or value.get("type") != "function":
+        raise problem(
+            "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': a string}}, "
+            f"got {describe(value)}"
+        )
+    function = value.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise problem("must have the name of a function in 'function.name'")
+    return (name,)
+
+
+ToolChoice = Annotated[
+    str | tuple[str],
+    PlainValidator(_parse_choice, json_schema_input_type=Literal["none", "auto", "required"] | dict[str, Any]),
+]
+
+
+class ToolPaths(NamedTuple):
+    """Names of the fields of tools in one API, for error messages."""
+
+    name: str = "function.name"
+    schema: str = "function.parameters"
+    chosen: str = "tool_choice.function.name"
+
+
+CHAT_PATHS = ToolPaths()
+
+
+class OfferedTools(StrictModel):
+    """Functions that the prompt of a chat has."""
+
+    tools: Annotated[list[Tool], BeforeValidator(few_tools)] | None = Field(
+        default=None, description="Functions that the answer may call."
+    )
+
+    def offered(self) -> ToolUse | None:
+        """Return the tools as a prompt needs them; None if there are none. Raises RequestError for equal names."""
+        tools = self.tools or ()
+        _require_different(tools, CHAT_PATHS.name)
+        return ToolUse(tuple(tool.function.for_template() for tool in tools), may_call=False) if tools else None
+
+
+class ToolFields(OfferedTools):
+    """Functions that the answer of a chat may call."""
+
+    tool_choice: ToolChoice | None = Field(
+        default=None,
+        description="`auto`, the default where there are tools, leaves calls to the model; `none` has it call nothing, "
+        "`required` some function, and an object with a function's name that one.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether an answer may have several calls; true. With false it ends with its first."
+    )
+
+    def tool_use(self, paths: ToolPaths = CHAT_PATHS) -> ToolUse | None:
+        """Return the tools in normal form; None if there are none. Raises RequestError for contradicting fields."""
+        tools, choice = self.tools or (), self.tool_choice
+        _require_different(tools, paths.name)
+        if isinstance(choice, tuple) and choice[0] not in {tool.function.name for tool in tools}:
+            raise RequestError(
+                f"'{paths.chosen}' is {describe(choice[0])}, a function that 'tools' does not have.",
+                param=paths.chosen,
+            )
+        if choice == "required" and not tools:
+            raise RequestError("'tool_choice' requires a call, but there are no 'tools'.", param="tool_choice")
+        if not tools:
+            return None
+        required: tuple[str, ...] = ()
+        if isinstance(choice, tuple):
+            required = choice
+        elif choice == "required":
+            required = tuple(tool.function.name for tool in tools)
+        strict = tuple(tool.function.name for tool in tools if tool.function.strict)
+        self._check_schemas({*required, *strict}, paths.schema)
+
+        return ToolUse(
+            definitions=tuple(tool.function.for_template() for tool in tools),
+            may_call=choice != "none",
+            is_single=self.parallel_tool_calls is False or isinstance(choice, tuple),
+            required=required,
+            strict=strict,
+            schema_field=paths.schema,
+        )
+
+    def _check_schemas(self, names: Collection[str], field: str) -> None:
+        """Raise RequestError naming the place where the schema of one of these functions cannot be followed."""
+        for index, tool in enumerate(self.tools or ()):
+            function = tool.function
+            if function.name in names and function.parameters is not None:
+                param = f"tools[{index}].{field}"
+                schema_grammar(function.parameters, param, strict=bool(function.strict))
+
+
+def _require_different(tools: Sequence[Tool], field: str) -> None:
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        name = tool.function.name
+        if name in names:
+            param = f"tools[{index}].{field}"
+            raise RequestError(f"'{param}' is {describe(name)}, the name of another function.", param=param)
+        names.add(name)
+
+
+class AnswerForm(NamedTuple):
+    """A grammar of an answer, and the request's field that it comes from; nothing prescribed: two times None."""
+
+    grammar: Grammar | None
+    param: str | None
+
+
+def with_calls(asked: AnswerForm, tools: ToolUse, form: CallForm, special: Mapping[str, int]) -> AnswerForm:
+    """The form of an answer that may call functions, and for which the request asks for a form, too.
+
+    `form` is the one of the model's calls, `special` the ids of special tokens in it by name. Raises RequestError where
+    the two exclude each other.
+    """
+    if not tools.may_call or not (tools.required or tools.strict or asked.grammar is not None):
+        return asked
+    schemas = {name: schema if name in tools.strict else {} for name, schema in tools.schemas.items()}
+    if tools.required:
+        schemas = {name: tools.schemas[name] for name in tools.required}
+    calls = CallGrammar(form, schemas, special, tools.is_single)
+    if asked.grammar is None:
+        return AnswerForm(calls.required() if tools.required else calls.among_text(), _place_of(schemas, tools))
+    if tools.required:
+        raise RequestError(
+            f"'tool_choice' and '{asked.param}' both prescribe the answer's form; give one of them.", param=asked.param
+        )
+    if asked.grammar.kind is not GrammarKind.JSON_SCHEMA:
+        raise RequestError(
+            f"'{asked.param}' other than JSON is not supported together with 'tools': set 'tool_choice' to 'none'.",
+            param=asked.param,
+        )
+    return AnswerForm(calls.or_json(json.loads(asked.grammar.source)), asked.param)
+
+
+def _place_of(schemas: Mapping[str, Mapping[str, object]], tools: ToolUse) -> str:
+    """Name of the field with the schema of a grammar; of all tools if there are several schemas."""
+    places = [index for index, name in enumerate(tools.schemas) if schemas.get(name)]
+    return f"tools[{places[0]}].{tools.schema_field}" if len(places) == 1 else "tools"

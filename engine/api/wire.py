@@ -1,0 +1,29 @@
+"""Bytes of an API that belong to no answer: errors, and signs of life in a stream."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from engine.api.responses import error_body
+from engine.api.stream import error_event
+from engine.core.errors import RaydixError
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """Form in which one API tells of errors and waiting."""
+
+    error_body: Callable[[RaydixError], bytes]
+    """Body of an error response."""
+    error_event: Callable[[RaydixError], bytes]
+    """The last event of a stream that cannot go on."""
+    waiting: bytes
+    """Sent in a stream when there is nothing else to send for a while; clients ignore it."""
+    statuses: Mapping[int, int] = field(default_factory=dict)
+    """HTTP status by the status of an error, where the two differ."""
+
+    def status(self, error: RaydixError) -> int:
+        """HTTP status of an error response."""
+        return self.statuses.get(error.status, error.status)
+
+
+OPENAI = WireFormat(error_body, error_event, b": waiting\n\n")

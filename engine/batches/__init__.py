@@ -1,0 +1,4 @@
+"""Batches on disk and in progress: files and batches of tenants, journals, inputs and outputs. No Ray, no HTTP.
+
+`engine.core.batches` decides; the server (`actors.ingress`) and other programs (`raydix`) run batches with these parts.
+"""

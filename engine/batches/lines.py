@@ -1,0 +1,125 @@
+"""The input file of a batch: all lines are checked once, and each is read again when it runs."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from engine.api.batches import Endpoint, Line, parse_line
+from engine.core.batches.ordering import PrefixOrder
+from engine.core.batches.records import Problem
+
+MAX_PROBLEMS = 100
+"""Most problems told of one file."""
+BUSY_S = 0.002
+"""Seconds of work between two pauses as long: other threads have turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """Limits of an input file; None: no limit."""
+
+    max_lines: int | None = None
+    max_line_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Input:
+    """The lines of a valid file by number, from 0 and without empty lines."""
+
+    path: Path
+    digest: str = ""
+    """Of the file's content."""
+    custom_ids: list[str] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    """The lines in the order of running."""
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """Place and length of each line in the file."""
+
+    def line(self, number: int) -> Line:
+        """Read a line again. Raises OSError, also if the file has changed meanwhile."""
+        place, length = self.places[number]
+        with self.path.open("rb") as file:
+            line = parse_line(os.pread(file.fileno(), length, place), number + 1, None)
+        if isinstance(line, Problem) or line.custom_id != self.custom_ids[number]:
+            raise OSError(f"{self.path} has changed")
+        return line
+
+
+def read_input(
+    path: Path,
+    endpoint: Endpoint | None,
+    limits: LineLimits = LineLimits(),
+    rest: Callable[[float], None] | None = time.sleep,
+) -> Input | list[Problem]:
+    """Check every line of a file; returns the lines, or the problems. `rest` is called between pieces of
+    work, with a time to pause; None: no pauses. Raises OSError."""
+    reading = _Reading(Input(path), endpoint, limits)
+    began = time.monotonic()
+    for _ in reading.steps():
+        if rest is not None and time.monotonic() - began > BUSY_S:
+            rest(BUSY_S)
+            began = time.monotonic()
+    return reading.problems or reading.finished()
+
+
+class _Reading:
+    """The reading of one file."""
+
+    def __init__(self, found: Input, endpoint: Endpoint | None, limits: LineLimits) -> None:
+        self.problems: list[Problem] = []
+        self._found = found
+        self._endpoint = endpoint
+        self._limits = limits
+        self._order = PrefixOrder()
+        self._line_of: dict[str, int] = {}
+        """Number of the line with a `custom_id`, from 1 and with empty lines."""
+
+    def steps(self) -> Iterator[None]:
+        """Read the file, a line at each step."""
+        digest, place = blake2b(digest_size=16), 0
+        with self._found.path.open("rb") as file:
+            for number, content in enumerate(file, start=1):
+                digest.update(content)
+                if not content.isspace():
+                    self._take(content, number, place)
+                place += len(content)
+                if self._is_too_long(number) or len(self.problems) >= MAX_PROBLEMS:
+                    return
+                yield
+        self._found.digest = digest.hexdigest()
+        if not (self._found.custom_ids or self.problems):
+            self.problems.append(Problem("empty_file", "The file has no lines."))
+
+    def finished(self) -> Input:
+        """The lines, where there is no problem."""
+        self._found.order = self._order.numbers()
+        return self._found
+
+    def _is_too_long(self, number: int) -> bool:
+        limit = self._limits.max_lines
+        if limit is None or len(self._found.custom_ids) <= limit:
+            return False
+        self.problems.append(Problem("too_many_lines", f"The file has more than {limit} lines.", number))
+        return True
+
+    def _take(self, content: bytes, number: int, place: int) -> None:
+        line = self._parsed(content, number)
+        if isinstance(line, Problem):
+            self.problems.append(line)
+            return
+        self._order.add(len(self._found.custom_ids), line.prompt)
+        self._found.custom_ids.append(line.custom_id)
+        self._found.places.append((place, len(content)))
+
+    def _parsed(self, content: bytes, number: int) -> Line | Problem:
+        max_bytes = self._limits.max_line_bytes
+        if max_bytes is not None and len(content) > max_bytes:
+            return Problem("line_too_large", f"This line has more than {max_bytes} bytes.", number)
+        line = parse_line(content.rstrip(), number, self._endpoint)
+        if isinstance(line, Line) and (other := self._line_of.setdefault(line.custom_id, number)) != number:
+            message = f"'custom_id' must be unique, and line {other} has the same."
+            return Problem("duplicate_custom_id", message, number, "custom_id")
+        return line

@@ -1,0 +1,1 @@
+"""The ingress's decisions: how requests run over workers, limits, text from tokens."""

@@ -1,0 +1,219 @@
+"""The workers and the manager of a cluster, as one ingress replica knows them.
+
+| what is known of a worker | from | until |
+|---|---|---|
+| it is registered | the manager's list | the manager drops it and its token stream ends, or it is not found |
+| it is followed | an answer under its name | its token stream ends |
+| it is silent | no token and no answer to a ping for some time | it is heard again |
+| it is dead | the error at the end of its token stream | for good: a successor has a higher epoch |
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from engine.core.hashing import preferred, root_hash
+from engine.core.signs_of_life import SignsOfLife
+from engine.core.types import Admission, BlockHash, Membership, Role, WorkerInfo
+
+MAX_LOST = 1000
+"""Dead incarnations of workers that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Durations in seconds."""
+
+    retry_s: float = 0.1
+    """Between two admissions of a request that no worker could take."""
+    dispatch_s: float = 30.0
+    """Longest wait of a request for a worker, since the last sign that one may come."""
+    worker_silent_s: float = 5.0
+    """A worker that has sent no token and answered no ping for so long is silent: its requests go to others, if there
+    are others."""
+    manager_missed_s: float = 4.0
+    """A manager that has not answered for so long is being replaced; workers may register with its successor."""
+    manager_gone_s: float = 180.0
+    """A manager that has not answered for so long is not coming back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The model as the workers must have it."""
+
+    fingerprint: str
+    """Beginning of the workers' fingerprints; the rest names the arithmetic that computes their KV."""
+    block_size: int
+    await_timeout_s: float
+    names_blocks: bool = True
+    """True if the manager or a decode worker looks for blocks by their names."""
+
+
+class ClusterView:
+    """Registered, followed and lost workers, and the last signs of life."""
+
+    def __init__(self, fingerprint: str, now: float, timeouts: Timeouts) -> None:
+        """`fingerprint`: the beginning of the fingerprint that the workers must have."""
+        self._fingerprint = fingerprint
+        self._timeouts = timeouts
+        self.root: BlockHash | None = None
+        """The root of the registered workers' block hashes; None before any worker was known."""
+        self.refused_fingerprint: str | None = None
+        """The fingerprint of workers with another model than this replica; None while the model is the same."""
+
+        self._registered: dict[str, WorkerInfo] = {}
+        """Workers that can be expected to live."""
+        self._followed: dict[str, int] = {}
+        """Epoch of each worker whose token stream is read."""
+        self._signs = SignsOfLife()
+        """Of followed workers."""
+        self._silent: set[str] = set()
+        self._searched: set[tuple[str, int]] = set()
+        """Incarnations that are being looked for."""
+        self._lost: dict[str, int] = {}
+        """Epoch of the last incarnation of each worker that was found dead."""
+        self._num_starting = 0
+        self._manager_answered_at = now
+        self._sign_at = now
+        """Last sign that a worker may come."""
+
+    # The manager
+
+    def manager_answered(self, now: float) -> None:
+        self._manager_answered_at = now
+
+    def update(self, membership: Membership, now: float) -> None:
+        """Take over the manager's list of workers."""
+        self._manager_answered_at = now
+        self._num_starting = membership.num_starting
+        registered = {worker.worker_id: worker for worker in membership.workers if not self._is_dead(worker)}
+        if membership.fingerprint is not None:
+            self._check(membership.fingerprint)
+            registered = {} if self.refused_fingerprint is not None else registered
+
+        # A manager that has just started does not know every worker yet.
+        followed = {each: self._registered[each] for each in self._followed.keys() & self._registered.keys()}
+        self._registered = followed | registered
+
+    def no_update(self) -> None:
+        """The manager did not list the workers: the workers of its last list are expected to live."""
+        self._num_starting = 0
+
+    def last_sign_at(self, now: float) -> float:
+        """The last time at which a worker was known to be on its way: a host was starting one, or the manager, with
+        which a worker would register, was itself being replaced."""
+        silent_s = now - self._manager_answered_at
+        if self._num_starting or self._timeouts.manager_missed_s < silent_s < self._timeouts.manager_gone_s:
+            self._sign_at = now
+        return self._sign_at
+
+    # Workers
+
+    @property
+    def can_serve(self) -> bool:
+        """True if some worker can be expected to take a request."""
+        return bool(self._registered)
+
+    @property
+    def registered(self) -> Sequence[WorkerInfo]:
+        """The workers expected to live."""
+        return tuple(self._registered.values())
+
+    @property
+    def followed(self) -> Mapping[str, int]:
+        """Epochs of the workers whose token streams are read."""
+        return self._followed
+
+    def preferred(self, session: str) -> WorkerInfo | None:
+        """The worker for a whole request without the manager: of those that decode, if there are any, the one that the
+        session prefers. None without a worker."""
+        heard = [each for each in self._registered.values() if each.worker_id not in self._silent]
+        able = [each.worker_id for each in heard if each.role is not Role.PREFILL]
+        worker_ids = able or [each.worker_id for each in heard] or [*self._registered]
+        return self._registered[preferred(session, worker_ids)] if worker_ids else None
+
+    def absent(self, admission: Admission) -> dict[str, int]:
+        """The epochs of the admitted workers that are not followed."""
+        incarnations = {admission.prefill: admission.prefill_epoch, admission.decode: admission.decode_epoch}
+        return {each: epoch for each, epoch in incarnations.items() if self._followed.get(each) != epoch}
+
+    def is_gone(self, worker_id: str, epoch: int) -> bool:
+        """True if an incarnation that is not followed is dead, or older than the one that is followed."""
+        return epoch <= max(self._lost.get(worker_id, 0), self._followed.get(worker_id, 0))
+
+    def search(self, incarnations: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Note that incarnations are looked for; returns the incarnations that were not looked for yet."""
+        new = [each for each in incarnations if each not in self._searched]
+        self._searched.update(new)
+        return new
+
+    def is_searched(self, worker_id: str, epoch: int) -> bool:
+        return (worker_id, epoch) in self._searched
+
+    def found(self, worker_id: str, epoch: int) -> bool:
+        """The search for an incarnation has found it; returns True if a newer one is not followed already."""
+        self._searched.discard((worker_id, epoch))
+        return self._followed.get(worker_id, 0) < epoch
+
+    def not_found(self, worker_id: str, epoch: int) -> None:
+        self._searched.discard((worker_id, epoch))
+
+    def follow(self, worker_id: str, epoch: int, now: float) -> None:
+        self._followed[worker_id] = epoch
+        self._signs.heard(worker_id, now)
+
+    def leave(self, worker_id: str, *, is_dead: bool) -> int:
+        """Follow a worker no longer; returns the epoch of the incarnation."""
+        epoch = self._followed.pop(worker_id)
+        self._signs.forget(worker_id)
+        self._silent.discard(worker_id)
+        if is_dead:
+            self._note_dead(worker_id, epoch)
+        return epoch
+
+    def forget(self, worker_id: str, epoch: int) -> None:
+        """Do not expect an incarnation to live, until the manager lists it again."""
+        registered = self._registered.get(worker_id)
+        if registered is not None and registered.epoch <= epoch:
+            del self._registered[worker_id]
+
+    # Signs of life
+
+    def heard(self, worker_id: str, now: float) -> None:
+        """A worker has sent tokens, or has answered a ping."""
+        if worker_id in self._signs:
+            self._signs.heard(worker_id, now)
+            self._silent.discard(worker_id)
+
+    def stood_still(self, late_s: float) -> None:
+        """This process itself stood still for `late_s`, and could hear nobody."""
+        self._signs.stood_still(late_s)
+
+    @property
+    def silent(self) -> Set[str]:
+        """Followed workers that are silent; none if no other worker could take their requests."""
+        return self._silent
+
+    def newly_silent(self, now: float) -> Set[str]:
+        """Bring `silent` up to date; returns the workers that were not silent before."""
+        silent = set(self._signs.silent(now, self._timeouts.worker_silent_s))
+        before, self._silent = self._silent, silent if self._registered.keys() - silent else set()
+        return self._silent - before
+
+    # Inside
+
+    def _check(self, fingerprint: str) -> None:
+        """Name blocks as the workers do, unless the workers have another model than this replica."""
+        if fingerprint.startswith(f"{self._fingerprint}/"):
+            self.root, self.refused_fingerprint = root_hash(fingerprint), None
+        else:
+            self.refused_fingerprint = fingerprint
+
+    def _is_dead(self, worker: WorkerInfo) -> bool:
+        return worker.epoch <= self._lost.get(worker.worker_id, 0)
+
+    def _note_dead(self, worker_id: str, epoch: int) -> None:
+        self.forget(worker_id, epoch)
+        self._lost.pop(worker_id, None)
+        self._lost[worker_id] = epoch
+        if len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]

@@ -1,0 +1,448 @@
+"""The decisions of one ingress replica's data plane: events and the time in, instructions out.
+
+A request is admitted by the manager, its workers are followed (their token streams are read), it is submitted to them,
+and their tokens are delivered. What goes wrong on the way:
+
+* no worker can take a request: ask again every `retry_s`, as long as a worker may come;
+* the manager is out of reach or silent: the request goes whole to the worker that its session prefers;
+* an admitted worker is not there: forget the worker, release the admission, ask again;
+* a decode worker dies, or a prefill worker before the first token: fail over, which is to admit again with the tokens
+  generated so far as part of the prompt;
+* a prefill worker dies after the first token: the decode worker computes what did not arrive;
+* a worker ends the stream and lives: fail over; the worker may be followed again;
+* a worker is silent: fail over to others, until the worker answers again;
+* the workers have another model than this replica: no request is admitted.
+
+`actors.ingress.dispatcher` carries the instructions out and reports the results; here is no Ray and no clock.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine.core.errors import NoWorkerError, ServiceError
+from engine.core.hashing import BlockChain
+from engine.core.ingress.cluster_view import ClusterView, ModelFacts, Timeouts
+from engine.core.ingress.entry import Entry
+from engine.core.ingress.generation import Generation
+from engine.core.ingress.instructions import (
+    Abort,
+    Admit,
+    AskWorkers,
+    Deliver,
+    FailedOver,
+    Follow,
+    Instruction,
+    ModelDiffers,
+    Ping,
+    Read,
+    StopAwaiting,
+    Submit,
+    WorkerLost,
+    WorkerSilent,
+)
+from engine.core.ingress.outbox import Outbox
+from engine.core.ingress.retries import Retries
+from engine.core.stimuli import stimulus
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    Assignment,
+    BlockHash,
+    Ended,
+    FirstToken,
+    Membership,
+    PromptEvent,
+    TokenEvent,
+    WorkerInfo,
+)
+
+MAX_ATTEMPTS = 10
+NUM_PREVIEW_TOKENS = 32
+"""First tokens of a prompt that the manager keeps to show its prefix by."""
+
+
+class Dispatch:
+    """Runs the requests of one ingress replica over workers that come and go."""
+
+    def __init__(self, ingress_id: str, model: ModelFacts, now: float, timeouts: Timeouts | None = None) -> None:
+        self._ingress_id = ingress_id
+        self._model = model
+        self._timeouts = Timeouts() if timeouts is None else timeouts
+        self._entries: dict[str, Entry] = {}
+        self._retries = Retries()
+        self._view = ClusterView(model.fingerprint, now, self._timeouts)
+        self._outbox = Outbox()
+
+    # What the shell may ask
+
+    @property
+    def can_serve(self) -> bool:
+        """True if some worker can be expected to take a request."""
+        return self._view.can_serve
+
+    @property
+    def root(self) -> BlockHash | None:
+        """Root of the workers' block hashes, which stands for their model and arithmetic; None before any was known."""
+        return self._view.root
+
+    @property
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Workers expected to live."""
+        return self._view.registered
+
+    @property
+    def active(self) -> list[str]:
+        """Ids of the requests under way."""
+        return list(self._entries)
+
+    @property
+    def retry_at(self) -> float | None:
+        """When `tick` is due; None: not before another event."""
+        return self._retries.next_at
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if `flush` has something to send."""
+        return not self._outbox.is_empty
+
+    # Requests
+
+    @stimulus
+    def begin(self, generation: Generation, now: float) -> list[Instruction]:
+        """Take a request on."""
+        entry = self._entries[generation.request_id] = Entry(generation, now)
+        return self._admit(entry, now)
+
+    @stimulus
+    def end(self, request_id: str) -> list[Instruction]:
+        """The reader of a request has its last token, or has left: free what the request holds."""
+        generation = self._entries.pop(request_id).generation
+        self._retries.drop(request_id)
+        self._outbox.release(generation)
+        return [
+            Abort(worker_id, request_id, generation.has_ended)
+            for worker_id in sorted(generation.workers_to_abort())
+            if worker_id in self._view.followed
+        ]
+
+    @stimulus
+    def stopped(self, request_id: str) -> None:
+        """A stop string has ended a request that is under way: what its workers send yet is of no use."""
+        self._entries[request_id].generation.is_stopped = True
+
+    def prepare(self, generation: Generation, token_ids: Sequence[int]) -> list[Instruction]:
+        """Have the full blocks of `token_ids` computed at idle priority where an ended generation's last token was: the
+        worker whose pool has the blocks that both begin with. Changes nothing here, and so is no stimulus."""
+        num_full = len(token_ids) // self._model.block_size * self._model.block_size
+        assignment = generation.idle_assignment(token_ids[:num_full], self._ingress_id)
+        worker_id = generation.finished_by or generation.decode
+        if assignment is None or worker_id is None or worker_id not in self._view.followed:
+            return []
+        return [Submit(worker_id, [assignment])]
+
+    @stimulus
+    def tick(self, now: float) -> list[Instruction]:
+        """Admit requests again whose time has come, and fail those that have waited for too long."""
+        instructions: list[Instruction] = []
+        last_sign_at = self._view.last_sign_at(now)
+        for entry in map(self._entries.__getitem__, self._retries.due(now)):
+            if now >= max(entry.waiting_since, last_sign_at) + self._timeouts.dispatch_s:
+                error = NoWorkerError("no worker is ready to take the request", retry_after_s=5)
+                instructions += self._fail(entry, error)
+            else:
+                instructions += self._admit(entry, now)
+        return instructions
+
+    # The manager's answers
+
+    @stimulus
+    def admitted(self, request_id: str, attempt: int, admission: Admission | None, now: float) -> list[Instruction]:
+        """The manager has placed an attempt, or has no worker for it."""
+        self._view.manager_answered(now)
+        entry = self._current(request_id, attempt)
+        if entry is None:  # Its end may have been settled before it was admitted.
+            self._outbox.ended.append(Ended(request_id, attempt))
+            return []
+        return self._place(entry, admission, now)
+
+    @stimulus
+    def not_admitted(self, requests: Iterable[AdmitRequest], now: float, *, is_silent: bool) -> list[Instruction]:
+        """The manager is out of reach, or silent: it may admit the requests later, though they go elsewhere."""
+        instructions: list[Instruction] = []
+        for request in requests:
+            if is_silent:
+                self._outbox.ended.append(Ended(request.request_id, request.attempt))
+            entry = self._current(request.request_id, request.attempt)
+            if entry is not None:
+                instructions += self._place(entry, self._place_alone(request), now)
+        return instructions
+
+    @stimulus
+    def membership(self, membership: Membership, now: float) -> list[Instruction]:
+        """The manager has named the registered workers."""
+        refused_before = self._view.refused_fingerprint
+        self._view.update(membership, now)
+        refused = self._view.refused_fingerprint
+        return [] if refused in (None, refused_before) else [ModelDiffers(refused, self._model.fingerprint)]
+
+    @stimulus
+    def no_membership(self) -> None:
+        """The manager did not name the workers (`ClusterView.no_update`)."""
+        self._view.no_update()
+
+    @stimulus
+    def not_settled(self, ended: Iterable[Ended]) -> None:
+        """The manager did not hear of these ends. Its successor is told, and knows by the attempt which of them concern
+        its own admissions."""
+        self._outbox.ended += ended
+
+    # Workers
+
+    @stimulus
+    def found(self, worker_id: str, epoch: int, now: float) -> list[Instruction]:
+        """A worker incarnation that was looked for is there."""
+        instructions: list[Instruction] = []
+        if self._view.found(worker_id, epoch):
+            instructions += self.worker_lost(worker_id, epoch - 1, "a newer one is there", now, is_dead=True)
+            self._view.follow(worker_id, epoch, now)
+            instructions.append(Read(worker_id, epoch))
+        for entry in self._awaiting(worker_id, epoch):
+            instructions += self._send(entry, now)
+        return instructions
+
+    @stimulus
+    def not_found(self, worker_id: str, epoch: int, now: float) -> list[Instruction]:
+        """A worker incarnation that was looked for is not there."""
+        self._view.not_found(worker_id, epoch)
+        for entry in self._awaiting(worker_id, epoch):
+            self._give_up_admission(entry, worker_id, epoch, now)
+        return []
+
+    @stimulus
+    def worker_lost(self, worker_id: str, epoch: int, reason: str, now: float, *, is_dead: bool) -> list[Instruction]:
+        """The token stream of an incarnation up to `epoch` has ended: its requests go on elsewhere. A worker that lives
+        ends the stream of a replica that it takes for gone, and may be followed again."""
+        followed = self._view.followed.get(worker_id)
+        if followed is None or followed > epoch:
+            return []
+        self._view.leave(worker_id, is_dead=is_dead)
+
+        affected = self._affected_by(worker_id)
+        return [WorkerLost(worker_id, followed, reason, len(affected)), *self._do_without(worker_id, affected, now)]
+
+    @stimulus
+    def tokens(self, worker_id: str, events: Iterable[PromptEvent | TokenEvent], now: float) -> list[Instruction]:
+        """Events of a worker's token stream."""
+        self._view.heard(worker_id, now)
+        instructions: list[Instruction] = []
+        for event in events:
+            entry = self._entries.get(event.request_id)
+            if entry is None:
+                continue
+            generation = entry.generation
+            if isinstance(event, PromptEvent):
+                generation.take_scores(event)
+                continue
+            was_answered = generation.is_answered
+            due = generation.take(event, worker_id)
+            if due or generation.failure is not None:
+                instructions.append(Deliver(event.request_id, due))
+            if due and not was_answered:
+                ttft_s = now - generation.placed_at
+                self._outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
+        return instructions
+
+    @stimulus
+    def not_submitted(self, assignments: Iterable[Assignment], now: float) -> list[Instruction]:
+        """A worker did not take assignments."""
+        instructions: list[Instruction] = []
+        for assignment in assignments:
+            entry = self._current(assignment.request_id, assignment.attempt)
+            if entry is not None:
+                instructions += self._fail_over(entry, now)
+        return instructions
+
+    # Sending
+
+    @stimulus
+    def flush(self, *, has_manager: bool) -> list[Instruction]:
+        """Send what has gathered since the last time: one call for each receiver."""
+        submits = self._outbox.take_submits(
+            self._view.followed, lambda each: self._current(each.request_id, each.attempt) is not None
+        )
+        return submits + (self._outbox.take_reports() if has_manager else [])
+
+    # Signs of life
+
+    @stimulus
+    def keep_alive(self, now: float, late_s: float) -> list[Instruction]:
+        """Tell workers and the manager that this replica is alive, and have the requests of silent workers go on
+        elsewhere. `late_s`: how much later than planned this call comes, because this process stood still."""
+        self._view.stood_still(late_s)
+        instructions: list[Instruction] = []
+        for worker_id in sorted(self._view.newly_silent(now)):
+            affected = self._affected_by(worker_id)
+            instructions += [WorkerSilent(worker_id, len(affected)), *self._do_without(worker_id, affected, now)]
+        pings = [Ping(worker_id, self._awaiting_prefill(worker_id)) for worker_id in self._view.followed]
+        return [*instructions, *pings, AskWorkers(is_probe=True)]
+
+    @stimulus
+    def ping_answered(self, worker_id: str, now: float) -> None:
+        """A worker has answered a ping."""
+        self._view.heard(worker_id, now)
+
+    # Inside
+
+    def _current(self, request_id: str, attempt: int) -> Entry | None:
+        """The request, if this is its present attempt."""
+        entry = self._entries.get(request_id)
+        return entry if entry is not None and entry.generation.attempt == attempt else None
+
+    def _admit(self, entry: Entry, now: float) -> list[Instruction]:
+        """Ask for workers. Blocks have no names before a worker's fingerprint is known."""
+        if self._view.root is None:
+            self._retry(entry, now)
+            return [AskWorkers()]
+        generation = entry.generation
+        self._retries.drop(generation.request_id)
+        entry.avoided = tuple(sorted(self._view.silent))
+        token_ids = generation.token_ids
+        chain = BlockChain(self._view.root, generation.salt, self._model.block_size)
+        request = AdmitRequest(
+            generation.request_id,
+            generation.attempt,
+            tuple(chain.hashes(token_ids)) if self._model.names_blocks else (),
+            len(token_ids),
+            session=generation.session,
+            ingress_id=self._ingress_id,
+            cache=generation.cache,
+            preview=generation.prompt[:NUM_PREVIEW_TOKENS],
+            generates=generation.sampling.max_tokens > 0,
+            avoided=entry.avoided,
+        )
+        return [Admit(request)]
+
+    def _place(self, entry: Entry, admission: Admission | None, now: float) -> list[Instruction]:
+        if admission is None:
+            self._retry(entry, now)
+            return []
+        entry.admission = admission
+        return self._send(entry, now)
+
+    def _place_alone(self, request: AdmitRequest) -> Admission | None:
+        """A placement without the manager: whole, on the worker that the session prefers."""
+        worker = self._view.preferred(request.session or request.request_id)
+        if worker is None:
+            return None
+        return Admission(
+            request.request_id,
+            request.attempt,
+            prefill=worker.worker_id,
+            decode=worker.worker_id,
+            prefill_epoch=worker.epoch,
+            decode_epoch=worker.epoch,
+            prefill_awaited=(),
+            decode_awaited=(),
+        )
+
+    def _send(self, entry: Entry, now: float) -> list[Instruction]:
+        """Submit to the admitted workers once all of them are followed. A worker that has fallen silent since the
+        manager was asked is avoided: nothing would move the request away from it later."""
+        admission = entry.admission
+        assert admission is not None
+        if {admission.prefill, admission.decode} & (self._view.silent - {*entry.avoided}):
+            entry.admission = None
+            return self._admit(entry, now)
+
+        absent = self._view.absent(admission)
+        for worker_id, epoch in absent.items():
+            if self._view.is_gone(worker_id, epoch):
+                self._give_up_admission(entry, worker_id, epoch, now)
+                return []
+        if absent:
+            return [Follow(worker_id, epoch) for worker_id, epoch in self._view.search(absent.items())]
+
+        entry.admission = None
+        generation = entry.generation
+        generation.place(admission, self._model.block_size, now)
+        timeout_s = self._model.await_timeout_s
+        for worker_id, assignment in generation.assignments(admission, self._ingress_id, timeout_s):
+            self._outbox.submit(worker_id, assignment)
+        return []
+
+    def _give_up_admission(self, entry: Entry, worker_id: str, epoch: int, now: float) -> None:
+        """An admitted worker is not there: the admission is of no use."""
+        entry.admission = None
+        self._view.forget(worker_id, epoch)
+        self._outbox.release(entry.generation)
+        self._retry(entry, now)
+
+    def _retry(self, entry: Entry, now: float) -> None:
+        self._retries.add(entry.generation.request_id, entry.generation.priority, now + self._timeouts.retry_s)
+
+    def _affected_by(self, worker_id: str) -> list[Entry]:
+        """Requests that cannot go on as they are without a worker."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.generation.dies_with(worker_id) or entry.generation.loses_kv_with(worker_id)
+        ]
+
+    def _do_without(self, worker_id: str, affected: Iterable[Entry], now: float) -> list[Instruction]:
+        """Have requests go on without a worker that was to compute for them, or to send KV."""
+        instructions: list[Instruction] = []
+        for entry in affected:
+            generation = entry.generation
+            if generation.dies_with(worker_id):
+                instructions += self._fail_over(entry, now)
+            elif generation.decode is not None and generation.decode in self._view.followed:
+                instructions.append(StopAwaiting(generation.decode, generation.request_id))
+        return instructions
+
+    def _fail_over(self, entry: Entry, now: float) -> list[Instruction]:
+        """Go on elsewhere from the last token delivered."""
+        generation = entry.generation
+        if generation.is_over:
+            return []
+        left = generation.start_over()
+        entry.admission = None
+        instructions: list[Instruction] = [
+            Abort(worker_id, generation.request_id) for worker_id in sorted(left) if worker_id in self._view.followed
+        ]
+        failed_over = FailedOver(generation.request_id, generation.attempt, sorted(left), len(generation.tokens))
+        instructions.append(failed_over)
+
+        if generation.attempt >= MAX_ATTEMPTS:
+            error = ServiceError(f"the request failed: {MAX_ATTEMPTS} workers died or fell silent while serving it")
+            return instructions + self._fail(entry, error)
+        entry.waiting_since = now
+        return instructions + self._admit(entry, now)
+
+    def _fail(self, entry: Entry, error: ServiceError) -> list[Instruction]:
+        self._retries.drop(entry.generation.request_id)
+        entry.generation.failure = error
+        return [Deliver(entry.generation.request_id, [])]
+
+    def _awaiting(self, worker_id: str, epoch: int) -> list[Entry]:
+        """Requests whose admission waits for this incarnation, in the order of `priority`."""
+        awaiting = [entry for entry in self._entries.values() if entry.awaits(worker_id, epoch)]
+        return sorted(awaiting, key=lambda entry: entry.generation.priority)
+
+    def _awaiting_prefill(self, worker_id: str) -> list[str]:
+        """Requests that wait at this decode worker for a prefill worker that lives and has not come to them yet."""
+        return [
+            generation.request_id
+            for generation in (entry.generation for entry in self._entries.values())
+            if generation.decode == worker_id
+            and generation.awaits_prefill
+            and generation.prefill in self._view.followed
+        ]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a request is in two states, or waits for nothing."""
+        assert self._entries.keys() >= set(self._retries.names)
+        for request_id, entry in self._entries.items():
+            assert entry.generation.request_id == request_id
+            assert entry.admission is None or request_id not in self._retries
+            if entry.admission is not None:
+                absent = self._view.absent(entry.admission).items()
+                assert any(self._view.is_searched(*each) for each in absent), f"{request_id} waits for nobody"

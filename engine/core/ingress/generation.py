@@ -1,0 +1,245 @@
+"""State of one request at its ingress: assignments, delivered tokens, workers.
+
+| position of a token event | the event is |
+|---|---|
+| the next one | delivered |
+| further on | kept until its predecessors have come |
+| delivered already, or of an earlier attempt | dropped |
+
+So every token is delivered exactly once, whatever is retried. The token at a position does not depend on the worker, so
+retries do not change the text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.errors import ModelFailedError, RaydixError, RequestError
+from engine.core.types import (
+    Admission,
+    Assignment,
+    CacheHints,
+    DraftSource,
+    DraftUse,
+    FinishReason,
+    PromptEvent,
+    Salt,
+    SamplingParams,
+    Stage,
+    TokenEvent,
+    TokenLogprobs,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A request under way. Only its ingress writes to the fields."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    salt: Salt
+    cache: CacheHints
+    session: str | None = None
+    priority: int = 0
+    """As `Assignment.priority`."""
+    prediction: tuple[int, ...] = ()
+    """As `Assignment.prediction`."""
+    tokens: list[int] = field(default_factory=list)
+    """Generated and delivered tokens."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens behind the first; complete when the first token arrives."""
+    pooled: bytes | None = None
+    """As `TokenEvent.pooled`, once it has come."""
+    attempt: int = 0
+    prefill: str | None = None
+    decode: str | None = None
+    """The workers of this attempt: equal when the request is not split, None before the placement."""
+    cached_tokens: int | None = None
+    imported_tokens: int = 0
+    """Prompt tokens whose KV was promised from elsewhere to the first attempt's prefill worker."""
+    placed_at: float = 0.0
+    is_answered: bool = False
+    """True once this attempt has delivered a token."""
+    num_preemptions: int = 0
+    accepted: list[int] = field(default_factory=list)
+    """Positions of the tokens that were in a draft, ascending."""
+    num_rejected: int = 0
+    """Draft tokens that did not become tokens."""
+    drafts: dict[DraftSource, DraftUse] = field(default_factory=dict)
+    """Drafts of this attempt."""
+    failure: RaydixError | None = None
+    finished_by: str | None = None
+    """The worker that sent the last token, and so has forgotten the request already."""
+    is_stopped: bool = False
+    """True if a stop string has ended the request; its workers do not know."""
+    early: dict[int, TokenEvent] = field(default_factory=dict)
+    """Events ahead of their predecessors: the first token and the others come from different workers."""
+
+    @property
+    def tenant(self) -> str:
+        return self.cache.tenant
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all tokens were delivered."""
+        return self.finished_by is not None or self.is_stopped
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended or self.failure is not None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Start of the next attempt: the prompt and all delivered tokens."""
+        return (*self.prompt, *self.tokens) if self.tokens else self.prompt
+
+    @property
+    def awaits_prefill(self) -> bool:
+        """True while the decode worker of a split request waits for its first token."""
+        return self.prefill != self.decode and self.prefill is not None and not self.tokens
+
+    def place(self, admission: Admission, block_size: int, now: float) -> None:
+        """Record this attempt's workers."""
+        self.prefill, self.decode = admission.prefill, admission.decode
+        self.placed_at = now
+        if self.attempt == 0:
+            self.imported_tokens = len(admission.prefill_awaited) * block_size
+
+    def assignments(self, admission: Admission, reply_to: str, await_timeout_s: float) -> list[tuple[str, Assignment]]:
+        """The assignments of this attempt's workers, by worker id.
+
+        After `await_timeout_s` without a block the manager lets one of the waiting workers compute it
+        (`Supply.replace_stalled`), so the others wait as long again. A decode worker waits for its own prefill only.
+        """
+        split = [
+            (admission.prefill, Stage.PREFILL, admission.prefill_awaited, admission.prefill_epoch),
+            (admission.decode, Stage.DECODE, admission.decode_awaited, admission.decode_epoch),
+        ]
+        whole = [(admission.prefill, Stage.WHOLE, admission.prefill_awaited, admission.prefill_epoch)]
+
+        return [
+            (
+                worker_id,
+                Assignment(
+                    request_id=self.request_id,
+                    attempt=self.attempt,
+                    stage=stage,
+                    token_ids=self.token_ids,
+                    num_prompt_tokens=len(self.prompt),
+                    sampling=self.sampling,
+                    reply_to=reply_to,
+                    salt=self.salt,
+                    awaited=awaited,
+                    await_timeout_s=await_timeout_s if stage is Stage.DECODE else 2 * await_timeout_s,
+                    num_scored=len(self.prompt_logprobs),
+                    cache=self.cache,
+                    promised_to=epoch,
+                    priority=self.priority,
+                    prediction=() if stage is Stage.PREFILL else self.prediction,
+                ),
+            )
+            for worker_id, stage, awaited, epoch in (whole if admission.prefill == admission.decode else split)
+        ]
+
+    def idle_assignment(self, token_ids: Sequence[int], reply_to: str) -> Assignment | None:
+        """An idle assignment for KV that a later request may begin with.
+
+        None without ids, or if the ids begin with other public tokens than the prompt: the salt belongs to the latter.
+        """
+        num_public = self.salt.num_public_tokens
+        if not token_ids or tuple(token_ids[:num_public]) != self.prompt[:num_public]:
+            return None
+
+        return Assignment(
+            request_id=f"{self.request_id}-next",
+            attempt=self.attempt,
+            stage=Stage.WHOLE,
+            token_ids=tuple(token_ids),
+            num_prompt_tokens=len(token_ids),
+            sampling=SamplingParams(max_tokens=0),
+            reply_to=reply_to,
+            salt=self.salt,
+            cache=self.cache,
+            is_idle=True,
+        )
+
+    def take(self, event: TokenEvent, worker_id: str) -> list[TokenEvent]:
+        """Accept an event from `worker_id`; returns the events that are due now, in order."""
+        if event.attempt != self.attempt or self.is_over:
+            return []
+        if event.finish is FinishReason.ERROR:
+            self.failure = failure_of(event)
+            return []
+        if event.position < len(self.tokens):
+            return []
+
+        self.early[event.position] = event
+        due = []
+        while (following := self.early.pop(len(self.tokens), None)) is not None:
+            due.append(following)
+            if following.token_id is None:  # the end of a request that generates nothing
+                self.pooled = following.pooled
+                break
+            self.tokens.append(following.token_id)
+
+        if due:
+            self.is_answered = True
+            self.num_preemptions = due[-1].num_preemptions
+            for event in due:
+                if event.draft_source is not None:
+                    self._count_draft(event.draft_source, event)
+            if self.cached_tokens is None:
+                self.cached_tokens = due[0].cached_tokens
+            if due[-1].finish is not None:
+                self.finished_by = worker_id
+        return due
+
+    def _count_draft(self, source: DraftSource, event: TokenEvent) -> None:
+        self.accepted += range(event.position - event.num_accepted, event.position)
+        self.num_rejected += event.num_rejected
+        _, num_drafted, num_accepted = self.drafts.get(source, DraftUse(source, 0, 0))
+        num_drafted += event.num_accepted + event.num_rejected
+        self.drafts[source] = DraftUse(source, num_drafted, num_accepted + event.num_accepted)
+
+    def take_scores(self, event: PromptEvent) -> None:
+        """Append new log-probabilities.
+
+        Positions may be reported twice: by a prefill worker, and by a decode worker that gave up waiting for the
+        prefill.
+        """
+        if event.attempt == self.attempt and not self.is_over:
+            known = len(self.prompt_logprobs) + 1 - event.position
+            assert known >= 0, "log-probabilities of prompt tokens come in order"
+            self.prompt_logprobs += event.logprobs[known:]
+
+    def dies_with(self, worker_id: str) -> bool:
+        """True if this attempt cannot continue without `worker_id`.
+
+        The prefill worker is needed up to the first token: nobody else would deliver that token.
+        """
+        return not self.is_over and (self.decode == worker_id or (self.prefill == worker_id and not self.tokens))
+
+    def loses_kv_with(self, worker_id: str) -> bool:
+        """True if `worker_id` was only to send KV to the decode worker, which can compute the KV itself."""
+        return not self.is_over and self.prefill == worker_id and self.decode is not None
+
+    def start_over(self) -> set[str]:
+        """Begin another attempt, without a placement yet; returns the workers of the last attempt."""
+        workers = self.workers_to_abort()
+        self.prefill = self.decode = None
+        self.early.clear()
+        self.drafts.clear()
+        self.attempt += 1
+        self.is_answered = False
+        return workers
+
+    def workers_to_abort(self) -> set[str]:
+        """Workers that may still know this attempt."""
+        return {worker for worker in (self.prefill, self.decode) if worker not in (None, self.finished_by)}
+
+
+def failure_of(event: TokenEvent) -> RaydixError:
+    """Return the error that a worker's event with the finish ERROR stands for."""
+    if event.is_refusal:
+        return RequestError(f"The answer cannot follow its grammar: {event.detail}.")
+    return ModelFailedError(f"the model could not be run: {event.detail}")

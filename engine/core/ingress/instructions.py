@@ -1,0 +1,126 @@
+"""Instructions of `engine.core.ingress.dispatch.Dispatch` to the actor that carries them out."""
+
+from typing import NamedTuple, TypeAlias
+
+from engine.core.types import AdmitRequest, Assignment, Ended, FirstToken, TokenEvent
+
+
+class Admit(NamedTuple):
+    """Ask the manager to place a request."""
+
+    request: AdmitRequest
+
+
+class Follow(NamedTuple):
+    """Find a worker incarnation."""
+
+    worker_id: str
+    epoch: int
+
+
+class Read(NamedTuple):
+    """Read the token stream of an incarnation that was found."""
+
+    worker_id: str
+    epoch: int
+
+
+class Submit(NamedTuple):
+    """Send assignments to a worker."""
+
+    worker_id: str
+    assignments: list[Assignment]
+
+
+class Abort(NamedTuple):
+    """Have a worker forget a request; `has_ended`: the request has got all its tokens."""
+
+    worker_id: str
+    request_id: str
+    has_ended: bool = False
+
+
+class StopAwaiting(NamedTuple):
+    """Have a decode worker compute what its prefill worker did not send."""
+
+    worker_id: str
+    request_id: str
+
+
+class Deliver(NamedTuple):
+    """Hand tokens to the reader of a request; without tokens, the request has failed."""
+
+    request_id: str
+    events: list[TokenEvent]
+
+
+class Settle(NamedTuple):
+    """Tell the manager of first tokens and of ended requests."""
+
+    first_tokens: list[FirstToken]
+    ended: list[Ended]
+
+
+class AskWorkers(NamedTuple):
+    """Ask the manager for the registered workers; a silent manager only if `is_probe`."""
+
+    is_probe: bool = False
+
+
+class Ping(NamedTuple):
+    """Tell a worker that this replica is alive, and which requests do well to go on awaiting their KV."""
+
+    worker_id: str
+    awaiting: list[str]
+
+
+class WorkerLost(NamedTuple):
+    """For the log: an incarnation's token stream has ended."""
+
+    worker_id: str
+    epoch: int
+    reason: str
+    num_requests: int
+
+
+class WorkerSilent(NamedTuple):
+    """For the log: a worker answers nothing, and its requests go on elsewhere."""
+
+    worker_id: str
+    num_requests: int
+
+
+class FailedOver(NamedTuple):
+    """For the log: a request goes on elsewhere."""
+
+    request_id: str
+    attempt: int
+    left: list[str]
+    """Workers of the attempt before."""
+    num_tokens: int
+    """Tokens delivered before."""
+
+
+class ModelDiffers(NamedTuple):
+    """For the log: the workers have another model than this replica."""
+
+    theirs: str
+    ours: str
+
+
+Instruction: TypeAlias = (
+    Admit
+    | Follow
+    | Read
+    | Submit
+    | Abort
+    | StopAwaiting
+    | Deliver
+    | Settle
+    | AskWorkers
+    | Ping
+    | WorkerLost
+    | WorkerSilent
+    | FailedOver
+    | ModelDiffers
+)

@@ -1,0 +1,165 @@
+"""A whole answer: its text, its calls, and what they come to as a message."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.core.ingress.parsers.events import (
+    AnswerEvent,
+    ArgumentsPart,
+    CallBegins,
+    CallEnds,
+    CallParser,
+    ReasoningPart,
+    TextPart,
+)
+from engine.core.ingress.parsers.reasoning import Part, Thinking
+
+
+class AnswerParser:
+    """Parses one answer: reasoning first, then text and calls. `is_single`: the answer ends with its first call.
+    `has_only_calls`: the beginning of a call at the end of the answer is no text. Without `shows_reasoning` there are
+    no events of reasoning."""
+
+    def __init__(
+        self,
+        calls: CallParser | None,
+        reasoning: Thinking | None = None,
+        *,
+        is_single: bool = False,
+        has_only_calls: bool = False,
+        shows_reasoning: bool = True,
+    ) -> None:
+        self._calls = calls
+        self._reasoning = reasoning
+        self._is_single = is_single
+        self._has_only_calls = has_only_calls
+        self._shows_reasoning = shows_reasoning
+        self.has_called = False
+        """True if a whole call has come."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if the answer ends here, whatever the model would write."""
+        return self._is_single and self.has_called
+
+    @property
+    def has_reasoning(self) -> bool:
+        """True if reasoning is told from the text."""
+        return self._reasoning is not None
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True in the reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
+    def push(self, text: str) -> Sequence[AnswerEvent]:
+        """Take the next text; return the events that are certain now."""
+        if self._reasoning is None:
+            return self._noted(self._of_text(text))
+        part = self._reasoning.push(text)
+        return [*self._of_reasoning(part.reasoning), *self._noted(self._of_text(part.text))]
+
+    def finish(self) -> Sequence[AnswerEvent]:
+        """End the answer; return the events of its held rest."""
+        rest = Part() if self._reasoning is None else self._reasoning.finish()
+        events = self._noted(self._of_text(rest.text))
+        last = () if self._calls is None else self._noted(self._calls.finish())
+        if self._has_only_calls:
+            last = [event for event in last if not isinstance(event, TextPart)]
+        return [*self._of_reasoning(rest.reasoning), *events, *last]
+
+    def _of_reasoning(self, text: str) -> Sequence[AnswerEvent]:
+        return [ReasoningPart(text)] if text and self._shows_reasoning else ()
+
+    def _of_text(self, text: str) -> Sequence[AnswerEvent]:
+        if self._calls is not None:
+            return self._calls.push(text)
+        return [TextPart(text)] if text else ()
+
+    def _noted(self, events: Sequence[AnswerEvent]) -> Sequence[AnswerEvent]:
+        """Note whole calls; returns the events up to the answer's end."""
+        if self.is_done:
+            return ()
+        for index, event in enumerate(events, start=1):
+            if isinstance(event, CallEnds) and event.broken is None:
+                self.has_called = True
+                if self.is_done:
+                    return events[:index]
+        return events
+
+
+@dataclass(slots=True)
+class Call:
+    """A call in an answer."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+    broken: str | None = None
+    """As `CallEnds.broken`."""
+
+
+class AnswerMessage:
+    """The message that an answer's events come to, behind a first `text`. `new_id` makes the ids of calls."""
+
+    def __init__(self, new_id: Callable[[], str], text: str = "") -> None:
+        self._new_id = new_id
+        self._parts: list[str | Call] = [text] if text else []
+        """Texts and calls in their order."""
+        self._reasoning: list[str] = []
+        self.begun: list[Call] = []
+        """Calls by their index, broken ones too."""
+        self.is_cut = False
+        """True if the answer ended because it was too long: its last call may be a part of one."""
+
+    def take(self, events: Sequence[AnswerEvent]) -> None:
+        """Take the next events."""
+        for event in events:
+            match event:
+                case TextPart(text):
+                    self._parts.append(text)
+                case ReasoningPart(text):
+                    self._reasoning.append(text)
+                case CallBegins(_, name):
+                    self.begun.append(Call(self._new_id(), name))
+                    self._parts.append(self.begun[-1])
+                case ArgumentsPart(index, text):
+                    self.begun[index].arguments.append(text)
+                case CallEnds(index, broken):
+                    self.begun[index].broken = broken
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls. A broken one is text, unless the answer was cut there."""
+        return [call for call in self.begun if self._counts(call)]
+
+    @property
+    def parts(self) -> list[str | Call]:
+        """Texts and calls in their order. A broken call is text, and adjacent texts are one."""
+        found: list[str | Call] = []
+        for part in self._parts:
+            text = part if isinstance(part, str) else part.broken or ""
+            if isinstance(part, Call) and self._counts(part):
+                found.append(part)
+            elif found and isinstance(found[-1], str):
+                found[-1] += text
+            else:
+                found.append(text)
+        return found
+
+    @property
+    def content(self) -> str:
+        """The text for the user; broken calls are part of it."""
+        texts = [part if isinstance(part, str) else part.broken for part in self._parts if not self._is_call(part)]
+        return "".join(text for text in texts if text is not None)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning before the text; empty if there is none."""
+        return "".join(self._reasoning)
+
+    def _is_call(self, part: str | Call) -> bool:
+        return isinstance(part, Call) and self._counts(part)
+
+    def _counts(self, call: Call) -> bool:
+        return call.broken is None or (self.is_cut and call is self._parts[-1])

@@ -1,0 +1,106 @@
+"""Limits the concurrent requests of an ingress replica, and of each tenant.
+
+A request counts from before its prompt is tokenized to its end, so that a burst is refused before it costs anything.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.core.errors import OverloadedError, RequestError
+from engine.core.tenants import Tenant
+
+
+@dataclass(slots=True, eq=False)
+class Permit:
+    """Permission for one request. It has one owner at a time, and its last owner releases it, once."""
+
+    tenant: str
+    room: "Room"
+    is_held: bool = True
+
+    def release(self) -> None:
+        """Let another request in."""
+        assert self.is_held, "a permit is released once"
+        self.is_held = False
+        self.room.released(self)
+
+    def __del__(self) -> None:
+        if self.is_held:
+            self.release()  # A fault elsewhere is not to make the room smaller for good.
+            warnings.warn(f"a permit of {self.tenant!r} was never released", ResourceWarning, source=self, stacklevel=1)
+
+
+class Room:
+    """A limit of `max_requests` permits, and of each tenant's own `Tenant.max_requests`."""
+
+    def __init__(self, max_requests: int) -> None:
+        self.max_requests = max_requests
+        self._num_held: Counter[str] = Counter()
+        """Permits by tenant."""
+
+    @property
+    def num_held(self) -> int:
+        """Permits that were acquired and not released."""
+        return self._num_held.total()
+
+    def held_by(self, tenant: Tenant) -> int:
+        """Permits of one tenant that were acquired and not released."""
+        return self._num_held[tenant.name]
+
+    def most(self, tenant: Tenant) -> int:
+        """Permits that a tenant may hold at most."""
+        return min(self.max_requests, tenant.max_requests or self.max_requests)
+
+    def acquire(self, count: int, tenant: Tenant) -> list[Permit]:
+        """Return `count` permits, which the caller owns.
+
+        Raises:
+            OverloadedError: `count` more requests would exceed the limit, of the replica or of this tenant.
+            RequestError: `count` alone exceeds one of these limits.
+        """
+        self._require(count, tenant)
+        self._num_held[tenant.name] += count
+        return [Permit(tenant.name, self) for _ in range(count)]
+
+    @contextmanager
+    def reserve(self, count: int, tenant: Tenant) -> Iterator[list[Permit]]:
+        """Acquire permits, and release those that are left in the list at the end. Errors as `acquire`."""
+        permits = self.acquire(count, tenant)
+        try:
+            yield permits
+        finally:
+            for permit in permits:
+                permit.release()
+
+    def released(self, permit: Permit) -> None:
+        """Count a permit less; called by the permit alone."""
+        self._num_held[permit.tenant] -= 1
+
+    def check_integrity(self) -> None:
+        """Assert that no tenant has released more permits than it acquired."""
+        assert all(count >= 0 for count in self._num_held.values())
+        assert self.num_held <= self.max_requests
+
+    def _require(self, count: int, tenant: Tenant) -> None:
+        most = self.most(tenant)
+        if count > most:
+            raise RequestError(f"{count} answers are more than the {most} that are accepted at a time.")
+
+        if self.num_held + count > self.max_requests:
+            raise OverloadedError(
+                f"{self.num_held} requests are under way and at most {self.max_requests} are accepted; try again later",
+                retry_after_s=1,
+            )
+
+        if tenant.max_requests is None:
+            return
+        num_own = self._num_held[tenant.name]
+        if num_own + count > tenant.max_requests:
+            raise OverloadedError(
+                f"{num_own} requests of '{tenant.name}' are under way and at most {tenant.max_requests} are "
+                "accepted; try again later",
+                retry_after_s=1,
+            )

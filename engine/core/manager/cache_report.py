@@ -1,0 +1,66 @@
+"""The state of the cache as the cache endpoint shows it."""
+
+from dataclasses import asdict
+
+from engine.core.manager.directory import Directory
+from engine.core.manager.explain import HITS
+
+NUM_HOTTEST = 10
+
+
+def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str, object]:
+    """Plain values. Counts since the manager started; `hit_rate` in tokens over the last admissions.
+
+    Only administrators get the contents of the cache, and the hits, misses and evictions of all tenants together.
+    Prefixes are the caller's own, for administrators too.
+    """
+    statistics = directory.statistics
+    report: dict[str, object] = {
+        "object": "cache",
+        "prefix_caching": directory.keeps_segments,
+        "block_size": directory.costs.block_size,
+        "block_bytes": directory.costs.block_bytes,
+        "hit_rate": statistics.hit_rate(None if is_admin else tenant),
+        "tenants": {
+            name: {
+                "requests": use.num_requests,
+                "prompt_tokens": use.num_prompt_tokens,
+                "hit_tokens": use.num_hit_tokens,
+                "hit_rate": statistics.hit_rate(name),
+            }
+            for name, use in statistics.tenants.items()
+            if is_admin or name == tenant
+        },
+        "hottest_prefixes": [
+            {
+                "token_ids": list(prefix.preview),
+                "requests": prefix.num_requests,
+                "hit_tokens": prefix.num_hit_tokens,
+            }
+            for prefix in statistics.hottest(tenant, NUM_HOTTEST)
+        ],
+    }
+
+    if is_admin:
+        report["known_blocks"] = directory.num_blocks
+        report["workers"] = [
+            {
+                "id": worker.worker_id,
+                "role": str(worker.role),
+                "cached_blocks": len(worker.blocks),
+                "available_blocks": worker.num_free_blocks,
+                "costs": asdict(worker.costs),
+            }
+            for worker in directory.workers.values()
+        ]
+        report["object_store"] = {
+            "segments": len(directory.segments),
+            "bytes": directory.segments.store_bytes,
+            "budget_bytes": directory.segments.store_budget_bytes,
+        }
+        report["disk"] = {"bytes": directory.segments.disk_bytes, "budget_bytes": directory.segments.disk_budget_bytes}
+        sources = sorted(statistics.sources.items())
+        report["hit_blocks"] = {str(source): count for source, count in sources if source in HITS}
+        report["missed_blocks"] = {str(source): count for source, count in sources if source not in HITS}
+        report["evicted_blocks"] = {str(reason): count for reason, count in sorted(statistics.evicted_blocks.items())}
+    return report

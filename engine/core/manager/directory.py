@@ -1,0 +1,449 @@
+"""Locates every KV block of the cluster and decides about deliveries; no Ray, no clock.
+
+For each block the directory records the workers holding the block, the segment containing it, its producer (the request
+about to compute the block, or the worker asked to export it), and the workers awaiting it.
+
+| event | instructions |
+|---|---|
+| request admitted | `Deliver` a segment to a worker, `Export` blocks held by workers only, `ReadFile` |
+| blocks sealed or exported | `Export` awaited blocks, `Deliver` the segment, `WriteFile` |
+| worker or request gone, block evicted or lost | by `Supply`: `Export`, or `Lost` (the blocks will not come) |
+
+`engine.core.manager.segment_store` decides about the retention of segments, in the object store and on disk.
+
+Nothing here is needed for correctness. A worker with less KV than promised computes the rest, so the directory may
+forget anything at any time: a stale entry costs time, never a wrong token.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from engine.core.costs import WorkerCosts
+from engine.core.errors import NoWorkerError
+from engine.core.manager.block_index import BlockIndex, BlockRecord, Segment
+from engine.core.manager.cache_events import CacheUpdate
+from engine.core.manager.cache_statistics import CacheStatistics
+from engine.core.manager.explain import Decision, Decisions
+from engine.core.manager.explanations import Explanations
+from engine.core.manager.homes import Home, Homes
+from engine.core.manager.instructions import Deliver, Export, Instruction
+from engine.core.manager.integrity import check_records
+from engine.core.manager.matching import match
+from engine.core.manager.peers import PeerCosts
+from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGroups, place
+from engine.core.manager.reservations import US_PER_S, Reservation, WorkerRecord, Workers
+from engine.core.manager.saving import blocks_to_save
+from engine.core.manager.segment_store import DiskInstruction, SegmentStore
+from engine.core.manager.supply import Supply
+from engine.core.stimuli import stimulus
+from engine.core.tenants import Tenant
+from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Role, SegmentHeader
+
+
+class Directory:
+    """The index, the reservations and the segments of one cluster.
+
+    `now`, of all methods but `replace_stalled`: seconds since the epoch, for the expiry of segments.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        segment_budget_bytes: int,
+        disk_budget_bytes: int = 0,
+        tenants: Iterable[Tenant] = (),
+        *,
+        keeps_segments: bool = True,
+    ) -> None:
+        """`keeps_segments`: False drops a segment at the end of the request behind the export."""
+        self.costs = costs
+        self.keeps_segments = keeps_segments
+        self.statistics = CacheStatistics(costs.block_size)
+        self._blocks = BlockIndex(self.statistics)
+        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants)
+        self.workers = Workers()
+        self._groups = WorkerGroups()
+        """The registered workers by load, for placement."""
+        self._peers = PeerCosts(costs.prior)
+        self._reservations: dict[str, Reservation] = {}
+        self._supply = Supply(self._blocks)
+        self._homes = Homes()
+        self.decisions = Decisions()
+        self._explanations = Explanations(
+            self._blocks,
+            self.statistics,
+            self.decisions,
+            block_size=costs.block_size,
+            keeps_segments=keeps_segments,
+        )
+
+    # Workers
+
+    @stimulus
+    def register(
+        self,
+        worker_id: str,
+        role: Role,
+        epoch: int,
+        block_bytes: int,
+        hashes: Iterable[BlockHash],
+        token_budget: int = 512,
+        device: str = "cpu",
+        fingerprint: str = "",
+    ) -> list[Instruction]:
+        """Register a worker incarnation with the blocks of its pool, in place of an older incarnation."""
+        known = self.workers.get(worker_id)
+        if known is not None and known.epoch > epoch:
+            return []
+
+        self.costs = replace(self.costs, block_bytes=block_bytes)
+        instructions = self.remove_worker(worker_id) if known is not None else []
+        self._peers.add(worker_id, (role, token_budget, device))
+        self.workers[worker_id] = WorkerRecord(
+            worker_id=worker_id,
+            role=role,
+            epoch=epoch,
+            costs=self._peers.costs_of(worker_id),
+            token_budget=token_budget,
+            fingerprint=fingerprint,
+        )
+        self._supply.worker_joined(worker_id)
+        self.workers.regroup(self._groups, [worker_id])
+        return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
+
+    @stimulus
+    def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
+        """Forget a worker with its pool and promises to compute. Segments exported by the worker stay."""
+        worker = self.workers.current(worker_id, epoch)
+        if worker is None:
+            return []
+        del self.workers[worker_id]
+        self._groups.remove(worker_id)
+        self._peers.remove(worker_id)
+        held = sorted(worker.blocks)
+        for block_hash in held:
+            self._blocks.left(block_hash, worker_id, EvictionReason.WORKER_LOST)
+        for request_id in worker.requests:
+            reservation = self._reservations[request_id]
+            if reservation.admission.prefill == worker_id:
+                reservation.queued_us, reservation.is_queued = 0, False
+        return self._supply.worker_left(worker_id, held)
+
+    def is_current(self, worker_id: str, epoch: int) -> bool:
+        return self.workers.current(worker_id, epoch) is not None
+
+    @stimulus
+    def worker_measured(
+        self,
+        worker_id: str,
+        epoch: int,
+        costs: WorkerCosts | None,
+        num_free_blocks: int,
+        num_empty_blocks: int | None = None,
+        *,
+        num_steps: int | None = None,
+    ) -> None:
+        """Record a worker's costs and room.
+
+        `costs`: None before the first measurement. `num_free_blocks`: blocks without a holder; `num_empty_blocks`: the
+        part without contents. `num_steps`: steps behind the fit of the costs so far; None stands for more than before.
+        """
+        worker = self.workers.current(worker_id, epoch)
+        if worker is None:
+            return
+
+        worker.num_free_blocks, worker.num_empty_blocks = num_free_blocks, num_empty_blocks
+        has_stepped = num_steps is None or num_steps != worker.num_steps
+        worker.num_steps = num_steps
+
+        # A report may change the costs of all peers, by way of their median.
+        changed = [worker_id] if costs is None else self._peers.report(worker_id, costs, has_stepped=has_stepped)
+        for changed_id in changed:
+            self.workers[changed_id].costs = self._peers.costs_of(changed_id)
+        self.workers.regroup(self._groups, {worker_id, *changed})
+
+    @stimulus
+    def blocks_changed(
+        self,
+        worker_id: str,
+        epoch: int,
+        sealed: Iterable[BlockHash],
+        evicted: Iterable[tuple[BlockHash, EvictionReason]],
+    ) -> list[Instruction]:
+        """Record gained and lost blocks of a worker's pool."""
+        worker = self.workers.current(worker_id, epoch)
+        if worker is None:
+            return []
+
+        # Sealed before evicted: a block may be in both.
+        awaited = self._sealed(worker, tuple(sealed))
+        lost = {block_hash: reason for block_hash, reason in evicted if block_hash in worker.blocks}
+        for block_hash, reason in lost.items():
+            worker.blocks.discard(block_hash)
+            self._blocks.left(block_hash, worker_id, reason)
+        instructions = self._supply.fail(lost)
+
+        if awaited:
+            instructions.append(Export(worker_id, awaited))
+        return instructions
+
+    # Segments
+
+    @stimulus
+    def files_found(self, headers: Sequence[SegmentHeader], now: float) -> list[DiskInstruction]:
+        """Take up the segments that an earlier process has written (`SegmentStore.files_found`)."""
+        return self.segments.files_found(headers, now)
+
+    @stimulus
+    def segment_written(self, segment_id: int, file: SegmentHeader | None, now: float) -> list[DiskInstruction]:
+        """A segment was written under `file`; None if writing failed."""
+        return self.segments.written(segment_id, file, now)
+
+    @stimulus
+    def segment_undelivered(self, segment: Segment, now: float) -> None:
+        """A worker could not fetch a segment from the object store (`SegmentStore.undelivered`)."""
+        self.segments.undelivered(segment, now)
+
+    @stimulus
+    def reset_segments(self) -> tuple[int, list[DiskInstruction]]:
+        """Drop every segment without a lease, from disk too; returns the number of their blocks."""
+        return self.segments.reset()
+
+    @stimulus
+    def segment_exported(
+        self, worker_id: str, epoch: int, header: SegmentHeader, ref: object, now: float
+    ) -> list[Instruction]:
+        """Index a new segment and deliver it to every worker awaiting one of the blocks."""
+        if self.workers.current(worker_id, epoch) is None:
+            return []
+        receivers = self._supply.exported(header.full_hashes)
+        instructions: list[Instruction] = []
+
+        # A handover ends the prefill: its decode worker gets the segment, awaited or not.
+        if header.handover is not None:
+            reservation = self._reservations.get(header.handover.request_id)
+            if reservation is not None and reservation.admission.attempt == header.handover.attempt:
+                receivers.add(reservation.admission.decode)
+                instructions = self._supply.computes_no_more(header.handover.request_id)
+
+        receivers.discard(worker_id)
+        segment, disk_instructions = self.segments.exported(header, ref, now)
+        return instructions + disk_instructions + self._deliver(receivers, segment)
+
+    @stimulus
+    def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """A worker no longer holds blocks that it was asked to export."""
+        if self.workers.current(worker_id, epoch) is None:
+            return []
+        failed = self._supply.take_back(worker_id, hashes)
+        evicted = [(block_hash, EvictionReason.FULL) for block_hash in failed]
+        return self.blocks_changed(worker_id, epoch, sealed=(), evicted=evicted) + self._supply.fail(failed)
+
+    @stimulus
+    def blocks_unsent(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """A worker could not send blocks after a request to export, and may hold the blocks still.
+
+        No holder is asked again for the waiting workers, since exports could fail for ever: the workers compute.
+        """
+        if self.workers.current(worker_id, epoch) is None:
+            return []
+        return self._supply.fail(self._supply.take_back(worker_id, hashes), asks_holders=False)
+
+    @stimulus
+    def segment_lost(self, segment_id: int, now: float) -> list[Instruction]:
+        """Forget a segment with a damaged or missing file."""
+        segment = self.segments.get(segment_id)
+        if segment is None:
+            return []
+        return [*self.segments.lost(segment), *self.segment_unread(segment, now)]
+
+    @stimulus
+    def segment_unread(self, segment: Segment, now: float) -> list[Instruction]:
+        """Supply the blocks of a segment that could not be read from disk from elsewhere; later requests may try the
+        file again."""
+        # The waiting workers await the blocks, instead of the segment.
+        waiting = frozenset(self.segments.unread(segment, now) & self.workers.keys())
+        hashes = segment.header.full_hashes
+        records = zip(hashes, self._blocks.find(hashes), strict=True)
+        return self._supply.unread([h for h, r in records if r is None or r.segment in (segment, None)], waiting)
+
+    @stimulus
+    def segment_read(self, segment_id: int, ref: object, now: float) -> list[Instruction]:
+        """A segment was copied from disk into the object store: deliver it."""
+        segment = self.segments.get(segment_id)
+        if segment is None or segment.is_in_store:
+            return []
+        return self._deliver(self.segments.read(segment, ref, now), segment)
+
+    @stimulus
+    def save(self) -> list[Instruction]:
+        """Ask for the export of blocks without a segment, for the disk; to be called periodically."""
+        instructions: list[Instruction] = []
+        for worker in self.workers.values():
+            if hashes := blocks_to_save(worker, self._blocks):
+                instructions.append(self._supply.ask(worker.worker_id, hashes))
+        return instructions
+
+    @stimulus
+    def replace_stalled(self, now: float, patience_s: float) -> list[Instruction]:
+        """Replace producers that have sent nothing for `patience_s` (`Supply.replace_stalled`). `now`: monotonic
+        seconds."""
+        return self._supply.replace_stalled(now, patience_s)
+
+    # Requests
+
+    @stimulus
+    def admit(self, request: AdmitRequest, now: float) -> tuple[Admission, list[Instruction]]:
+        """Find the longest prefix, place the request, reserve load, lease segments and mark the blocks to be computed.
+
+        Raises:
+            NoWorkerError: no worker is registered; nothing has changed.
+        """
+        if not self.workers:
+            raise NoWorkerError("no worker is ready")
+        instructions = self.end_request(request.request_id, now)
+
+        records = self._blocks.find(request.hashes)
+        placement = place(*self._options(request, records), self.costs)
+        prefill = placement.prefill
+        decode = placement.decode if request.generates else prefill
+        involved = {prefill, decode}
+
+        # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
+        num_local = placement.chosen.num_local_blocks
+        num_cached = num_local + placement.chosen.num_imported_blocks
+        self._explanations.record(request, records, placement)
+        self._homes.moved(request.cache.tenant, request.session, Home(prefill, decode))
+
+        prefill_awaited = self.workers[prefill].lacking(request.hashes[num_local:num_cached])
+        decode_awaited = self.workers[decode].lacking(request.hashes) if decode != prefill else ()
+        admission = Admission(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            prefill=prefill,
+            decode=decode,
+            prefill_epoch=self.workers[prefill].epoch,
+            decode_epoch=self.workers[decode].epoch,
+            prefill_awaited=prefill_awaited,
+            decode_awaited=decode_awaited,
+        )
+
+        # The load on its workers.
+        lacking = dict.fromkeys(request.hashes[num_local:])
+        reservation = Reservation(
+            admission=admission,
+            hashes=request.hashes,
+            hints=request.cache,
+            queued_us=int(placement.chosen.compute_s * US_PER_S),
+            num_new_blocks=len(lacking),
+        )
+        self._reservations[request.request_id] = reservation
+        self.workers.queue(reservation)
+        self.workers[decode].decoding.add(request.request_id)
+        for worker_id in involved:
+            self.workers[worker_id].requests.add(request.request_id)
+        self.workers.regroup(self._groups, involved)
+
+        # The blocks that it will compute and may be asked for, and the blocks that it gets.
+        computed = request.hashes[num_cached:]
+        self._supply.admitted(request.request_id, prefill, awaited=prefill_awaited, lacking=lacking, computed=computed)
+        instructions += self._supply_to(reservation, prefill, prefill_awaited)
+        instructions += self._supply_to(reservation, decode, decode_awaited)
+        return admission, instructions
+
+    @stimulus
+    def first_token(self, request_id: str, attempt: int, ttft_s: float) -> Decision | None:
+        """Take an attempt with a finished prefill off its worker's queue. `ttft_s`: since the admission.
+
+        Returns the decision for the attempt, None if forgotten.
+        """
+        reservation = self._reservations.get(request_id)
+        if reservation is not None and reservation.admission.attempt == attempt:
+            self.workers.unqueue(reservation)
+            self.workers.regroup(self._groups, [reservation.admission.prefill])
+            self._supply.prefill_done(request_id)
+        return self.decisions.first_token(request_id, attempt, ttft_s)
+
+    def has_newer_attempt(self, request_id: str, attempt: int) -> bool:
+        """True if a later attempt of the request is admitted, so that reports of `attempt` come late."""
+        reservation = self._reservations.get(request_id)
+        return reservation is not None and reservation.admission.attempt > attempt
+
+    @stimulus
+    def end_request(self, request_id: str, now: float) -> list[Instruction]:
+        """End a request, for whatever reason: drop the leases, the load and the promises to compute."""
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is None:
+            return []
+        self.workers.unqueue(reservation)
+        involved = {reservation.admission.prefill, reservation.admission.decode}
+        for worker_id in involved & self.workers.keys():
+            self.workers[worker_id].requests.discard(request_id)
+            self.workers[worker_id].decoding.discard(request_id)
+        self.workers.regroup(self._groups, involved)
+        self.segments.released(reservation.leased, reservation.hashes, reservation.hints, now)
+        if not self.keeps_segments:
+            self.segments.handed_over(reservation.hashes)
+        return self._supply.request_ended(request_id)
+
+    # Queries
+
+    def events_since(self, sequence: int | None) -> CacheUpdate:
+        """Changes of the set of stored blocks (`BlockIndex.events_since`)."""
+        return self._blocks.events_since(sequence)
+
+    def leading(self, hashes: Sequence[BlockHash]) -> Iterator[BlockRecord]:
+        """The records of the leading blocks that are held or being computed anywhere."""
+        return self._blocks.leading(hashes)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_reservations(self) -> int:
+        return len(self._reservations)
+
+    def check_integrity(self) -> None:
+        """Assert that blocks, workers, segments and reservations agree with each other."""
+        check_records(self._blocks, self.workers, self._reservations, self._groups, self.segments, self._supply)
+
+    # Inside
+
+    def _sealed(self, worker: WorkerRecord, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+        """Note that a worker holds blocks; returns the ones that it is asked to export for other workers."""
+        worker.blocks.update(hashes)
+        records = self._blocks.held(hashes, worker.alone)
+        if self.segments.disk_budget_bytes:
+            worker.unsaved += [h for h, record in zip(hashes, records, strict=True) if record.segment is None]
+        return self._supply.sealed(worker.worker_id, hashes, records)
+
+    def _supply_to(self, reservation: Reservation, worker_id: str, hashes: Sequence[BlockHash]) -> list[Instruction]:
+        """Arrange that a worker gets blocks: from segments now, from other workers or producers when ready."""
+        if not hashes:
+            return []
+        instructions: list[Instruction] = []
+        segments, exports = self._supply.arrange(worker_id, hashes)
+        reservation.leased += segments
+        for segment in segments:
+            instructions += self.segments.lease(segment, worker_id)
+            if segment.is_in_store:
+                instructions.append(Deliver(worker_id, segment))
+        return [*instructions, *exports]
+
+    def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
+        """Hand a segment to the registered workers among `receivers`."""
+        return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
+
+    def _options(self, request: AdmitRequest, records: Iterable[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
+        """The needs of a request, and the workers grouped by load and held blocks."""
+        prefix = match(records, self.workers, self._reservations)
+        demand = Demand(
+            num_tokens=request.num_tokens,
+            num_reachable_blocks=prefix.num_reachable,
+            pending_s=prefix.pending_us / US_PER_S,
+            session=request.session or request.request_id,
+            return_rate=self.statistics.return_rate,
+            home=self._homes.of(request.cache.tenant, request.session),
+        )
+        return demand, self._groups.candidates(prefix.holders, request.avoided)

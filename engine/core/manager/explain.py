@@ -1,0 +1,187 @@
+"""Remembers the manager's decisions: the placement of a request, its hits, and the outcome.
+
+Bounded: the oldest requests are forgotten first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import nsmallest
+from itertools import groupby
+
+from engine.core.manager.placement import Placement, Prediction
+from engine.core.types import DraftUse, Ended, Outcome
+
+MAX_CONSIDERED = 16
+"""Workers kept per decision, the best ones."""
+
+
+class BlockSource(StrEnum):
+    """Source of a full block of a prompt, or the reason for computing the block."""
+
+    LOCAL = "local"
+    """In the prefill worker's own pool."""
+    WORKER = "worker"
+    """In another worker's pool."""
+    STORE = "store"
+    """In the object store."""
+    DISK = "disk"
+    PENDING = "pending"
+    """Being computed for another request, and awaited."""
+    NEVER_SEEN = "never_seen"
+    EVICTED = "evicted"
+    """Stored before, and evicted to make room."""
+    DIVERGED = "diverged"
+    """The blocks before this one are known, with another continuation."""
+    RECOMPUTED = "recomputed"
+    """Stored somewhere, but computing was predicted to be faster."""
+
+
+HITS = frozenset({BlockSource.LOCAL, BlockSource.WORKER, BlockSource.STORE, BlockSource.DISK, BlockSource.PENDING})
+
+
+@dataclass(slots=True)
+class Decision:
+    """One admission: the facts of the decision, and the outcome."""
+
+    attempt: int
+    tenant: str
+    num_tokens: int
+    block_size: int
+    runs: tuple[tuple[BlockSource, int], ...]
+    """Sources of the prompt's full blocks in order, as runs: source and number of blocks."""
+    prefill: str
+    decode: str
+    predicted_ttft_s: float
+    considered: tuple[Prediction, ...]
+    ttft_s: float | None = None
+    """From admission to the first token."""
+    ended: Outcome | None = None
+    num_preemptions: int = 0
+    drafts: tuple[DraftUse, ...] = ()
+    """Draft tokens computed in the attempt's steps, by source."""
+    prefix_caching: bool = True
+    """True if KV was kept for later requests."""
+
+    @property
+    def regret_s(self) -> float | None:
+        """Delay of the first token beyond the prediction for the best other candidate.
+
+        0 without another candidate or delay; None before the first token.
+        """
+        if self.ttft_s is None:
+            return None
+        others = (each.ttft_s for each in self.considered if any(name != self.prefill for name in each.worker_ids))
+        return max(0.0, self.ttft_s - min(others, default=self.ttft_s))
+
+    @property
+    def _note(self) -> str | None:
+        if not self.prefix_caching:
+            return "cache.prefix_caching is false: nothing is kept for later requests"
+        return None if self.runs else "shorter than a block: nothing to share"
+
+    def as_json(self) -> dict[str, object]:
+        """For the explain endpoint. Times in seconds, blocks as runs of equal sources."""
+        num_hashed = sum(count for _, count in self.runs) * self.block_size
+        return {
+            "attempt": self.attempt,
+            "prompt_tokens": self.num_tokens,
+            "block_size": self.block_size,
+            "blocks": [{"source": str(source), "hit": source in HITS, "count": count} for source, count in self.runs],
+            "unhashed_tokens": self.num_tokens - num_hashed,
+            "note": self._note,
+            "prefill_worker": self.prefill,
+            "decode_worker": self.decode,
+            "candidates": [
+                _candidate(worker_id, prediction)
+                for prediction in self.considered
+                for worker_id in prediction.worker_ids
+            ],
+            "predicted_ttft_s": round(self.predicted_ttft_s, 6),
+            "actual_ttft_s": None if self.ttft_s is None else round(self.ttft_s, 6),
+            "regret_s": None if self.regret_s is None else round(self.regret_s, 6),
+            "preemptions": self.num_preemptions,
+            "drafts": {
+                str(use.source): {"drafted": use.num_drafted, "accepted": use.num_accepted} for use in self.drafts
+            },
+            "ended": self.ended,
+        }
+
+
+@dataclass(slots=True)
+class Decisions:
+    """The decisions of the last `capacity` requests, by request."""
+
+    capacity: int = 10_000
+    _by_request: OrderedDict[str, list[Decision]] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def admitted(self, request_id: str, decision: Decision) -> None:
+        """Remember a decision; a request that is admitted again has several."""
+        self._by_request.setdefault(request_id, []).append(decision)
+        if len(self._by_request) > self.capacity:
+            self._by_request.popitem(last=False)
+
+    def first_token(self, request_id: str, attempt: int, ttft_s: float) -> Decision | None:
+        """Record the time of the first token; returns the decision, None if forgotten."""
+        for decision in self._of(request_id, attempt):
+            decision.ttft_s = ttft_s
+            return decision
+        return None
+
+    def ended(self, end: Ended) -> None:
+        """Record the end of an attempt."""
+        for decision in self._of(end.request_id, end.attempt):
+            decision.ended, decision.num_preemptions, decision.drafts = end.how, end.num_preemptions, end.drafts
+
+    def of(self, name: str, tenant: str | None = None) -> dict[str, list[Decision]]:
+        """The decisions of the requests behind a client's `name`: each choice is a request named
+        `<name>-<unique>-<index>`.
+
+        Only a tenant's own, unless `tenant` is None.
+        """
+        return {
+            request_id: decisions
+            for request_id, decisions in self._by_request.items()
+            if name in (request_id, request_id.rsplit("-", 2)[0]) and tenant in (None, decisions[0].tenant)
+        }
+
+    def _of(self, request_id: str, attempt: int) -> Iterator[Decision]:
+        return (decision for decision in self._by_request.get(request_id, ()) if decision.attempt == attempt)
+
+
+def runs_of(sources: Iterable[BlockSource]) -> tuple[tuple[BlockSource, int], ...]:
+    """Equal sources in a row, counted: long prompts have few changes."""
+    return tuple((source, len(list(run))) for source, run in groupby(sources))
+
+
+def best_considered(placement: Placement) -> tuple[Prediction, ...]:
+    """The `MAX_CONSIDERED` best predictions, best first; of equal workers the chosen one first."""
+    best: list[Prediction] = []
+    room = MAX_CONSIDERED
+    for prediction in sorted(placement.considered, key=lambda prediction: prediction.cost_s)[:MAX_CONSIDERED]:
+        if room:
+            worker_ids = prediction.worker_ids
+            if len(worker_ids) > 1:
+                worker_ids = nsmallest(room, worker_ids, key=lambda name: (name != placement.prefill, name))
+            best.append(Prediction(list(worker_ids), *prediction[1:]))
+            room -= len(worker_ids)
+    return tuple(best)
+
+
+def _candidate(worker_id: str, prediction: Prediction) -> dict[str, object]:
+    return {
+        "worker": worker_id,
+        "local_blocks": prediction.num_local_blocks,
+        "imported_blocks": prediction.num_imported_blocks,
+        "wait_s": round(prediction.wait_s, 6),
+        "import_s": round(prediction.import_s, 6),
+        "compute_s": round(prediction.compute_s, 6),
+        "ttft_s": round(prediction.ttft_s, 6),
+        "others_s": round(prediction.others_s, 6),
+        "room_s": round(prediction.room_s, 6),
+        "cost_s": round(prediction.cost_s, 6),
+    }

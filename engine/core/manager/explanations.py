@@ -1,0 +1,91 @@
+"""Explains admissions: the source of each block of a prompt, or the reason for computing the block."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from engine.core.manager.block_index import BlockIndex, BlockRecord, Continuations
+from engine.core.manager.cache_statistics import CacheStatistics
+from engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
+from engine.core.manager.placement import Placement
+from engine.core.types import AdmitRequest, BlockHash
+
+
+class Explanations:
+    """Writes `decisions` and the `statistics` of admissions; owner of the continuations of blocks."""
+
+    def __init__(
+        self,
+        blocks: BlockIndex,
+        statistics: CacheStatistics,
+        decisions: Decisions,
+        *,
+        block_size: int,
+        keeps_segments: bool,
+    ) -> None:
+        self._blocks = blocks
+        self._statistics = statistics
+        self._decisions = decisions
+        self._block_size = block_size
+        self._keeps_segments = keeps_segments
+        self._continuations = Continuations()
+
+    def record(self, request: AdmitRequest, records: Sequence[BlockRecord | None], placement: Placement) -> None:
+        """Keep the decision behind a placement, and count it. `records`: of the blocks of `request.hashes`."""
+        num_local = placement.chosen.num_local_blocks
+        num_cached = num_local + placement.chosen.num_imported_blocks
+        imported = [_source(record) for record in records[num_local:num_cached] if record is not None]
+        computed = self._misses(request, records, num_cached)
+        local = ((BlockSource.LOCAL, num_local),) if num_local else ()
+        runs = (*local, *runs_of(chain(imported, computed)))
+
+        decision = Decision(
+            attempt=request.attempt,
+            tenant=request.cache.tenant,
+            num_tokens=request.num_tokens,
+            block_size=self._block_size,
+            runs=runs,
+            prefill=placement.prefill,
+            decode=placement.decode,
+            predicted_ttft_s=placement.chosen.ttft_s,
+            considered=best_considered(placement),
+            prefix_caching=self._keeps_segments,
+        )
+        self._decisions.admitted(request.request_id, decision)
+        self._statistics.admitted(request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview)
+
+    def _misses(
+        self, request: AdmitRequest, records: Sequence[BlockRecord | None], num_cached: int
+    ) -> list[BlockSource]:
+        """The reasons for computing the blocks behind the first `num_cached`; notes the order of blocks in the
+        prompt."""
+        if num_cached == len(request.hashes):
+            return []
+        hashes, parents = request.hashes[num_cached:], (b"", *request.hashes)[num_cached:-1]
+        followers = self._continuations.after(request.cache.tenant, parents)
+        gone = self._blocks.gone
+        reasons: list[BlockSource] = []
+        links: dict[BlockHash, BlockHash] = {}
+
+        for parent, block_hash, record, follower in zip(parents, hashes, records[num_cached:], followers, strict=True):
+            if record is not None:
+                reasons.append(BlockSource.RECOMPUTED)
+                continue
+            if block_hash in gone:
+                reasons.append(BlockSource.EVICTED)
+                self._statistics.num_returned_blocks += gone[block_hash]
+            elif follower is not None and follower != block_hash:
+                reasons.append(BlockSource.DIVERGED)
+            else:
+                reasons.append(BlockSource.NEVER_SEEN)
+            if parent:
+                links[parent] = block_hash
+
+        self._continuations.note(request.cache.tenant, links)
+        return reasons
+
+
+def _source(record: BlockRecord) -> BlockSource:
+    """The source of a block neither computed nor in the pool of the request's worker."""
+    if record.segment is not None:
+        return BlockSource.STORE if record.segment.is_in_store else BlockSource.DISK
+    return BlockSource.WORKER if record.workers else BlockSource.PENDING

@@ -1,0 +1,36 @@
+"""Instructions of the directory to workers and disk."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from engine.core.manager.block_index import Segment
+from engine.core.manager.segment_store import DiskInstruction
+from engine.core.types import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hand a segment to a worker."""
+
+    worker_id: str
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Ask a worker to export blocks of its pool."""
+
+    worker_id: str
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Tell a worker that awaited blocks will not come."""
+
+    worker_id: str
+    hashes: tuple[BlockHash, ...]
+
+
+WorkerInstruction: TypeAlias = Deliver | Export | Lost
+Instruction: TypeAlias = WorkerInstruction | DiskInstruction

@@ -1,0 +1,47 @@
+"""Finds the longest prefix of a request's blocks in the cluster, for each worker."""
+
+from collections.abc import Iterable, Set
+from typing import NamedTuple
+
+from engine.core.manager.block_index import BlockRecord
+from engine.core.manager.reservations import Reservation, Workers
+
+
+class Prefix(NamedTuple):
+    """Leading blocks of a request that are held or being computed."""
+
+    num_reachable: int
+    """Blocks in some pool, in a segment, or with a producer."""
+    holders: dict[int, set[str]]
+    """All workers, each under the number of leading blocks in its pool."""
+    pending_us: int
+    """Predicted time until the blocks that are only being computed will have been computed."""
+
+
+def match(records: Iterable[BlockRecord | None], workers: Workers, reservations: dict[str, Reservation]) -> Prefix:
+    """Match the records of a request's blocks, in order, in one walk along the leading ones."""
+    holders: dict[int, set[str]] = {}
+    still = set(workers)  # holders of all blocks so far
+    before: Set[str] | None = None  # workers of the last block: mostly those of the next one, too
+    num_reachable = 0
+    producers: set[str | None] = set()
+
+    for record in records:
+        if record is None:
+            break
+        workers_here = record.workers
+        if workers_here is not before:
+            before = workers_here
+            if not still <= before:
+                holders[num_reachable] = still - before
+                still = still & before
+        if not workers_here and record.segment is None:
+            producers.add(record.producer)
+        num_reachable += 1
+    if still:
+        holders[num_reachable] = still
+
+    # Blocks that are only being computed: available when the last queue of their producers is done.
+    computing = [reservations[name].admission.prefill for name in producers if name in reservations]
+    pending_us = max((workers[worker_id].queued_us for worker_id in computing), default=0)
+    return Prefix(num_reachable, holders, pending_us)

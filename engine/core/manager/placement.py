@@ -1,0 +1,308 @@
+"""Chooses the workers of a request: the lowest predicted cost for the request and for others.
+
+    cost                = time to first token + delay of others + room
+    time to first token = the queue, or the wait for blocks that others are computing, whichever is longer
+                        + import of the KV that is elsewhere
+                        + computing the KV that is cached nowhere
+    delay of others     = computing, once for each request that will wait, and a little for each decode beside it
+    room                = computing again the evicted blocks, as far as evicted blocks are requested again
+
+One sum decides between importing a prefix and recomputing the prefix, between prefill workers, and between splitting
+the request and letting the decode worker that holds most of the conversation compute a short suffix. A decode worker is
+chosen by predicted step time, missing KV and room.
+
+| workers | tied if | why |
+|---|---|---|
+| with different costs | the ranges of their sums (cost times `spread`) overlap | a fit is known within its spread |
+| with equal costs | the sums differ by less than `TIE` and `TIE_S` | only hits, load and room differ, and are known |
+
+The session decides a tie: it stays on its last worker, or goes to the one preferred by rendezvous hashing.
+
+Workers with equal loads are one candidate. A candidate whose queue alone exceeds the best sum is not predicted: in a
+large cluster few sums are made, and the choice is the one of a full scan.
+"""
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from engine.core.costs import WorkerCosts
+from engine.core.errors import NoWorkerError
+from engine.core.hashing import preferred
+from engine.core.manager.homes import NOWHERE, Home
+from engine.core.types import Role
+
+MAX_DELAYED = 3
+"""Limit of the requests assumed to wait for one computation: behind a longer queue, requests go elsewhere."""
+DECODE_DELAY = 0.1
+"""Delay of a decode, as a share of the time of a computation beside it."""
+MAX_SPREAD = 0.5
+"""Upper limit of a fit's spread: a worse fit counts as this good."""
+TIE = 0.02
+TIE_S = 5e-4
+"""Equal costs are tied if the difference of the sums is below this share plus these seconds."""
+DECODE_HORIZON = 64
+"""Tokens over which a decode worker's step time is weighed against the import of missing KV."""
+MIN_CONSIDERED = 16
+"""Minimum of predicted candidates, if there are as many, for the explanation of the choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Parameters of the sum beyond each worker's own costs."""
+
+    block_size: int
+    block_bytes: int = 0
+    """Reported by the workers when they register."""
+    piggyback_tokens: int = 64
+    """The longest suffix for a decode worker to compute itself between decodes."""
+    prior: WorkerCosts = field(default_factory=WorkerCosts)
+    """Costs of a worker without measurements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Needs of a request, the same for every worker."""
+
+    num_tokens: int
+    num_reachable_blocks: int = 0
+    """Leading blocks that are in some pool, in the object store, or about to be computed."""
+    pending_s: float = 0.0
+    """Until the last of the reachable blocks will have been computed."""
+    session: str = ""
+    return_rate: float = 0.0
+    """Share of evicted blocks requested again."""
+    home: Home = NOWHERE
+    """Workers of the session's last request."""
+
+
+class WorkerLoad(NamedTuple):
+    """Role, costs and load of a worker; equal loads make workers equal for requests without held blocks there."""
+
+    role: Role
+    costs: WorkerCosts
+    token_budget: int = 512
+    queued_s: float = 0.0
+    """Predicted time of the queued, unfinished prefills."""
+    num_decoding: int = 0
+    num_free_blocks: int | None = None
+    """Blocks without a holder; None if unknown."""
+    num_queued: int = 0
+    """Promised requests with an unfinished prefill."""
+    num_empty_blocks: int | None = None
+    """Blocks to be filled without an eviction; None if unknown."""
+
+
+class Candidate(NamedTuple):
+    """Workers without a difference for one request."""
+
+    worker_ids: Collection[str]
+    load: WorkerLoad
+    num_local_blocks: int = 0
+    """Leading blocks of the request in the pool of each worker."""
+
+
+class Prediction(NamedTuple):
+    """The sum for each of `worker_ids` as the prefill worker."""
+
+    worker_ids: Collection[str]
+    num_local_blocks: int
+    num_imported_blocks: int
+    """Leading blocks imported from elsewhere, after the local ones."""
+    wait_s: float
+    import_s: float
+    compute_s: float
+    others_s: float = 0.0
+    """Delay of all other requests together."""
+    room_s: float = 0.0
+    """Expected time of computing the evicted blocks again."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.wait_s + self.import_s + self.compute_s
+
+    @property
+    def cost_s(self) -> float:
+        """The sum behind the choice."""
+        return self.ttft_s + self.others_s + self.room_s
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The prefill and the decode worker (equal when the request is not split), and the other predictions."""
+
+    prefill: str
+    decode: str
+    chosen: Prediction
+    considered: Sequence[Prediction]
+
+
+class WorkerGroups:
+    """The workers of a cluster, grouped by equal load."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, WorkerLoad] = {}
+        self._groups: dict[WorkerLoad, set[str]] = {}
+
+    def put(self, worker_id: str, load: WorkerLoad) -> None:
+        """Add a worker, or change its load."""
+        self.remove(worker_id)
+        self._loads[worker_id] = load
+        self._groups.setdefault(load, set()).add(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        """Remove a worker; an unknown one is no error."""
+        load = self._loads.pop(worker_id, None)
+        if load is not None:
+            group = self._groups[load]
+            group.remove(worker_id)
+            if not group:
+                del self._groups[load]
+
+    def load_of(self, worker_id: str) -> WorkerLoad | None:
+        return self._loads.get(worker_id)
+
+    def candidates(self, holders: Mapping[int, Set[str]], avoided: Collection[str] = ()) -> list[Candidate]:
+        """Group all workers for one request; `avoided` workers only if there are no others.
+
+        `holders`: the workers by number of held leading blocks, each worker once.
+        """
+        all_candidates = [
+            Candidate(alike, load, num_local)
+            for load, group in self._groups.items()
+            for num_local, workers in holders.items()
+            if (alike := group & workers)
+        ]
+        if not avoided:
+            return all_candidates
+        others = [each._replace(worker_ids=frozenset(each.worker_ids).difference(avoided)) for each in all_candidates]
+        return [each for each in others if each.worker_ids] or all_candidates
+
+
+def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> Placement:
+    """Choose the workers of a request; the session decides ties.
+
+    Raises:
+        NoWorkerError: there is no candidate.
+    """
+    if not candidates:
+        raise NoWorkerError("no worker is ready")
+    decoders = [candidate for candidate in candidates if candidate.load.role is not Role.PREFILL]
+    has_prefillers = any(candidate.load.role is not Role.DECODE for candidate in candidates)
+    predictions: list[Prediction] = []
+    loads: list[WorkerLoad] = []
+    limit_s = inf
+    for candidate in sorted(candidates, key=_least_s):
+        if _least_s(candidate) > limit_s and len(predictions) >= MIN_CONSIDERED:
+            break
+        prediction = predict(candidate, demand, model)
+        num_cached = prediction.num_local_blocks + prediction.num_imported_blocks
+        num_uncached = demand.num_tokens - num_cached * model.block_size
+        if candidate.load.role is not Role.DECODE or not has_prefillers or num_uncached <= model.piggyback_tokens:
+            predictions.append(prediction)
+            loads.append(candidate.load)
+            limit_s = min(limit_s, prediction.cost_s * (1 + _spread(candidate.load)))
+
+    tied = _tied(loads, [each.cost_s for each in predictions])
+    near = {worker_id: predictions[index] for index in tied for worker_id in predictions[index].worker_ids}
+    prefill = decode = demand.home.prefill if demand.home.prefill in near else preferred(demand.session, near)
+    if decoders and not any(prefill in decoder.worker_ids for decoder in decoders):
+        decode = _decode_worker(decoders, demand, model)
+    return Placement(prefill, decode, near[prefill], predictions)
+
+
+def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Prediction:
+    """The sum for `candidate` as the prefill worker, with the import that gives the shortest time to first token."""
+    worker_ids, load, num_local = candidate
+    # Without an import.
+    num_imported, wait_s, import_s = 0, load.queued_s, 0.0
+    compute_s = _compute_s(load, demand, num_local, model, load.num_decoding)
+
+    # With an import of all reachable blocks, if that is quicker.
+    num_importable = demand.num_reachable_blocks - num_local
+    if num_importable > 0:
+        all_import_s = load.costs.import_all_s(num_importable * model.block_bytes)
+        shorter_s = _compute_s(load, demand, num_local + num_importable, model, load.num_decoding)
+        if all_import_s + shorter_s < compute_s:
+            num_imported, import_s, compute_s = num_importable, all_import_s, shorter_s
+            wait_s = max(load.queued_s, demand.pending_s)
+
+    # Delay of others, and computing again the blocks that are evicted.
+    others_s = 0.0
+    if load.num_queued or load.num_decoding:
+        num_delayed = min(load.num_queued, MAX_DELAYED) + DECODE_DELAY * load.num_decoding
+        others_s = num_delayed * _compute_s(load, demand, num_local + num_imported, model, num_decodes=0)
+    room_s = _room_s(load, demand, num_local, model)
+    return Prediction(
+        worker_ids=worker_ids,
+        num_local_blocks=num_local,
+        num_imported_blocks=num_imported,
+        wait_s=wait_s,
+        import_s=import_s,
+        compute_s=compute_s,
+        others_s=others_s,
+        room_s=room_s,
+    )
+
+
+def _spread(load: WorkerLoad) -> float:
+    return min(load.costs.spread, MAX_SPREAD)
+
+
+def _least_s(candidate: Candidate) -> float:
+    """Lower bound of any request's cost on `candidate`, within its spread and the range of a tie."""
+    return (candidate.load.queued_s - TIE_S) / (1 + TIE) * (1 - _spread(candidate.load))
+
+
+def _tied(loads: Sequence[WorkerLoad], costs_s: Sequence[float]) -> list[int]:
+    """Indices of the sums with a chance to be the lowest.
+
+    Sums with equal costs are compared with the least of them, and belong to the result if tied with it.
+    """
+    least_s: dict[WorkerCosts, float] = {}
+    limit_s = inf
+    for load, cost_s in zip(loads, costs_s, strict=True):
+        if cost_s <= least_s.get(load.costs, inf):
+            least_s[load.costs] = cost_s
+        limit_s = min(limit_s, cost_s * (1 + _spread(load)))
+    return [
+        index
+        for index, (load, cost_s) in enumerate(zip(loads, costs_s, strict=True))
+        if (least := least_s[load.costs]) * (1 - _spread(load)) <= limit_s and cost_s <= least * (1 + TIE) + TIE_S
+    ]
+
+
+def _compute_s(load: WorkerLoad, demand: Demand, num_cached_blocks: int, model: CostModel, num_decodes: int) -> float:
+    """Time of computing the tokens behind the cached blocks, in steps beside `num_decodes` decodes."""
+    num_cached = min(num_cached_blocks * model.block_size, demand.num_tokens - 1)
+    return load.costs.prefill_s(demand.num_tokens - num_cached, num_cached, load.token_budget, num_decodes)
+
+
+def _room_s(load: WorkerLoad, demand: Demand, num_local: int, model: CostModel) -> float:
+    """Expected time of computing the blocks again that are evicted for the request."""
+    if load.num_empty_blocks is None or not demand.return_rate:
+        return 0.0
+    num_evicted = _num_lacking(demand, num_local, model) - load.num_empty_blocks
+    return max(0, num_evicted) * model.block_size * load.costs.prefill_token_s * demand.return_rate
+
+
+def _num_lacking(demand: Demand, num_local: int, model: CostModel) -> int:
+    """Blocks for the prompt and the first token that the worker does not hold."""
+    return max(0, demand.num_tokens // model.block_size + 1 - num_local)
+
+
+def _decode_worker(decoders: Sequence[Candidate], demand: Demand, model: CostModel) -> str:
+    costs_s = [_decode_cost_s(decoder, demand, model) for decoder in decoders]
+    tied = _tied([decoder.load for decoder in decoders], costs_s)
+    near = [worker_id for index in tied for worker_id in decoders[index].worker_ids]
+    return demand.home.decode if demand.home.decode in near else preferred(demand.session, near)
+
+
+def _decode_cost_s(candidate: Candidate, demand: Demand, model: CostModel) -> float:
+    _, load, num_local = candidate
+    num_lacking = _num_lacking(demand, num_local, model)
+    lacks_room = load.num_free_blocks is not None and load.num_free_blocks < num_lacking
+    step_s = load.costs.decode_step_s(load.num_decoding + 1)
+    import_s = load.costs.import_all_s(num_lacking * model.block_bytes)
+    return DECODE_HORIZON * step_s * (1 + lacks_room) + import_s + _room_s(load, demand, num_local, model)

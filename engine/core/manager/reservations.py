@@ -1,0 +1,136 @@
+"""Records of the directory: one per worker, one per admitted request."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.core.costs import WorkerCosts
+from engine.core.manager.block_index import Segment
+from engine.core.manager.placement import WorkerGroups, WorkerLoad
+from engine.core.types import Admission, BlockHash, CacheHints, Role
+
+US_PER_S = 1_000_000
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One worker incarnation: load, costs and blocks."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+    costs: WorkerCosts
+    token_budget: int
+    fingerprint: str = ""
+    """KV of another fingerprint has other bits."""
+    num_free_blocks: int | None = None
+    """Blocks without a holder at the last report."""
+    num_empty_blocks: int | None = None
+    """The part of `num_free_blocks` without contents."""
+    num_steps: int | None = None
+    """Steps behind the fit of the costs at the last report."""
+    num_reserved_blocks: int = 0
+    """Blocks to be filled by queued prefills."""
+    blocks: set[BlockHash] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)
+    decoding: set[str] = field(default_factory=set)
+    """The part of `requests` that decodes here, now or after the prefill."""
+    queued_us: int = 0
+    """Predicted time of the queued, unfinished prefills."""
+    num_queued: int = 0
+    """Number of prefills in `queued_us`."""
+    unsaved: list[BlockHash] = field(default_factory=list)
+    """Sealed blocks without a segment, to be exported for the disk."""
+    alone: frozenset[str] = field(init=False)
+    """The set of the worker's id alone, shared by the records of all blocks held by this worker only."""
+
+    def __post_init__(self) -> None:
+        self.alone = frozenset((self.worker_id,))
+
+    def lacking(self, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
+        """The part of `hashes` not held by the worker."""
+        return tuple([block_hash for block_hash in hashes if block_hash not in self.blocks])
+
+    @property
+    def load(self) -> WorkerLoad:
+        num_free, num_empty = self.num_free_blocks, self.num_empty_blocks
+        return WorkerLoad(
+            role=self.role,
+            costs=self.costs,
+            token_budget=self.token_budget,
+            queued_s=self.queued_us / US_PER_S,
+            num_decoding=len(self.decoding),
+            num_free_blocks=None if num_free is None else _rounded(num_free),
+            num_queued=self.num_queued,
+            num_empty_blocks=None if num_empty is None else _rounded(num_empty - self.num_reserved_blocks),
+        )
+
+
+@dataclass(slots=True)
+class Reservation:
+    """An admitted request: its blocks, and its load on workers."""
+
+    admission: Admission
+    hashes: tuple[BlockHash, ...]
+    hints: CacheHints
+    queued_us: int
+    num_new_blocks: int
+    """Blocks of the prompt that the prefill worker lacked at admission: reserved room while `is_queued`."""
+    leased: list[Segment] = field(default_factory=list)
+    is_queued: bool = True
+    """True until the prefill is done."""
+
+
+def _rounded(num_blocks: int) -> int:
+    """Round down to three binary digits, so that workers with nearly equal room have equal loads."""
+    num_dropped_bits = max(0, num_blocks.bit_length() - 3)
+    return max(0, num_blocks) >> num_dropped_bits << num_dropped_bits
+
+
+class Workers(dict[str, WorkerRecord]):
+    """The registered workers, by id."""
+
+    def current(self, worker_id: str, epoch: int | None) -> WorkerRecord | None:
+        """The worker if registered with this epoch (None: with any), else None."""
+        worker = self.get(worker_id)
+        return worker if worker is not None and epoch in (None, worker.epoch) else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the workers' KV, equal for all; None without a worker."""
+        return next((worker.fingerprint for worker in self.values()), None)
+
+    def refusal(self, worker_id: str, fingerprint: str) -> str | None:
+        """The reason for refusing a worker; None if it may be registered.
+
+        Workers must not share KV with different last bits: answers would depend on the worker of a prefix. The
+        fingerprint of the workers registered first counts.
+        """
+        others = {worker.fingerprint for worker in self.values() if worker.worker_id != worker_id}
+        if others <= {fingerprint}:
+            return None
+        return (
+            f"its KV would differ from the other workers': it has the fingerprint {fingerprint}, the others have "
+            f"{min(others)} (model, block size, products, version, arithmetic)"
+        )
+
+    def regroup(self, groups: WorkerGroups, worker_ids: Iterable[str]) -> None:
+        """Put the registered ones of these workers into groups anew, after a change of load or costs."""
+        for worker_id in sorted(worker_ids):
+            if worker_id in self:
+                groups.put(worker_id, self[worker_id].load)
+
+    def queue(self, reservation: Reservation) -> None:
+        """Add a prefill to the queue of its worker."""
+        worker = self[reservation.admission.prefill]
+        worker.queued_us += reservation.queued_us
+        worker.num_queued += 1
+        worker.num_reserved_blocks += reservation.num_new_blocks
+
+    def unqueue(self, reservation: Reservation) -> None:
+        """Remove a prefill from the queue of its worker: done, or not needed any more."""
+        worker = self.current(reservation.admission.prefill, reservation.admission.prefill_epoch)
+        if worker is not None and reservation.is_queued:
+            worker.queued_us -= reservation.queued_us
+            worker.num_queued -= 1
+            worker.num_reserved_blocks -= reservation.num_new_blocks
+        reservation.queued_us, reservation.is_queued = 0, False

@@ -1,0 +1,122 @@
+"""Stored responses: bytes under names, each of which may go on from an earlier one. Never reads the bytes.
+
+A response and the responses before it are used together. When room is short the least recently used one goes, of
+responses used together the last; so a response is never kept longer than one it goes on from, unless that one was
+deleted.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+ENTRY_BYTES = 400
+"""Bytes of an entry beside its data: names, times and place in the dictionary, some 350 bytes in CPython."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    parent: bytes | None
+    data: bytes
+    used_at: float
+
+
+class ResponseStore:
+    """Responses within a budget. `now`, of all methods: seconds of one clock that never goes back."""
+
+    def __init__(self, budget_bytes: int, ttl_s: float, dropped: Callable[[bytes], None] = lambda name: None) -> None:
+        """`ttl_s`: a response that was not used for so long is forgotten. `dropped` gets the name of each response that
+        is forgotten or deleted."""
+        self._budget_bytes = budget_bytes
+        self._dropped = dropped
+        self._ttl_s = ttl_s
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        """The least recently used first."""
+        self.num_bytes = 0
+        """Memory of all entries."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def keep(self, name: bytes, parent: bytes | None, data: bytes, now: float) -> bool:
+        """Keep a response under a new name; False if its data exceed the budget, or the parent is gone."""
+        assert name not in self._entries, "a name stands for one response for ever"
+        self.forget_expired(now)
+        cost = ENTRY_BYTES + len(data)
+        if cost > self._budget_bytes or (parent is not None and parent not in self._entries):
+            return False
+
+        self._entries[name] = _Entry(parent, data, now)
+        self.num_bytes += cost
+        self._use(name, now)
+        self._make_room()
+        return name in self._entries
+
+    def restore(self, entries: Iterable[tuple[bytes, bytes | None, bytes, float]], now: float) -> None:
+        """Take over the responses of an earlier store: name, parent, data and time of the last use, the least recently
+        used first. They count as used before the responses that are here already."""
+        newer, self._entries = self._entries, OrderedDict()
+        latest = min([entry.used_at for entry in newer.values()], default=now)
+        for name, parent, data, used_at in entries:
+            if name not in newer:
+                self._entries[name] = _Entry(parent, data, min(used_at, latest))
+                self.num_bytes += ENTRY_BYTES + len(data)
+                self._use(name, min(used_at, latest))
+        for name, entry in newer.items():
+            self._entries[name] = entry
+            self._use(name, entry.used_at)
+        self._make_room()
+        self.forget_expired(now)
+
+    def find(self, name: bytes, now: float, *, with_earlier: bool = False) -> list[bytes]:
+        """The data of a response, if `with_earlier` behind the data of the known ones before it, the first one first;
+        nothing for an unknown name."""
+        self.forget_expired(now)
+        self._use(name, now)
+        path = self.path(name)
+        return [self._entries[each].data for each in reversed(path if with_earlier else path[:1])]
+
+    def delete(self, name: bytes) -> bool:
+        """Forget a response; False for an unknown name. Responses that go on from it stay, and cannot be gone on
+        from."""
+        if name not in self._entries:
+            return False
+        self._drop(name)
+        return True
+
+    def check_integrity(self) -> None:
+        """Assert that the memory is the entries' and within the budget, and that the order is that of use."""
+        assert self.num_bytes == sum(ENTRY_BYTES + len(entry.data) for entry in self._entries.values())
+        assert self.num_bytes <= self._budget_bytes
+        times = [entry.used_at for entry in self._entries.values()]
+        assert times == sorted(times)
+
+    def forget_expired(self, now: float) -> None:
+        """Forget what nobody has used for the time to live."""
+        while self._entries:
+            name, entry = next(iter(self._entries.items()))
+            if now < entry.used_at + self._ttl_s:
+                return
+            self._drop(name)
+
+    def path(self, name: bytes) -> list[bytes]:
+        """A response and the known ones before it, the last one first. The path ends where a response would come a
+        second time, as in files made by hand."""
+        path: dict[bytes, None] = {}
+        at: bytes | None = name
+        while at is not None and at in self._entries and at not in path:
+            path[at] = None
+            at = self._entries[at].parent
+        return list(path)
+
+    def _use(self, name: bytes, now: float) -> None:
+        for each in self.path(name):
+            self._entries[each].used_at = now
+            self._entries.move_to_end(each)
+
+    def _make_room(self) -> None:
+        while self.num_bytes > self._budget_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, name: bytes) -> None:
+        self.num_bytes -= ENTRY_BYTES + len(self._entries.pop(name).data)
+        self._dropped(name)

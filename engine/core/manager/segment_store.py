@@ -1,0 +1,374 @@
+"""Retention of exported KV in the object store and on disk.
+
+A segment is in the object store, on disk, or both. A new segment is written at once, so that it survives a restart, and
+leaves the store without a loss once written. Store and disk are bounded. Each has an eviction queue, as workers' pools
+have, in which a segment weighs its bytes: expired segments go first, then the least recently used within the quotas of
+tenants; of a request's segments the last goes first, since a hit needs the ones before it.
+
+Events come in (exported, written, read, lost, used) and instructions go out: `WriteFile` (copy a segment to disk),
+`ReadFile` (bring it back into the object store), `EraseFile`. The directory decides about deliveries.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+from engine.core.eviction.queue import EvictionQueue
+from engine.core.eviction.ranking import LeastRecent
+from engine.core.eviction.retention import marked, retention
+from engine.core.manager.block_index import BlockIndex, Segment
+from engine.core.tenants import Tenant, quotas
+from engine.core.types import BlockHash, CacheHints, EvictionReason, Retention, SegmentHeader
+
+MAX_WRITING_BYTES = 256 << 20
+"""Limit of segments being written, which cannot leave the object store; when the disk falls behind, others stay off
+it."""
+NO_MARKS: Mapping[int, Retention] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Copy a segment to disk, and answer with `SegmentStore.written`."""
+
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Put a segment's file into the object store, and answer with `Directory.segment_read`, `segment_unread` or
+    `segment_lost`."""
+
+    segment: Segment
+
+
+class DamagedFileError(Exception):
+    """A segment's file is missing or damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class EraseFile:
+    """Remove the file with this header."""
+
+    header: SegmentHeader
+
+
+DiskInstruction: TypeAlias = WriteFile | ReadFile | EraseFile
+
+
+class SegmentStore:
+    """The segments of one cluster. The segment of each block is noted in `blocks`.
+
+    `now`, of all methods: seconds since the epoch, since files and their expiry outlive the process. Segments that have
+    expired by then go first.
+    """
+
+    def __init__(
+        self, blocks: BlockIndex, store_budget_bytes: int, disk_budget_bytes: int, tenants: Iterable[Tenant] = ()
+    ) -> None:
+        """`tenants`: quotas of each budget."""
+        self._blocks = blocks
+        self.store_budget_bytes = store_budget_bytes
+        self.store_bytes = 0
+        """Bytes in the object store."""
+        self.disk_budget_bytes = disk_budget_bytes
+        self.disk_bytes = 0
+        """Bytes of payloads in files, including files being written."""
+        self._writing: dict[int, SegmentHeader] = {}
+        """The header of each segment being written: its bytes on disk are reserved."""
+        self._num_sharing: Counter[tuple[BlockHash, ...]] = Counter()
+        """Segments by file, present or being written: segments of exactly the same blocks share a file."""
+        self._segments: dict[int, Segment] = {}
+
+        tenants = tuple(tenants)
+        self._in_store = EvictionQueue[int](
+            LeastRecent(), quotas(tenants, store_budget_bytes), lambda segment_id: self._segments[segment_id].num_bytes
+        )
+        """The segments in the object store, by id; evictable are the ones that can leave it."""
+        self._on_disk = EvictionQueue[int](
+            LeastRecent(), quotas(tenants, disk_budget_bytes), lambda segment_id: self._segments[segment_id].file_bytes
+        )
+        """The segments with a file, by id; evictable are the ones whose file can be erased."""
+        self._num_ever = 0
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def get(self, segment_id: int) -> Segment | None:
+        return self._segments.get(segment_id)
+
+    # Events
+
+    def files_found(self, headers: Iterable[SegmentHeader], now: float) -> list[DiskInstruction]:
+        """Take up segments that an earlier process has written, the least recently used first.
+
+        Segments of other models do no harm: no request has their hashes, so they are evicted first.
+        """
+        unused: list[DiskInstruction] = []
+        for header in headers:
+            segment = self._new(header, None, is_in_store=False, file=header)
+            if self._blocks.stored(segment):
+                self._segments[segment.segment_id] = segment
+                self._has_file(header)
+                self._use([segment], header.retention, now)
+            else:
+                unused += self._erase(header)
+        return unused + self._make_room_on_disk(0, "", now)  # all can go, and floors add up to no more than the budget
+
+    def exported(self, header: SegmentHeader, ref: object, now: float) -> tuple[Segment, list[DiskInstruction]]:
+        """Index a new segment in the object store, and keep it if it has full blocks."""
+        segment = self._new(header, ref)
+        is_new = self._blocks.stored(segment)
+        instructions: list[DiskInstruction] = []
+        if header.full_hashes and header.num_bytes:
+            self._segments[segment.segment_id] = segment
+            self.store_bytes += header.num_bytes
+            instructions = self._write(segment, now) if is_new else []
+            self._use([segment], header.retention, now)
+            self._shrink(now)
+        return segment, instructions
+
+    def written(self, segment_id: int, file: SegmentHeader | None, now: float) -> list[DiskInstruction]:
+        """A segment was written under `file`; None if writing failed."""
+        self._has_no_file(self._writing.pop(segment_id))
+        segment = self._segments.get(segment_id)
+        if segment is None:
+            return [] if file is None else self._erase(file)
+        if file is not None:
+            segment.file = file
+            self._has_file(file)
+        self._use([segment], self._retention_of(segment), now)
+        self._shrink(now)
+        return []
+
+    def read(self, segment: Segment, ref: object, now: float) -> frozenset[str]:
+        """A segment was copied from disk into the object store; returns the workers that await it."""
+        segment.ref, segment.is_in_store = ref, True
+        self.store_bytes += segment.header.num_bytes
+        receivers, segment.requested_by = segment.requested_by, frozenset()
+        self._use([segment], self._retention_of(segment), now)
+        self._shrink(now)
+        return receivers
+
+    def unread(self, segment: Segment, now: float) -> frozenset[str]:
+        """A segment could not be read from disk now; returns the workers that awaited it."""
+        receivers, segment.requested_by = segment.requested_by, frozenset()
+        if self._segments.get(segment.segment_id) is segment:
+            self._settle(segment, now)
+        return receivers
+
+    def undelivered(self, segment: Segment, now: float) -> None:
+        """A worker could not fetch a segment from the object store: drop its bytes there, unless they are being
+        written."""
+        if segment.segment_id not in self._writing and self._segments.get(segment.segment_id) is segment:
+            self._leave_store(segment, EvictionReason.SEGMENT_LOST, now)
+
+    def lost(self, segment: Segment) -> list[DiskInstruction]:
+        """Forget a segment that is damaged, or whose file is gone.
+
+        Another segment of the same blocks keeps the file, which may have been written anew; otherwise reading will fail
+        again.
+        """
+        self._drop(segment, EvictionReason.SEGMENT_LOST)
+        return [] if segment.file is None else self._erase(segment.file)
+
+    def lease(self, segment: Segment, worker_id: str) -> list[DiskInstruction]:
+        """Lease a segment to a request on a worker: the segment stays until `released`. A segment on disk only is
+        read, unless others await it already; the worker gets it then."""
+        segment.leases += 1
+        for queue in (self._in_store, self._on_disk):
+            if segment.segment_id in queue:
+                queue.acquire(segment.segment_id)
+        if segment.is_in_store:
+            return []
+        is_asked = bool(segment.requested_by)
+        segment.requested_by |= {worker_id}
+        return [] if is_asked else [ReadFile(segment)]
+
+    def released(self, leased: Iterable[Segment], hashes: Sequence[BlockHash], hints: CacheHints, now: float) -> None:
+        """A request ended: drop its leases, and make the segments of its blocks the most recent ones, with its
+        hints."""
+        records = self._blocks.find(hashes if self._segments else ())
+        used = {r.segment.segment_id: r.segment for r in records if r is not None and r.segment is not None}
+        for segment in leased:
+            segment.leases -= 1
+            if self._segments.get(segment.segment_id) is segment:
+                used.setdefault(segment.segment_id, segment)
+        if used:
+            self._use(list(used.values()), retention(hints, now), now, self._marked(hashes, hints, now))
+        self._shrink(now)
+
+    def handed_over(self, hashes: Iterable[BlockHash]) -> None:
+        """Drop the segments of a request whose blocks no other request will use; deliveries under way keep theirs."""
+        for record in self._blocks.find(hashes):
+            if record is not None and record.segment is not None and record.segment.leases == 0:
+                self._drop(record.segment, EvictionReason.HANDED_OVER)
+
+    def reset(self) -> tuple[int, list[DiskInstruction]]:
+        """Drop every segment without a lease, from disk too; returns the number of their blocks."""
+        unused = [s for s in self._segments.values() if s.leases == 0 and not s.requested_by]
+        for segment in unused:
+            self._drop(segment, EvictionReason.RESET)
+        erased = [gone for segment in unused if segment.file for gone in self._erase(segment.file)]
+        return sum(len(segment.header.full_hashes) for segment in unused), erased
+
+    def check_integrity(self, leased: list[Segment]) -> None:
+        """Assert that the sums are right; `leased` has each segment once for each of its leases."""
+        assert all(r.segment is None or r.segment.segment_id in self._segments for _, r in self._blocks.items())
+        segments = self._segments.values()
+        for segment in segments:
+            assert segment.leases == leased.count(segment)
+            assert segment.is_in_store or segment.file is not None
+            assert not (segment.is_in_store and segment.requested_by)
+            assert (segment.segment_id in self._in_store) == self._can_leave_store(segment)
+            assert (segment.segment_id in self._on_disk) == self._can_leave_disk(segment)
+
+        for queue in (self._in_store, self._on_disk):
+            queue.check_integrity()
+            assert self._segments.keys() >= set(queue)
+
+        assert self.store_bytes == sum(segment.header.num_bytes for segment in segments if segment.is_in_store)
+        files = [segment.file for segment in segments if segment.file is not None] + list(self._writing.values())
+        assert self.disk_bytes == sum(file.num_bytes for file in files) <= self.disk_budget_bytes
+        assert self._num_sharing == Counter(file.full_hashes for file in files)
+
+    # Inside
+
+    def _new(
+        self, header: SegmentHeader, ref: object, *, is_in_store: bool = True, file: SegmentHeader | None = None
+    ) -> Segment:
+        self._num_ever += 1
+        return Segment(self._num_ever - 1, header, ref, is_in_store=is_in_store, file=file)
+
+    def _can_leave_store(self, segment: Segment) -> bool:
+        return segment.is_in_store and segment.leases == 0 and segment.segment_id not in self._writing
+
+    def _can_leave_disk(self, segment: Segment) -> bool:
+        return segment.file is not None and segment.leases == 0 and not segment.requested_by
+
+    def _retention_of(self, segment: Segment) -> Retention:
+        """The retention of a segment, wherever it is."""
+        queues = (self._on_disk, self._in_store)
+        known = (queue.retention_of(segment.segment_id) for queue in queues)
+        return next((retention for retention in known if retention is not None), segment.header.retention)
+
+    def _marked(self, hashes: Sequence[BlockHash], hints: CacheHints, now: float) -> Mapping[int, Retention]:
+        """Retention of each segment with a block before a mark, by the first such block."""
+        wishes = marked(hints, now)
+        found: dict[int, Retention] = {}
+        for record, wish in zip(self._blocks.find(hashes[: len(wishes)]), wishes, strict=False):
+            if record is not None and record.segment is not None:
+                found.setdefault(record.segment.segment_id, wish)
+        return found
+
+    def _use(
+        self,
+        path: Sequence[Segment],
+        retention: Retention,
+        now: float,
+        marked: Mapping[int, Retention] = NO_MARKS,
+    ) -> None:
+        """Make these segments, in the order of a prompt, the most recent ones in store and on disk. `marked`: retention
+        of some of the segments, where it is another."""
+        for queue, here in (
+            (self._in_store, [segment.segment_id for segment in path if segment.is_in_store]),
+            (self._on_disk, [segment.segment_id for segment in path if segment.file is not None]),
+        ):
+            for segment_id in here:
+                if segment_id in queue:
+                    queue.acquire(segment_id)
+            queue.visit(here, now, retention, [marked.get(each, retention) for each in here] if marked else ())
+        for segment in reversed(path):
+            self._settle(segment, now)
+
+    def _settle(self, segment: Segment, now: float) -> None:
+        """Make a segment evictable exactly where it may be evicted."""
+        for queue, is_evictable in (
+            (self._in_store, self._can_leave_store(segment)),
+            (self._on_disk, self._can_leave_disk(segment)),
+        ):
+            if is_evictable and segment.segment_id not in queue:
+                queue.release([segment.segment_id], now)
+            elif not is_evictable and segment.segment_id in queue:
+                queue.acquire(segment.segment_id)
+
+    def _shrink(self, now: float) -> None:
+        """Keep the bytes in the object store within the budget."""
+        while self.store_bytes > self.store_budget_bytes and len(self._in_store):
+            [(segment_id, reason)] = self._in_store.evict_many(1, now)
+            full = reason is EvictionReason.FULL
+            self._leave_store(self._segments[segment_id], EvictionReason.STORE_FULL if full else reason, now)
+
+    def _leave_store(self, segment: Segment, reason: EvictionReason, now: float) -> None:
+        """Drop a segment's bytes in the object store; a copy on disk remains. Deliveries under way keep the old
+        object."""
+        if segment.file is None:
+            self._drop(segment, reason)
+            return
+        self._in_store.forget(segment.segment_id)
+        on_disk = Segment(
+            segment.segment_id, segment.file, None, is_in_store=False, file=segment.file, copy=segment.copy + 1
+        )
+        self._segments[segment.segment_id] = on_disk
+        self.store_bytes -= segment.header.num_bytes
+        self._blocks.moved(segment, on_disk)
+        self._settle(on_disk, now)
+
+    def _write(self, segment: Segment, now: float) -> list[DiskInstruction]:
+        """Have a new segment written, unless the disk falls behind or only room granted to other tenants is left."""
+        num_bytes = segment.header.num_bytes
+        keeps_up = (
+            not self._writing or sum(file.num_bytes for file in self._writing.values()) + num_bytes <= MAX_WRITING_BYTES
+        )
+        if not keeps_up or num_bytes > self.disk_budget_bytes:
+            return []
+        instructions = self._make_room_on_disk(num_bytes, segment.header.retention.tenant, now)
+        if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
+            self._writing[segment.segment_id] = segment.header
+            self._has_file(segment.header)
+            instructions.append(WriteFile(segment))
+        return instructions
+
+    def _has_file(self, file: SegmentHeader) -> None:
+        self.disk_bytes += file.num_bytes
+        self._num_sharing[file.full_hashes] += 1
+
+    def _has_no_file(self, file: SegmentHeader) -> None:
+        self.disk_bytes -= file.num_bytes
+        self._num_sharing[file.full_hashes] -= 1
+        if not self._num_sharing[file.full_hashes]:
+            del self._num_sharing[file.full_hashes]
+
+    def _erase(self, file: SegmentHeader) -> list[DiskInstruction]:
+        """Erase a segment's former file, unless another segment shares it."""
+        return [] if file.full_hashes in self._num_sharing else [EraseFile(file)]
+
+    def _make_room_on_disk(self, num_bytes: int, tenant: str, now: float) -> list[DiskInstruction]:
+        """Give up files until `num_bytes` of this tenant fit, or only files under other tenants' floors are left."""
+        erased: list[DiskInstruction] = []
+        while self.disk_bytes + num_bytes > self.disk_budget_bytes:
+            evicted = self._on_disk.evict_for(tenant, now)
+            if evicted is None:
+                break
+
+            segment_id, reason = evicted
+            segment = self._segments[segment_id]
+            file = segment.file
+            assert file is not None
+            if segment.is_in_store:
+                self._has_no_file(file)
+                segment.file = None
+            else:
+                self._drop(segment, EvictionReason.DISK_FULL if reason is EvictionReason.FULL else reason)
+            erased += self._erase(file)
+        return erased
+
+    def _drop(self, segment: Segment, reason: EvictionReason) -> None:
+        self._in_store.forget(segment.segment_id)
+        self._on_disk.forget(segment.segment_id)
+        del self._segments[segment.segment_id]
+        self.store_bytes -= segment.header.num_bytes if segment.is_in_store else 0
+        if segment.file is not None:
+            self._has_no_file(segment.file)
+        self._blocks.dropped(segment, reason)

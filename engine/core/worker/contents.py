@@ -1,0 +1,133 @@
+"""Contents of running requests' blocks: taken over or copied at the start, sealed and exported after a step."""
+
+from engine.core.eviction.retention import most_generous
+from engine.core.types import BlockHash, Handover, Stage, TokenEvent
+from engine.core.worker.block_pool import BlockContent, BlockPool
+from engine.core.worker.request import Request
+from engine.core.worker.step import ExportedBlocks
+from engine.core.worker.swaps import Swaps
+
+
+class Contents:
+    """Owner of `num_sealed` of running requests, and of the register of blocks that are being computed."""
+
+    def __init__(self, pool: BlockPool, swaps: Swaps) -> None:
+        self._pool = pool
+        self._swaps = swaps
+        self.computing: dict[BlockHash, Request] = {}
+        """Blocks about to be filled by a running prefill; other requests wait instead of computing the same."""
+
+    # Start and end of running
+
+    def is_being_computed(self, request: Request, num_matched: int) -> bool:
+        """True if a running prefill is about to fill the first block that `request` lacks."""
+        hashes = request.full_hashes()
+        return num_matched < len(hashes) and hashes[num_matched] in self.computing
+
+    def begin(self, request: Request, num_matched: int) -> None:
+        """Register the blocks behind the first `num_matched`: the request is about to compute them."""
+        for block_hash in request.full_hashes()[num_matched:]:
+            self.computing.setdefault(block_hash, request)
+
+    def end(self, request: Request) -> None:
+        """Unregister the blocks that the request has not sealed."""
+        for block_hash in request.hashes[request.num_sealed :]:
+            if self.computing.get(block_hash) is request:
+                del self.computing[block_hash]
+
+    def take_tail(self, request: Request) -> None:
+        """Take over the imported partial block before the handed-over token, if present and not held."""
+        num_sent = len(request.assignment.token_ids)
+        if request.assignment.stage is not Stage.DECODE or len(request.blocks) != num_sent // self._pool.block_size:
+            return
+        tail = request.tail_hash(num_sent)
+        block = None if tail is None else self._pool.lookup(tail)
+        if block is not None and len(request.token_ids) > num_sent and self._pool.take_over(block):
+            request.blocks.append(block)
+            request.num_computed = request.num_shared = num_sent
+
+    def drop_tail(self, request: Request, now: float) -> None:
+        """Forget the imported partial block of a request that will not start, where blocks are not kept."""
+        if self._pool.keeps_blocks or not request.is_named or request.assignment.stage is not Stage.DECODE:
+            return
+        tail = request.tail_hash(len(request.assignment.token_ids))
+        block = None if tail is None else self._pool.lookup(tail)
+        if block is not None and self._pool.is_cached(block):
+            self._pool.acquire([block])
+            self._pool.release_awaited([block], now)
+
+    def copy_beginning(self, request: Request, now: float) -> None:
+        """Begin the first missing block with the tokens shared with a block of another continuation.
+
+        The copy happens before the step computes, so the other block may be evicted meanwhile.
+        """
+        num_matched = len(request.blocks)
+        start = num_matched * self._pool.block_size
+        if request.num_computed != start or not self._pool.num_available or not self._pool.keeps_blocks:
+            return
+        parent = request.chain.parent(request.full_hashes(), num_matched)
+        end = min(start + self._pool.block_size, len(request.token_ids) - 1)
+        similar = self._pool.similar(parent, request.token_ids[start:end])
+        if similar is not None:
+            source, num_same = similar
+            [target] = self._pool.allocate(1, now)
+            self._swaps.copy(source, target)
+            request.blocks.append(target)
+            request.num_computed += num_same
+
+    # Results of a step
+
+    def seal_full_blocks(self, request: Request, now: float) -> int:
+        """Name the newly full blocks; returns the index of the first."""
+        first = request.num_sealed
+        if not request.is_named:
+            return first
+        hashes = request.full_hashes()
+        full = range(first, request.num_computed // self._pool.block_size)
+        if not full:
+            return first
+
+        rest, marked, block_size = request.retention(now), request.marked(now), self._pool.block_size
+        token_ids = request.token_ids
+        for index in full:
+            block_hash = hashes[index]
+            self.computing.pop(block_hash, None)
+            tokens = tuple(token_ids[index * block_size : (index + 1) * block_size])
+            content = BlockContent(request.chain.parent(hashes, index), tokens)
+            retention = marked[index] if index < len(marked) else rest
+            self._pool.seal(request.blocks[index], block_hash, content, retention)
+        request.num_sealed = full.stop
+        return first
+
+    def export(self, request: Request, first_new: int, event: TokenEvent | None, now: float) -> list[ExportedBlocks]:
+        """Export the new full blocks of a prefill assignment, and at its end the partial block and the handover.
+
+        `first_new`: index of the first new block; `event`: the sampled token at the end of the prompt.
+        """
+        new = slice(first_new, request.num_sealed)
+        hashes, blocks = request.hashes[new], request.blocks[new]
+        handover = None
+        if event is not None and event.finish is None:
+            assert event.token_id is not None
+            num_prompt = len(request.token_ids) - 1
+            tail = request.tail_hash(num_prompt)
+            if tail is not None:
+                hashes, blocks = [*hashes, tail], [*blocks, request.blocks[num_prompt // self._pool.block_size]]
+            handover = Handover(request.request_id, request.assignment.attempt, event.token_id, tail)
+
+        if not blocks and handover is None:
+            return []
+        rest, marked = request.retention(now), request.marked(now)[first_new : request.num_sealed]
+        if marked:
+            rest = marked[0] if len(marked) == len(blocks) else most_generous(marked[0], rest)
+
+        self._pool.acquire(blocks)
+        return [
+            ExportedBlocks(
+                request_id=request.request_id,
+                hashes=tuple(hashes),
+                blocks=tuple(blocks),
+                handover=handover,
+                retention=rest,
+            )
+        ]

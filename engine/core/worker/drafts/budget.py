@@ -1,0 +1,85 @@
+"""Choice of the draft tokens that a step computes: those by which the worker's decodes get more tokens per second.
+
+A step of n decodes yields n tokens in t seconds. A draft token that is right with chance p, and makes the step c
+seconds longer, raises the rate if p / c is above it: so tokens are taken in falling order of p / c while that holds.
+Beside many decodes n / t is large, and no draft is worth its time.
+
+Prefills in the same step do not count as time: otherwise drafts would look cheap exactly where they delay a prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from engine.core.costs import WorkerCosts
+from engine.core.worker.drafts.draft import Draft
+
+MARGIN = 1.1
+"""A draft token must be so many times as good as needed, since costs and chances are estimates."""
+LEAST_CHANCE = 0.05
+LEAST_SHARE = 1 / 256
+"""Part of a step that a draft token takes at least, whatever the fit says."""
+MAX_TOKENS = 128
+"""Draft tokens of one step: their rows of logits are held at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A step's decodes, without drafts."""
+
+    num_decodes: int
+    seconds: float
+
+    def cost_s(self, costs: WorkerCosts, num_before: int) -> float:
+        """Time of one draft token behind so many others."""
+        return max(costs.draft_token_s + num_before * costs.pair_s, LEAST_SHARE * self.seconds)
+
+    def least_chance(self, cost_s: float) -> float:
+        """Chance below which a draft token of this time does not pay."""
+        return max(LEAST_CHANCE, MARGIN * cost_s * self.num_decodes / self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The part of a draft that a step may compute."""
+
+    draft: Draft
+    num_tokens: int
+    """Leading tokens of the draft that may be computed."""
+    cost_s: float
+    weight: float
+    """Part of the token budget that each token takes."""
+
+
+def decode_step(costs: WorkerCosts, contexts: Sequence[int]) -> DecodeStep:
+    """The step of the decodes behind so many tokens each."""
+    seconds = costs.decode_step_s(len(contexts)) + sum(contexts) * costs.pair_s
+    return DecodeStep(len(contexts), max(seconds, 1e-9))
+
+
+def share(candidates: Sequence[Candidate], step: DecodeStep, budget: float) -> list[int]:
+    """The number of tokens to compute of each candidate."""
+    counts = [0] * len(candidates)
+    num_tokens, seconds, left = float(step.num_decodes), step.seconds, min(budget, MAX_TOKENS)
+    best = [_entry(each, 0, index) for index, each in enumerate(candidates) if each.num_tokens > 0]
+    heapify(best)
+    while best:
+        negative_value, index = heappop(best)
+        candidate = candidates[index]
+        if -negative_value <= MARGIN * num_tokens / seconds:
+            break
+        if candidate.weight > left:
+            continue
+
+        num_tokens += candidate.draft.chances[counts[index]]
+        seconds += candidate.cost_s
+        left -= candidate.weight
+        counts[index] += 1
+        if counts[index] < candidate.num_tokens:
+            heappush(best, _entry(candidate, counts[index], index))
+    return counts
+
+
+def _entry(candidate: Candidate, count: int, index: int) -> tuple[float, int]:
+    """The heap's entry of a candidate's next token: the best first, the earlier of equally good ones."""
+    return -candidate.draft.chances[count] / candidate.cost_s, index

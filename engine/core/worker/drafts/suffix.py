@@ -1,0 +1,137 @@
+"""Index of one sequence: finds where its last tokens stood before, and so what may follow.
+
+The *match* is the longest run of last tokens that stood before, at least `MIN_MATCH`, as far as it is looked for:
+among the `MAX_CANDIDATES` latest places of the last two tokens, up to `MAX_MATCH` tokens. While the next tokens are
+those that followed there, the match grows without a search, and stays the longest: a longer one would have been longer
+before.
+
+Each token takes O(1) time: an entry for its pair with the token before, and a bounded search where a match has ended.
+
+An `END` in a sequence matches nothing, and no guess goes beyond.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from engine.core.worker.drafts.survival import Survival
+
+MIN_MATCH = 2
+MAX_MATCH = 32
+MAX_CANDIDATES = 8
+END = -1
+"""In place of a token: the end of a text in a sequence of several."""
+
+
+class Places:
+    """The places of all pairs of neighbours in the beginning of a sequence, which belongs to the caller."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, int] = {}
+        """For each pair of tokens the latest position of its second one."""
+        self._previous = array("i")
+        """For each indexed position the one before with the same pair; -1 without one."""
+
+    def __len__(self) -> int:
+        """Tokens indexed so far."""
+        return len(self._previous)
+
+    def append(self, token_ids: Sequence[int], position: int) -> None:
+        """Index the next token of the sequence."""
+        if position == 0:
+            self._previous.append(-1)
+            return
+        pair = token_ids[position - 1] << 32 | token_ids[position]
+        self._previous.append(self._latest.get(pair, -1))
+        self._latest[pair] = position
+
+    def latest(self, pair: Sequence[int]) -> int:
+        """The latest position of the second of two neighbours; -1 without one."""
+        return self._latest.get(pair[0] << 32 | pair[1], -1)
+
+    def before(self, position: int) -> int:
+        """The position before with the same pair; -1 without one."""
+        return self._previous[position]
+
+    def longest(self, token_ids: Sequence[int], place: int, tail: Sequence[int]) -> tuple[int, int]:
+        """The longest match of the end of `tail`, from its last two tokens' `place` on, the latest of equally long
+        ones: its length, 0 without one, and the position behind."""
+        best, behind, last = 0, 0, len(tail) - 1
+        for _ in range(MAX_CANDIDATES):
+            if place < 0:
+                break
+            # A longer match than the best so far has also the token before that one's first.
+            if not best or (place >= best and last >= best and token_ids[place - best] == tail[last - best]):
+                length, most = MIN_MATCH, min(MAX_MATCH, place + 1, last + 1)
+                while length < most and token_ids[place - length] == tail[last - length]:
+                    length += 1
+                if length > best:
+                    best, behind = length, place + 1
+            place = self._previous[place]
+        return best, behind
+
+
+class SuffixIndex:
+    """The places in a growing sequence, and the present match of its own last tokens.
+
+    The sequence belongs to the caller and is given to each call; what was indexed of it must not change.
+    """
+
+    def __init__(self) -> None:
+        self._places = Places()
+        self.length = 0
+        """Tokens of the match; 0 without one."""
+        self.next = 0
+        """Position behind the match's earlier place: its token is the guess."""
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._places)
+
+    def extend(self, token_ids: Sequence[int], end: int) -> None:
+        """Index the tokens up to `end`, and look for a match of the last ones."""
+        for position in range(len(self._places), end):
+            self._places.append(token_ids, position)
+        self._search(token_ids)
+
+    def follow(self, token_ids: Sequence[int], survival_at: Callable[[int], Survival]) -> None:
+        """Index the tokens that have come since, and tell of each guess whether it was right.
+
+        `survival_at`: of the guesses at a position.
+        """
+        for position in range(len(self._places), len(token_ids)):
+            if self.length:
+                is_right = token_ids[self.next] == token_ids[position]
+                if token_ids[self.next] != END:
+                    survival_at(self.next).observe(self.length, is_right=is_right)
+                self.length = min(self.length + 1, MAX_MATCH) if is_right else 0
+                self.next += 1
+            self._places.append(token_ids, position)
+            if not self.length:
+                self._search(token_ids)
+
+    def guess(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The `count` tokens that followed the match's earlier place; where they reach the sequence's end, they go on
+        with themselves, as a sequence that repeats does. None without a match."""
+        if not self.length:
+            return []
+        end = len(self._places)
+        found = list(token_ids[self.next : min(end, self.next + count)])
+        period = end - self.next
+        while len(found) < count:
+            found.append(found[-period])
+        return up_to_end(found)
+
+    def _search(self, token_ids: Sequence[int]) -> None:
+        """Find the longest match of the tokens indexed so far."""
+        last = len(self._places) - 1
+        place = self._places.before(last) if last >= 0 else -1
+        if place < 0:
+            self.length = 0
+        else:
+            tail = token_ids[max(0, last + 1 - MAX_MATCH) : last + 1]
+            self.length, self.next = self._places.longest(token_ids, place, tail)
+
+
+def up_to_end(token_ids: list[int]) -> list[int]:
+    """The tokens of the first text."""
+    return token_ids[: token_ids.index(END)] if END in token_ids else token_ids

@@ -1,0 +1,153 @@
+"""Waiting for KV and handovers from elsewhere and for grammars, and the blocks kept for waiting requests.
+
+| message | blocks in the pool | other blocks of the message | other awaited blocks |
+|---|---|---|---|
+| `settled` (arrived, or will not come) | held for the request | computed by the request | awaited as long again |
+| `keep_awaiting` (the sender is busy) | | | awaited as long again |
+| `stop_awaiting` (the sender is gone) | | | computed by the request |
+
+A message that comes before its request is kept for a moment (`EarlyMessages`). Grammars are compiled in this process,
+so waiting for one has no deadline.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from engine.core.types import BlockHash, Handover
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.early import EarlyMessages
+from engine.core.worker.request import Request
+
+
+class Imports:
+    """Owner of `held`, `protected`, `awaited`, `awaits_handover`, `await_deadline` and `awaits_grammar` of a worker's
+    requests.
+
+    `waiting`: the scheduler's queue; `registry`: all requests of the worker by id. Both are only read.
+    """
+
+    def __init__(
+        self, pool: BlockPool, waiting: deque[Request], registry: Mapping[str, Request], early: EarlyMessages
+    ) -> None:
+        self._pool = pool
+        self._waiting = waiting
+        self._registry = registry
+        self._early = early
+
+    def begin(self, request: Request, now: float) -> None:
+        """Apply the messages that came before a request, which is waiting now."""
+        assignment = request.assignment
+        for block_hash in assignment.awaited:
+            self._hold_if_here(request, block_hash)
+            if self._early.is_settled(block_hash, now):
+                request.awaited.discard(block_hash)
+
+        handover = self._early.take_handover(assignment.request_id, assignment.attempt)
+        if handover is not None:
+            self.handed_over(handover, now)
+
+    def settled(self, hashes: Iterable[BlockHash], now: float) -> None:
+        """Hold the arrived blocks for waiting requests; the requests compute the missing ones."""
+        settled = list(hashes)
+        self._early.settle(settled, now)
+        self.arrived(settled, now)
+        for request in self._awaiting():
+            request.awaited.difference_update(settled)
+
+    def arrived(self, hashes: Iterable[BlockHash], now: float) -> None:
+        """Hold blocks that entered the pool for waiting requests, and extend the wait for the others."""
+        here = dict.fromkeys(hashes)  # in order, so that the order of release is no matter of chance
+        if not here:
+            return
+        for request in self._awaiting():
+            for block_hash in [block_hash for block_hash in here if block_hash in request.awaited]:
+                self._hold_if_here(request, block_hash)
+                request.await_deadline = now + request.assignment.await_timeout_s
+
+    def keep_awaiting(self, request_ids: Iterable[str], now: float) -> None:
+        """Wait as long again: the sender is alive, only busy."""
+        for request_id in request_ids:
+            request = self._registry.get(request_id)
+            if request is not None:
+                request.await_deadline = now + request.assignment.await_timeout_s
+
+    def stop_awaiting(self, request_ids: Iterable[str]) -> None:
+        """Compute missing KV: the sender is gone."""
+        for request_id in request_ids:
+            request = self._registry.get(request_id)
+            if request is not None:
+                request.awaited.clear()
+                request.awaits_handover = False
+
+    def stop_awaiting_all(self) -> None:
+        """Compute all missing KV: the manager is gone, so no block will be sent."""
+        self.stop_awaiting([request.request_id for request in self._awaiting()])
+
+    def handed_over(self, handover: Handover, now: float) -> None:
+        """Continue a decode assignment from the token that its prefill worker sampled."""
+        request = self._registry.get(handover.request_id)
+        if request is None or request.assignment.attempt < handover.attempt:
+            self._early.hand_over(handover, now)
+            return
+        if request.assignment.attempt > handover.attempt or not request.awaits_handover:
+            return
+        request.awaits_handover = False
+        request.num_to_score = 0
+        request.token_ids.append(handover.token_id)
+
+    def grammar_settled(self, digest: bytes) -> list[Request]:
+        """Have no request wait for the grammar of this digest any longer; returns the requests that did."""
+        waiting = [request for request in self._waiting if request.awaits_grammar and _digest(request) == digest]
+        for request in waiting:
+            request.awaits_grammar = False
+        return waiting
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which a waiting request gives up on its imports; None without any."""
+        awaiting = (request for request in self._awaiting() if not request.awaits_grammar)
+        return min((request.await_deadline for request in awaiting), default=None)
+
+    def protect(self, requests: Iterable[Request]) -> None:
+        """Have the blocks that waiting requests will use evicted late, except blocks with a swapped copy."""
+        for request in requests:
+            if not request.protected and request.swapped is None:
+                request.protected = tuple(request.full_hashes())
+                self._pool.protect(request.protected)
+
+    def end(self, request: Request, now: float) -> None:
+        """Release the held blocks of a request that starts or goes, and end their protection."""
+        self._drop_holds(request, now)
+        self._pool.unprotect(request.protected)
+        request.protected = ()
+
+    def drop_all_holds(self, now: float) -> bool:
+        """Release the held blocks of all waiting requests, which compute them if evicted; False if there were none."""
+        dropped = [self._drop_holds(request, now) for request in self._waiting]
+        return any(dropped)
+
+    def _awaiting(self) -> list[Request]:
+        return [request for request in self._waiting if request.awaited or request.awaits_handover]
+
+    def _hold_if_here(self, request: Request, block_hash: BlockHash) -> None:
+        block = self._pool.lookup(block_hash)
+        if block is not None:
+            self._pool.acquire([block])
+            request.held.append(block)
+            request.awaited.discard(block_hash)
+
+    def _drop_holds(self, request: Request, now: float) -> bool:
+        held, request.held = request.held, []
+        self._pool.release_awaited(held, now)
+        return bool(held)
+
+
+def _digest(request: Request) -> bytes | None:
+    grammar = request.assignment.sampling.grammar
+    return None if grammar is None else grammar.digest
+
+
+def is_ready(request: Request, now: float) -> bool:
+    """True if a waiting request's grammar is there, and it awaits no KV or has waited long enough."""
+    if request.awaits_grammar:
+        return False
+    return not (request.awaited or request.awaits_handover) or now >= request.await_deadline

@@ -1,0 +1,69 @@
+"""Order of requests in one worker by their priority, then by their arrival.
+
+A lower priority is more urgent. Requests of a higher one start, and get prefill tokens, after all more urgent ones; of
+the running requests they are preempted first. Nothing grows more urgent with time: a request waits for as long as more
+urgent ones keep coming. A running request goes on while more urgent ones wait.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from engine.core.costs import WorkerCosts
+from engine.core.worker.request import Request
+
+
+def rank(request: Request) -> tuple[int, int]:
+    """Place among running requests: the highest is preempted first."""
+    return request.assignment.priority, request.arrival
+
+
+def start_order(
+    preempted: deque[Request], waiting: deque[Request]
+) -> Iterator[tuple[deque[Request], Sequence[Request]]]:
+    """Groups of requests to start, each with its queue: of each priority the preempted requests, those with swapped KV
+    first, and then the waiting ones."""
+    paused = sorted(preempted, key=lambda request: request.swapped is None)
+    kinds = [(0, request) for request in paused] + [(1, request) for request in waiting]
+    kinds.sort(key=_priority_and_kind)
+    for (_, kind), group in groupby(kinds, key=_priority_and_kind):
+        yield (preempted, waiting)[kind], [request for _, request in group]
+
+
+def _priority_and_kind(entry: tuple[int, Request]) -> tuple[int, int]:
+    kind, request = entry
+    return request.assignment.priority, kind
+
+
+def weigh_contexts(costs: WorkerCosts, token_budget: int) -> Callable[[Request], float]:
+    """The part of the budget that each next token of a request takes, as its computation does by the fitted costs."""
+    return lambda request: costs.context_weight(request.num_computed, token_budget)
+
+
+def share_budget(
+    requests: list[Request], budget: int, weigh: Callable[[Request], float] | None = None
+) -> list[tuple[Request, int]]:
+    """Divide the tokens of one step among prefills: half for the oldest, the rest for the shortest first; more urgent
+    requests go before in both.
+
+    Each token of a request takes as much of the budget as `weigh` says, at least 1, and 1 without it. The oldest gets a
+    token in any case.
+    """
+    if not requests or budget <= 0:
+        return []
+
+    weights = {request.arrival: 1.0 if weigh is None else weigh(request) for request in requests}
+    oldest = min(requests, key=rank)
+    first = max(1, int((budget - budget // 2) / weights[oldest.arrival]))
+    shares = {oldest.arrival: min(oldest.num_remaining, first)}
+    left = budget - shares[oldest.arrival] * weights[oldest.arrival]
+
+    for request in sorted(requests, key=lambda each: (each.assignment.priority, each.num_remaining, each.arrival)):
+        if left < 1:
+            break
+        already = shares.get(request.arrival, 0)
+        more = min(request.num_remaining - already, int(left / weights[request.arrival]))
+        shares[request.arrival] = already + more
+        left -= more * weights[request.arrival]
+
+    return [(request, shares[request.arrival]) for request in requests if shares.get(request.arrival)]

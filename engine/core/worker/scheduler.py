@@ -1,0 +1,448 @@
+"""Chooses the computation of one worker's next step.
+
+One token budget covers a step:
+
+1. running decodes, one token each, so that a stream waits for at most one budget of other requests' prefill (the
+   stall-free schedule of Sarathi-Serve, OSDI '24);
+2. prefills in chunks: half of the rest for the oldest, the other half for the shortest remainder first, so that a short
+   prompt does not wait for a long one and a long one always moves. Beside decodes a token behind many others counts as
+   several, as many as its computation takes by the fitted costs;
+3. drafts of the decodes (`drafts`), as far as they make decoding quicker;
+4. idle work (`engine.core.worker.idle`), if no request waits or prefills.
+
+Waiting requests start as soon as their blocks fit, preempted ones first. When blocks run out, the latest request is
+preempted: its blocks are released (full blocks stay cached until they are evicted). If swapping is predicted to be
+quicker than recomputing (`engine.core.worker.swapping`), the contents of its blocks are kept outside the pool;
+otherwise the request is recomputed from the end of the cached blocks. Among all these, priorities come first (`order`).
+
+A request with log-probabilities of its prompt (it is *scored*), or the mean of its hidden states, shares cached blocks
+like any other, but starts at the first position that is missing in these: shared positions are computed and not stored.
+
+| part | owns |
+|---|---|
+| `Scheduler` | the queues of requests and the step |
+| `imports` | waiting for KV from elsewhere and for grammars, held and protected blocks |
+| `contents` | sealing, exports, copies between blocks |
+| `swaps` | the moves of a step, contents kept outside the pool |
+| `transfers` | blocks that enter and leave in segments |
+| `drafting` | blocks of drafts |
+| `prompt_results` | stored log-probabilities and sums of hidden states |
+| `idle` | requests computed ahead |
+
+Pure logic: no tensors, no clock; `now` is in monotonic seconds. `schedule` returns work; `update` takes its results.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import ceil
+
+from engine.core.costs import WorkerCosts
+from engine.core.hashing import BlockChain
+from engine.core.settings import SchedulerLimits
+from engine.core.stimuli import stimulus
+from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, Salt, Stage, TokenEvent
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.contents import Contents
+from engine.core.worker.drafts.draft import Draft
+from engine.core.worker.drafts.drafting import Drafting
+from engine.core.worker.early import EarlyMessages
+from engine.core.worker.idle import IdleWork
+from engine.core.worker.imports import Imports, is_ready
+from engine.core.worker.integrity import check_places, check_references
+from engine.core.worker.moves import SwapIn
+from engine.core.worker.order import rank, share_budget, start_order, weigh_contexts
+from engine.core.worker.prompt_results import PromptResults
+from engine.core.worker.request import Request
+from engine.core.worker.step import (
+    ExportedBlocks,
+    RunnerOutput,
+    ScheduledChunk,
+    SchedulerOutput,
+    StepOutcome,
+    chunk_of,
+    event_of,
+    events_of,
+)
+from engine.core.worker.swapping import SwapPolicy
+from engine.core.worker.swaps import Swaps, num_swapped_blocks
+from engine.core.worker.transfers import Transfers
+
+
+class Scheduler:
+    """Owns the requests of one worker and decides each step."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        max_model_len: int,
+        swapping: SwapPolicy | None = None,
+        chain: Callable[[BlockHash, Salt, int], BlockChain] = BlockChain,
+    ) -> None:
+        """`chain`: the naming rule for blocks, of a root, a salt and a block size."""
+        assert max_model_len <= pool.num_blocks * pool.block_size, "the longest request must fit into the pool"
+        self.pool = pool
+        self.limits = limits
+        self.max_model_len = max_model_len
+        self.swapping = SwapPolicy() if swapping is None else swapping
+        self.prompt_results = PromptResults()
+        self._chain = chain
+
+        # Each request of `_requests` is in exactly one of these, or idle.
+        self.waiting: deque[Request] = deque()
+        self.preempted: deque[Request] = deque()
+        self.running: dict[str, Request] = {}
+        self._requests: dict[str, Request] = {}
+        self._num_submitted = 0
+
+        self.idle = IdleWork(pool, limits.token_budget, self._requests)
+        self.early = EarlyMessages()
+        self._imports = Imports(pool, self.waiting, self._requests, self.early)
+        self._swaps = Swaps(pool, self.swapping, limits.token_budget)
+        self._contents = Contents(pool, self._swaps)
+        self.transfers = Transfers(pool, self._requests)
+        self.drafting = Drafting(pool, self.swapping, limits.token_budget, max_model_len)
+
+    # Requests
+
+    @stimulus
+    def submit(self, assignment: Assignment, root: BlockHash, now: float) -> None:
+        """Queue an assignment. A newer attempt of a known request replaces the older one."""
+        known = self._requests.get(assignment.request_id)
+        if known is not None:
+            if known.assignment.attempt >= assignment.attempt:
+                return
+            self.abort(assignment.request_id, now)
+
+        request = Request(
+            assignment=assignment,
+            chain=self._chain(root, assignment.salt, self.pool.block_size),
+            arrival=self._num_submitted,
+            submitted_at=now,
+        )
+        request.is_named = self.pool.keeps_blocks or assignment.stage is not Stage.WHOLE
+        request.await_deadline = now + assignment.await_timeout_s
+        self._num_submitted += 1
+        if assignment.is_idle:
+            self.idle.add(request, now)
+            return
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
+        self._imports.begin(request, now)
+
+    @stimulus
+    def abort(self, request_id: str, now: float, *, has_ended: bool = False) -> bool:
+        """Forget a request and release its blocks; False if it is unknown.
+
+        `has_ended`: all its tokens were delivered, for example up to a stop string; a normal end for eviction.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._remove(request, now, has_ended=has_ended)
+        return True
+
+    # Messages about imports and grammars
+
+    @stimulus
+    def grammar_settled(self, digest: bytes) -> list[Request]:
+        """Have no request wait for this grammar any longer; returns the requests that did."""
+        return self._imports.grammar_settled(digest)
+
+    @stimulus
+    def blocks_settled(self, hashes: Iterable[BlockHash], now: float) -> None:
+        """Promised blocks have arrived in the pool, or will not come."""
+        self._imports.settled(hashes, now)
+
+    @stimulus
+    def keep_awaiting(self, request_ids: Iterable[str], now: float) -> None:
+        """The sender of these requests' KV is alive, only busy: wait as long again."""
+        self._imports.keep_awaiting(request_ids, now)
+
+    @stimulus
+    def stop_awaiting(self, request_ids: Iterable[str]) -> None:
+        """The sender of these requests' KV is gone: compute the missing KV."""
+        self._imports.stop_awaiting(request_ids)
+
+    @stimulus
+    def stop_awaiting_all(self) -> None:
+        """The manager is gone, so no block will be sent: compute all missing KV."""
+        self._imports.stop_awaiting_all()
+
+    @stimulus
+    def handed_over(self, handover: Handover, now: float) -> None:
+        """The prefill worker is done: continue the decode assignment from the token that it sampled."""
+        self._imports.handed_over(handover, now)
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which a waiting request gives up on its imports; None without any."""
+        return self._imports.next_deadline()
+
+    @stimulus
+    def reset(self) -> int:
+        """Forget every block without a holder, and stored results of prompts; returns the number of blocks."""
+        self.prompt_results.clear()
+        return self.pool.reset()
+
+    @stimulus
+    def learn_costs(self, costs: WorkerCosts) -> None:
+        """Decide by measured costs from now on: swapping or recomputing, and how much to prefill beside decodes."""
+        self.swapping.costs = costs
+
+    # One step
+
+    @stimulus
+    def forget_moves(self) -> None:
+        """Forget the moves of a step that failed, except the dropping of kept contents."""
+        self._swaps.forget_moves()
+
+    @stimulus
+    def schedule(self, now: float, drafts: Sequence[Draft] = ()) -> SchedulerOutput:
+        """Choose the next step's chunks, and allocate their blocks. `drafts`: guesses of decoding requests' tokens."""
+        budget = self.limits.token_budget
+        preempted: list[str] = []
+        chunks: list[ScheduledChunk] = []
+
+        # Decodes first.
+        for request in [request for request in self.running.values() if request.num_remaining == 1]:
+            if budget > 0 and self._make_room(request, 1, preempted, now):
+                chunks.append(chunk_of(request, 1))
+                budget -= 1
+
+        # New requests, unless blocks are short.
+        if not preempted:
+            self._admit(now)
+        self._imports.protect((*self.waiting, *self.preempted))
+
+        # Prefills share the rest of the budget. Beside decodes, which wait for the step, long contexts count.
+        scheduled = {chunk.request.request_id for chunk in chunks}
+        prefills = [request for request in self.running.values() if request.request_id not in scheduled]
+        weigh = weigh_contexts(self.swapping.costs, self.limits.token_budget) if chunks else None
+        for request, share in share_budget(prefills, budget, weigh):
+            if self._make_room(request, share, preempted, now):
+                chunks.append(chunk_of(request, share))
+                budget -= ceil(share * weigh(request)) if weigh else share
+
+        # A later request may have preempted an earlier chunk's.
+        chunks = [chunk for chunk in chunks if chunk.request.request_id in self.running]
+        if not preempted:
+            chunks = self.drafting.add(chunks, drafts, budget, self._room, now)
+            chunks += self._idle_chunks(chunks, now)
+
+        moves = self._swaps.take_moves()
+        for move in moves:
+            if isinstance(move, SwapIn):
+                self._requests[move.request_id].swapped = None
+        return SchedulerOutput(tuple(chunks), tuple(preempted), moves)
+
+    @stimulus
+    def swap_failed(self, request_id: str, output: SchedulerOutput, now: float) -> SchedulerOutput:
+        """Recompute a request whose KV could not be copied out of the pool, or back; returns the rest of the step."""
+        request = self._requests[request_id]
+        request.swapped = None
+        if request_id in self.running:
+            self._leave_running(request, now, has_ended=False)
+            self.preempted.appendleft(request)
+        chunks = tuple(chunk for chunk in output.chunks if chunk.request is not request)
+        return replace(output, chunks=chunks)
+
+    @stimulus
+    def update(self, output: SchedulerOutput, computed: RunnerOutput, now: float) -> StepOutcome:
+        """Record a step's results: seal full blocks, report scores, append sampled tokens, end finished requests."""
+        scores: list[PromptEvent] = []
+        events: list[TokenEvent] = []
+        exports: list[ExportedBlocks] = []
+        finished: list[Request] = []
+
+        for chunk in output.chunks:
+            request = chunk.request
+            if self._requests.get(request.request_id) is not request:
+                continue  # aborted while the step ran
+
+            # Accepted draft tokens, and new full blocks, for all requests that wait for them.
+            sampled = computed.sampled[request.request_id] if chunk.samples else ()
+            new = events_of(chunk, sampled, self.max_model_len)
+            self.drafting.accept(chunk, sampled, new, now)
+            first_new = self._contents.seal_full_blocks(request, now)
+            self._imports.arrived(request.hashes[first_new : request.num_sealed], now)
+            if request.assignment.is_idle:
+                self.idle.computed(request, chunk.num_tokens, now)
+                continue
+
+            # Results of the prompt, and the last sampled token, or the end of a request without tokens.
+            scores += self.prompt_results.record(chunk, computed)
+            if new:
+                request.token_ids.append(sampled[len(new) - 1].token_id)
+            elif request.num_remaining == 0:
+                pooled = computed.pooled.get(request.request_id)
+                new = [event_of(request, None, FinishReason.LENGTH, pooled=pooled)]
+            event = new[-1] if new else None
+            events += new
+
+            # Exports and the end.
+            if request.assignment.stage is Stage.PREFILL:
+                exports += self._contents.export(request, first_new, event, now)
+            if event is not None and (event.finish is not None or request.assignment.stage is Stage.PREFILL):
+                self._remove(request, now, has_ended=True)
+                finished.append(request)
+
+        return StepOutcome(tuple(scores), tuple(events), tuple(exports), tuple(finished))
+
+    # Queries
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks to compute with: waiting and preempted ones."""
+        return len(self.waiting) + len(self.preempted)
+
+    @property
+    def num_swapped(self) -> int:
+        """Preempted requests whose KV is kept outside the pool."""
+        return sum(request.swapped is not None for request in self.preempted)
+
+    def requests(self) -> Iterable[Request]:
+        return self._requests.values()
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def check_integrity(self, extra_held: Iterable[int] = ()) -> None:
+        """Assert that each request is in one place, and that all references are the requests' or in `extra_held`."""
+        places = [*self.waiting, *self.preempted, *self.running.values()]
+        check_places(places, self.running, self.idle, self._requests)
+        check_references(self.pool, places, self.idle, extra_held)
+        assert all(owner.request_id in self.running for owner in self._contents.computing.values())
+        assert all(request.swapped is None or request in self.preempted for request in places)
+        assert num_swapped_blocks(self.preempted) <= self.swapping.max_blocks
+        self.prompt_results.check_integrity()
+
+    # Start
+
+    def _idle_chunks(self, chunks: Sequence[ScheduledChunk], now: float) -> list[ScheduledChunk]:
+        """Idle work beside `chunks` of all running requests, if these decode and no other request could start."""
+        if (
+            not self.idle
+            or self.preempted
+            or any(request.num_remaining > 1 for request in self.running.values())
+            or any(is_ready(request, now) for request in self.waiting)
+        ):
+            return []
+        num_left = self.limits.token_budget - sum(chunk.num_tokens for chunk in chunks)
+        taken = self.idle.take(now, num_left, self._room(), is_alone=not chunks)
+        return [] if taken is None else [chunk_of(*taken)]
+
+    def _admit(self, now: float) -> None:
+        """Start requests while their blocks fit: of each priority swapped, then other preempted, then waiting ones.
+
+        A preempted request is overtaken only while another is about to compute its next block.
+        """
+        room = self._room()
+        for queue, candidates in start_order(self.preempted, self.waiting):
+            num_left = len(candidates)
+            for request in candidates:
+                if len(self.running) >= self.limits.max_requests:
+                    return
+                if not is_ready(request, now):
+                    continue
+                matched = self.pool.match(request.full_hashes())
+                if request.swapped is None and self._contents.is_being_computed(request, len(matched)):
+                    continue
+
+                # Matched blocks without a holder and new blocks leave less room.
+                num_taken = sum(self.pool.is_cached(block) for block in matched)
+                num_missing = request.num_needed_blocks - len(matched)
+                if num_taken + num_missing > room and self.running:
+                    return
+                room -= num_taken + num_missing
+                queue.remove(request)
+                num_left -= 1
+                self._start(request, matched, now)
+            if num_left and queue is self.preempted:
+                return
+
+    def _start(self, request: Request, matched: list[int], now: float) -> None:
+        """Run a request from the `matched` blocks on."""
+        self.pool.acquire(matched)
+        self._imports.end(request, now)
+        request.awaited.clear()
+        request.awaits_handover = False  # a later handover comes too late: its token may have been sampled here
+
+        # KV from the cache, from outside the pool, from a handover, or from a similar block.
+        block_size, last = self.pool.block_size, len(request.token_ids) - 1
+        request.blocks = list(matched)
+        request.num_sealed = len(matched)
+        request.num_shared = len(matched) * block_size
+        request.num_computed = min(request.num_shared, last)
+        if not self._swaps.swap_in(request, now):
+            self._contents.take_tail(request)
+            self._contents.copy_beginning(request, now)
+        self._contents.begin(request, len(matched))
+
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(request.num_computed, request.assignment.num_prompt_tokens)
+            request.started_at = now
+        self.prompt_results.take(request)
+        request.is_named = self.pool.keeps_blocks or request.assignment.stage is Stage.PREFILL
+        self.running[request.request_id] = request
+
+    # Blocks
+
+    def _room(self) -> int:
+        """Blocks beyond those that running requests need for their next tokens."""
+        return self.pool.num_available - sum(request.num_missing_blocks for request in self.running.values())
+
+    def _make_room(self, request: Request, num_tokens: int, preempted: list[str], now: float) -> bool:
+        """Allocate blocks for a request's next `num_tokens`, preempting later requests; False if preempted itself."""
+        if request.request_id not in self.running:
+            return False
+
+        block_size = self.pool.block_size
+        missing = -(-(request.num_computed + num_tokens) // block_size) - len(request.blocks)
+        while missing > self.pool.num_available:
+            if self._imports.drop_all_holds(now):
+                continue
+            victim = max(self.running.values(), key=rank)
+            self._preempt(victim, now)
+            preempted.append(victim.request_id)
+            if victim is request:
+                return False
+
+        if missing > 0:
+            request.blocks += self.pool.allocate(missing, now)
+        return True
+
+    def _preempt(self, request: Request, now: float) -> None:
+        if request.swapped is None:
+            self._swaps.swap_out(request, self.preempted)
+        else:  # it was to come back in this step: its contents stay outside
+            self._swaps.cancel_swap_in(request)
+        self._leave_running(request, now, has_ended=False)
+        request.num_preemptions += 1
+        self.preempted.appendleft(request)
+
+    def _leave_running(self, request: Request, now: float, *, has_ended: bool) -> None:
+        """Release the request's blocks. Eviction learns from the end of a request only."""
+        del self.running[request.request_id]
+        self._contents.end(request)
+        release = self.pool.retire if has_ended else self.pool.pause
+        release(request.blocks, now, request.retention(now), request.marked(now))
+        request.blocks = []
+        request.num_computed = request.num_shared = request.num_sealed = 0
+
+    def _remove(self, request: Request, now: float, *, has_ended: bool) -> None:
+        if request.assignment.is_idle:
+            self.idle.drop(request, now)
+            return
+        self._swaps.drop(request)
+        if request.request_id in self.running:
+            self._leave_running(request, now, has_ended=has_ended)
+        else:
+            (self.preempted if request in self.preempted else self.waiting).remove(request)
+            self._contents.drop_tail(request, now)
+        self._imports.end(request, now)
+        del self._requests[request.request_id]

@@ -1,0 +1,172 @@
+"""Values of one step: the scheduler's decision, the runner's answer, and the outcome."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.core.types import (
+    DEFAULT_RETENTION,
+    BlockHash,
+    DraftSource,
+    FinishReason,
+    Handover,
+    PromptEvent,
+    Retention,
+    TokenEvent,
+    TokenLogprobs,
+)
+from engine.core.worker.moves import Move
+from engine.core.worker.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Consecutive positions of one request to compute in this step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    store_from: int
+    """Positions below `store_from` are in shared blocks already: computed for their output, not stored."""
+    samples: bool
+    """True if the chunk reaches the last token, so that the next token is sampled from its output."""
+    scored: range = range(0)
+    """Positions of the chunk computed for the log-probability of the prompt token behind each."""
+    pooled: range = range(0)
+    """Positions of the chunk whose hidden states are added to the request's sum."""
+    draft: tuple[int, ...] = ()
+    """Guessed tokens behind the request's last one: the last positions of the chunk, one more row of logits each."""
+    draft_source: DraftSource | None = None
+    """Origin of the draft, if there is one."""
+
+    @property
+    def ends_pooled(self) -> bool:
+        """True if the pooled hidden state of a request is known after the chunk."""
+        request = self.request
+        return request.num_to_pool > 0 and self.start + self.num_tokens == request.num_to_pool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's work. The requests in `preempted` lost their blocks to make room."""
+
+    chunks: tuple[ScheduledChunk, ...]
+    preempted: tuple[str, ...]
+    moves: tuple[Move, ...] = ()
+    """To be done in this order, before the chunks are computed."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The runner's answer for one row."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    is_last: bool = False
+    """True if the token ends the answer by the request's grammar, whatever its parameters say."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOutput:
+    """The runner's answer to a step, by request id."""
+
+    sampled: Mapping[str, Sequence[SampledToken]] = field(default_factory=dict)
+    """The new tokens of each chunk that samples: the accepted ones of its draft, and the one behind."""
+    scores: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """One for each position of a chunk's `scored`, if there are any."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Requests that can have no next token, by no fault of the model's, each with the reason."""
+    sums: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
+    """For each chunk with `pooled` positions the sums (`engine.core.worker.pooling`) up to each end of a block among
+    these, and up to the last of these if no block ends there."""
+    pooled: Mapping[str, bytes] = field(default_factory=dict)
+    """One for each chunk that `ends_pooled`: as `TokenEvent.pooled`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedBlocks:
+    """Blocks to be exported; the exporter holds a reference to each until it has copied the contents."""
+
+    request_id: str
+    hashes: tuple[BlockHash, ...]
+    blocks: tuple[int, ...]
+    handover: Handover | None = None
+    retention: Retention = DEFAULT_RETENTION
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Results of a step: events for the ingress, blocks for other workers, requests that have ended."""
+
+    scores: tuple[PromptEvent, ...]
+    events: tuple[TokenEvent, ...]
+    exports: tuple[ExportedBlocks, ...]
+    finished: tuple[Request, ...]
+
+
+def chunk_of(request: Request, num_tokens: int) -> ScheduledChunk:
+    """The next `num_tokens` positions of a request."""
+    start, end = request.num_computed, request.num_computed + num_tokens
+    return ScheduledChunk(
+        request,
+        start,
+        num_tokens,
+        store_from=request.num_shared,
+        samples=end == len(request.token_ids) and request.assignment.sampling.max_tokens > 0,
+        scored=range(max(start, request.num_scored), min(end, request.num_to_score)),
+        pooled=range(max(start, request.num_pooled), min(end, request.num_to_pool)),
+    )
+
+
+def events_of(chunk: ScheduledChunk, sampled: Sequence[SampledToken], max_model_len: int) -> list[TokenEvent]:
+    """The next tokens of a chunk's request, up to one that ends the request."""
+    request, events = chunk.request, list[TokenEvent]()
+    for num_ahead, token in enumerate(sampled):
+        finish = end_after(request, token, max_model_len, num_ahead)
+        events.append(event_of(request, token, finish, num_ahead))
+        if finish is not None:
+            break
+    if chunk.draft and events:
+        num_accepted = len(events) - 1
+        events[-1] = events[-1]._replace(
+            num_accepted=num_accepted,
+            num_rejected=len(chunk.draft) - num_accepted,
+            draft_source=chunk.draft_source,
+        )
+    return events
+
+
+def event_of(
+    request: Request,
+    sampled: SampledToken | None,
+    finish: FinishReason | None,
+    num_ahead: int = 0,
+    *,
+    pooled: bytes | None = None,
+) -> TokenEvent:
+    """A next token of a request, behind `num_ahead` others, or its end without one but perhaps with its pooled
+    hidden state."""
+    return TokenEvent(
+        request_id=request.request_id,
+        attempt=request.assignment.attempt,
+        position=request.num_output + num_ahead,
+        token_id=None if sampled is None else sampled.token_id,
+        finish=finish,
+        logprobs=None if sampled is None else sampled.logprobs,
+        cached_tokens=request.num_cached_tokens or 0,
+        num_preemptions=request.num_preemptions,
+        pooled=pooled,
+    )
+
+
+def end_after(request: Request, sampled: SampledToken, max_model_len: int, num_ahead: int = 0) -> FinishReason | None:
+    """The reason why a request ends with a next token, behind `num_ahead` others; None if more tokens follow."""
+    sampling, count = request.assignment.sampling, request.num_output + num_ahead + 1
+    if sampled.is_last or (sampled.token_id in sampling.stop_token_ids and count > sampling.min_tokens):
+        return FinishReason.STOP
+    if count >= sampling.max_tokens or len(request.token_ids) + num_ahead + 1 >= max_model_len:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,93 @@
+"""The moves of a step, and the swaps of preempted requests among them."""
+
+from collections.abc import Iterable
+
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
+from engine.core.worker.request import Request
+from engine.core.worker.swapping import Swapped, SwapPolicy
+
+
+class Swaps:
+    """Owner of `swapped` of a worker's requests, and of the moves decided since the last step."""
+
+    def __init__(self, pool: BlockPool, policy: SwapPolicy, token_budget: int) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._token_budget = token_budget
+        self._moves: list[Move] = []
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """The moves for the next step, in order; none are left."""
+        moves, self._moves = self._moves, []
+        return tuple(moves)
+
+    def forget_moves(self) -> None:
+        """Forget the moves of a step that failed, except the dropping of kept contents."""
+        self._moves = [move for move in self._moves if isinstance(move, SwapDrop)]
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block before the next step."""
+        self._moves.append(CopyBlock(source, target))
+
+    def swap_out(self, request: Request, preempted: Iterable[Request]) -> None:
+        """Keep a request's own blocks outside the pool, if they fit beside `preempted` and recomputing is slower.
+
+        Own blocks are the computed ones from the first block on that no other request holds.
+        """
+        block_size = self._pool.block_size
+        computed = request.blocks[: -(-request.num_computed // block_size)]
+        first = next((i for i, block in enumerate(computed) if not self._pool.is_shared(block)), len(computed))
+        own = tuple(computed[first:])
+        num_kept = first * block_size  # positions in shared blocks, which stay in the pool
+
+        if (
+            own
+            and num_swapped_blocks(preempted) + len(own) <= self._policy.max_blocks
+            and self._policy.pays(len(own), request.num_computed - num_kept, num_kept, self._token_budget)
+        ):
+            request.swapped = Swapped(first, len(own), request.num_computed)
+            self._moves.append(SwapOut(request.request_id, own))
+
+    def swap_in(self, request: Request, now: float) -> bool:
+        """Continue from the kept contents.
+
+        False, and the contents are dropped, if the pool has as much, or lacks blocks between its own and the kept ones.
+        """
+        swapped, num_matched = request.swapped, len(request.blocks)
+        if swapped is None:
+            return False
+
+        num_missing = swapped.first_block + swapped.num_blocks - num_matched
+        if (
+            num_matched < swapped.first_block
+            or request.num_computed >= swapped.num_computed
+            or num_missing > self._pool.num_available
+        ):
+            self.drop(request)
+            return False
+
+        blocks = self._pool.allocate(num_missing, now)
+        request.blocks += blocks
+        request.num_computed = swapped.num_computed
+        self._moves.append(SwapIn(request.request_id, tuple(blocks)))
+        return True
+
+    def cancel_swap_in(self, request: Request) -> None:
+        """Leave the contents of a request outside that was preempted again before the step."""
+        self._moves = [move for move in self._moves if not _swaps_in(move, request)]
+
+    def drop(self, request: Request) -> None:
+        """Drop the kept contents of a request, if any."""
+        if request.swapped is not None:
+            request.swapped = None
+            self._moves.append(SwapDrop(request.request_id))
+
+
+def num_swapped_blocks(preempted: Iterable[Request]) -> int:
+    """Blocks kept outside the pool for preempted requests."""
+    return sum(request.swapped.num_blocks for request in preempted if request.swapped is not None)
+
+
+def _swaps_in(move: Move, request: Request) -> bool:
+    return isinstance(move, SwapIn) and move.request_id == request.request_id

@@ -1,0 +1,60 @@
+"""A model family: its names, and a function from its settings to the decoder's description."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.model.config import JsonObject, ModelConfig
+
+_DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+"""Values that a `config.json` of any family may leave out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A `config.json` of one family, with values for the keys that it may leave out."""
+
+    architecture: str
+    stated: JsonObject
+    defaults: JsonObject
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of `key`, or its default if it is absent or null; raises `KeyError` without either."""
+        value = self.stated.get(key)
+        if value is not None:
+            return value
+        return self.defaults[key] if key in self.defaults else _DEFAULTS[key]
+
+    def get(self, key: str) -> Any:
+        """The value of `key`, its default, or None."""
+        try:
+            return self[key]
+        except KeyError:
+            return None
+
+    def changed(self, **values: object) -> "Settings":
+        """Return the settings of a `config.json` with other values."""
+        return replace(self, stated={**self.stated, **values})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The models of one `model_type`."""
+
+    model_type: str
+    """As in `config.json`, without underscores and an ending `_text`."""
+    architecture: str
+    """As in `config.json`'s `architectures`."""
+    gguf_name: str | None = None
+    """As in GGUF's `general.architecture`; None: GGUF files name it otherwise, or cannot be read."""
+    defaults: JsonObject
+    """Values that a `config.json` may leave out because the publisher's configuration class supplies them."""
+    describe: Callable[[Settings], ModelConfig]
+    """Raises `KeyError`, `TypeError`, `ValueError` or `ZeroDivisionError` for settings that are absent or unusable."""

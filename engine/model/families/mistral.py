@@ -1,0 +1,26 @@
+"""Mistral: every layer has the window, and no projection a bias. Its GGUF files call themselves llama."""
+
+from dataclasses import replace
+
+from engine.model.config import ModelConfig
+from engine.model.families.family import Family, Settings
+from engine.model.families.parts import decoder
+
+
+def _describe(settings: Settings) -> ModelConfig:
+    plain = decoder(settings)
+    window = settings.stated.get("sliding_window", 4096)  # null: none
+    return replace(
+        plain,
+        layer_windows=(None if window is None else int(window),) * plain.num_layers,
+        attention_bias=False,
+        attention_output_bias=False,
+    )
+
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+    describe=_describe,
+)

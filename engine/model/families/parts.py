@@ -1,0 +1,109 @@
+"""Parts of a description that families share."""
+
+from collections.abc import Callable
+
+from engine.core.errors import StartupError
+from engine.model.config import Activation, JsonObject, ModelConfig, RopeConfig, unsupported
+from engine.model.families.family import Settings
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_ROPE_TYPES = ("linear", "llama3", "yarn")
+
+
+def decoder(settings: Settings) -> ModelConfig:
+    """Describe a plain decoder: full attention in every layer, biases of attention as `attention_bias` says."""
+    num_heads = int(settings["num_attention_heads"])
+    hidden_size = int(settings["hidden_size"])
+    head_dim = int(settings.get("head_dim") or hidden_size // num_heads)
+    num_kv_heads = int(settings.get("num_key_value_heads") or num_heads)
+    num_layers = int(settings["num_hidden_layers"])
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
+
+    rope = rope_of(settings, rope_parameters(settings), float(settings["rope_theta"]))
+    has_bias = bool(settings["attention_bias"])
+
+    return ModelConfig(
+        architecture=settings.architecture,
+        vocab_size=int(settings["vocab_size"]),
+        hidden_size=hidden_size,
+        intermediate_size=int(settings["intermediate_size"]),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=_max_position(settings, rope),
+        rms_norm_eps=float(settings["rms_norm_eps"]),
+        rope=rope,
+        layer_windows=(None,) * num_layers,
+        attention_scale=float(head_dim) ** -0.5,
+        activation=_activation(settings),
+        tie_word_embeddings=bool(settings["tie_word_embeddings"]),
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+    )
+
+
+def layer_windows(settings: Settings, window: int | None, is_windowed: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Give `window` to the layers that `layer_types` names, or without this key to those of which `is_windowed` holds.
+
+    `is_windowed` takes a layer's index, from 0.
+    """
+    num_layers = int(settings["num_hidden_layers"])
+    kinds = settings.get("layer_types") or [
+        "sliding_attention" if is_windowed(index) else "full_attention" for index in range(num_layers)
+    ]
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers of {num_layers}")
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types has {sorted(unknown)[0]!r}")
+
+    return tuple(int(window) if kind == "sliding_attention" and window is not None else None for kind in kinds)
+
+
+def optional_float(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def rope_parameters(settings: Settings) -> JsonObject:
+    """Return the rope dictionary of transformers 5, or the one of transformers 4; empty if there is none."""
+    parameters: JsonObject = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    return parameters
+
+
+def rope_of(settings: Settings, parameters: JsonObject, theta: float) -> RopeConfig:
+    """Describe the rotary embedding of a rope dictionary; `theta` is its base if the dictionary has none."""
+    theta = float(parameters.get("rope_theta", theta))
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if float(parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise StartupError("the model rotates only a part of each head (partial_rotary_factor), which is not supported")
+    if kind in ("default", "dynamic"):  # dynamic scaling begins beyond max_position, which is never served
+        return RopeConfig(theta)
+    if kind not in _ROPE_TYPES:
+        raise unsupported(f"the rope type {kind!r}", ("default", "dynamic", *_ROPE_TYPES))
+
+    scaling = {key: value for key, value in parameters.items() if key not in ("type", "rope_theta")}
+    scaling["rope_type"] = kind
+    scaling["factor"] = float(scaling["factor"])
+    if kind != "linear":
+        scaling.setdefault("original_max_position_embeddings", int(settings["max_position_embeddings"]))
+    return RopeConfig(theta, scaling)
+
+
+def _activation(settings: Settings) -> Activation:
+    name = settings.get("hidden_activation") or settings["hidden_act"]
+    if name not in _ACTIVATIONS:
+        raise unsupported(f"the activation {name!r} of {settings.architecture}", _ACTIVATIONS)
+    return _ACTIVATIONS[name]
+
+
+def _max_position(settings: Settings, rope: RopeConfig) -> int:
+    max_position = int(settings["max_position_embeddings"])
+    if rope.scaling is None or rope.scaling["rope_type"] != "yarn":
+        return max_position
+    # Checkpoints that are stretched by YaRN often state the length before stretching.
+    return max(max_position, int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"]))

@@ -1,0 +1,20 @@
+"""Qwen 3: queries and keys pass a norm."""
+
+from dataclasses import replace
+
+from engine.model.config import ModelConfig
+from engine.model.families import qwen2
+from engine.model.families.family import Family, Settings
+
+
+def _describe(settings: Settings) -> ModelConfig:
+    return replace(qwen2.qwen(settings), qk_norm=True)
+
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    gguf_name="qwen3",
+    defaults={**qwen2.DEFAULTS, "head_dim": 128},
+    describe=_describe,
+)

@@ -1,0 +1,320 @@
+"""The grammars of one worker: compiled beside the engine's thread, kept by digest, one matcher per request.
+
+| thread | does |
+|---|---|
+| engine | asks for grammars, hears of compiled ones, looks at drafts, begins and takes the masks of a step |
+| `grammar` | loads the tokenizer once, compiles |
+| `mask` | moves the matchers on and computes masks while the model runs |
+
+A worker that sees no grammar imports nothing, starts no thread and does nothing for them.
+"""
+
+import logging
+import queue
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.core.types import Grammar
+from engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
+from engine.model.drafted_places import DraftedPlace, led_place
+from engine.model.lead_masks import LeadMasks
+from engine.model.masks import Mask, Masks, early_stops, num_words, restrict
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from engine.model.drafted_places import MaskJob
+    from engine.model.matcher import Matcher
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILED = 256
+"""Grammars kept compiled; others are compiled again when needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """Tokens that the rows of a step may choose."""
+
+    rows: list[int]
+    """For each row its place in `bits`, or -1 if the row chooses freely."""
+    bits: Masks
+    """[num_masks, num_words]"""
+    dead_ends: dict[int, str]
+    """Rows of requests that can choose nothing, each with the reason."""
+    end_ids: frozenset[int]
+    """Tokens behind which the grammar allows nothing: the ends of a sequence."""
+    ended: frozenset[int] = frozenset()
+    """Rows of drafts that are no rows of the answer: the grammar forbids a token before, or allows nothing behind. A
+    dead end gets its reason in the step in which the row is the request's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarNews:
+    """A grammar has been compiled, or cannot be."""
+
+    digest: bytes
+    error: str | None = None
+
+
+class Grammars:
+    """Compiled grammars and matchers of a worker's requests, over `vocab_size` tokens.
+
+    `load` makes the tokenizer, with its end-of-sequence ids, in a thread and for the first grammar.
+    """
+
+    def __init__(self, load: "Callable[[], LLTokenizer]", vocab_size: int) -> None:
+        self._load = load
+        self._num_words = num_words(vocab_size)
+        self._tokenizer: LLTokenizer | None = None
+        self._table: Sequence[bytes] | None = None
+        """The bytes of each token; None until a grammar has a lead."""
+        self._leads: LeadMasks | None = None
+        self._loading = Lock()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._lock = Lock()
+        """Held around `_compiled`, which both threads use."""
+        self._pending: set[bytes] = set()
+        self._news: queue.SimpleQueue[GrammarNews] = queue.SimpleQueue()
+        self._matchers: dict[str, tuple[int, Matcher]] = {}
+        """By request id, with the matcher's attempt."""
+        self._compiler: ThreadPoolExecutor | None = None
+        self._masker: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+        self.wake: Callable[[], None] = lambda: None
+        """Called in a thread when there is news."""
+
+    # Compiling
+
+    def require(self, grammar: Grammar) -> bool:
+        """Return True if the grammar is compiled; otherwise there will be news of it."""
+        digest = grammar.digest
+        with self._lock:
+            if digest in self._compiled and (grammar.lead is None or self._leads is not None):
+                self._compiled.move_to_end(digest)
+                return True
+        if digest not in self._pending:
+            self._pending.add(digest)
+            if self._compiler is None:
+                self._compiler = ThreadPoolExecutor(1, "grammar")
+            self._compiler.submit(self._compile_and_tell, grammar, digest)
+        return False
+
+    def news(self) -> list[GrammarNews]:
+        """Return the news since the last call."""
+        news = []
+        while not self._news.empty():
+            news.append(self._news.get())
+        self._pending.difference_update(each.digest for each in news)
+        return news
+
+    def settle(self) -> None:
+        """Return when everything asked for so far is compiled; for tests and measurements."""
+        if self._compiler is not None:
+            self._compiler.submit(lambda: None).result()
+
+    def _compile_and_tell(self, grammar: Grammar, digest: bytes) -> None:
+        error = None
+        try:
+            self.compile(grammar)
+        except Exception as caught:  # of any kind: its requests must not wait for ever
+            error = str(caught)
+        self._news.put(GrammarNews(digest, error))
+        self.wake()
+
+    def compile(self, grammar: Grammar) -> "LLMatcher":
+        """Compile a grammar, in any thread. Raises GrammarError if it cannot be."""
+        from llguidance import LLMatcher
+
+        from engine.model.grammar_source import GrammarError, first_words, limits, llguidance_source
+
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load()
+            if grammar.lead is not None and self._leads is None:
+                self._table = [self._tokenizer.decode_bytes([each]) for each in range(self._tokenizer.vocab_size)]
+                self._leads = LeadMasks(self._table, self._tokenizer.eos_tokens, self._num_words)
+        matcher = LLMatcher(self._tokenizer, llguidance_source(grammar), log_level=0, limits=limits())
+        if matcher.is_error():
+            raise GrammarError(first_words(matcher.get_error()))
+
+        with self._lock:
+            self._compiled[grammar.digest] = matcher
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    # Drafts
+
+    def num_allowed(self, request: Row, token_ids: Sequence[int]) -> int:
+        """Return the number of these next tokens, from the first, that the request's grammar allows; 0 where the
+        request has no place in the grammar, for which its masks will have the reason."""
+        try:
+            matcher = self._followed(request)
+            count = matcher.consume(token_ids)
+            matcher.roll_back(count)
+        except Exception:  # of any kind: a guess must not end its request
+            self.forget(request.request_id)
+            return 0
+        return count
+
+    def forced(self, request: Row) -> Sequence[int]:
+        """Return the next tokens that the request's grammar leaves no choice about; none where the request has no place
+        in the grammar."""
+        try:
+            return self._followed(request).forced()
+        except Exception:  # of any kind: a guess must not end its request
+            self.forget(request.request_id)
+            return ()
+
+    # Masks
+
+    def begin(self, requests: Sequence[Row]) -> "Future[StepMasks] | None":
+        """Begin to compute the masks of a step's rows; None if no row has a grammar.
+
+        The requests must stay as they are until the result is there.
+        """
+        if not any(request.assignment.sampling.grammar is not None for request in requests):
+            return None
+        if self._masker is None:
+            self._masker = ThreadPoolExecutor(1, "mask")
+        return self._masker.submit(self._masks, tuple(requests))
+
+    def forget(self, request_id: str) -> None:
+        """Drop the matcher of a request that has ended."""
+        self._matchers.pop(request_id, None)
+
+    @property
+    def num_matchers(self) -> int:
+        """Requests whose place in a grammar is kept."""
+        return len(self._matchers)
+
+    def _masks(self, requests: Sequence[Row]) -> StepMasks:
+        places, dead_ends = list[DraftedPlace](), dict[int, str]()
+        row = num_masks = 0
+        for request, draft in with_drafts(requests):
+            if request.assignment.sampling.grammar is not None:
+                try:
+                    places.append(DraftedPlace(row, num_masks, self._followed(request), draft))
+                    num_masks += 1 + len(draft)
+                except Exception as error:  # of any kind: the row's request is to end alone
+                    dead_ends[row] = str(error)
+            row += 1 + len(draft)
+
+        try:
+            bits = self._fill(places)
+        except Exception:  # of any kind: some matchers may have consumed tokens of drafts
+            for place in places:
+                self.forget(requests[place.row].request_id)
+            raise
+        for place in places:
+            if place.draft and place.matcher.state.is_error():
+                self._fill_again(place, requests[place.row], bits)
+
+        assert self._tokenizer is not None or not places
+        end_ids = frozenset(self._tokenizer.eos_tokens if self._tokenizer is not None else ())
+        rows = [-1] * len(requests)
+        for place in places:
+            for behind in range(1 + len(place.draft)):
+                rows[place.row + behind] = at = place.at + behind
+                forbid(bits[at], requests[place.row + behind], end_ids)
+        return self._usable(requests, rows, bits, dead_ends, end_ids)
+
+    def _followed(self, request: Row) -> "Matcher":
+        """Return the matcher of a request, moved on to the request's last token. Raises GrammarError."""
+        matcher = self._matcher(request)
+        matcher.follow(request.token_ids, request.assignment.num_prompt_tokens)
+        return matcher
+
+    def _fill(self, places: Sequence[DraftedPlace]) -> Masks:
+        """Compute the masks of places and of the drafts behind, as far as the drafts are allowed; others stay empty."""
+        if not places:
+            return np.zeros((0, self._num_words), np.int32)
+        assert self._tokenizer is not None
+        size = num_words(self._tokenizer.vocab_size)
+        bits = np.zeros((sum(1 + len(place.draft) for place in places), size), np.int32)
+
+        led = [led_place(place, self._leads) for place in places]
+        self._compute([job for each in led if (job := each.job) is not None], bits)
+        bits = np.ascontiguousarray(bits[:, : self._num_words])
+        for place, lead in zip(places, led, strict=True):
+            for behind, mask in enumerate(lead.masks):
+                bits[place.at + behind] |= mask
+            place.matcher.roll_back(lead.num_consumed)
+        return bits
+
+    def _compute(self, jobs: "Sequence[MaskJob]", bits: Masks) -> None:
+        """Compute masks in parallel."""
+        if self._executor is None and jobs:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        memory = bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits)
+        if drafted := [job for job in jobs if job[2]]:
+            assert self._executor is not None
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
+        if alone := [(state, at) for state, at, draft in jobs if not draft]:
+            assert self._executor is not None
+            self._executor.unsafe_compute_mask_ptr(alone, *memory)
+
+    def _fill_again(self, place: DraftedPlace, request: Row, bits: Masks) -> None:
+        """Compute the first mask of a place alone, by a new matcher: a draft must not end its request."""
+        bits[place.at : place.at + 1 + len(place.draft)] = 0
+        self.forget(request.request_id)
+        try:
+            bits[place.at] = self._fill([DraftedPlace(place.row, 0, self._followed(request), ())])[0]
+        except Exception:
+            logger.exception("the place of %s in its grammar is lost", request.request_id)
+
+    def _usable(
+        self,
+        requests: Sequence[Row],
+        rows: list[int],
+        bits: Masks,
+        dead_ends: dict[int, str],
+        end_ids: frozenset[int],
+    ) -> StepMasks:
+        """Return the masks, without the rows that can choose nothing."""
+        is_open = (bits != 0).any(axis=1).tolist()
+        ended = set[int]()
+        for row, request in enumerate(requests):
+            if isinstance(request, DraftedRow):
+                if row - 1 in ended or row - 1 in dead_ends or (rows[row] >= 0 and not is_open[rows[row]]):
+                    ended.add(row)
+            elif rows[row] >= 0:
+                matcher, sampling = self._matcher(request), request.assignment.sampling
+                if matcher.state.is_error() or not is_open[rows[row]]:
+                    dead_ends[row] = matcher.reason(is_restricted=sampling.allowed_token_ids is not None)
+        rows = [-1 if row in ended or row in dead_ends else at for row, at in enumerate(rows)]
+        return StepMasks(rows, bits, dead_ends, end_ids, ended=frozenset(ended))
+
+    def _matcher(self, request: Row) -> "Matcher":
+        """Return the matcher of a request, made anew for a new attempt."""
+        from engine.model.matcher import Matcher
+
+        attempt, matcher = self._matchers.get(request.request_id, (None, None))
+        if matcher is None or attempt != request.assignment.attempt:
+            grammar = request.assignment.sampling.grammar
+            assert grammar is not None
+            with self._lock:
+                compiled = self._compiled.get(grammar.digest)
+            if compiled is None or (grammar.lead is not None and self._leads is None):
+                compiled = self.compile(grammar)
+            matcher = Matcher(compiled, grammar.lead, self._table or ())
+            self._matchers[request.request_id] = request.assignment.attempt, matcher
+        return matcher
+
+
+def forbid(mask: Mask, request: Row, end_ids: frozenset[int]) -> None:
+    """Take tokens out of the mask of a request's grammar that are excluded or would end the answer too early.
+
+    Too early are all stop tokens before `min_tokens`, and with `ignore_eos` the ends of a sequence. The grammar wins
+    where nothing else is allowed.
+    """
+    restrict(mask, request, end_ids.difference(request.assignment.sampling.stop_token_ids).union(early_stops(request)))

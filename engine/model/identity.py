@@ -1,0 +1,117 @@
+"""Identity of a model, for processes that compute and others: its folder, its lengths, the fingerprint of its KV.
+
+Read from the model's files without torch, so that processes that compute nothing need not load torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import BinaryIO
+
+from engine.core.errors import StartupError
+from engine.core.settings import Quantization
+from engine.model.config import ModelConfig
+from engine.model.families import read_config
+from engine.model.sources import NULL, resolve_model
+from engine.model.stored_tensors import StoredTensor, read_headers
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of one number of each dtype that a model may compute in."""
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """A model and the kind of KV computed with it."""
+
+    folder: Path
+    config: ModelConfig
+    max_model_len: int
+    """Tokens of the longest request."""
+    fingerprint: str
+    """Equal in all processes whose KV has the same meaning. Workers append the name of their
+    arithmetic."""
+
+
+def identify(
+    source: str,
+    *,
+    dtype: str,
+    block_size: int,
+    max_model_len: int | None = None,
+    quantization: Quantization | None = None,
+    deterministic: bool = False,
+) -> ModelIdentity:
+    """Identify the model named by `source` (`resolve_model`).
+
+    Raises:
+        StartupError: the model does not exist, cannot be used, or has a context shorter than `max_model_len`.
+    """
+    folder = resolve_model(source)
+    config = read_config(folder)
+
+    # A null model computes no products, so none are named.
+    products = f"{quantization or 'computed'}{'-deterministic' if deterministic else ''}"
+    made_by = "" if source.startswith(NULL) else products
+    return ModelIdentity(
+        folder,
+        config,
+        model_len(config, max_model_len),
+        f"{fingerprint(folder, dtype)}/{block_size}/{made_by}/{version('raydix')}",
+    )
+
+
+def model_len(config: ModelConfig, wanted: int | None) -> int:
+    """The longest request in tokens: the model's context, or less if so configured.
+
+    Raises:
+        StartupError: more is wanted than the model can do.
+    """
+    if wanted is not None and wanted > config.max_position:
+        raise StartupError(f"model.max_model_len is {wanted}, but the model's context has {config.max_position} tokens")
+    return wanted or config.max_position
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one block: keys and values of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * DTYPE_BYTES[dtype]
+
+
+def fingerprint(folder: Path, dtype: str) -> str:
+    """Digest everything that a KV cache computed with this model depends on: 32 hexadecimal digits.
+
+    Two folders with the same model have the same fingerprint, wherever and whenever they were written. The fingerprint
+    covers the decoder's description, its dtype, each tensor's name, shape and dtype, and of each tensor's bytes the
+    first, middle and last 4 KiB. Training, even of a few projections merged into their base, changes numbers all over
+    the trained tensors, so samples tell checkpoints apart without reading gigabytes at each start; an edit by hand of a
+    few bytes elsewhere is not seen.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    description = asdict(read_config(folder))
+    digest.update(json.dumps([description, dtype], sort_keys=True, default=repr).encode())
+    by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
+    stored = read_headers(folder)
+    for name in sorted(stored):
+        by_file.setdefault(stored[name].file, []).append((name, stored[name]))
+
+    samples: dict[str, bytes] = {}
+    for path, tensors in by_file.items():
+        with path.open("rb") as file:
+            for name, tensor in tensors:
+                samples[name] = b"".join(_sample(file, tensor.begin, tensor.end))
+
+    for name, tensor in sorted(stored.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape} {len(samples[name])}\n".encode())
+        digest.update(samples[name])
+
+    return digest.hexdigest()
+
+
+def _sample(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    middle = (begin + end) // 2
+    for start in sorted({begin, max(begin, middle), max(begin, end - _SAMPLE_BYTES)}):
+        file.seek(start)
+        yield file.read(min(_SAMPLE_BYTES, end - start))

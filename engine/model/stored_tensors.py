@@ -1,0 +1,84 @@
+"""Tensors of a model folder's safetensors files, as their headers describe them: no tensor is read."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import StartupError
+from engine.model.config import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Position of one tensor in a safetensors file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Offset in the file, in bytes."""
+    end: int
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a folder's safetensors files, by name; raises `StartupError` if there are none."""
+    stored: dict[str, StoredTensor] = {}
+    for path in _weight_files(folder):
+        stored.update(_read_header(path))
+    return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise StartupError(f"{index} has no weight_map")
+        files = [folder / name for name in sorted({str(value) for value in weight_map.values()})]
+    else:
+        files = [path for path in [folder / "model.safetensors"] if path.is_file()] or sorted(
+            path for path in folder.glob("*.safetensors") if not path.name.startswith(("adapter", "consolidated"))
+        )
+
+    if not files:
+        others = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
+        advice = "; its weights are in PyTorch's pickle format: convert them to safetensors" if others else ""
+        raise StartupError(f"{folder} has no model weights (*.safetensors){advice}")
+
+    for path in files:
+        if not path.is_file():
+            raise StartupError(f"{folder} is incomplete: {path.name} is named in {index.name} but is not there")
+
+    return files
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            size = path.stat().st_size
+            if length > size - 8:
+                raise ValueError("it is cut short or not a safetensors file")
+            header: Mapping[str, Any] = json.loads(file.read(length))
+
+        start = 8 + length
+        stored = {
+            name: StoredTensor(
+                file=path,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                begin=start + entry["data_offsets"][0],
+                end=start + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        if max((tensor.end for tensor in stored.values()), default=0) > size:
+            raise ValueError("it is cut short")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise StartupError(f"cannot read weights from {path}, download it again: {error}") from error
+
+    return stored

@@ -1,0 +1,52 @@
+"""raydix for other Ray programs.
+
+import raydix
+
+server = raydix.connect()
+answer = server.generate(raydix.GenerateRequest(prompt="One, two,", max_tokens=8))
+server.batch("requests.jsonl", "answers.jsonl")
+"""
+
+from engine.api.embeddings import EmbedRequest, EmbedResponse
+from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
+from engine.batches.offline import BatchSummary
+from engine.core.batches.batch_run import Progress
+from engine.core.errors import (
+    AnswerNotFoundError,
+    AuthenticationError,
+    ContextLengthError,
+    ModelNotFoundError,
+    NotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    PermissionDeniedError,
+    RaydixError,
+    RequestError,
+    ServiceError,
+    StartupError,
+)
+from raydix.client import Client, connect
+
+__all__ = [
+    "AnswerNotFoundError",
+    "AuthenticationError",
+    "BatchSummary",
+    "Client",
+    "ContextLengthError",
+    "EmbedRequest",
+    "EmbedResponse",
+    "GenerateChunk",
+    "GenerateRequest",
+    "GenerateResponse",
+    "ModelNotFoundError",
+    "NoWorkerError",
+    "NotFoundError",
+    "OverloadedError",
+    "PermissionDeniedError",
+    "Progress",
+    "RaydixError",
+    "RequestError",
+    "ServiceError",
+    "StartupError",
+    "connect",
+]

@@ -1,0 +1,7 @@
+"""`python -m raydix` is the command `raydix`."""
+
+import sys
+
+from cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,273 @@
+"""Streams that run while processes are killed: what their clients saw, and how long everything took."""
+
+import contextlib
+import http.client
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import psutil
+
+from tests.integration.conftest import Server, eventually, random_prompt
+
+NUM_STREAMS = 10
+STOPPED_S = 20.0
+"""How long a process stands still that gets SIGSTOP."""
+CONNECTED = {"ingress", "HAProxy", "HAProxy manager"}
+"""Processes without which there is no connection to a client."""
+BETWEEN_S = 0.3
+"""Between the first victim of a case and the second."""
+NUM_WORKERS = 4
+TITLES = {
+    "prefill host": "ray::ServeReplica:raydix:prefill",
+    "decode host": "ray::ServeReplica:raydix:decode",
+    "manager host": "ray::ServeReplica:raydix:kv_cache_manager",
+    "ingress": "ray::ServeReplica:raydix:ingress",
+    "controller": "ray::ServeController",
+    "proxy": "ray::ProxyActor",
+    "HAProxy manager": "ray::HAProxyManager",
+}
+"""How the titles of processes begin that have no statistics of their own."""
+
+
+@dataclass
+class Stream:
+    """One client: its request and what arrived when."""
+
+    prompt: list[int]
+    num_tokens: int
+    salt: str
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    sent_at: float = 0.0
+    error: str | None = None
+
+    def run(self, server: Server) -> None:
+        """Send the request and read its answer to the end."""
+        self.sent_at = time.monotonic()
+        try:
+            for chunk in server.stream(self.prompt, max_tokens=self.num_tokens, cache_salt=self.salt):
+                for choice in chunk["choices"]:
+                    self.token_ids += choice.get("token_ids", [])
+                    self.times.append(time.monotonic())
+            if len(self.token_ids) < self.num_tokens:
+                self.error = f"ended after {len(self.token_ids)} of {self.num_tokens} tokens"
+        except (OSError, http.client.HTTPException, AssertionError) as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def longest_pause_s(self, since: float) -> float:
+        """The longest time without a token that ended after `since`, in seconds."""
+        times = [self.sent_at, *self.times]
+        return max((b - a for a, b in itertools.pairwise(times) if b > since), default=0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One disturbance: these processes get this signal, one after the other, at this moment of the streams."""
+
+    victims: tuple[str, ...]
+    moment: str
+    how: signal.Signals = signal.SIGKILL
+
+    @property
+    def name(self) -> str:
+        return ", then ".join(self.victims) or "nobody"
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another worker or manager takes the place of each victim."""
+        parts = {victim.removesuffix(" host") for victim in self.victims}
+        return self.how is signal.SIGKILL and parts <= {"prefill", "decode", "manager"}
+
+    @property
+    def breaks_connections(self) -> bool:
+        """Whether clients are connected through a victim."""
+        return self.how is signal.SIGKILL and not CONNECTED.isdisjoint(self.victims)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts of ten streams, and their answers when nothing is disturbed."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+@dataclass
+class Outcome:
+    """What one disturbance did."""
+
+    victim: str
+    moment: str
+    how: str
+    identical: int = 0
+    """Streams with exactly the tokens of an undisturbed run, of `NUM_STREAMS`."""
+    broken: int = 0
+    """Streams whose connection ended early."""
+    longest_pause_s: float = 0.0
+    fresh_s: float = 0.0
+    """From the disturbance to the whole answer of a request that came right after it."""
+    noticed_s: float | None = None
+    """Until the process that takes the victim's place was started; None where nothing takes its place."""
+    back_s: float | None = None
+    """Until that process did the victim's work."""
+    errors: list[str] = field(default_factory=list)
+
+
+class Streams:
+    """Ten clients of one server at the same time."""
+
+    def __init__(self, server: Server, load: Load, salt: str) -> None:
+        self._load = load
+        self.streams = [
+            Stream(prompt, len(answer), salt) for prompt, answer in zip(load.prompts, load.answers, strict=True)
+        ]
+        self._threads = [threading.Thread(target=stream.run, args=(server,)) for stream in self.streams]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wait_for_tokens(self, count: int, num_streams: int) -> None:
+        """Until so many streams have so many tokens."""
+        eventually(
+            lambda: sum(len(stream.token_ids) >= count for stream in self.streams) >= num_streams,
+            f"{count} tokens of {num_streams} streams",
+        )
+
+    def finish(self, outcome: Outcome, since: float) -> None:
+        """Wait for all answers and note what they were."""
+        for thread in self._threads:
+            thread.join()
+        outcome.identical = sum(
+            stream.token_ids == answer for stream, answer in zip(self.streams, self._load.answers, strict=True)
+        )
+        outcome.errors = sorted({stream.error for stream in self.streams if stream.error is not None})
+        outcome.broken = sum(stream.error is not None for stream in self.streams)
+        outcome.longest_pause_s = max(stream.longest_pause_s(since) for stream in self.streams)
+
+
+def pids_of(server: Server, victims: Sequence[str]) -> list[int]:
+    """The processes to disturb, each another one; all of them are there."""
+    pids: list[int] = []
+    for victim in victims:
+        pids.append(eventually(partial(pid_of, server, victim, pids), f"a process of '{victim}'", 60))
+    return pids
+
+
+def pid_of(server: Server, victim: str, others: Collection[int]) -> int:
+    """A process to disturb, none of `others`: of several workers of a role the one with the most requests."""
+    if victim == "manager":
+        return server.manager()["pid"]
+    if victim in ("prefill", "decode"):
+        workers = [each for each in server.all_workers() if each["role"] == victim and each["pid"] not in others]
+        return int(max(workers, key=lambda worker: worker["num_running"] + worker["num_waiting"])["pid"])
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if process.name() == "haproxy" if victim == "HAProxy" else title.startswith(TITLES[victim]):
+                return process.pid
+    raise LookupError(f"no process of '{victim}'")
+
+
+def place_of(server: Server, victim: str) -> dict[int, Any]:
+    """The processes that do the victim's kind of work now: ids of registered workers by process, or the manager's."""
+    if victim in ("manager", "manager host"):
+        statistics = server.manager()
+        return {statistics["pid"]: statistics["num_workers"]}
+    role = victim.removesuffix(" host")
+    return {worker["pid"]: worker["worker_id"] for worker in server.all_workers() if worker["role"] == role}
+
+
+class Return:
+    """Notes when another process has taken the place of a killed one. Made before the kill, started with it."""
+
+    def __init__(self, server: Server, victim: str) -> None:
+        self._server = server
+        self._victim = victim
+        self._before = place_of(server, victim)
+        self._watcher = threading.Thread(target=self._watch)
+        self._killed_at = 0.0
+        self.noticed_s: float | None = None
+        self.back_s: float | None = None
+
+    def start(self) -> None:
+        self._killed_at = time.time()
+        self._watcher.start()
+
+    def join(self) -> None:
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        pid = eventually(self._successor, f"another {self._victim}", 180)
+        self.back_s = time.time() - self._killed_at
+        self.noticed_s = max(0.0, psutil.Process(pid).create_time() - self._killed_at)
+
+    def _successor(self) -> int | None:
+        now = place_of(self._server, self._victim)
+        new = [pid for pid in now if pid not in self._before]
+        if self._victim.startswith("manager"):
+            return new[0] if new and now[new[0]] == NUM_WORKERS else None
+        return new[0] if new and len(now) == len(self._before) else None
+
+
+def disturb(pid: int, how: signal.Signals) -> None:
+    """Send a signal; a process that is stopped goes on after `STOPPED_S`."""
+    os.kill(pid, how)
+    if how is signal.SIGSTOP:
+        timer = threading.Timer(STOPPED_S, os.kill, (pid, signal.SIGCONT))
+        timer.daemon = True
+        timer.start()
+
+
+def fresh_request_s(server: Server, salt: str) -> float:
+    """How long a short new request takes; it is sent again when its connection breaks."""
+    started = time.monotonic()
+
+    def answered() -> bool:
+        try:
+            return bool(server.complete(random_prompt(77, 20), max_tokens=2, cache_salt=salt))
+        except (OSError, http.client.HTTPException, AssertionError):
+            return False
+
+    eventually(answered, "a fresh request is answered", 120)
+    return time.monotonic() - started
+
+
+def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
+    """Disturb the server at that moment of ten streams, and note what followed."""
+    outcome = Outcome(case.name, case.moment, case.how.name.removeprefix("SIG"))
+    streams = Streams(server, load, salt)
+    if case.moment != "idle":
+        streams.start()
+    if case.moment == "prefill":
+        eventually(lambda: any(worker["num_running"] for worker in server.all_workers()), "prefill has begun")
+    elif case.moment == "hand-over":
+        streams.wait_for_tokens(1, 1)
+    elif case.moment == "decode":
+        streams.wait_for_tokens(8, NUM_STREAMS)
+    returns = [Return(server, victim) for victim in case.victims] if case.is_replaced else []
+    pids = pids_of(server, case.victims)
+    since = time.monotonic()
+    for number, pid in enumerate(pids):
+        if number:
+            time.sleep(BETWEEN_S)
+        disturb(pid, case.how)
+    for watch in returns:
+        watch.start()
+    if case.moment == "idle":
+        streams.start()
+    outcome.fresh_s = fresh_request_s(server, f"{salt} fresh")
+    streams.finish(outcome, since)
+    for watch in returns:
+        watch.join()
+    if returns:
+        outcome.noticed_s = max(watch.noticed_s or 0.0 for watch in returns)
+        outcome.back_s = max(watch.back_s or 0.0 for watch in returns)
+    return outcome

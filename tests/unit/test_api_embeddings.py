@@ -1,0 +1,158 @@
+"""Bodies of `/v1/embeddings`, and the vectors of its responses."""
+
+import base64
+import json
+import math
+from struct import pack, unpack
+from typing import Any
+
+import orjson
+import pytest
+
+from engine.api.embeddings import EmbedRequest, as_embed_request, embedding_of, embeddings_body, parse_embeddings
+from engine.api.responses import ResponseHead, Usage, response_id
+from engine.api.spec import EmbeddingUse, GenerationSpec, Truncation
+from engine.core.errors import RequestError
+
+HEAD = ResponseHead("completion", "embd-r", 7, "m")
+
+
+def parsed(**fields: Any) -> GenerationSpec:
+    return parse_embeddings(orjson.dumps({"input": "a", **fields}))
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("one", ("one",)),
+        (["one", "two"], ("one", "two")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+        (["x"] * 2048, ("x",) * 2048),
+    ],
+    ids=["text", "texts", "ids", "lists", "many"],
+)
+def test_inputs(given: object, prompts: object) -> None:
+    spec = parsed(input=given)
+    assert spec.prompts == prompts
+    assert (spec.kind, spec.max_tokens, spec.embedding) == ("completion", 0, EmbeddingUse())
+    assert spec.prompt_param == "input"
+
+
+def test_fields() -> None:
+    spec = parsed(
+        model="m",
+        encoding_format="base64",
+        dimensions=3,
+        use_activation=False,
+        truncate_prompt_tokens=5,
+        truncation_side="right",
+        add_special_tokens=False,
+        user="u",
+        session_id="s",
+        priority=-2,
+        cache_salt="c",
+        cache_priority=1,
+        cache_ttl_s=60,
+        request_id="r",
+    )
+    assert spec.embedding == EmbeddingUse("base64", is_normalized=False, dimensions=3)
+    assert spec.truncation == Truncation(5, keeps_end=False)
+    assert (spec.model, spec.user, spec.session_id, spec.priority, spec.request_id) == ("m", "u", "s", -2, "r")
+    assert (spec.cache_salt, spec.cache_priority, spec.cache_ttl_s) == ("c", 1, 60)
+    assert not spec.add_special_tokens
+    assert response_id(spec, "r") == "embd-r"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"encoding_format": "float"},
+        {"normalize": True},
+        {"normalize": True, "use_activation": True},
+        {"endianness": "native"},
+        {"embed_dtype": "float32"},
+        {"metadata": {"a": 1}},
+        {"dimensions": None},
+    ],
+    ids=str,
+)
+def test_values_that_change_nothing(fields: dict[str, Any]) -> None:
+    assert parsed(**fields) == parsed()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": ["a", 1]}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": {"text": "a"}}, "input"),
+        ({"encoding_format": "bytes"}, "encoding_format"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"embed_dtype": "float16"}, "embed_dtype"),
+        ({"endianness": "big"}, "endianness"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"normalize": True, "use_activation": False}, "normalize"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"temperature": 0}, "temperature"),
+        ({"stream": True}, "stream"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        parsed(**fields)
+    assert raised.value.param == param
+    assert param in str(raised.value)
+
+
+def test_a_body_without_input() -> None:
+    with pytest.raises(RequestError, match="Missing required parameter: 'input'"):
+        parse_embeddings(b"{}")
+
+
+def test_dimensions_are_the_hidden_states_or_refused() -> None:
+    EmbeddingUse(dimensions=576).check(576)
+    EmbeddingUse().check(576)
+    with pytest.raises(RequestError, match="'dimensions' must be 576") as raised:
+        EmbeddingUse(dimensions=256).check(576)
+    assert raised.value.param == "dimensions"
+
+
+def test_a_vector_has_length_one_unless_the_state_is_asked_for() -> None:
+    state = pack("<3f", 3.0, -4.0, 0.1)
+    vector = embedding_of(state, EmbeddingUse())
+    assert math.hypot(*vector) == pytest.approx(1, abs=1e-6)
+    assert [value / vector[0] * 3 for value in vector] == pytest.approx(unpack("<3f", state), rel=1e-6)
+    assert list(unpack("<3f", pack("<3f", *vector))) == vector, "float32 values"
+    assert embedding_of(state, EmbeddingUse(is_normalized=False)) == list(unpack("<3f", state))
+    assert embedding_of(bytes(8), EmbeddingUse()) == [0.0, 0.0]
+
+
+def test_both_encodings_have_the_same_values() -> None:
+    states = [pack("<2f", 0.1, 0.2), pack("<2f", -5.0, 1e-3)]
+    as_floats, as_bytes = (
+        json.loads(embeddings_body(HEAD, EmbeddingUse(encoding), states, Usage(9, 0, 4)))
+        for encoding in ("float", "base64")
+    )
+    for index, (one, other) in enumerate(zip(as_floats.pop("data"), as_bytes.pop("data"), strict=True)):
+        assert (one["index"], one["object"]) == (other["index"], other["object"]) == (index, "embedding")
+        assert one["embedding"] == list(unpack("<2f", base64.b64decode(other["embedding"])))
+    assert as_floats == as_bytes
+    assert (as_floats["object"], as_floats["model"], as_floats["id"]) == ("list", "m", "embd-r")
+    assert (as_floats["usage"]["prompt_tokens"], as_floats["usage"]["total_tokens"]) == (9, 9)
+
+
+def test_requests_of_the_handle() -> None:
+    request = EmbedRequest(input=("a",), tenant="t")
+    assert as_embed_request(request) is request
+    assert as_embed_request({"input": ["a"], "tenant": "t"}) == request
+    assert request.spec().embedding == EmbeddingUse()
+    with pytest.raises(RequestError, match="'input'"):
+        as_embed_request({"input": 3})
+    with pytest.raises(RequestError, match="EmbedRequest"):
+        as_embed_request(["a"])  # type: ignore[arg-type]

@@ -1,0 +1,146 @@
+"""Answers whose calls are prescribed: what the grammars take, and what the parsers make of it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from engine.api.spec import ToolUse
+from engine.api.tools import AnswerForm, with_calls
+from engine.core.errors import RequestError
+from engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
+from engine.core.ingress.parsers.forms import CallGrammar
+from engine.core.types import Grammar, GrammarKind
+from tests.unit.test_tool_parsers import summary
+
+ZONE = {
+    "type": "object",
+    "properties": {"zone": {"type": "string"}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+SCHEMAS: Mapping[str, Mapping[str, Any]] = {"clock": ZONE, "weather": {}}
+CLOCK, WEATHER = ("clock", '{"zone": "UTC"}'), ("weather", '{"place": {"x": 1}}')
+
+
+def written(tools: ToolFormat, *calls: tuple[str, str]) -> str:
+    """Calls as the grammar has them."""
+    form = tools.form
+    texts = [
+        f'{form.begin}{{"name": "{name}", "{form.arguments_key}": {arguments}}}{form.end}' for name, arguments in calls
+    ]
+    return form.opening + form.separator.join(texts) + form.closing
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    """True if the whole text follows the grammar, byte by byte."""
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar.source))
+    assert not matcher.is_error(), matcher.get_error()
+    return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
+
+
+def parsed(tools: ToolFormat, text: str) -> list[Any]:
+    parser = (tools.form_parser or tools.parser)(list(SCHEMAS))
+    return summary([event for character in text for event in parser.push(character)] + list(parser.finish()))
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS.values(), ids=TOOL_FORMATS.keys())
+def test_required_calls(tools: ToolFormat) -> None:
+    grammar = CallGrammar(tools.form, SCHEMAS, {}).required()
+    for calls in ([CLOCK], [WEATHER, CLOCK]):
+        assert takes(grammar, written(tools, *calls))
+        assert parsed(tools, written(tools, *calls)) == calls
+    for text in (
+        "",
+        "Hello",
+        written(tools, ("rm", "{}")),
+        written(tools, ("clock", "{}")),
+        written(tools, CLOCK) + "!",
+    ):
+        assert not takes(grammar, text)
+    single = CallGrammar(tools.form, SCHEMAS, {}, is_single=True).required()
+    assert takes(single, written(tools, CLOCK)) and not takes(single, written(tools, CLOCK, CLOCK))
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS.values(), ids=TOOL_FORMATS.keys())
+def test_calls_among_text(tools: ToolFormat) -> None:
+    grammar = CallGrammar(tools.form, SCHEMAS, {}).among_text()
+    for text in ("", "Hello, {you}.", written(tools, CLOCK), written(tools, CLOCK, WEATHER)):
+        assert takes(grammar, text)
+    assert not takes(grammar, written(tools, ("clock", '{"zone": 5}')))
+    if tools.form.marker:
+        assert takes(grammar, f"Well. {written(tools, CLOCK)} So.")
+        assert parsed(tools, f"Well. {written(tools, CLOCK)} So.") == ["Well.", CLOCK, "So."]
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS.values(), ids=TOOL_FORMATS.keys())
+def test_calls_or_json(tools: ToolFormat) -> None:
+    grammar = CallGrammar(tools.form, SCHEMAS, {}).or_json({"type": "object", "required": ["answer"]})
+    assert takes(grammar, written(tools, CLOCK)) and takes(grammar, '{"answer": 1}')
+    assert not takes(grammar, "Hello") and not takes(grammar, "{}")
+
+
+def test_special_tokens_stand_by_their_ids() -> None:
+    special = {"[TOOL_CALLS]": 5, "[ARGS]": 6}
+    for grammar in (
+        CallGrammar(MISTRAL.form, SCHEMAS, special).required(),
+        CallGrammar(MISTRAL.form, SCHEMAS, special).among_text(),
+    ):
+        assert '<[5]> " [" call' in grammar.source.replace("  ", " ")
+        assert "TOOL_CALLS" not in grammar.source
+    tags = {"<tool_call>": 7, "</tool_call>": 8}
+    source = CallGrammar(HERMES.form, SCHEMAS, tags).required().source
+    assert 'calls: <[7]> "\\n" call ("\\n" <[7]> "\\n" call)*' in source
+    assert 'call: (f0 | f1) "\\n" <[8]>' in source
+
+
+TOOLS = ToolUse(tuple({"function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()))
+NOTHING = AnswerForm(None, None)
+JSON = AnswerForm(Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}'), "response_format")
+
+
+def use(**fields: Any) -> ToolUse:
+    return ToolUse(TOOLS.definitions, **fields)
+
+
+def test_nothing_is_prescribed_unless_asked_for() -> None:
+    assert with_calls(NOTHING, TOOLS, HERMES.form, {}) == NOTHING
+    assert with_calls(JSON, use(may_call=False), HERMES.form, {}) == JSON
+    assert with_calls(NOTHING, use(may_call=False, strict=("clock",)), HERMES.form, {}) == NOTHING
+
+
+def test_prescribed_answers() -> None:
+    grammar, param = with_calls(NOTHING, use(required=("clock",)), HERMES.form, {})
+    assert grammar is not None and param == "tools[0].function.parameters"
+    assert takes(grammar, written(HERMES, CLOCK)) and not takes(grammar, written(HERMES, WEATHER))
+    grammar, param = with_calls(NOTHING, use(strict=("clock",)), LLAMA3.form, {})
+    assert grammar is not None and param == "tools[0].function.parameters"
+    assert takes(grammar, "Hello") and not takes(grammar, written(LLAMA3, ("clock", "{}")))
+    assert takes(grammar, written(LLAMA3, ("weather", '{"any": 1}')))
+    grammar, param = with_calls(JSON, TOOLS, PYTHONIC.form, {})
+    assert grammar is not None and param == "response_format"
+    assert takes(grammar, '{"a": 1}') and not takes(grammar, "Hello")
+
+
+def test_the_place_of_several_schemas_is_all_tools() -> None:
+    several = ToolUse((*TOOLS.definitions, {"function": {"name": "f", "parameters": ZONE}}), required=("clock", "f"))
+    assert with_calls(NOTHING, several, HERMES.form, {}).param == "tools"
+
+
+def test_forms_that_exclude_each_other() -> None:
+    with pytest.raises(RequestError, match="'tool_choice' and 'response_format'") as caught:
+        with_calls(JSON, use(required=("clock",)), HERMES.form, {})
+    assert caught.value.param == "response_format"
+    with pytest.raises(RequestError, match="other than JSON") as caught:
+        with_calls(AnswerForm(Grammar(GrammarKind.REGEX, "a+"), "regex"), TOOLS, HERMES.form, {})
+    assert caught.value.param == "regex"
+
+
+def test_arguments_are_written_as_templates_write_them() -> None:
+    grammar = CallGrammar(HERMES.form, {"f": {"properties": {"a": {}, "b": {}}}}, {}).required()
+    arguments = {"a": [1, {"x": "y"}], "b": None}
+    assert takes(grammar, written(HERMES, ("f", json.dumps(arguments))))
+    assert not takes(grammar, written(HERMES, ("f", json.dumps(arguments, indent=1))))

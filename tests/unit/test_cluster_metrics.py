@@ -1,0 +1,187 @@
+"""`/metrics`: values of every process in one text, in a bounded time, with a mark for those that do not answer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import ActorDiedError
+
+from actors.ingress.app import app
+from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from actors.ingress.exposition import CONTENT_TYPE
+from actors.instruments import families_of
+from actors.metric_values import Family
+from actors.metrics import FinishedRequest, IngressMetrics, ManagerMetrics, WorkerMetrics
+from actors.rpc import WorkerClient
+from engine.core.tenants import Tenant, Tenants, key_hash
+from engine.core.types import DraftSource, Role, WorkerInfo
+from tests.unit.ingress import FakeLink, Memory, Replica, Served, call
+from tests.unit.test_drafts import drafting_engine
+
+
+class FakeWorker(WorkerClient):
+    """Answers `metrics` as the test says."""
+
+    def __init__(self, answer: Callable[[], Awaitable[tuple[Family, ...]]]) -> None:
+        self._answer = answer
+
+    def metrics(self) -> Awaitable[tuple[Family, ...]]:
+        return self._answer()
+
+
+class Cluster:
+    """An ingress replica's view of workers, each with an answer of its own."""
+
+    def __init__(self, **workers: Callable[[], Awaitable[tuple[Family, ...]]]) -> None:
+        self.ingress = IngressMetrics(["a"], "r")
+        self.manager = FakeLink()
+        self.workers = workers
+        self.num_searches = 0
+        self.metrics = ClusterMetrics(
+            ReplicaMetrics("r", lambda: families_of(self.ingress)),
+            self.manager,
+            lambda: [WorkerInfo(worker_id, Role.MIXED, 1) for worker_id in self.workers],
+            self.find,
+            timeout_s=0.2,
+        )
+
+    async def find(self, worker_id: str, epoch: int) -> WorkerClient | None:
+        self.num_searches += 1
+        return FakeWorker(self.workers[worker_id])
+
+
+async def answers(worker_id: str) -> tuple[Family, ...]:
+    return families_of(WorkerMetrics(worker_id, Role.MIXED))
+
+
+async def never() -> tuple[Family, ...]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def dies() -> tuple[Family, ...]:
+    raise ActorDiedError
+
+
+def values(text: str, name: str, label: str) -> dict[str, float]:
+    """Values of the samples of one name, by one of their labels."""
+    found = (sample for metric in text_string_to_metric_families(text) for sample in metric.samples)
+    return {sample.labels[label]: sample.value for sample in found if sample.name == name}
+
+
+def test_counters_are_there_at_0_and_grow() -> None:
+    async def scrape() -> tuple[str, str]:
+        cluster = Cluster(w=lambda: answers("w"))
+        before = await cluster.metrics.text()
+        cluster.ingress.finished(FinishedRequest("a", "stop", 7, 3, {"local": 2, "imported": 0}, 0.02, None))
+        cluster.ingress.failed_over()
+        return before, await cluster.metrics.text()
+
+    before, after = asyncio.run(scrape())
+    assert values(before, "raydix_requests_total", "outcome") == {
+        "stop": 0,
+        "length": 0,
+        "aborted": 0,
+        "failed": 0,
+    }
+    assert values(before, "raydix_preemptions_total", "way") == {"swap": 0, "recompute": 0}
+    assert values(before, "raydix_prefill_tokens_total", "worker") == {"w": 0}
+    assert values(after, "raydix_requests_total", "outcome")["stop"] == 1
+    assert values(after, "raydix_prompt_tokens_total", "tenant") == {"a": 7}
+    assert values(after, "raydix_cache_hit_tokens_total", "source") == {"local": 2, "imported": 0}
+    assert values(after, "raydix_failovers_total", "replica") == {"r": 1}
+    assert values(before, "raydix_ttft_seconds_count", "replica") == {"r": 0}
+    assert values(after, "raydix_ttft_seconds_sum", "replica") == {"r": 0.02}
+    buckets = values(after, "raydix_ttft_seconds_bucket", "le")
+    assert (buckets["0.01"], buckets["0.025"], buckets["+Inf"]) == (0, 1, 1)
+
+
+def test_draft_tokens_are_counted_by_source() -> None:
+    metrics, engine = WorkerMetrics("w", Role.MIXED), drafting_engine()
+    counts = engine.scheduler.drafting.counts
+    counts[DraftSource.PAST].num_drafted, counts[DraftSource.PAST].num_accepted = 9, 7
+    metrics.flush(engine)
+    counts[DraftSource.GRAMMAR].num_drafted = counts[DraftSource.GRAMMAR].num_accepted = 5
+    metrics.flush(engine)
+
+    async def answer() -> tuple[Family, ...]:
+        return families_of(metrics)
+
+    text = asyncio.run(Cluster(w=answer).metrics.text())
+    none = {"request": 0, "prediction": 0}
+    assert values(text, "raydix_draft_tokens_total", "source") == {**none, "past": 9, "grammar": 5}
+    assert values(text, "raydix_accepted_draft_tokens_total", "source") == {**none, "past": 7, "grammar": 5}
+
+
+def test_a_process_that_does_not_answer_in_time_is_marked() -> None:
+    async def scrape() -> str:
+        cluster = Cluster(good=lambda: answers("good"), silent=never, dead=dies)
+        cluster.manager.is_away = True
+        async with asyncio.timeout(5):
+            return await cluster.metrics.text()
+
+    text = asyncio.run(scrape())
+    up = values(text, "raydix_process_up", "process")
+    assert up == {"r": 1, "good": 1, "silent": 0, "dead": 0, "kv_cache_manager": 0}
+    assert values(text, "raydix_decode_tokens_total", "worker") == {"good": 0}
+
+
+def test_scrapes_at_the_same_time_share_an_answer_and_workers_are_found_once() -> None:
+    async def scrape() -> tuple[int, int, int]:
+        cluster = Cluster(w=lambda: answers("w"))
+        texts = await asyncio.gather(*(cluster.metrics.text() for _ in range(5)))
+        first = cluster.num_searches
+        await cluster.metrics.text()
+        cluster.workers = {"x": lambda: answers("x")}
+        assert values(await cluster.metrics.text(), "raydix_decode_tokens_total", "worker") == {"x": 0}
+        return len(set(texts)), first, cluster.num_searches
+
+    assert asyncio.run(scrape()) == (1, 1, 2)
+
+
+def test_a_client_that_leaves_takes_no_other_s_answer_along() -> None:
+    async def scrape() -> str:
+        cluster = Cluster(w=lambda: answers("w"))
+        leaver, stayer = (asyncio.ensure_future(cluster.metrics.text()) for _ in range(2))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        return await stayer
+
+    assert "raydix_decode_tokens_total" in asyncio.run(scrape())
+
+
+def test_the_manager_s_metrics_are_there() -> None:
+    class Manager(Memory):
+        async def metrics(self) -> tuple[Family, ...]:
+            return families_of(ManagerMetrics())
+
+    async def scrape() -> str:
+        cluster = Cluster()
+        cluster.manager.memory = Manager
+        return await cluster.metrics.text()
+
+    text = asyncio.run(scrape())
+    assert "raydix_placement_regret_seconds_count 0" in text
+    assert values(text, "raydix_process_up", "process")["kv_cache_manager"] == 1
+
+
+def test_the_route_is_for_administrators(served: Served) -> None:
+    reply = served(Replica(), lambda: call(app, "GET", "/metrics"))
+    assert (reply.status, reply.headers["content-type"]) == (200, CONTENT_TYPE)
+    assert values(reply.body.decode(), "raydix_requests_total", "tenant") == {"a": 3}
+
+    tenants = Tenants([Tenant("a"), Tenant("boss", is_admin=True)], {key_hash("k"): "a", key_hash("b"): "boss"})
+
+    def status(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        reply = served(Replica(tenants=tenants), lambda: call(app, "GET", "/metrics", headers=headers))
+        return int(reply.status)
+
+    assert [status(key) for key in ("", "k", "b")] == [401, 403, 200]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_counter_grows_by_more_than_0(value: float) -> None:
+    with pytest.raises(ValueError, match="must be >0"):
+        IngressMetrics(["a"])._failovers.inc(value)

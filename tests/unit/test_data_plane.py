@@ -1,0 +1,293 @@
+"""The production actors together: requests go from a dispatcher through manager and workers, while actors die."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actors.ingress.dispatcher as dispatcher_module
+import actors.manager.kv_cache_manager as manager_module
+from actors.ingress.dispatcher import Dispatcher
+from actors.logs import DEFAULTS
+from actors.manager.kv_cache_manager import KVCacheManager
+from actors.worker.export_stream import ExportStream
+from actors.worker.worker import Worker
+from configs.schema import LoggingSection
+from engine.core.hashing import BlockChain
+from engine.core.ingress.dispatch import Dispatch
+from engine.core.manager.directory import Directory
+from engine.core.stimuli import Record, replay
+from engine.core.types import Role, Salt, SamplingParams
+from engine.core.worker.replaying import replaying_scheduler
+from tests.unit.builders import ROOT, expected_answer
+from tests.unit.local_actors import MAX_MODEL_LEN, LocalWorkers, answer_of, make_dispatcher
+from tests.unit.replaying import blocks_of, requests_of, state_of, vars_of, without_tokens
+
+NUM_TOKENS = 12
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    """Prompts that begin alike."""
+    return (*range(21), number, number + 1)
+
+
+def expected(prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> list[int]:
+    chain = BlockChain(ROOT, Salt(), 4)
+    return expected_answer(chain, prompt, SamplingParams(num_tokens), MAX_MODEL_LEN)[0]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class Scene:
+    """A cluster with a manager, two prefill and two decode workers, and one ingress replica."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatcher_module, "PING_S", 0.02)
+        self.local = LocalWorkers(monkeypatch)
+        self.workers: dict[str, Worker] = {}
+
+    async def start(
+        self, worker_silent_s: float = 30.0, logs: LoggingSection = DEFAULTS
+    ) -> tuple[KVCacheManager, Dispatcher]:
+        manager = await self.local.start_manager(logs=logs)
+        for worker_id, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
+            self.workers[worker_id] = await self.local.start_worker(role, worker_id, logs=logs)
+        await until(lambda: self.num_registered(manager) == 4)
+        dispatcher = make_dispatcher(worker_silent_s=worker_silent_s, logs=logs)
+        dispatcher.start()
+        return manager, dispatcher
+
+    @staticmethod
+    def num_registered(manager: KVCacheManager) -> int:
+        return len(manager._directory.workers)
+
+    def stop(self) -> None:
+        """End the workers' threads; a second time does nothing."""
+        for worker in self.workers.values():
+            worker._loop_thread.stop()
+
+    def run(self, play: Coroutine[Any, Any, None]) -> None:
+        """Run a test's coroutine; afterwards every worker's thread ends."""
+
+        asyncio.run(asyncio.wait_for(play, 60))
+        self.stop()
+        for worker in self.workers.values():
+            worker._engine.scheduler.check_integrity()
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def test_prompts_that_begin_alike_are_computed_once(scene: Scene) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        assert await answer_of(dispatcher, "first", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+        before = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
+        assert await answer_of(dispatcher, "second", prompt_of(2), NUM_TOKENS) == expected(prompt_of(2))
+        await until(lambda: manager._directory.num_reservations == 0)
+        after = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
+        assert after - before <= len(prompt_of(2)) - 20, "five whole blocks are shared"
+
+        [explained] = await manager.explain("second", None)
+        assert explained["id"] == "second"
+        report = await manager.cache_report("default", is_admin=True)
+        assert len(report["workers"]) == 4  # type: ignore[arg-type]
+        statistics = await manager.statistics()
+        assert statistics["num_workers"] == 4 and statistics["num_reservations"] == 0
+        for worker in scene.workers.values():
+            assert (await worker.statistics())["num_running"] == 0
+        assert (await manager.reset_cache())["pool_blocks"] > 0
+
+    scene.run(play())
+
+
+def test_a_reset_takes_what_is_still_on_its_way_to_the_store(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ExportStream.read
+
+    async def read_late(stream: ExportStream) -> AsyncIterator[Any]:
+        async for item in read(stream):
+            await asyncio.sleep(0.05)
+            yield item
+
+    monkeypatch.setattr(ExportStream, "read", read_late)
+
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        assert await answer_of(dispatcher, "r", prompt_of(1), 1) == expected(prompt_of(1), 1)
+        await until(lambda: manager._directory.num_reservations == 0)
+        await manager.reset_cache()
+        await until(lambda: manager._directory.num_blocks == 0)
+        for worker in scene.workers.values():
+            assert (await worker.statistics())["num_cached_blocks"] == 0
+
+    scene.run(play())
+
+
+@pytest.mark.parametrize("victims", [["d0"], ["p0"], ["d0", "d1"], ["p0", "p1"], ["p0", "d1"]], ids=" ".join)
+def test_answers_are_the_same_after_workers_die(scene: Scene, victims: list[str]) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
+        await asyncio.sleep(0.01)
+        for worker_id in victims:
+            scene.local.kill(f"{worker_id}:1")
+        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        await until(lambda: scene.num_registered(manager) == 4 - len(victims))
+        await until(lambda: manager._directory.num_reservations == 0)
+        manager._directory.check_integrity()
+
+    scene.run(play())
+
+
+def test_answers_are_the_same_after_the_manager_dies(scene: Scene) -> None:
+    async def play() -> None:
+        _, dispatcher = await scene.start()
+        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
+        await asyncio.sleep(0.01)
+        scene.local.kill_manager()
+        orphan = asyncio.create_task(answer_of(dispatcher, "orphan", prompt_of(7), NUM_TOKENS))
+        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        assert await orphan == expected(prompt_of(7))
+
+        successor = await scene.local.start_manager()
+        await until(lambda: scene.num_registered(successor) == 4)
+        assert await answer_of(dispatcher, "later", prompt_of(8), NUM_TOKENS) == expected(prompt_of(8))
+        successor._directory.check_integrity()
+
+    scene.run(play())
+
+
+def test_a_restarted_worker_takes_requests_again(scene: Scene) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        for worker_id in ("d0", "d1"):
+            scene.local.kill(f"{worker_id}:1")
+        await until(lambda: scene.num_registered(manager) == 2)
+        await manager.worker_starting("d0")
+        assert (await manager.workers()).num_starting == 1
+        scene.workers["d0 again"] = await scene.local.start_worker(Role.DECODE, "d0", epoch=2)
+        await until(lambda: scene.num_registered(manager) == 3)
+        assert (await manager.workers()).num_starting == 0
+        assert await answer_of(dispatcher, "r", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+        decoded = await scene.workers["d0 again"].statistics()
+        assert decoded["num_cached_blocks"] > 0, "it has decoded"
+
+    scene.run(play())
+
+
+def test_answers_are_the_same_when_a_worker_cannot_be_reached(scene: Scene) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start(worker_silent_s=0.1)
+        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
+        await asyncio.sleep(0.01)
+        scene.local.handles["d0:1"].cut_off()
+        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+
+        scene.local.handles["d0:1"].reconnect()
+        for number in range(6, 12):
+            assert await answer_of(dispatcher, f"r{number}", prompt_of(number), 3) == expected(prompt_of(number), 3)
+        await until(lambda: manager._directory.num_reservations == 0)
+        statistics = await scene.workers["d0"].statistics()
+        assert statistics["num_running"] == statistics["num_waiting"] == 0
+
+    scene.run(play())
+
+
+def test_preempted_requests_go_on_from_swapped_kv(scene: Scene) -> None:
+    async def play() -> None:
+        manager = await scene.local.start_manager()
+        worker = await scene.local.start_worker(Role.MIXED, "m", num_blocks=32, swap_bytes=1 << 20)
+        scene.workers["m"] = worker
+        await until(lambda: scene.num_registered(manager) == 1)
+        dispatcher = make_dispatcher()
+        prompts = {f"r{number}": (number, *prompt_of(number)) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 40)) for each in prompts.items()]
+        assert await asyncio.gather(*answers) == [expected(prompt, 40) for prompt in prompts.values()]
+        assert sum((await worker.statistics())["preemptions"].values()) > 0
+
+    scene.run(play())
+
+
+def num_bytes_in_files(folder: Path) -> int:
+    """Sum the payloads of the whole segment files; unfinished ones have another suffix."""
+    return sum(json.loads(file.read_bytes().splitlines()[0])["num_bytes"] for file in folder.glob("*.kv"))
+
+
+def test_kv_on_disk_survives_everybody(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "SAVE_S", 0.02)
+
+    async def play() -> None:
+        for epoch in (1, 2):
+            manager = await scene.local.start_manager(tmp_path)
+            worker = scene.workers[f"m{epoch}"] = await scene.local.start_worker(Role.MIXED, "m", epoch)
+            await until(lambda: scene.num_registered(manager) == 1)  # noqa: B023
+            dispatcher = make_dispatcher(f"ingress {epoch}")
+            before = manager._directory.segments.disk_bytes
+            prompt = tuple(range(90))
+            assert await answer_of(dispatcher, "r", prompt, 3) == expected(prompt, 3)
+            if epoch == 1:
+                await until(lambda: num_bytes_in_files(tmp_path) >= 22 * 32)
+                scene.local.kill("m:1")
+                scene.local.kill_manager()
+            else:
+                assert before >= 22 * 32, "the files were found"
+                assert worker._num_prefill_tokens <= 90 - 80
+
+    scene.run(play())
+
+
+def test_a_client_that_leaves_frees_what_its_request_holds(scene: Scene) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        answer = asyncio.create_task(answer_of(dispatcher, "r", prompt_of(1), 90))
+        await until(lambda: manager._directory.num_reservations == 1)
+        answer.cancel()
+        await until(lambda: manager._directory.num_reservations == 0)
+        for worker in scene.workers.values():
+            async with asyncio.timeout(10):
+                while (statistics := await worker.statistics())["num_running"] + statistics["num_waiting"]:
+                    await asyncio.sleep(0.002)
+            assert statistics["num_available_blocks"] == statistics["num_blocks"]
+
+    scene.run(play())
+
+
+def test_what_was_recorded_is_replayed(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = LoggingSection(stimuli=str(tmp_path))
+
+    def replayed(name: str, make: Callable[..., Any]) -> Any:
+        [file] = tmp_path.glob(f"stimuli-{name}-*.log")
+        record = Record.load(file.read_bytes())
+        machine = make(*record.made.args, **record.made.kwargs)
+        assert not [result for result in replay(record.stimuli, machine) if isinstance(result, Exception)]
+        machine.check_integrity()
+        return machine
+
+    async def play() -> None:
+        manager, dispatcher = await scene.start(logs=logs)
+        prompts = {f"r{number}": prompt_of(number) for number in range(4)}
+        await asyncio.gather(*(answer_of(dispatcher, name, prompt, NUM_TOKENS) for name, prompt in prompts.items()))
+        fresh = replayed("kv_cache_manager", Directory)
+        assert state_of(fresh) == state_of(manager._directory) and fresh.num_blocks > 0
+        assert without_tokens(vars_of(replayed("ingress", Dispatch))) == without_tokens(vars_of(dispatcher._dispatch))
+
+        scene.stop()
+        for name, worker_id in (("prefill", "p0"), ("decode", "d0")):  # the other two have the same process here
+            scheduler = scene.workers[worker_id]._engine.scheduler
+            again = replayed(name, replaying_scheduler)
+            assert requests_of(again) == requests_of(scheduler) and again.pool.num_cached > 0
+            assert blocks_of(again.pool) == blocks_of(scheduler.pool)
+
+    scene.run(play())

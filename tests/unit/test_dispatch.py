@@ -1,0 +1,393 @@
+"""The decisions of an ingress replica's data plane, event by event."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+
+from engine.core.errors import NoWorkerError, ServiceError
+from engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from engine.core.ingress.dispatch import MAX_ATTEMPTS, Dispatch
+from engine.core.ingress.generation import Generation
+from engine.core.ingress.instructions import (
+    Abort,
+    Admit,
+    AskWorkers,
+    Deliver,
+    FailedOver,
+    Follow,
+    Instruction,
+    ModelDiffers,
+    Ping,
+    Read,
+    Settle,
+    StopAwaiting,
+    Submit,
+    WorkerSilent,
+)
+from engine.core.ingress.notes import NOTES
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    CacheHints,
+    FinishReason,
+    Membership,
+    PromptEvent,
+    Role,
+    Salt,
+    SamplingParams,
+    Stage,
+    TokenEvent,
+    TokenLogprobs,
+    WorkerInfo,
+)
+from tests.unit.builders import FINGERPRINT
+from tests.unit.replaying import Recording, check_dispatch
+
+T = TypeVar("T")
+
+P, D = WorkerInfo("p", Role.PREFILL, 1), WorkerInfo("d", Role.DECODE, 1)
+TIMEOUTS = Timeouts(retry_s=1.0, dispatch_s=30.0)
+
+
+def of_type(instructions: Iterable[Instruction], kind: type[T]) -> list[T]:
+    return [instruction for instruction in instructions if isinstance(instruction, kind)]
+
+
+def make_dispatch(*workers: WorkerInfo) -> Dispatch:
+    """A machine that knows these workers."""
+    facts = ModelFacts(FINGERPRINT.rpartition("/")[0], block_size=4, await_timeout_s=30.0)
+    dispatch = Dispatch("i", facts, now=0.0, timeouts=TIMEOUTS)
+    if workers:
+        assert dispatch.membership(Membership(workers, 0, FINGERPRINT), now=0.0) == []
+    return dispatch
+
+
+def make_generation(request_id: str = "r", priority: int = 0) -> Generation:
+    return Generation(request_id, tuple(range(9)), SamplingParams(8), Salt(), CacheHints(), priority=priority)
+
+
+def admission_of(
+    attempt: int = 0, prefill: str = "p", decode: str = "d", epoch: int = 1, request_id: str = "r"
+) -> Admission:
+    return Admission(
+        request_id,
+        attempt,
+        prefill=prefill,
+        decode=decode,
+        prefill_epoch=epoch,
+        decode_epoch=epoch,
+        prefill_awaited=(),
+        decode_awaited=(),
+    )
+
+
+def token(position: int, attempt: int = 0, *, ends: bool = False) -> TokenEvent:
+    return TokenEvent("r", attempt, position, 100 + position, FinishReason.LENGTH if ends else None, None, 0)
+
+
+def submitted(dispatch: Dispatch) -> Generation:
+    """Run a request up to its submission to `p` and `d`."""
+    generation = make_generation()
+    assert len(of_type(dispatch.begin(generation, 1.0), Admit)) == 1
+    assert dispatch.admitted("r", 0, admission_of(), 1.0) == [Follow("p", 1), Follow("d", 1)]
+    assert dispatch.found("p", 1, 1.0) == [Read("p", 1)]
+    assert dispatch.flush(has_manager=True) == [], "nothing is submitted before both are followed"
+    assert dispatch.found("d", 1, 1.0) == [Read("d", 1)]
+    submits = of_type(dispatch.flush(has_manager=True), Submit)
+    assert {each.worker_id: each.assignments[0].stage for each in submits} == {"p": Stage.PREFILL, "d": Stage.DECODE}
+    return generation
+
+
+def test_a_request_from_its_admission_to_its_last_token() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    assert dispatch.tokens("p", [token(0)], 2.5) == [Deliver("r", [token(0)])]
+    [settle] = dispatch.flush(has_manager=True)
+    assert isinstance(settle, Settle)
+    assert [(first.request_id, first.ttft_s) for first in settle.first_tokens] == [("r", 1.5)]
+    assert dispatch.tokens("d", [token(1, ends=True)], 3.0) == [Deliver("r", [token(1, ends=True)])]
+    assert dispatch.end("r") == [Abort("p", "r", has_ended=True)]
+    [settle] = dispatch.flush(has_manager=True)
+    assert isinstance(settle, Settle)
+    assert [(ended.request_id, ended.how) for ended in settle.ended] == [("r", "finished")]
+    assert dispatch.active == []
+    dispatch.check_integrity()
+
+
+def test_a_request_is_admitted_again_until_a_worker_comes() -> None:
+    dispatch = make_dispatch(P, D)
+    dispatch.begin(make_generation(), 1.0)
+    assert dispatch.admitted("r", 0, None, 1.0) == []
+    assert dispatch.retry_at == 2.0
+    assert dispatch.tick(1.5) == []
+    assert len(of_type(dispatch.tick(2.0), Admit)) == 1
+    assert dispatch.retry_at is None
+    assert dispatch.admitted("r", 0, admission_of(), 2.0) == [Follow("p", 1), Follow("d", 1)]
+    dispatch.check_integrity()
+
+
+def test_waiting_requests_are_admitted_by_priority_and_then_by_age() -> None:
+    dispatch = make_dispatch(P, D)
+    asked = {
+        "late": (7, 0.0),
+        "first": (1, 0.1),
+        "usual": (5, 0.2),
+        "second": (1, 0.3),
+        "again": (5, 0.4),
+        "last": (9, 0.5),
+    }
+    for name, (priority, now) in asked.items():
+        dispatch.begin(make_generation(name, priority), now)
+        dispatch.admitted(name, 0, None, now)
+    admitted = [admit.request.request_id for admit in of_type(dispatch.tick(1.0), Admit)]
+    assert admitted == ["first", "second", "usual", "again", "late"], "none waits behind one that goes later"
+    dispatch.check_integrity()
+
+    for name in admitted:
+        dispatch.admitted(name, 0, admission_of(request_id=name), 1.0)
+    dispatch.found("p", 1, 1.1)
+    dispatch.found("d", 1, 1.1)
+    submits = of_type(dispatch.flush(has_manager=True), Submit)
+    for submit in submits:
+        assert [assignment.request_id for assignment in submit.assignments] == admitted
+
+
+@pytest.mark.parametrize("num_starting", [0, 1])
+def test_a_request_waits_as_long_as_a_worker_is_starting(num_starting: int) -> None:
+    dispatch = make_dispatch(P, D)
+    generation = make_generation()
+    dispatch.begin(generation, 0.0)
+    for now in range(1, 40):
+        dispatch.membership(Membership((), num_starting, None), now)
+        dispatch.admitted("r", 0, None, now)
+        dispatch.tick(now + 1.0)
+    assert isinstance(generation.failure, NoWorkerError) is (num_starting == 0)
+
+
+def test_before_any_worker_is_known_the_manager_is_asked() -> None:
+    dispatch = make_dispatch()
+    assert dispatch.begin(make_generation(), 0.0) == [AskWorkers()]
+    assert not dispatch.can_serve
+    dispatch.membership(Membership((P, D), 0, FINGERPRINT), 0.5)
+    assert dispatch.can_serve
+    assert len(of_type(dispatch.tick(1.0), Admit)) == 1
+
+
+def test_without_the_manager_a_request_goes_whole_to_a_decode_worker() -> None:
+    dispatch = make_dispatch(P, D)
+    [admit] = of_type(dispatch.begin(make_generation(), 1.0), Admit)
+    assert dispatch.not_admitted([admit.request], 1.0, is_silent=False) == [Follow("d", 1)]
+    dispatch.found("d", 1, 1.0)
+    [submit] = dispatch.flush(has_manager=False)
+    assert isinstance(submit, Submit)
+    assert submit.assignments[0].stage is Stage.WHOLE
+
+
+def test_a_silent_manager_hears_later_that_its_admission_is_not_used() -> None:
+    dispatch = make_dispatch(P, D)
+    [admit] = of_type(dispatch.begin(make_generation(), 1.0), Admit)
+    dispatch.not_admitted([admit.request], 1.0, is_silent=True)
+    [settle] = of_type(dispatch.flush(has_manager=True), Settle)
+    assert [(ended.request_id, ended.attempt) for ended in settle.ended] == [("r", 0)]
+    dispatch.not_settled(settle.ended)
+    assert of_type(dispatch.flush(has_manager=True), Settle) == [Settle([], settle.ended)]
+
+
+def test_an_admitted_worker_that_is_not_there_costs_no_attempt() -> None:
+    dispatch = make_dispatch(P, D)
+    generation = make_generation()
+    dispatch.begin(generation, 1.0)
+    dispatch.admitted("r", 0, admission_of(), 1.0)
+    dispatch.not_found("d", 1, 1.1)
+    assert dispatch.retry_at == 2.1
+    assert generation.attempt == 0
+    dispatch.found("p", 1, 1.2)
+    assert of_type(dispatch.flush(has_manager=True), Submit) == []
+    dispatch.check_integrity()
+
+
+def test_when_the_decode_worker_dies_the_request_goes_on_from_its_last_token() -> None:
+    dispatch = make_dispatch(P, D)
+    generation = submitted(dispatch)
+    dispatch.tokens("p", [token(0)], 2.0)
+    instructions = dispatch.worker_lost("d", 1, "died", 3.0, is_dead=True)
+    assert of_type(instructions, Abort) == [Abort("p", "r")]
+    assert of_type(instructions, FailedOver) == [FailedOver("r", 1, ["d", "p"], 1)]
+    [admit] = of_type(instructions, Admit)
+    assert (admit.request.attempt, admit.request.num_tokens) == (1, 10)
+    assert dispatch.admitted("r", 1, admission_of(1, epoch=1), 3.0) == [], "the dead incarnation is not looked for"
+    assert dispatch.retry_at == 4.0
+    assert dispatch.tokens("p", [token(1, attempt=0)], 3.5) == [], "an event of an older attempt"
+    assert generation.tokens == [100]
+
+
+def test_when_the_prefill_worker_dies_after_the_first_token_the_decode_worker_computes() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    dispatch.tokens("p", [token(0)], 2.0)
+    instructions = dispatch.worker_lost("p", 1, "died", 3.0, is_dead=True)
+    assert of_type(instructions, StopAwaiting) == [StopAwaiting("d", "r")]
+    assert of_type(instructions, Admit) == []
+
+
+def test_a_newer_incarnation_takes_the_older_ones_requests_away() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    instructions = dispatch.found("d", 2, 3.0)
+    assert of_type(instructions, FailedOver)
+    assert instructions[-1] == Read("d", 2)
+    assert dispatch.worker_lost("d", 1, "died", 3.1, is_dead=True) == [], "the old stream ends later"
+
+
+def test_a_request_under_which_ten_workers_died_fails() -> None:
+    dispatch = make_dispatch(P, D)
+    generation = submitted(dispatch)
+    for attempt in range(1, MAX_ATTEMPTS):
+        dispatch.worker_lost("d", attempt, "died", 3.0, is_dead=True)
+        dispatch.admitted("r", attempt, admission_of(attempt, prefill="d", epoch=attempt + 1), 3.0)
+        dispatch.found("d", attempt + 1, 3.0)
+    assert generation.failure is None
+    instructions = dispatch.worker_lost("d", MAX_ATTEMPTS, "died", 3.0, is_dead=True)
+    assert of_type(instructions, Deliver) == [Deliver("r", [])]
+    assert isinstance(generation.failure, ServiceError)
+
+
+def test_assignments_that_were_not_taken_fail_over_once() -> None:
+    dispatch = make_dispatch(P, D)
+    generation = make_generation()
+    dispatch.begin(generation, 1.0)
+    dispatch.admitted("r", 0, admission_of(), 1.0)
+    dispatch.found("p", 1, 1.0)
+    dispatch.found("d", 1, 1.0)
+    submits = of_type(dispatch.flush(has_manager=True), Submit)
+    for submit in submits:
+        dispatch.not_submitted(submit.assignments, 2.0)
+    assert generation.attempt == 1
+
+
+def test_a_request_that_ends_before_it_is_sent_is_not_sent() -> None:
+    dispatch = make_dispatch(P, D)
+    dispatch.begin(make_generation(), 1.0)
+    dispatch.admitted("r", 0, admission_of(), 1.0)
+    dispatch.found("p", 1, 1.0)
+    dispatch.found("d", 1, 1.0)
+    assert sorted(dispatch.end("r")) == [Abort("d", "r"), Abort("p", "r")]
+    assert of_type(dispatch.flush(has_manager=True), Submit) == []
+
+
+def test_an_admission_of_a_request_that_left_is_released() -> None:
+    dispatch = make_dispatch(P, D)
+    dispatch.begin(make_generation(), 1.0)
+    dispatch.end("r")
+    dispatch.flush(has_manager=True)
+    assert dispatch.admitted("r", 0, admission_of(), 1.5) == []
+    [settle] = of_type(dispatch.flush(has_manager=True), Settle)
+    assert [ended.request_id for ended in settle.ended] == ["r"]
+
+
+def test_workers_are_told_for_which_requests_to_wait_on() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    assert dispatch.keep_alive(2.0, 0.0) == [Ping("p", []), Ping("d", ["r"]), AskWorkers(is_probe=True)]
+    dispatch.tokens("p", [token(0)], 2.0)
+    assert Ping("d", []) in dispatch.keep_alive(2.0, 0.0)
+
+
+def test_requests_of_a_silent_worker_go_on_elsewhere() -> None:
+    dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
+    submitted(dispatch)
+    dispatch.tokens("p", [token(0)], 2.0)
+    for now in (3.0, 4.0, 5.5):
+        dispatch.ping_answered("p", now)
+        assert of_type(dispatch.keep_alive(now, 0.0), FailedOver) == []
+
+    dispatch.ping_answered("p", 6.5)
+    instructions = dispatch.keep_alive(6.5, 0.0)
+    assert of_type(instructions, WorkerSilent) == [WorkerSilent("d", 1)]
+    assert Abort("d", "r") in instructions, "the worker is not to compute for nobody when it goes on"
+    assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [1]
+    assert [admit.request.avoided for admit in of_type(instructions, Admit)] == [("d",)]
+    assert of_type(instructions, Ping) == [Ping("p", []), Ping("d", [])], "it may answer again"
+    assert of_type(dispatch.keep_alive(6.6, 0.0), WorkerSilent) == [], "said once"
+
+    # If the request comes there again it is left there; and an answer ends the silence.
+    assert dispatch.admitted("r", 1, admission_of(1), 8.0) == []
+    assert of_type(dispatch.keep_alive(8.1, 0.0), FailedOver) == []
+    dispatch.ping_answered("d", 8.2)
+    assert [admit.request.avoided for admit in of_type(dispatch.begin(make_generation("s"), 8.3), Admit)] == [()]
+    dispatch.check_integrity()
+
+
+def test_an_admission_that_names_a_worker_fallen_silent_meanwhile_is_made_again() -> None:
+    dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
+    submitted(dispatch)
+    dispatch.begin(make_generation("s"), 6.0)
+    dispatch.ping_answered("p", 6.5)
+    dispatch.keep_alive(6.5, 0.0)  # now d is silent
+    [again] = dispatch.admitted("s", 0, admission_of(request_id="s"), 6.6)
+    assert isinstance(again, Admit)
+    assert (again.request.attempt, again.request.avoided) == (0, ("d",))
+
+    # While another worker is looked for.
+    dispatch.admitted("s", 0, admission_of(decode="d2", request_id="s"), 6.7)
+    dispatch.keep_alive(12.0, 0.0)  # now p is silent
+    [again] = dispatch.found("d2", 1, 12.1)[1:]
+    assert isinstance(again, Admit)
+    assert again.request.avoided == ("d", "p")
+    assert of_type(dispatch.flush(has_manager=False), Submit) == []
+
+    # If the manager knows no better, the request goes there all the same.
+    dispatch.admitted("s", 0, admission_of(decode="d2", request_id="s"), 12.2)
+    assert {each.worker_id for each in of_type(dispatch.flush(has_manager=False), Submit)} == {"p", "d2"}
+    dispatch.check_integrity()
+
+
+def test_a_replica_that_stood_still_takes_nobody_for_silent() -> None:
+    dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
+    submitted(dispatch)
+    assert of_type(dispatch.keep_alive(60.0, late_s=57.0), WorkerSilent) == []
+
+
+def test_silent_workers_keep_their_requests_if_nobody_else_could_take_them() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    assert of_type(dispatch.keep_alive(60.0, 0.0), WorkerSilent) == []
+
+
+def test_workers_of_another_model_are_no_workers() -> None:
+    dispatch = make_dispatch(P, D)
+    other = Membership((P, D), 0, "other/cpu")
+    assert of_type(dispatch.membership(other, 1.0), ModelDiffers)
+    assert dispatch.membership(other, 2.0) == [], "said once"
+    assert not dispatch.can_serve
+    dispatch.membership(Membership((P, D), 0, FINGERPRINT), 3.0)
+    assert dispatch.can_serve
+
+
+def test_a_stopped_request_is_delivered_nothing_more_and_has_ended() -> None:
+    dispatch = make_dispatch(P, D)
+    generation = submitted(dispatch)
+    assert dispatch.tokens("p", [token(0)], 2.0) == [Deliver("r", [token(0)])]
+    dispatch.stopped("r")
+    assert generation.is_stopped and dispatch.tokens("d", [token(1)], 3.0) == []
+    assert dispatch.end("r") == [Abort("d", "r", has_ended=True), Abort("p", "r", has_ended=True)]
+
+
+def test_a_recording_has_neither_tokens_nor_text() -> None:
+    dispatch, secret = make_dispatch(P, D), 4711
+    recording = Recording(dispatch, NOTES)
+    logprobs = (TokenLogprobs(-4711.0, (secret,), (-4711.0,)),)
+    sampling = SamplingParams(8, logit_bias=((secret, 1.0),), stop_token_ids=(secret,), prompt_logprobs=1)
+    dispatch.begin(Generation("r", (secret,) * 9, sampling, Salt(b"4711"), CacheHints()), 1.0)
+    dispatch.not_admitted([AdmitRequest("r", 0, (), 9, preview=(secret,))], 1.0, is_silent=True)
+    dispatch.found("d", 1, 1.0)
+    [submit] = of_type(dispatch.flush(has_manager=True), Submit)
+    dispatch.tokens("d", [PromptEvent("r", 0, 1, logprobs)], 2.0)
+    dispatch.tokens("d", [TokenEvent("r", 0, 0, secret, None, logprobs[0], 0)], 2.0)
+    dispatch.not_submitted(submit.assignments, 3.0)
+    dispatch.tokens("d", [TokenEvent("r", 1, 1, None, FinishReason.ERROR, None, 0, detail="4711")], 4.0)
+    assert [name for name, _, _ in recording.stimuli][-2:] == ["not_submitted", "tokens"]
+    assert "4711" not in repr(recording.stimuli)
+    fresh = make_dispatch(P, D)
+    check_dispatch(recording, dispatch, fresh)

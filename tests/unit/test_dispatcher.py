@@ -1,0 +1,296 @@
+"""The dispatcher with workers and a manager that come, die and fall silent."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from actors.ingress import dispatcher
+from actors.ingress.dispatcher import Dispatcher
+from actors.ingress.manager_link import Call, ManagerLink
+from actors.rpc import ManagerClient, WorkerClient
+from engine.core.errors import NoWorkerError, ServiceError
+from engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from engine.core.ingress.generation import Generation
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    Assignment,
+    CacheHints,
+    FinishReason,
+    Membership,
+    Role,
+    Salt,
+    SamplingParams,
+    TokenEvent,
+    WorkerInfo,
+)
+from tests.unit.builders import FINGERPRINT
+
+T = TypeVar("T")
+
+TIMEOUTS = Timeouts(retry_s=0.001, dispatch_s=0.1)
+
+
+class FakeWorker(WorkerClient):
+    """Answers every request with its position numbers, or dies when it is asked to."""
+
+    def __init__(self) -> None:
+        self.taken: list[Assignment] = []
+        self._events: asyncio.Queue[list[TokenEvent] | ActorDiedError | None] = asyncio.Queue()
+
+    async def submit(self, assignments: Sequence[Assignment]) -> None:
+        self.taken += assignments
+
+    async def abort(self, request_ids: Sequence[str], *, has_ended: bool = False) -> None:
+        pass
+
+    async def ping(self, ingress_id: str, awaiting: Sequence[str]) -> None:
+        pass
+
+    async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
+        pass
+
+    async def token_stream(self, ingress_id: str) -> AsyncGenerator[Any]:
+        while (events := await self._events.get()) is not None:
+            if isinstance(events, ActorDiedError):
+                raise events
+            item: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            item.set_result(events)
+            yield item
+
+    def answer(self, count: int, *, ends: bool) -> None:
+        """Send the next `count` tokens of the last request that was taken."""
+        last = self.taken[-1]
+        first = len(last.token_ids) - last.num_prompt_tokens
+        for position in range(first, first + count):
+            finish = FinishReason.LENGTH if ends and position == first + count - 1 else None
+            event = TokenEvent(last.request_id, last.attempt, position, 100 + position, finish, None, 0)
+            self._events.put_nowait([event])
+
+    def die(self) -> None:
+        self._events.put_nowait(ActorDiedError())
+
+    def end_stream(self) -> None:
+        """As a worker does that has not heard of this ingress replica for too long."""
+        self._events.put_nowait(None)
+
+
+class FakeManager(ManagerClient):
+    """Places everything on its first worker, or is out of reach."""
+
+    def __init__(self) -> None:
+        self.registered: list[WorkerInfo] = []
+        self.num_starting = 0
+        self.fingerprint = f"{FINGERPRINT}/cpu"
+        self.num_asked = 0
+        """Calls about workers."""
+        self.num_admits = 0
+        self.is_away = False
+
+    async def workers(self, ingress_id: str, active: Sequence[str]) -> Membership:
+        self.num_asked += 1
+        return Membership(tuple(self.registered), self.num_starting, self.fingerprint if self.registered else None)
+
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | None]:
+        self.num_admits += 1
+        return [self._admission(request) for request in requests]
+
+    def _admission(self, request: AdmitRequest) -> Admission | None:
+        if not self.registered:
+            return None
+        worker = self.registered[0]
+        return Admission(
+            request.request_id,
+            request.attempt,
+            prefill=worker.worker_id,
+            decode=worker.worker_id,
+            prefill_epoch=worker.epoch,
+            decode_epoch=worker.epoch,
+            prefill_awaited=(),
+            decode_awaited=(),
+        )
+
+
+class FakeLink(ManagerLink):
+    """A way to a fake manager, which does not hear what is settled."""
+
+    def __init__(self, manager: FakeManager) -> None:
+        super().__init__("app")
+        self.answered_at = -1e9
+        self._manager = manager
+
+    async def ask(self, call: Call[T], *, timeout_s: float = 0, is_prompt: bool = False) -> T:
+        if self._manager.is_away:
+            raise ServiceError("away")
+        return await call(self._manager)
+
+    probe = ask
+
+
+class Cluster:
+    """A dispatcher among fakes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.manager = FakeManager()
+        self.actors: dict[tuple[str, int], FakeWorker] = {}
+        self.num_failovers = 0
+        monkeypatch.setattr(dispatcher, "find_worker", self._find)
+        monkeypatch.setattr(dispatcher, "PING_S", 0.01)
+        link, model = FakeLink(self.manager), ModelFacts(FINGERPRINT, 4, 30.0)
+        self.dispatcher = Dispatcher("i", "app", link, model, self._failed_over, TIMEOUTS)
+
+    def add(self, worker_id: str, epoch: int) -> FakeWorker:
+        worker = self.actors[worker_id, epoch] = FakeWorker()
+        self.manager.registered = [w for w in self.manager.registered if w.worker_id != worker_id]
+        self.manager.registered.append(WorkerInfo(worker_id, Role.MIXED, epoch))
+        return worker
+
+    async def ask(self, name: str = "r") -> list[int | None]:
+        """All tokens of one request."""
+        generation = Generation(name, (1, 2, 3), SamplingParams(8), Salt(), CacheHints())
+        return [event.token_id async for events in self.dispatcher.generate(generation) for event in events]
+
+    async def _find(self, worker_id: str, epoch: int, app_name: str) -> FakeWorker | None:
+        return self.actors.get((worker_id, epoch))
+
+    def _failed_over(self) -> None:
+        self.num_failovers += 1
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_a_request_waits_for_a_worker_that_is_starting(cluster: Cluster) -> None:
+    async def run() -> None:
+        cluster.manager.num_starting = 1
+        cluster.dispatcher.start()
+        answer = asyncio.create_task(cluster.ask())
+        await until(lambda: cluster.manager.num_asked * TIMEOUTS.retry_s > 3 * TIMEOUTS.dispatch_s)
+        assert not answer.done()
+        worker = cluster.add("w", 1)
+        await until(lambda: worker.taken)
+        worker.answer(2, ends=True)
+        assert await answer == [100, 101]
+
+    asyncio.run(run())
+
+
+def test_a_request_ends_when_nobody_is_coming(cluster: Cluster) -> None:
+    async def run() -> None:
+        cluster.dispatcher.start()
+        async with asyncio.timeout(10):
+            with pytest.raises(NoWorkerError):
+                await cluster.ask()
+
+    asyncio.run(run())
+
+
+def test_a_dead_incarnation_that_the_manager_still_knows_costs_no_attempts(cluster: Cluster) -> None:
+    async def run() -> None:
+        first = cluster.add("w", 1)
+        answer = asyncio.create_task(cluster.ask())
+        await until(lambda: first.taken)
+        first.answer(2, ends=False)
+        first.die()
+        await until(lambda: cluster.num_failovers)
+        tried = cluster.manager.num_admits
+        await until(lambda: cluster.manager.num_admits > tried + 20)  # It is placed on the dead incarnation each time.
+        second = cluster.add("w", 2)
+        await until(lambda: second.taken)
+        assert second.taken[0].attempt == 1
+        assert second.taken[0].token_ids == (1, 2, 3, 100, 101)
+        second.answer(1, ends=True)
+        assert await answer == [100, 101, 102]
+        assert cluster.num_failovers == 1
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_ends_a_stream_and_lives_is_followed_again(cluster: Cluster) -> None:
+    async def run() -> None:
+        worker = cluster.add("w", 1)
+        answer = asyncio.create_task(cluster.ask())
+        await until(lambda: worker.taken)
+        worker.answer(1, ends=False)
+        worker.end_stream()
+        await until(lambda: len(worker.taken) == 2)
+        assert worker.taken[1].attempt == 1
+        worker.answer(1, ends=True)
+        assert await answer == [100, 101]
+
+    asyncio.run(run())
+
+
+def test_a_newer_incarnation_ends_the_older_ones_requests_there(cluster: Cluster) -> None:
+    """The admission of another request may tell of a death before the token stream does."""
+
+    async def run() -> None:
+        first = cluster.add("w", 1)
+        old = asyncio.create_task(cluster.ask("old"))
+        await until(lambda: first.taken)
+        second = cluster.add("w", 2)
+        new = asyncio.create_task(cluster.ask("new"))
+        await until(lambda: len(second.taken) == 2)
+        assert {each.request_id: each.attempt for each in second.taken} == {"old": 1, "new": 0}
+        for taken in list(second.taken):
+            second.taken.append(taken)
+            second.answer(1, ends=True)
+        assert await old == await new == [100]
+
+    asyncio.run(run())
+
+
+def test_without_the_manager_requests_go_to_the_workers_that_it_knew(cluster: Cluster) -> None:
+    async def run() -> None:
+        worker = cluster.add("w", 1)
+        assert await cluster.dispatcher.can_serve()
+        cluster.manager.is_away = True
+        assert await cluster.dispatcher.can_serve()
+        answer = asyncio.create_task(cluster.ask())
+        await until(lambda: worker.taken)
+        worker.answer(1, ends=True)
+        assert await answer == [100]
+
+    asyncio.run(run())
+
+
+def test_a_new_manager_that_knows_no_worker_yet_does_not_make_the_server_unhealthy(cluster: Cluster) -> None:
+    async def run() -> None:
+        worker = cluster.add("w", 1)
+        assert await cluster.dispatcher.can_serve()
+        answer = asyncio.create_task(cluster.ask())
+        await until(lambda: worker.taken)
+        cluster.manager.registered = []
+        assert await cluster.dispatcher.can_serve()
+        worker.die()
+        await until(lambda: cluster.num_failovers)
+        assert not await cluster.dispatcher.can_serve()
+        answer.cancel()
+
+    asyncio.run(run())
+
+
+def test_workers_of_another_model_serve_nobody(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        cluster.add("w", 1)
+        cluster.manager.fingerprint = "another model/cpu"
+        assert not await cluster.dispatcher.can_serve()
+        assert not await cluster.dispatcher.can_serve()
+        cluster.manager.fingerprint = f"{FINGERPRINT}/cpu"
+        assert await cluster.dispatcher.can_serve()
+
+    asyncio.run(run())
+    [record] = caplog.records
+    assert "another model/cpu" in record.getMessage()
+    assert FINGERPRINT in record.getMessage()

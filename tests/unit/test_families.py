@@ -1,0 +1,129 @@
+"""A `config.json` becomes a description: the family is found, absent keys get its values, the rest is refused."""
+
+from typing import Any
+
+import pytest
+
+from engine.core.errors import StartupError
+from engine.model.families import FAMILIES, config_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_found_by_architecture_and_by_model_type(name: str) -> None:
+    family = FAMILIES[name]
+    found = config_of({**SMALL, "architectures": ["Other", family.architecture]})
+    assert found.architecture == family.architecture
+    assert found == config_of({**SMALL, "model_type": name}) == config_of({**SMALL, "model_type": f"{name}_text"})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_are_registered_under_their_names(name: str) -> None:
+    family = FAMILIES[name]
+    assert family.architecture.lower() == f"{name}forcausallm"
+    assert family.gguf_name in (name, None)
+
+
+@pytest.mark.parametrize("config", [{"architectures": ["MambaForCausalLM"]}, {"model_type": "mamba"}, {}])
+def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
+    with pytest.raises(StartupError, match="is not supported; raydix runs: ") as caught:
+        config_of({**SMALL, **config})
+    assert all(name in str(caught.value).lower() for name in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": None}, "lacks the key 'vocab_size'"),
+        ({"num_key_value_heads": 3}, "unusable value: 4 attention heads cannot share 3"),
+        ({"hidden_size": "wide"}, "unusable value"),
+        ({"num_attention_heads": 0}, "unusable value"),
+        ({"hidden_act": "relu"}, "the activation 'relu' of LlamaForCausalLM is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "the rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor'"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"weights are quantised \(awq\)"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(StartupError, match=says):
+        config_of({**SMALL, "model_type": "llama", **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("llama", {"sliding_window": 8}, (None, None, None, None)),
+        ("mistral", {}, (4096,) * 4),
+        ("mistral", {"sliding_window": None}, (None,) * 4),
+        ("qwen2", {"sliding_window": 8}, (None,) * 4),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, (None, None, None, 8)),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (None,) * 4),
+        ("gemma2", {"sliding_window": None}, (4096, None, 4096, None)),
+        ("gemma3", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None, 8, None)),
+        (
+            "gemma3",
+            {"sliding_window": 8, "layer_types": [*["full_attention"] * 3, "sliding_attention"]},
+            (None, None, None, 8),
+        ),
+    ],
+)
+def test_windows(name: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert config_of({**SMALL, "model_type": name, **changes}).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("name", "has_bias", "has_output_bias"),
+    [("llama", True, True), ("mistral", False, False), ("qwen2", True, False), ("qwen3", True, True)],
+)
+def test_biases_of_attention(name: str, has_bias: bool, has_output_bias: bool) -> None:
+    config = config_of({**SMALL, "model_type": name, "attention_bias": True})
+    assert (config.attention_bias, config.attention_output_bias) == (has_bias, has_output_bias)
+    assert config_of({**SMALL, "model_type": name}).attention_bias == (name == "qwen2")
+
+
+def test_soft_caps_may_be_absent_or_null() -> None:
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    for name, expected in (("gemma", (None, None)), ("gemma2", (50.0, 30.0)), ("gemma3", (None, None))):
+        config = config_of({**SMALL, "model_type": name})
+        assert (config.attention_soft_cap, config.logit_soft_cap) == expected
+    config = config_of({**SMALL, "model_type": "gemma2", **caps})
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (None, None)
+
+
+def test_early_gemma_says_gelu_and_means_its_approximation() -> None:
+    assert config_of({**SMALL, "model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_tanh"
+    with pytest.raises(StartupError, match="activation 'gelu' of Gemma2"):
+        config_of({**SMALL, "model_type": "gemma2", "hidden_activation": "gelu"})
+
+
+def test_yarn_stretches_the_context() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    config = {**SMALL, "model_type": "qwen2", "max_position_embeddings": 1024}
+    assert config_of({**config, "rope_scaling": rope}).max_position == 4096
+    assert config_of({**config, "rope_parameters": rope, "max_position_embeddings": 8192}).max_position == 8192
+
+
+@pytest.mark.parametrize(
+    ("changes", "thetas"),
+    [
+        ({}, (1_000_000.0, 10_000.0)),
+        ({"rope_theta": 5.0, "rope_local_base_freq": 3.0}, (5.0, 3.0)),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 2.0}}},
+            (7, 2),
+        ),
+    ],
+)
+def test_gemma3_has_two_rotary_embeddings(changes: dict[str, Any], thetas: tuple[float, float]) -> None:
+    config = config_of({**SMALL, "model_type": "gemma3", "sliding_window_pattern": 4, **changes})
+    everywhere, local = thetas
+    assert [rope.theta for rope in config.rope_of_layer] == [local, local, local, everywhere]

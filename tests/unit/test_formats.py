@@ -1,0 +1,267 @@
+"""The fields that prescribe an answer's form, and the grammars that they come to."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.api.formats import MAX_GRAMMAR_CHARS
+from engine.api.generate import GenerateRequest, as_generate_request
+from engine.api.requests import parse_chat, parse_completion
+from engine.api.schemas import MAX_DEPTH, closed, strict_finding, subschemas
+from engine.api.spec import GenerationSpec
+from engine.core.errors import RequestError
+from engine.core.types import Grammar, GrammarKind
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+    "required": ["x", "y"],
+    "additionalProperties": False,
+}
+TAG = {
+    "triggers": ["<call"],
+    "structures": [{"begin": "<call f>", "schema": {"type": "object"}, "end": "</call>"}],
+}
+
+
+def chat(**fields: Any) -> GenerationSpec:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    return parse_chat(json.dumps(body).encode())
+
+
+def grammar(**fields: Any) -> Grammar | None:
+    return chat(**fields).sampling.grammar
+
+
+def compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def schema_format(schema: object, **fields: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "point", "schema": schema, **fields}}
+
+
+CASES: list[tuple[dict[str, Any], GrammarKind, str, str]] = [
+    (
+        {"response_format": schema_format(POINT, strict=True)},
+        GrammarKind.JSON_SCHEMA,
+        compact(POINT),
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": {"type": "json_object"}}, GrammarKind.JSON_SCHEMA, '{"type":"object"}', "response_format"),
+    (
+        {"response_format": {"type": "structural_tag", **TAG}},
+        GrammarKind.STRUCTURAL_TAG,
+        compact(TAG),
+        "response_format",
+    ),
+    ({"structured_outputs": {"json": POINT}}, GrammarKind.JSON_SCHEMA, compact(POINT), "structured_outputs.json"),
+    (
+        {"structured_outputs": {"json": json.dumps(POINT), "regex": None, "json_object": False}},
+        GrammarKind.JSON_SCHEMA,
+        compact(POINT),
+        "structured_outputs.json",
+    ),
+    (
+        {"structured_outputs": {"json_object": True}},
+        GrammarKind.JSON_SCHEMA,
+        '{"type":"object"}',
+        "structured_outputs.json_object",
+    ),
+    ({"structured_outputs": {"regex": "a+"}}, GrammarKind.REGEX, "a+", "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": ["é", "b"]}}, GrammarKind.CHOICE, '["é", "b"]', "structured_outputs.choice"),
+    (
+        {"structured_outputs": {"grammar": 'start: "a"'}},
+        GrammarKind.LARK,
+        'start: "a"',
+        "structured_outputs.grammar",
+    ),
+    (
+        {"structured_outputs": {"grammar": 'root ::= "a"'}},
+        GrammarKind.EBNF,
+        'root ::= "a"',
+        "structured_outputs.grammar",
+    ),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+        GrammarKind.STRUCTURAL_TAG,
+        compact(TAG),
+        "structured_outputs.structural_tag",
+    ),
+    ({"json_schema": json.dumps(POINT)}, GrammarKind.JSON_SCHEMA, compact(POINT), "json_schema"),
+    ({"regex": "[ab]"}, GrammarKind.REGEX, "[ab]", "regex"),
+    ({"ebnf": '\n  root ::= "a"'}, GrammarKind.EBNF, '\n  root ::= "a"', "ebnf"),
+    ({"ebnf": 'start: "::="'}, GrammarKind.LARK, 'start: "::="', "ebnf"),
+    ({"structural_tag": json.dumps(TAG)}, GrammarKind.STRUCTURAL_TAG, compact(TAG), "structural_tag"),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind", "source", "param"), CASES, ids=lambda value: str(value)[:60])
+def test_each_field_comes_to_a_grammar(fields: dict[str, Any], kind: GrammarKind, source: str, param: str) -> None:
+    spec = chat(**fields)
+    assert (spec.sampling.grammar, spec.grammar_param) == (Grammar(kind, source), param)
+
+    completion = parse_completion(json.dumps({"prompt": "x", **fields}).encode())
+    handle = GenerateRequest(prompt="x", **fields).spec()
+    given = as_generate_request({"prompt": "x", **fields}).spec()
+    assert all(each.sampling.grammar == spec.sampling.grammar for each in (completion, handle, given))
+    assert all(each.grammar_param == param for each in (completion, handle, given))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": None},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json": None, "json_object": False, "disable_fallback": True}},
+        {"regex": None, "ebnf": None, "json_schema": None, "structural_tag": None},
+    ],
+    ids=str,
+)
+def test_free_text(fields: dict[str, Any]) -> None:
+    assert chat(**fields).sampling.grammar is None and chat(**fields).grammar_param is None
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {}
+
+
+SCHEMA = "response_format.json_schema.schema"
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"regex": "a", "ebnf": "b"}, "ebnf", "'regex' and 'ebnf' both"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "both"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex", "both"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of 'text'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing required"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, SCHEMA, "Missing required"),
+    ({"response_format": schema_format(3)}, SCHEMA, "must be an object, got 3"),
+    ({"response_format": schema_format({}, format="x")}, "response_format.json_schema.format", "Unrecognized"),
+    ({"response_format": {"type": "text", **TAG}}, "response_format.structures", "only allowed where 'type' is"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "not supported yet"),
+    ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.triggers", "strings"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["a"]}},
+        "response_format.structures",
+        "1 to 128 objects",
+    ),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must not be empty"),
+    ({"structured_outputs": {"choice": ["a"] * 1001}}, "structured_outputs.choice", "at most 1000 elements"),
+    ({"structured_outputs": {"choice": ["a" * MAX_GRAMMAR_CHARS]}}, "structured_outputs.choice", "at most 120000"),
+    ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "must be a JSON object, got a list"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not valid JSON"),
+    (
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
+        "only allowed with 'json'",
+    ),
+    ({"json_schema": "[" * 50_000}, "json_schema", "is not valid JSON"),
+    ({"json_schema": json.dumps(nested(MAX_DEPTH))}, "json_schema", "nested deeper than 64"),
+    ({"json_schema": json.dumps({"items": {"x-guidance": {}}})}, "json_schema.items", "must not have 'x-guidance'"),
+    ({"regex": ""}, "regex", "must not be empty"),
+    ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex", "at most 120000 characters"),
+    ({"structural_tag": json.dumps({**TAG, "triggers": [""]})}, "structural_tag.triggers", "not empty"),
+    ({"structural_tag": json.dumps({**TAG, "triggers": ["x"]})}, "structural_tag.structures[0].begin", "begins with"),
+    (
+        {"structural_tag": json.dumps({"triggers": ["a"], "structures": [{"begin": "a", "end": 3}]})},
+        "structural_tag.structures[0].end",
+        "must be a string, got 3",
+    ),
+    (
+        {"structural_tag": json.dumps({"triggers": ["a"], "structures": [{"begin": "a", "end": "", "schema": 1}]})},
+        "structural_tag.structures[0].schema",
+        "must be an object, got 1",
+    ),
+    ({"guided_regex": "a"}, "guided_regex", "is 'structured_outputs.regex' today"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=lambda value: str(value)[:60])
+def test_the_place_at_fault_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields)
+    assert caught.value.param == param and words in caught.value.message
+
+
+def test_values_of_python_that_are_no_json() -> None:
+    schemas: list[dict[str, object]] = [{"const": value} for value in (float("nan"), {1: 2}, object(), "\ud800")]
+    for schema in schemas:
+        with pytest.raises(RequestError):
+            as_generate_request({"prompt": "x", "structured_outputs": {"json": schema}}).spec()
+    with pytest.raises(RequestError, match="valid Unicode"):
+        as_generate_request({"prompt": "x", "regex": "\ud800"}).spec()
+
+
+def test_options_of_white_space_go_into_the_schema() -> None:
+    asked = grammar(structured_outputs={"json_object": True, "disable_any_whitespace": True})
+    assert asked is not None and json.loads(asked.source)["x-guidance"] == {"whitespace_flexible": False}
+    asked = grammar(structured_outputs={"json": {}, "whitespace_pattern": " ?"})
+    assert asked is not None and json.loads(asked.source) == {"x-guidance": {"whitespace_pattern": " ?"}}
+
+
+def test_properties_that_are_not_described_can_be_forbidden() -> None:
+    schema = {"properties": {"a": {"type": "object"}}, "anyOf": [{"properties": {}}, True], "items": {"type": "string"}}
+    shut = closed(schema)
+    assert shut["additionalProperties"] is False
+    assert shut["properties"]["a"] == {"type": "object", "additionalProperties": False}
+    assert shut["anyOf"] == [{"properties": {}, "additionalProperties": False}, True]
+    assert shut["items"] == {"type": "string"}
+    assert closed({"type": "object", "additionalProperties": True})["additionalProperties"] is True
+    asked = grammar(structured_outputs={"json": schema, "disable_additional_properties": True})
+    assert asked is not None and json.loads(asked.source) == shut
+
+
+def strict_object(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def deep(depth: int) -> dict[str, Any]:
+    return strict_object(x=deep(depth - 1)) if depth else {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "words"),
+    [
+        ({"type": "array", "items": POINT}, "", "'type': 'object'"),
+        ({**POINT, "anyOf": [POINT]}, "", "'anyOf' at its root"),
+        ({**POINT, "required": ["x"]}, "", "lacks 'y'"),
+        (strict_object(a={"type": "object", "properties": {}}), ".properties.a", "'additionalProperties': false"),
+        (strict_object(a={"allOf": []}), ".properties.a", "'allOf'"),
+        (strict_object(a={"type": "array", "items": {"not": {}}}), ".properties.a.items", "'not'"),
+        (strict_object(a={"anyOf": [{"type": ["object", "null"]}]}), ".properties.a.anyOf[0]", "additionalProperties"),
+        (deep(12), ".properties.x" * 11, "nested deeper than 10"),
+        (strict_object(a={"enum": [str(i) for i in range(1001)]}), "", "1000 'enum' values"),
+        (strict_object(**{f"p{i}": {"type": "string"} for i in range(5001)}), "", "5000 properties"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_rules_of_strict(schema: dict[str, Any], place: str, words: str) -> None:
+    finding = strict_finding(schema)
+    assert finding is not None and finding[0] == place and words in finding[1]
+
+
+def test_strict_schemas() -> None:
+    assert strict_finding(POINT) is None and strict_finding(deep(10)) is None
+    assert strict_finding(strict_object(a={"anyOf": [POINT, {"type": "null"}]}, b={"$ref": "#"})) is None
+    with pytest.raises(RequestError) as caught:
+        chat(response_format=schema_format(strict_object(a={"type": "object"}), strict=True))
+    assert caught.value.param == f"{SCHEMA}.properties.a"
+    assert grammar(response_format=schema_format(strict_object(a={"type": "object"}), strict=None)) is not None
+
+
+def test_subschemas_are_told_from_values_of_their_names() -> None:
+    schema = {"properties": {"properties": {"const": {"properties": {"a": {}}}}}, "anyOf": [{}, True]}
+    assert [each.path for each in subschemas(schema)] == ["", ".properties.properties", ".anyOf[0]"]
+
+
+def test_digests_name_grammars() -> None:
+    one = Grammar(GrammarKind.REGEX, "a")
+    assert one.digest == Grammar(GrammarKind.REGEX, "a").digest and len(one.digest) == 16
+    assert len({one.digest, Grammar(GrammarKind.REGEX, "b").digest, Grammar(GrammarKind.LARK, "a").digest}) == 3

@@ -1,0 +1,120 @@
+"""Grammars that cannot be compiled are refused where they enter, and the place at fault is named."""
+
+import json
+from typing import Any
+
+import pytest
+
+from actors.ingress.grammar_check import check_grammar
+from engine.core.errors import RequestError
+from engine.core.ingress.parsers import HERMES
+from engine.core.ingress.parsers.forms import CallGrammar
+from engine.core.types import Grammar, GrammarKind
+from engine.model.grammar_source import first_words, structural_tag_lark
+
+TAG: dict[str, Any] = {
+    "triggers": ["<call", "<call:"],
+    "structures": [
+        {"begin": "<call f>", "schema": {"type": "object"}, "end": "</call>"},
+        {"begin": "<call:g", "schema": {"not": {}}, "end": ""},
+    ],
+}
+
+VALID: list[tuple[GrammarKind, object]] = [
+    (GrammarKind.JSON_SCHEMA, {"type": "object", "properties": {"x": {"$ref": "#/$defs/d"}}, "$defs": {"d": {}}}),
+    (GrammarKind.JSON_SCHEMA, {"oneOf": [{"type": "string"}, {"type": "integer"}]}),
+    (GrammarKind.JSON_SCHEMA, {"type": "object", "x-guidance": {"whitespace_flexible": False}}),
+    (GrammarKind.REGEX, "[a-z]+/[0-9]"),
+    (GrammarKind.LARK, 'start: "a" | "b"'),
+    (GrammarKind.EBNF, 'root ::= "a" rest\nrest ::= [0-9]+'),
+    (GrammarKind.CHOICE, ["yes", 'no "no"', "é 🌊\n", ""]),
+    (GrammarKind.STRUCTURAL_TAG, {**TAG, "structures": TAG["structures"][:1]}),
+]
+
+
+def grammar(kind: GrammarKind, source: object) -> Grammar:
+    return Grammar(kind, source if isinstance(source, str) else json.dumps(source))
+
+
+@pytest.mark.parametrize("special", [{}, {"<tool_call>": 300, "</tool_call>": 301}])
+def test_grammars_of_calls(special: dict[str, int]) -> None:
+    form, schema = HERMES.form, {"properties": {"x": {"type": "string"}}}
+    calls = CallGrammar(form, {"f": schema, "g": {}}, special)
+    for valid in (calls.required(), calls.among_text(), calls.or_json({"type": "object"})):
+        check_grammar(valid, "tools")
+    with pytest.raises(RequestError, match="cannot be compiled") as caught:
+        check_grammar(CallGrammar(form, {"f": {"properties": {"x": {"not": {}}}}}, special).required(), "tools")
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(("kind", "source"), VALID, ids=lambda value: str(value)[:50])
+def test_valid_grammars(kind: GrammarKind, source: object) -> None:
+    check_grammar(grammar(kind, source), "p")
+
+
+DEEP = {
+    "type": "object",
+    "properties": {"a": {"items": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "("}]}}},
+}
+REFUSED: list[tuple[GrammarKind, object, str, str]] = [
+    (GrammarKind.JSON_SCHEMA, {"properties": {"x": {"not": {}}}}, "p.properties.x", "not"),
+    (GrammarKind.JSON_SCHEMA, DEEP, "p.properties.a.items.anyOf[1]", "unclosed group"),
+    (GrammarKind.JSON_SCHEMA, {"properties": {"x": {"$ref": "#/$defs/y"}}}, "p.properties.x", "does not exist"),
+    (
+        GrammarKind.JSON_SCHEMA,
+        {"$ref": "#/$defs/d", "$defs": {"d": {"properties": {"z": {"type": "text"}}}}},
+        "p.$defs.d.properties.z",
+        "text",
+    ),
+    (GrammarKind.JSON_SCHEMA, {"allOf": [{"type": "string"}, {"type": "null"}]}, "p", "incompatible types"),
+    (
+        GrammarKind.JSON_SCHEMA,
+        {"items": {"oneOf": [{"type": "string"}, {"const": "a"}]}},
+        "p.items",
+        "exclude each other",
+    ),
+    (GrammarKind.JSON_SCHEMA, {"properties": []}, "p", "must be an object"),
+    (GrammarKind.REGEX, "a(?=b)", "p", "look-ahead"),
+    (GrammarKind.LARK, "start: x", "p", 'unknown name: "x"'),
+    (GrammarKind.EBNF, "root ::= ((", "p", "EBNF"),
+    (GrammarKind.STRUCTURAL_TAG, TAG, "p.structures[1].schema", "not"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "place", "words"), REFUSED, ids=lambda value: str(value)[:50])
+def test_the_place_of_a_finding(kind: GrammarKind, source: object, place: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_grammar(grammar(kind, source), "p")
+    assert caught.value.param == place and place in caught.value.message and words in caught.value.message
+
+
+def test_a_long_search_names_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.ingress.grammar_check.SEARCH_S", -1.0)
+    with pytest.raises(RequestError) as caught:
+        check_grammar(grammar(GrammarKind.JSON_SCHEMA, DEEP), "p")
+    assert caught.value.param == "p"
+
+
+def test_a_long_place_is_cut() -> None:
+    with pytest.raises(RequestError) as caught:
+        check_grammar(grammar(GrammarKind.JSON_SCHEMA, {"properties": {"x" * 500: {"not": {}}}}), "p")
+    assert caught.value.param is not None and len(caught.value.param) == 200
+
+
+def test_what_is_too_large_is_refused_at_once() -> None:
+    branches = [
+        {"anyOf": [{"type": "object", "properties": {f"k{i}_{j}": {"const": j}}} for j in range(6)]} for i in range(8)
+    ]
+    with pytest.raises(RequestError, match="too large"):
+        check_grammar(grammar(GrammarKind.JSON_SCHEMA, {"allOf": branches}), "p")
+
+
+def test_a_structure_belongs_to_its_longest_trigger() -> None:
+    lark = structural_tag_lark({**TAG, "structures": [{"begin": "<call:g", "schema": {}, "end": "!"}]})
+    assert 'trigger_0[lazy]: TEXT "<call:"' in lark and 'tag_0: trigger_0 ("g" %json {} "!")' in lark
+
+
+def test_the_words_of_a_message() -> None:
+    assert first_words("at 1\n  | (\nerror: unclosed group\n") == "unclosed group"
+    assert first_words("one\ntwo") == "one" and first_words("") == "unknown error"
+    assert len(first_words("x" * 999)) == 200

@@ -1,0 +1,46 @@
+"""What `raydix serve` knows of the processes that it starts. They are real ones."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli.cluster import IRREPLACEABLE, ClusterDiedError, LocalCluster
+from configs import load_config
+
+
+@pytest.fixture
+def starting_raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that becomes `raylet` once there is a file `go`, as each one does between fork and exec."""
+    program = tmp_path / "raylet"
+    shutil.copy("/bin/sleep", program)
+    process = subprocess.Popen(
+        ["sh", "-c", "while [ ! -e go ]; do sleep 0.05; done; exec ./raylet 60"], cwd=tmp_path, start_new_session=True
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_death_of_a_process_is_seen_that_was_listed_before_its_exec(
+    starting_raylet: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "raylet" in IRREPLACEABLE
+    monkeypatch.setattr("cli.cluster.IRREPLACEABLE", ("raylet",))
+    cluster = LocalCluster(load_config("cpu_mixed"))
+    cluster.check()  # lists the shell
+
+    (tmp_path / "go").touch()
+    deadline = time.monotonic() + 30
+    while psutil.Process(starting_raylet.pid).name() != "raylet" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    cluster.check()  # lists what the shell has become
+
+    starting_raylet.kill()
+    starting_raylet.wait()
+    with pytest.raises(ClusterDiedError, match=rf"Ray's raylet \(process {starting_raylet.pid}\) has died"):
+        cluster.check()

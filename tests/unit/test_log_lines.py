@@ -1,0 +1,104 @@
+"""Warnings of every process in the terminal of `raydix serve`, each once, across rotations."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.logs import JsonFormatter, Origin, RotatedFile, TextFormatter
+from cli.log_lines import MAX_LINES, LogFollower
+
+
+class Writer:
+    """A process that logs."""
+
+    def __init__(self, folder: Path, name: str, max_bytes: int = 0, is_json: bool = True) -> None:
+        origin = Origin(name, "10.0.0.7", 1)
+        self._handler = RotatedFile(folder / f"raydix-{name}-1.log", max_bytes, 1)
+        self._handler.setFormatter(JsonFormatter(origin) if is_json else TextFormatter(origin))
+
+    def log(self, level: int, message: str, error: Exception | None = None) -> None:
+        info = None if error is None else (type(error), error, error.__traceback__)
+        self._handler.handle(logging.LogRecord("actors", level, __file__, 1, message, (), info))
+
+    def close(self) -> None:
+        self._handler.close()
+
+
+@pytest.fixture
+def shown() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def follower(tmp_path: Path, shown: list[str]) -> Iterator[LogFollower]:
+    follower = LogFollower(tmp_path, shown.append)
+    follower.start()
+    yield follower
+    follower.stop()
+
+
+def messages(lines: list[str]) -> list[str]:
+    return [line.split(": ", 1)[1] for line in lines]
+
+
+@pytest.mark.parametrize("is_json", [True, False])
+def test_warnings_of_all_processes(tmp_path: Path, shown: list[str], is_json: bool) -> None:
+    follower = LogFollower(tmp_path, shown.append)
+    first, second = Writer(tmp_path, "decode", is_json=is_json), Writer(tmp_path, "ingress", is_json=is_json)
+    first.log(logging.INFO, "fine")
+    first.log(logging.WARNING, "careful")
+    second.log(logging.ERROR, "two\nlines", ValueError("bad"))
+    follower.look()
+    assert len(shown) == 2
+    assert "WARNING decode 1: careful" in shown[0]
+    assert "ERROR ingress 1: two" in shown[1]
+    second.log(logging.WARNING, "later")
+    follower.look()
+    assert len(shown) == 3 and "later" in shown[2]
+
+
+def test_a_line_is_shown_when_it_is_whole(tmp_path: Path, shown: list[str]) -> None:
+    follower = LogFollower(tmp_path, shown.append)
+    writer = Writer(tmp_path, "decode")
+    writer.log(logging.WARNING, "careful")
+    path = tmp_path / "raydix-decode-1.log"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    follower.look()
+    assert shown == []
+    with path.open("ab") as file:
+        file.write(whole[-20:])
+    follower.look()
+    assert messages(shown) == ["careful"]
+
+
+def test_each_warning_once_across_rotations(tmp_path: Path, shown: list[str]) -> None:
+    follower = LogFollower(tmp_path, shown.append)
+    writer = Writer(tmp_path, "decode", max_bytes=1000)
+    for number in range(30):
+        writer.log(logging.WARNING, str(number))
+        follower.look()
+    assert messages(shown) == [str(number) for number in range(30)]
+
+
+def test_a_flood_is_summed_up(tmp_path: Path, shown: list[str]) -> None:
+    follower = LogFollower(tmp_path, shown.append)
+    writer = Writer(tmp_path, "decode")
+    for number in range(MAX_LINES + 5):
+        writer.log(logging.WARNING, str(number))
+    follower.look()
+    assert len(shown) == MAX_LINES + 1
+    assert shown[-1] == f"5 more warnings in {tmp_path}"
+
+
+def test_nonsense_is_passed_over(tmp_path: Path, shown: list[str]) -> None:
+    follower = LogFollower(tmp_path, shown.append)
+    (tmp_path / "raydix-x-1.log").write_bytes(b'{"level": \n{}\n{"level": "INFO"}\n\n\xff\xfe\n    in fail\n')
+    follower.look()
+    assert shown == []
+
+
+def test_it_ends(follower: LogFollower) -> None:
+    follower.stop()

@@ -1,0 +1,251 @@
+"""Reasoning before answers: found in pieces of any cut, shown apart, counted."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.ingress.reading import Reader, ReadingFacts, ServedModel
+from engine.api.generate import GenerateRequest
+from engine.api.reasoning import effort_arguments, with_lead
+from engine.api.requests import parse_chat
+from engine.api.spec import ReasoningUse
+from engine.core.answers.lead import Lead
+from engine.core.errors import RequestError
+from engine.core.ingress.parsers.reasoning import Thinking, begins_inside, ends_reasoning
+from engine.core.types import FinishReason, Grammar, GrammarKind
+from tests.unit.ingress import CONTEXT, END, MODEL, VOCAB, LetterTokenizer, Replica
+
+THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is noon."
+TOOLS = [{"type": "function", "function": {"name": "clock"}}]
+CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+def parts_of(pieces: Iterable[str], is_inside: bool = False) -> tuple[str, str]:
+    thinking = Thinking(is_inside=is_inside)
+    parts = [thinking.push(piece) for piece in pieces]
+    parts.append(thinking.finish())
+    return "".join(part.reasoning for part in parts), "".join(part.text for part in parts)
+
+
+CASES = [
+    (THOUGHT, False, ("Let me see.", "It is noon.")),
+    ("\n <think>a b</think>c", False, ("a b", "c")),
+    ("<think>\n\n</think>\n\nSo.\n", False, ("", "So.\n")),
+    ("So. <think>no</think>", False, ("", "So. <think>no</think>")),
+    (" <thin", False, ("", " <thin")),
+    (" \n", False, ("", " \n")),
+    (" <thing>", False, ("", " <thing>")),
+    ("<think>a </th b", False, ("a </th b", "")),
+    ("<think>a </think", False, ("a </think", "")),
+    ("Hm.\n</think>\nYes", True, ("Hm.", "Yes")),
+    ("Hm. \n", True, ("Hm.", "")),
+    ("", True, ("", "")),
+    ("</think> <think>", True, ("", "<think>")),
+]
+
+
+@pytest.mark.parametrize(("text", "is_inside", "expected"), CASES)
+def test_reasoning_whole_and_with_every_cut(text: str, is_inside: bool, expected: tuple[str, str]) -> None:
+    assert parts_of([text], is_inside) == expected
+    assert parts_of(text, is_inside) == expected, "one character at a time"
+    for cut in range(len(text)):
+        assert parts_of([text[:cut], "", text[cut:]], is_inside) == expected
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think>", "a", " ", "\n"]), max_size=9), st.booleans()
+)
+def test_the_parts_do_not_depend_on_the_pieces(fragments: list[str], is_inside: bool) -> None:
+    text = "".join(fragments)
+    assert parts_of(fragments, is_inside) == parts_of([text], is_inside) == parts_of(text, is_inside)
+
+
+def test_prompts_that_open_the_reasoning() -> None:
+    assert begins_inside("<|assistant|>\n<think>\n") and not begins_inside("<|assistant|><think>\n\n</think>\n")
+    assert ends_reasoning("<|assistant|><think>\n\n</think>\n\n") and not ends_reasoning("<|assistant|>\n<think>\n")
+
+
+def replica(answer: str, finish: FinishReason = FinishReason.STOP) -> Replica:
+    made = Replica(max_model_len=512, has_reasoning=True)
+    made.dispatcher.answer, made.dispatcher.finish = answer, finish
+    return made
+
+
+def whole(answer: str, **fields: Any) -> Any:
+    return asyncio.run(replica(answer).whole("chat", **{"max_tokens": 300, **fields}))
+
+
+def streamed(answer: str, **fields: Any) -> list[Any]:
+    return asyncio.run(replica(answer).streamed("chat", **{"max_tokens": 300, **fields}))
+
+
+def test_reasoning_stands_beside_the_text() -> None:
+    answer = whole(THOUGHT)
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == (
+        "It is noon.",
+        "Let me see.",
+        "Let me see.",
+    )
+    num_reasoning = len(THOUGHT) - len("\n\nIt is noon.") - len("<think")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    assert answer["usage"]["completion_tokens"] == len(THOUGHT) + 1
+
+
+def test_a_stream_says_the_same() -> None:
+    *chunks, done = streamed(THOUGHT)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Let me see."
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+    assert "".join(delta.get("content") or "" for delta in deltas) == "It is noon." and done == "[DONE]"
+
+
+def test_an_answer_that_is_cut_off_in_its_reasoning() -> None:
+    answer = whole(THOUGHT, max_tokens=12)
+    [choice] = answer["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("", "Let")
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
+
+
+def test_reasoning_may_be_left_out_or_left_in_the_text() -> None:
+    answer = whole(THOUGHT, include_reasoning=False)
+    message = answer["choices"][0]["message"]
+    assert message["content"] == "It is noon." and "reasoning" not in message
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    answer = whole(THOUGHT, separate_reasoning=False)
+    assert answer["choices"][0]["message"]["content"] == THOUGHT
+    assert "completion_tokens_details" not in answer["usage"]
+    completion = asyncio.run(replica(THOUGHT).whole(max_tokens=300))
+    assert completion["choices"][0]["text"] == THOUGHT, "a completion is text alone"
+
+
+def test_a_prompt_that_opens_the_reasoning() -> None:
+    messages = [{"role": "user", "content": "?<think>"}]  # as a template would end
+    message = whole("Hm.</think>Yes.", messages=messages)["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("Yes.", "Hm.")
+
+
+def test_calls_come_after_the_reasoning() -> None:
+    answer = whole(f"<think>Call <tool_call> now.</think>\n{CALL}", tools=TOOLS, n=2)
+    for choice in answer["choices"]:
+        assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["reasoning"] == "Call <tool_call> now."
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "clock"
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] % 2 == 0
+
+
+def test_the_next_turn_has_the_reasoning_apart() -> None:
+    async def run() -> None:
+        made = replica(THOUGHT)
+        await made.whole("chat", max_tokens=300)
+        await asyncio.sleep(0)
+        [turn] = made.reader.next_turns
+        assert turn.answer == {"role": "assistant", "content": "It is noon.", "reasoning_content": "Let me see."}
+
+    asyncio.run(run())
+
+
+def test_the_handle_gives_reasoning() -> None:
+    request = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 300}
+
+    async def run() -> tuple[Any, list[Any]]:
+        response = await replica(THOUGHT).frontend.generate(request)
+        return response, [chunk async for chunk in replica(THOUGHT).frontend.stream(request)]
+
+    response, chunks = asyncio.run(run())
+    assert (response.text, response.reasoning, response.tool_calls) == ("It is noon.", "Let me see.", None)
+    assert response.token_ids == (*THOUGHT.encode(), END)
+    assert "".join(chunk.reasoning or "" for chunk in chunks) == "Let me see."
+
+
+def test_an_effort_is_a_variable_of_the_template() -> None:
+    assert effort_arguments(ReasoningUse(effort="low"), "{{ reasoning_effort }}") == {"reasoning_effort": "low"}
+    assert effort_arguments(ReasoningUse(effort="low"), "{{ enable_thinking }}") == {"enable_thinking": True}
+    assert effort_arguments(ReasoningUse(effort="none"), "{{ enable_thinking }}") == {"enable_thinking": False}
+    assert effort_arguments(ReasoningUse(effort="none"), "") == {}
+    with pytest.raises(RequestError) as caught:
+        effort_arguments(ReasoningUse(effort="high", param="reasoning.effort"), "")
+    assert caught.value.param == "reasoning.effort"
+
+
+# The form of what follows
+
+CHAT = {"messages": [{"role": "user", "content": "?"}], "structured_outputs": {"regex": "[a-z]+"}}
+MAY = Lead(b"<think>", b"</think>")
+MUST = Lead(b"<think>", b"</think>", is_open=True)
+
+
+def lead_of(prompt: str, **fields: Any) -> Lead | None:
+    spec = with_lead(parse_chat(json.dumps(CHAT | fields).encode()), prompt)
+    assert spec.sampling.grammar is not None
+    return spec.sampling.grammar.lead
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "expected"),
+    [
+        ("assistant\n", {}, MAY),
+        ("assistant\n<think>\n", {}, MUST),
+        ("assistant\n<think>\n\n</think>\n\n", {}, None),
+        ("assistant\n", {"chat_template_kwargs": {"enable_thinking": False}}, None),
+        ("assistant\n", {"chat_template_kwargs": {"enable_thinking": True}}, MAY),
+        ("assistant\n", {"reasoning_effort": "none"}, None),
+        ("assistant\n", {"reasoning_effort": "low", "include_reasoning": False}, MAY),
+        ("assistant\n<think>", {"reasoning_effort": "none"}, MUST),
+        ("assistant\n", {"separate_reasoning": False}, None),
+        ("assistant\nSo", {"continue_final_message": True, "add_generation_prompt": False}, None),
+        ("assistant\n<think>", {"continue_final_message": True, "add_generation_prompt": False}, MUST),
+        ("user\n?", {"add_generation_prompt": False}, None),
+    ],
+)
+def test_a_form_begins_behind_the_reasoning_that_the_prompt_allows(
+    prompt: str, fields: dict[str, Any], expected: Lead | None
+) -> None:
+    assert lead_of(prompt, **fields) == expected
+
+
+def test_a_form_of_a_text_that_has_the_reasoning_is_refused() -> None:
+    with pytest.raises(RequestError, match="separate_reasoning") as caught:
+        lead_of("<think>\n", separate_reasoning=False)
+    assert caught.value.param == "structured_outputs.regex"
+    free = GenerateRequest.model_validate({"messages": CHAT["messages"], "separate_reasoning": False}).spec()
+    assert with_lead(free, "<think>\n") is free
+
+
+def test_the_reader_knows_the_reasoning_of_its_model_alone() -> None:
+    facts = ReadingFacts(ServedModel(MODEL, CONTEXT, VOCAB), Path(), special_tokens_in_messages=False)
+    plain = Grammar(GrammarKind.REGEX, "[a-z]+")
+    for has_reasoning, tokenizer, lead in (
+        (False, LetterTokenizer(opening="assistant: <think>\n"), None),
+        (True, LetterTokenizer(opening="assistant: <think>\n"), MUST),
+        (True, LetterTokenizer(), MAY),
+    ):
+        reader = Reader(replace(facts, has_reasoning=has_reasoning), tokenizer)
+        read = reader.read(GenerateRequest.model_validate(CHAT).spec())
+        assert read.spec.sampling.grammar == replace(plain, lead=lead)
+        assert reader.read(read.spec).spec == read.spec, "a chat is read again once its ids are known"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prescribed_answer_stands_behind_its_reasoning(stream: bool) -> None:
+    made = replica('<think>{"is it": no}</think>\n{"noon": true}')
+    fields = {"response_format": {"type": "json_object"}, "max_tokens": 300}
+    if not stream:
+        answer = asyncio.run(made.whole("chat", **fields))
+        message = answer["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == ('{"noon": true}', '{"is it": no}')
+        assert (
+            answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == len('<think>{"is it": no}</think>') - 6
+        )
+        return
+    deltas = [chunk["choices"][0]["delta"] for chunk in asyncio.run(made.streamed("chat", **fields))[:-1]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == '{"noon": true}'
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == '{"is it": no}'

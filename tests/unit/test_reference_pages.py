@@ -1,0 +1,61 @@
+"""The generated pages of the documentation name everything that the code declares."""
+
+import re
+
+import pytest
+
+from configs.schema import Config
+from docs.generate import DOCUMENTS, ROOT, document_page, pages
+from engine.api.requests import ChatCompletionRequest, CompletionRequest
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, str]:
+    return pages()
+
+
+def names(page: str) -> set[str]:
+    """Words in backticks."""
+    return set(re.findall(r"`([^`]+)`", page))
+
+
+def test_every_key_of_the_configuration_has_a_line(written: dict[str, str]) -> None:
+    page = written["reference/configuration.md"]
+    sections = Config.model_json_schema()["$defs"]
+    keys = {key for name, definition in sections.items() if "Section" in name for key in definition["properties"]}
+    assert keys - names(page) == {"prefill", "decode", "mixed"}
+    assert {"workers.prefill", "workers.decode", "workers.mixed", *Config.model_fields} <= names(page)
+    assert "| `block_size` | integer | `16` | ≥ 8, ≤ 128 | Token positions per KV block. |" in page
+
+
+def test_every_field_of_a_request_is_described_refused_or_ignored(written: dict[str, str]) -> None:
+    fields = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+    assert fields <= names(written["reference/http.md"])
+
+
+def test_responses_have_their_objects(written: dict[str, str]) -> None:
+    page = written["reference/http.md"]
+    assert page.count("### ChatCompletion\n") == 1 and "### ErrorResponse" in page
+    assert "| `choices` | list of object | `n` answers. |" in page
+    assert "### ChatCompletionRequest" not in page
+
+
+def test_routes_have_a_sentence(written: dict[str, str]) -> None:
+    routes = re.findall(r"^\| `(?:GET|POST) (\S+)` \| \w+ \| (.*) \|$", written["reference/http.md"], re.M)
+    assert {"/v1/completions", "/v1/cache/events", "/health", "/docs"} <= {path for path, _ in routes}
+    assert [path for path, sentence in routes if not sentence] == []
+
+
+def test_metrics_have_the_values_of_their_own_tags(written: dict[str, str]) -> None:
+    page = written["reference/metrics.md"]
+    assert "| `raydix_requests` | counter | `tenant`, `outcome` (`stop`, `length`, `aborted`, `failed`) |" in page
+    assert "`outcome` (`computed`, `found`, `dropped`)" in page
+
+
+def test_links_of_documents_lead_to_pages_of_the_site() -> None:
+    page = document_page(ROOT / "README.md", "index.md")
+    assert "](guides/serving.md)" in page
+    assert "](architecture.md)" in page
+    assert "](LICENSE)" not in page
+    assert "](../architecture.md" in document_page(ROOT / "README.md", "guides/index.md")
+    assert {*DOCUMENTS.values()} <= pages().keys()

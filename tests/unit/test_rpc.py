@@ -1,0 +1,32 @@
+"""The clients' methods are those of the actors."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+
+from actors.manager.kv_cache_manager import KVCacheManager
+from actors.rpc import ActorClient, ManagerClient, WorkerClient
+from actors.worker.worker import Worker
+
+METHODS = [
+    (actor, client, name)
+    for actor, client in ((Worker, WorkerClient), (KVCacheManager, ManagerClient))
+    for name, member in inspect.getmembers(client, inspect.isfunction)
+    if not name.startswith("_") and member is not ActorClient.kill
+]
+
+
+def parameters(method: Callable[..., object]) -> list[str]:
+    """Return the names of a method's parameters.
+
+    Once a process has made an actor of a class, Ray's own parameters stand in
+    the signatures of the class's methods; they are left out.
+    """
+    return [name for name in inspect.signature(method).parameters if not name.startswith("_ray_")]
+
+
+@pytest.mark.parametrize(("actor", "client", "name"), METHODS)
+def test_a_client_calls_what_its_actor_has(actor: type, client: type[ActorClient], name: str) -> None:
+    theirs = parameters(getattr(actor, name))
+    assert theirs == parameters(getattr(client, name))
