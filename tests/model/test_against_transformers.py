@@ -80,14 +80,14 @@ def test_prompt_logprobs(ours: Decoder, theirs: torch.nn.Module) -> None:
 
 
 def test_greedy_tokens(ours: Decoder, theirs: torch.nn.Module) -> None:
-    """64 tokens of 20 prompts, all at once through the engine."""
-    prompts = [prompt(100 + index, 5 + 9 * index) for index in range(20)]
+    """32 tokens of 10 prompts, all at once through the engine."""
+    prompts = [prompt(100 + index, 5 + 18 * index) for index in range(10)]
     config: ModelConfig = ours.config
     store = KVPool(config, 400, BLOCK_SIZE, torch.float32)
     limits = SchedulerLimits(token_budget=64, max_requests=20)
     engine = Engine(ModelRunner(ours, store), store, BlockPool(400, BLOCK_SIZE), limits, MAX_LEN, "model")
     for index, token_ids in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=64, temperature=0.0)
+        sampling = SamplingParams(max_tokens=32, temperature=0.0)
         engine.submit(
             Assignment(str(index), 0, Stage.WHOLE, tuple(token_ids), len(token_ids), sampling, "ingress"), 0.0
         )
