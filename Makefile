@@ -24,17 +24,19 @@ chat: install
 	@exec $(BIN)/raydix chat $(if $(URL),--url $(URL))
 
 # The tests but those for GPUs and most of the kills, which `make chaos` runs. Unit tests alone must run nearly every
-# line of the core, and most lines of the actors. What fails in a real cluster, whose processes share the machine with
-# whatever else runs, is run once more by itself and must pass then; a wrong bit of a kernel or the model fails at once.
+# line of the core, and most lines of the actors. A test of several processes or threads that fails beside other work of
+# the machine is run once more by itself and must pass then; a wrong bit of a kernel or the model fails at once.
+PYTEST := $(BIN)/python -m pytest
+AGAIN := --last-failed --last-failed-no-failures=none
+CLUSTERS := -m "not gpu and not chaos" tests/integration tests/chaos
 test: install
-	$(BIN)/python -m pytest -m "not gpu" tests/unit --numprocesses=auto --cov=actors --cov=engine/core --cov-report=
+	$(PYTEST) -m "not gpu" tests/unit --numprocesses=auto --cov=actors --cov=engine/core --cov-report= || \
+		$(PYTEST) -m "not gpu" tests/unit $(AGAIN)
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
 	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
-	$(BIN)/python -m pytest -m "not gpu" tests/kernels --numprocesses=auto
-	$(BIN)/python -m pytest -m "not gpu and not exhaustive" tests/model
-	$(BIN)/python -m pytest -m "not gpu and not chaos" tests/integration tests/chaos || \
-		$(BIN)/python -m pytest -m "not gpu and not chaos" tests/integration tests/chaos \
-			--last-failed --last-failed-no-failures=none
+	$(PYTEST) -m "not gpu" tests/kernels --numprocesses=auto
+	$(PYTEST) -m "not gpu and not exhaustive" tests/model
+	$(PYTEST) $(CLUSTERS) || $(PYTEST) $(CLUSTERS) $(AGAIN)
 
 # Clients that others wrote against real servers, each folder of tests/clients with a server of its own: make
 # test-clients-sdk runs one folder. The table of what the clients saw is in build/clients.md.
