@@ -7,6 +7,8 @@ calls the child directly.
 * The child answers nothing for `CHECK_TIMEOUT_S`: its host kills it.
 * An incarnation does not start: its host tries again, after growing pauses. While `MAX_FAILURES` or more have failed in
   a row the host is unhealthy, and Serve replaces it.
+* Serve stops the host (fewer replicas, an update, a node that is drained): the child's requests and blocks go to other
+  workers first.
 * The host dies: Ray ends its child, whose owner is gone, and Serve starts another host.
 """
 
@@ -16,7 +18,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -53,6 +55,10 @@ MAX_RETRY_S = 30.0
 MAX_FAILURES = 3
 """Starts in a row that may fail before Serve is to try with another host."""
 MANAGER_CPUS = 0.1
+LEAVE_S = 0.2
+"""Between two questions whether a worker's requests and blocks are elsewhere."""
+LEAVE_TIMEOUT_S = 50.0
+"""Limit of a worker's leaving; less than Serve's `graceful_shutdown_timeout_s` of hosts."""
 
 
 class ActorHost:
@@ -82,6 +88,25 @@ class ActorHost:
             self._child.kill()
         except RayError:
             pass  # The child died, and `_replace_when_dead` starts another.
+
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        """Called by Serve before the host's process ends; awaited by Serve if a worker is to leave first."""
+        watch: asyncio.Task[None] | None = getattr(self, "_watch", None)  # None before the first child is ready
+        is_over = watch is None or watch.done() or watch.cancelling()
+        return None if is_over or self._kind == MANAGER else self._leave()
+
+    async def _leave(self) -> None:
+        """Return when other workers have the child's requests and blocks, at the latest after `LEAVE_TIMEOUT_S`."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(RayError, TimeoutError):  # the manager may be away and come back
+                manager = await find_manager(self._app_name)
+                if manager is None or await answer(manager.worker_leaving(self._actor_id), CHECK_TIMEOUT_S):
+                    break
+            await asyncio.sleep(LEAVE_S)
+        self._watch.cancel()
+        took_s = round(time.monotonic() - deadline + LEAVE_TIMEOUT_S, 3)
+        logger.info("%s leaves", self._actor_id, extra=about("child_leaves", child=self._actor_id, took_s=took_s))
 
     async def _start_first_child(self) -> ActorClient:
         """Start a child. Raises the constructor's error, so that Serve can say why the application does not start. A

@@ -31,6 +31,7 @@ from engine.core.ingress.instructions import (
     Follow,
     Instruction,
     ModelDiffers,
+    MovedOn,
     Ping,
     Read,
     Settle,
@@ -169,6 +170,8 @@ class Dispatcher:
             case FailedOver():
                 self._on_failover()
                 _log_failover(instruction)
+            case MovedOn():
+                _log_move(instruction)
             case WorkerLost():
                 self._followed.pop(instruction.worker_id, None)
                 _log_worker_lost(instruction)
@@ -364,6 +367,15 @@ def _log_failover(failover: FailedOver) -> None:
             left=failover.left,
             tokens=failover.num_tokens,
         ),
+    )
+
+
+def _log_move(move: MovedOn) -> None:
+    logger.info(
+        "%s moves to another worker after %d tokens",
+        move.request_id,
+        move.num_tokens,
+        extra=about("moved", request=move.request_id, attempt=move.attempt, left=move.left, tokens=move.num_tokens),
     )
 
 

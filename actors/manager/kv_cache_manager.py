@@ -191,6 +191,15 @@ class KVCacheManager(ClientMemory):
         )
         return self._directory.is_current(worker_id, epoch)
 
+    async def worker_leaving(self, worker_id: str) -> bool:
+        """Have a worker's requests and blocks go elsewhere, since its host is about to stop; returns whether nothing is
+        left there. To be called again until then."""
+        if worker_id in self._directory.workers and worker_id not in self._directory.leaving:
+            logger.info("%s is leaving", worker_id, extra=about("worker_leaving", worker=worker_id))
+        self._directory.leave(worker_id)
+        self._carry_out(self._directory.save())
+        return self._directory.has_left(worker_id)
+
     async def worker_starting(self, worker_id: str) -> None:
         """Note that a host is starting this worker."""
         self._starting[worker_id] = time.monotonic()
@@ -207,7 +216,9 @@ class KVCacheManager(ClientMemory):
         registered = tuple(WorkerInfo(w.worker_id, w.role, w.epoch) for w in self._directory.workers.values())
         deadline = time.monotonic() - STARTING_SILENCE_S
         self._starting = {worker_id: said_at for worker_id, said_at in self._starting.items() if said_at > deadline}
-        return Membership(registered, len(self._starting), self._directory.workers.fingerprint)
+        return Membership(
+            registered, len(self._starting), self._directory.workers.fingerprint, leaving=self._directory.leaving
+        )
 
     # Requests
 

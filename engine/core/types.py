@@ -410,6 +410,8 @@ class Membership:
     """Workers that a host is starting and that are not registered yet."""
     fingerprint: str | None = None
     """The fingerprint of the registered workers' KV; None if there are none."""
+    leaving: frozenset[str] = frozenset()
+    """Registered workers that are about to stop: their requests are to go on elsewhere."""
 
 
 class DraftUse(NamedTuple):

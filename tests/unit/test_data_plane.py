@@ -149,6 +149,36 @@ def test_answers_are_the_same_after_workers_die(scene: Scene, victims: list[str]
     scene.run(play())
 
 
+@pytest.mark.parametrize("leaving", [["d0"], ["p0"], ["p0", "d0"], ["d0", "d1"]], ids=" ".join)
+def test_requests_move_from_workers_that_leave(
+    scene: Scene, leaving: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 100)) for each in prompts.items()]
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while not all([await manager.worker_leaving(worker_id) for worker_id in leaving]):
+                await asyncio.sleep(0.005)
+        for worker_id in leaving:  # as their hosts end them
+            scene.local.kill(f"{worker_id}:1")
+        assert await asyncio.gather(*answers) == [expected(prompt, 100) for prompt in prompts.values()]
+        assert not [record for record in caplog.records if "goes on elsewhere" in record.message], "nothing failed over"
+
+        # What the workers held is found in the store.
+        await until(lambda: scene.num_registered(manager) == 4 - len(leaving))
+        before = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
+        assert await answer_of(dispatcher, "again", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+        after = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
+        assert after - before <= len(prompt_of(1)) - 20, "five whole blocks are hit"
+        await until(lambda: manager._directory.num_reservations == 0)
+        manager._directory.check_integrity()
+
+    with caplog.at_level("INFO"):
+        scene.run(play())
+
+
 def test_answers_are_the_same_after_the_manager_dies(scene: Scene) -> None:
     async def play() -> None:
         _, dispatcher = await scene.start()

@@ -669,3 +669,57 @@ def test_avoided_workers_get_a_request_only_if_there_are_no_others(make_director
     assert decode("r", "d1") == "d2"
     assert decode("s", "d1", "d2") == "p", "a prefill worker decodes as well, if nobody else can"
     assert decode("t", "d1", "d2", "p") in ("d1", "d2"), "better than nobody"
+
+
+def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED, A, B)
+    join(directory, "n", Role.MIXED, D)
+    admission, _ = admit(directory, "before", A)
+    assert admission.prefill == "m", "the block is there"
+
+    directory.leave("m")
+    directory.leave("m")
+    assert directory.leaving == {"m"}
+    assert directory.save() == [Export("m", (A, B))]
+    export(directory, "m", A, B)
+    assert directory.save() == []
+    assert not directory.has_left("m"), "a request is there"
+    directory.end_request("before", 0.0)
+    assert directory.has_left("m")
+
+    admission, instructions = admit(directory, "after", A, B, C)
+    assert (admission.prefill, admission.decode) == ("n", "n")
+    assert delivered(instructions) == [("n", (A, B))]
+    directory.remove_worker("m")
+    assert directory.leaving == frozenset() and directory.has_left("m")
+
+
+def test_a_leaving_worker_gives_away_as_much_as_the_store_holds(make_directory: MakeDirectory) -> None:
+    directory = make_directory(segment_budget_bytes=20)
+    join(directory, "m", Role.MIXED, A, B, C)
+    directory.leave("m")
+    assert directory.save() == [Export("m", (A, B))]
+
+
+def test_requests_go_to_a_leaving_worker_if_there_is_no_other_and_to_an_avoided_one_last(
+    make_directory: MakeDirectory,
+) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED)
+    directory.leave("m")
+    assert admit(directory, "alone")[0].prefill == "m"
+    join(directory, "n", Role.MIXED)
+    request = AdmitRequest("silent", 0, (A,), 6, avoided=("n",))
+    assert directory.admit(request, 0.0)[0].prefill == "m", "leaving is better than silent"
+    assert admit(directory, "other")[0].prefill == "n"
+
+
+def test_a_worker_that_registers_again_is_not_leaving(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED)
+    directory.leave("m")
+    join(directory, "m", Role.MIXED, epoch=2)
+    assert directory.leaving == frozenset()
+    directory.leave("unknown")
+    assert directory.leaving == frozenset()

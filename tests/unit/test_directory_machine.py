@@ -283,6 +283,14 @@ class DirectoryMachine(RuleBasedStateMachine):
     def save(self) -> None:
         self._carry_out(self.directory.save())
 
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A worker is about to stop; it may be asked for blocks, and is not the end of any request."""
+        worker_id, _ = self._draw_worker(data)
+        self.directory.leave(worker_id)
+        self._carry_out(self.directory.save())
+
     # Time
 
     @rule(seconds=st.sampled_from([1.0, PATIENCE_S / 2, PATIENCE_S, PATIENCE_S]))

@@ -18,6 +18,7 @@ from engine.core.ingress.instructions import (
     Follow,
     Instruction,
     ModelDiffers,
+    MovedOn,
     Ping,
     Read,
     Settle,
@@ -353,6 +354,45 @@ def test_silent_workers_keep_their_requests_if_nobody_else_could_take_them() -> 
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
     assert of_type(dispatch.keep_alive(60.0, 0.0), WorkerSilent) == []
+
+
+def test_requests_of_a_leaving_worker_move_to_others() -> None:
+    other = WorkerInfo("d2", Role.DECODE, 1)
+    dispatch = make_dispatch(P, D, other)
+    submitted(dispatch)
+    dispatch.tokens("p", [token(0)], 2.0)
+    leaving = Membership((P, D, other), 0, FINGERPRINT, leaving=frozenset({"d"}))
+    instructions = dispatch.membership(leaving, 3.0)
+    assert of_type(instructions, MovedOn) == [MovedOn("r", 1, ["d", "p"], 1)]
+    assert of_type(instructions, Abort) == [Abort("d", "r"), Abort("p", "r")]
+    assert [admit.request.attempt for admit in of_type(instructions, Admit)] == [1]
+    assert of_type(instructions, FailedOver) == [], "nothing has failed"
+    assert dispatch.membership(leaving, 3.5) == [], "on its way already"
+
+    # An admission from before the manager knew: the request moves again, as often as needed.
+    for attempt in range(1, MAX_ATTEMPTS + 2):
+        dispatch.admitted("r", attempt, admission_of(attempt), 4.0)
+        dispatch.flush(has_manager=True)
+        [moved] = of_type(dispatch.membership(leaving, 4.0), MovedOn)
+        assert moved.attempt == attempt + 1
+    dispatch.check_integrity()
+
+
+def test_a_leaving_worker_keeps_its_requests_if_nobody_else_could_take_them() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    assert dispatch.membership(Membership((P, D), 0, FINGERPRINT, leaving=frozenset({"p", "d"})), 3.0) == []
+
+
+def test_without_the_manager_leaving_workers_are_preferred_last() -> None:
+    dispatch = make_dispatch()
+    workers = (D, WorkerInfo("d2", Role.DECODE, 1))
+    dispatch.membership(Membership(workers, 0, FINGERPRINT, leaving=frozenset({"d"})), 0.0)
+    for number in range(8):
+        name = f"r{number}"
+        [admit] = of_type(dispatch.begin(make_generation(name), 1.0), Admit)
+        instructions = dispatch.not_admitted([admit.request], 1.0, is_silent=False)
+        assert all(each.worker_id == "d2" for each in of_type(instructions, Follow))
 
 
 def test_workers_of_another_model_are_no_workers() -> None:

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 import actors.host as host_module
 from actors.host import MAX_FAILURES, ActorHost
 from actors.names import MANAGER, incarnation_name
-from actors.rpc import ActorClient
+from actors.rpc import ActorClient, ManagerClient
 from configs import Config
 from tests.unit.local_actors import LocalHandle
 
@@ -160,3 +160,60 @@ def test_the_first_child_s_own_error_is_told_and_a_kill_is_not_its_own(scene: Sc
 
 def test_names_of_incarnations() -> None:
     assert incarnation_name(WORKER_ID, 5) == f"{WORKER_ID}:5"
+
+
+class Manager(ManagerClient):
+    """Answers that a worker is still needed, so many times."""
+
+    def __init__(self, num_needed: int, is_away: bool = False) -> None:
+        self.num_needed = num_needed
+        self.is_away = is_away
+        self.asked: list[str] = []
+
+    async def worker_leaving(self, worker_id: str) -> bool:
+        self.asked.append(worker_id)
+        if self.is_away:
+            raise ActorDiedError
+        return len(self.asked) > self.num_needed
+
+
+def test_a_host_that_is_stopped_ends_when_its_worker_is_not_needed_any_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "LEAVE_S", 0.001)
+    manager = Manager(num_needed=3)
+    monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0, manager))
+
+    async def play() -> None:
+        host = await start("decode")
+        leaving = host.__del__()
+        assert leaving is not None
+        await leaving
+        assert manager.asked == [WORKER_ID] * 4
+        assert host.__del__() is None, "once"
+
+    asyncio.run(play())
+
+
+def test_a_host_waits_for_a_manager_that_is_away_only_so_long(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "LEAVE_S", 0.001)
+    monkeypatch.setattr(host_module, "LEAVE_TIMEOUT_S", 0.05)
+    manager = Manager(num_needed=0, is_away=True)
+    monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0, manager))
+
+    async def play() -> None:
+        host = await start("decode")
+        leaving = host.__del__()
+        assert leaving is not None
+        await leaving
+        assert len(manager.asked) > 1
+        assert host.__del__() is None, "once"
+
+    asyncio.run(play())
+
+
+def test_the_managers_host_ends_at_once(scene: Scene) -> None:
+    async def play() -> None:
+        assert (await start(MANAGER)).__del__() is None
+
+    asyncio.run(play())

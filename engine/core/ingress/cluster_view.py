@@ -4,6 +4,7 @@
 |---|---|---|
 | it is registered | the manager's list | the manager drops it and its token stream ends, or it is not found |
 | it is followed | an answer under its name | its token stream ends |
+| it is leaving | the manager's list | the manager drops it |
 | it is silent | no token and no answer to a ping for some time | it is heard again |
 | it is dead | the error at the end of its token stream | for good: a successor has a higher epoch |
 """
@@ -67,6 +68,8 @@ class ClusterView:
         self._signs = SignsOfLife()
         """Of followed workers."""
         self._silent: set[str] = set()
+        self._leaving: frozenset[str] = frozenset()
+        """Workers that are about to stop."""
         self._searched: set[tuple[str, int]] = set()
         """Incarnations that are being looked for."""
         self._lost: dict[str, int] = {}
@@ -85,6 +88,7 @@ class ClusterView:
         """Take over the manager's list of workers."""
         self._manager_answered_at = now
         self._num_starting = membership.num_starting
+        self._leaving = membership.leaving
         registered = {worker.worker_id: worker for worker in membership.workers if not self._is_dead(worker)}
         if membership.fingerprint is not None:
             self._check(membership.fingerprint)
@@ -127,6 +131,7 @@ class ClusterView:
         """The worker for a whole request without the manager: of those that decode, if there are any, the one that the
         session prefers. None without a worker."""
         heard = [each for each in self._registered.values() if each.worker_id not in self._silent]
+        heard = [each for each in heard if each.worker_id not in self._leaving] or heard
         able = [each.worker_id for each in heard if each.role is not Role.PREFILL]
         worker_ids = able or [each.worker_id for each in heard] or [*self._registered]
         return self._registered[preferred(session, worker_ids)] if worker_ids else None
@@ -198,6 +203,12 @@ class ClusterView:
         silent = set(self._signs.silent(now, self._timeouts.worker_silent_s))
         before, self._silent = self._silent, silent if self._registered.keys() - silent else set()
         return self._silent - before
+
+    @property
+    def to_be_left(self) -> Sequence[str]:
+        """Followed workers that are about to stop, if another worker that is heard could take their requests."""
+        others = self._registered.keys() - self._leaving - self._silent
+        return sorted(self._leaving & self._followed.keys()) if others else ()
 
     # Inside
 

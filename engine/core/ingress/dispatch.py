@@ -11,6 +11,7 @@ and their tokens are delivered. What goes wrong on the way:
 * a prefill worker dies after the first token: the decode worker computes what did not arrive;
 * a worker ends the stream and lives: fail over; the worker may be followed again;
 * a worker is silent: fail over to others, until the worker answers again;
+* a worker is about to stop: its requests move to others, as at a failover, with the KV that the worker still holds;
 * the workers have another model than this replica: no request is admitted.
 
 `actors.ingress.dispatcher` carries the instructions out and reports the results; here is no Ray and no clock.
@@ -32,6 +33,7 @@ from engine.core.ingress.instructions import (
     Follow,
     Instruction,
     ModelDiffers,
+    MovedOn,
     Ping,
     Read,
     StopAwaiting,
@@ -182,7 +184,8 @@ class Dispatch:
         refused_before = self._view.refused_fingerprint
         self._view.update(membership, now)
         refused = self._view.refused_fingerprint
-        return [] if refused in (None, refused_before) else [ModelDiffers(refused, self._model.fingerprint)]
+        differs = [] if refused in (None, refused_before) else [ModelDiffers(refused, self._model.fingerprint)]
+        return [*differs, *self._move_on(now)]
 
     @stimulus
     def no_membership(self) -> None:
@@ -398,20 +401,36 @@ class Dispatch:
                 instructions.append(StopAwaiting(generation.decode, generation.request_id))
         return instructions
 
+    def _move_on(self, now: float) -> list[Instruction]:
+        """Have the requests of workers that are about to stop go on elsewhere."""
+        instructions: list[Instruction] = []
+        for worker_id in self._view.to_be_left:
+            for entry in self._affected_by(worker_id):
+                generation = entry.generation
+                if generation.dies_with(worker_id):
+                    left, aborts = self._start_over(entry)
+                    moved = MovedOn(generation.request_id, generation.attempt, left, len(generation.tokens))
+                    entry.num_moves += 1
+                    entry.waiting_since = now
+                    instructions += [*aborts, moved, *self._admit(entry, now)]
+        return instructions
+
+    def _start_over(self, entry: Entry) -> tuple[list[str], list[Instruction]]:
+        """Begin another attempt; returns the workers of the last one, and what ends the attempt there."""
+        left = sorted(entry.generation.start_over())
+        entry.admission = None
+        request_id = entry.generation.request_id
+        return left, [Abort(worker_id, request_id) for worker_id in left if worker_id in self._view.followed]
+
     def _fail_over(self, entry: Entry, now: float) -> list[Instruction]:
         """Go on elsewhere from the last token delivered."""
         generation = entry.generation
         if generation.is_over:
             return []
-        left = generation.start_over()
-        entry.admission = None
-        instructions: list[Instruction] = [
-            Abort(worker_id, generation.request_id) for worker_id in sorted(left) if worker_id in self._view.followed
-        ]
-        failed_over = FailedOver(generation.request_id, generation.attempt, sorted(left), len(generation.tokens))
-        instructions.append(failed_over)
+        left, instructions = self._start_over(entry)
+        instructions.append(FailedOver(generation.request_id, generation.attempt, left, len(generation.tokens)))
 
-        if generation.attempt >= MAX_ATTEMPTS:
+        if generation.attempt - entry.num_moves >= MAX_ATTEMPTS:
             error = ServiceError(f"the request failed: {MAX_ATTEMPTS} workers died or fell silent while serving it")
             return instructions + self._fail(entry, error)
         entry.waiting_since = now

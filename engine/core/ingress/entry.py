@@ -16,6 +16,8 @@ class Entry:
     admission: Admission | None = None
     avoided: tuple[str, ...] = ()
     """Workers that were silent when the request was last sent to the manager."""
+    num_moves: int = 0
+    """Attempts that ended because their worker was about to stop."""
 
     def awaits(self, worker_id: str, epoch: int) -> bool:
         """True if the admission names this incarnation."""

@@ -101,6 +101,17 @@ class FailedOver(NamedTuple):
     """Tokens delivered before."""
 
 
+class MovedOn(NamedTuple):
+    """For the log: a request goes on elsewhere, because its worker is about to stop."""
+
+    request_id: str
+    attempt: int
+    left: list[str]
+    """Workers of the attempt before."""
+    num_tokens: int
+    """Tokens delivered before."""
+
+
 class ModelDiffers(NamedTuple):
     """For the log: the workers have another model than this replica."""
 
@@ -122,5 +133,6 @@ Instruction: TypeAlias = (
     | WorkerLost
     | WorkerSilent
     | FailedOver
+    | MovedOn
     | ModelDiffers
 )

@@ -32,7 +32,7 @@ from engine.core.manager.matching import match
 from engine.core.manager.peers import PeerCosts
 from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGroups, place
 from engine.core.manager.reservations import US_PER_S, Reservation, WorkerRecord, Workers
-from engine.core.manager.saving import blocks_to_save
+from engine.core.manager.saving import blocks_to_save, only_here
 from engine.core.manager.segment_store import DiskInstruction, SegmentStore
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
@@ -62,6 +62,8 @@ class Directory:
         self._blocks = BlockIndex(self.statistics)
         self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants)
         self.workers = Workers()
+        self.leaving: frozenset[str] = frozenset()
+        """The registered workers that are about to stop."""
         self._groups = WorkerGroups()
         """The registered workers by load, for placement."""
         self._peers = PeerCosts(costs.prior)
@@ -112,12 +114,29 @@ class Directory:
         return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
 
     @stimulus
+    def leave(self, worker_id: str) -> None:
+        """A worker is about to stop: place requests elsewhere, and note the blocks that nobody else has, as many as the
+        object store has room for. `save` asks for their export."""
+        worker = self.workers.get(worker_id)
+        if worker is not None and not worker.is_leaving:
+            worker.is_leaving = True
+            self.leaving |= {worker_id}
+            limit = self.segments.store_budget_bytes // max(1, self.costs.block_bytes)
+            worker.unsaved = only_here(worker, self._blocks, limit if self.keeps_segments else 0)
+
+    def has_left(self, worker_id: str) -> bool:
+        """True if a leaving worker has no request and no block to be exported any more, or is not registered."""
+        worker = self.workers.get(worker_id)
+        return worker is None or not (worker.requests or worker.unsaved)
+
+    @stimulus
     def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
         """Forget a worker with its pool and promises to compute. Segments exported by the worker stay."""
         worker = self.workers.current(worker_id, epoch)
         if worker is None:
             return []
         del self.workers[worker_id]
+        self.leaving -= {worker_id}
         self._groups.remove(worker_id)
         self._peers.remove(worker_id)
         held = sorted(worker.blocks)
@@ -277,7 +296,8 @@ class Directory:
 
     @stimulus
     def save(self) -> list[Instruction]:
-        """Ask for the export of blocks without a segment, for the disk; to be called periodically."""
+        """Ask for the export of blocks without a segment, for the disk and of leaving workers; to be called
+        periodically."""
         instructions: list[Instruction] = []
         for worker in self.workers.values():
             if hashes := blocks_to_save(worker, self._blocks):
@@ -407,6 +427,7 @@ class Directory:
     def check_integrity(self) -> None:
         """Assert that blocks, workers, segments and reservations agree with each other."""
         check_records(self._blocks, self.workers, self._reservations, self._groups, self.segments, self._supply)
+        assert self.leaving == {worker.worker_id for worker in self.workers.values() if worker.is_leaving}
 
     # Inside
 
@@ -446,4 +467,4 @@ class Directory:
             return_rate=self.statistics.return_rate,
             home=self._homes.of(request.cache.tenant, request.session),
         )
-        return demand, self._groups.candidates(prefix.holders, request.avoided)
+        return demand, self._groups.candidates(prefix.holders, request.avoided, self.leaving)

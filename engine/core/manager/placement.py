@@ -163,8 +163,11 @@ class WorkerGroups:
     def load_of(self, worker_id: str) -> WorkerLoad | None:
         return self._loads.get(worker_id)
 
-    def candidates(self, holders: Mapping[int, Set[str]], avoided: Collection[str] = ()) -> list[Candidate]:
-        """Group all workers for one request; `avoided` workers only if there are no others.
+    def candidates(
+        self, holders: Mapping[int, Set[str]], avoided: Collection[str] = (), leaving: Collection[str] = ()
+    ) -> list[Candidate]:
+        """Group all workers for one request; `leaving` workers only if there are no others, and `avoided` ones only if
+        there are none but these.
 
         `holders`: the workers by number of held leading blocks, each worker once.
         """
@@ -174,10 +177,13 @@ class WorkerGroups:
             for num_local, workers in holders.items()
             if (alike := group & workers)
         ]
-        if not avoided:
-            return all_candidates
-        others = [each._replace(worker_ids=frozenset(each.worker_ids).difference(avoided)) for each in all_candidates]
-        return [each for each in others if each.worker_ids] or all_candidates
+        for left_out in ({*avoided, *leaving}, avoided):
+            if not left_out:
+                break
+            others = [each._replace(worker_ids=frozenset(each.worker_ids) - {*left_out}) for each in all_candidates]
+            if others := [each for each in others if each.worker_ids]:
+                return others
+        return all_candidates
 
 
 def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> Placement:

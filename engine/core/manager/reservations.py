@@ -39,7 +39,9 @@ class WorkerRecord:
     num_queued: int = 0
     """Number of prefills in `queued_us`."""
     unsaved: list[BlockHash] = field(default_factory=list)
-    """Sealed blocks without a segment, to be exported for the disk."""
+    """Sealed blocks without a segment, to be exported for the disk, or because the worker leaves."""
+    is_leaving: bool = False
+    """True once the worker is about to stop: new requests go to others, as long as there are others."""
     alone: frozenset[str] = field(init=False)
     """The set of the worker's id alone, shared by the records of all blocks held by this worker only."""
 

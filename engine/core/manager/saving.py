@@ -1,4 +1,6 @@
-"""Choice of blocks for export to the disk."""
+"""Choice of blocks for export: to the disk, and out of the pool of a worker that leaves."""
+
+from itertools import islice
 
 from engine.core.manager.block_index import BlockIndex
 from engine.core.manager.reservations import WorkerRecord
@@ -11,7 +13,16 @@ MAX_SAVED_BLOCKS = 64
 
 
 def blocks_to_save(worker: WorkerRecord, blocks: BlockIndex) -> list[BlockHash]:
-    """Blocks of a worker, in no segment and with nobody about to export them; none while a busy worker has few."""
+    """Blocks of a worker, in no segment and with nobody about to export them; none while a busy worker that stays has
+    few."""
     worker.unsaved = [h for h in worker.unsaved if h in worker.blocks and blocks[h].segment is None]
     ready = [h for h in worker.unsaved if blocks[h].producer is None][:MAX_SAVED_BLOCKS]
-    return [] if worker.requests and len(ready) < MIN_SAVED_BLOCKS else ready
+    is_too_early = worker.requests and not worker.is_leaving and len(ready) < MIN_SAVED_BLOCKS
+    return [] if is_too_early else ready
+
+
+def only_here(worker: WorkerRecord, blocks: BlockIndex, limit: int) -> list[BlockHash]:
+    """At most `limit` blocks that a worker alone holds, the longest known first: a block comes before the blocks behind
+    it, and beginnings that many prompts share before what followed once."""
+    alone = (h for h, record in blocks.items() if record.workers == worker.alone and record.segment is None)
+    return list(islice(alone, limit))
