@@ -45,7 +45,7 @@ class Drafter:
         decoding = [request for request in scheduler.running.values() if request.num_remaining == 1]
         if not decoding:
             return []
-        costs = scheduler.swapping.costs
+        costs = scheduler.swap_policy.costs
         step = decode_step(costs, [len(request.token_ids) for request in decoding])
         least = step.least_chance(step.cost_s(costs, 0))
         if least >= CERTAIN:
@@ -73,7 +73,7 @@ class Drafter:
         for request in wanting:
             suffixes = request.suffixes
             if suffixes is not None:
-                least = step.least_chance(step.cost_s(scheduler.swapping.costs, len(request.token_ids)))
+                least = step.least_chance(step.cost_s(scheduler.swap_policy.costs, len(request.token_ids)))
                 left -= _index(request, suffixes, left)
                 found = [self._own_guess(request, suffixes, least), self._past_guess(request, suffixes, least)]
                 guesses[request.request_id] = max(found, key=_num_expected)
