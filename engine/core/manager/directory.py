@@ -259,7 +259,7 @@ class Directory:
 
     @stimulus
     def segment_unread(self, segment: Segment, now: float) -> list[Instruction]:
-        """Supply the blocks of a segment that could not be read from disk from elsewhere; later requests may try the
+        """A segment could not be read from disk now: supply its blocks from other places. Later requests may try the
         file again."""
         # The waiting workers await the blocks, instead of the segment.
         waiting = frozenset(self.segments.unread(segment, now) & self.workers.keys())

@@ -1,10 +1,10 @@
 """Proposes drafts for the requests that decode: from the tokens of each, its client's prediction, past answers of its
 salt, and its grammar.
 
-Reads the scheduler and writes to `Request.suffixes` alone. Of the guesses of two sources the one counts that promises
-more tokens. A draft ends before the first token that the request's
-grammar forbids, and has every token that the grammar forces. What the scheduler makes of the proposals depends on their
-lengths and chances only, so a recording of its stimuli needs no tokens.
+Reads the scheduler and writes to `Request.suffixes` alone. Of the guesses of several sources the one with the most
+expected tokens is used. A draft ends before the first token that the request's grammar forbids, and has every token
+that the grammar forces. The scheduler's decisions depend only on the lengths and chances of the proposals, so a
+recording of its stimuli needs no tokens.
 """
 
 from collections.abc import Collection, Sequence
