@@ -396,8 +396,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         prefill, decode = admission.prefill, admission.decode
         assert admission.prefill_epoch == self.workers[prefill].epoch
         assert admission.decode_epoch == self.workers[decode].epoch
-        reachable = [worker for worker_id, worker in self.workers.items() if worker_id not in request.avoided]
-        roles = {worker.role for worker in reachable or self.workers.values()}
+        reachable = self.workers.keys() - request.avoided
+        roles = {self.workers[each].role for each in reachable - self.directory.leaving or reachable or self.workers}
         assert self.workers[decode].role is not Role.PREFILL or roles == {Role.PREFILL}
         assert set(admission.prefill_awaited + admission.decode_awaited) <= set(request.hashes)
         assert prefill != decode or not admission.decode_awaited
