@@ -23,21 +23,23 @@ serve: install
 chat: install
 	@exec $(BIN)/raydix chat $(if $(URL),--url $(URL))
 
-# The tests but those for GPUs and most of the kills, which `make chaos` runs. Unit tests alone must run nearly every
-# line of the core, and most lines of the actors. What fails in a real cluster, whose processes share the machine with
-# whatever else runs, is run once more by itself and must pass then; a wrong bit of a kernel or the model fails at once.
+# All tests except those for GPUs, most of tests/chaos (see `make chaos`) and `make exhaustive`. The unit tests alone must
+# cover 99 % of the lines of engine/core, and 80 % of the lines of actors. Tests that fail beside other work of the machine
+# run once more by themselves and must pass then; the tests of kernels and of the model have no second try.
+PYTEST := $(BIN)/python -m pytest
+AGAIN := --last-failed --last-failed-no-failures=none
+CLUSTERS := -m "not gpu and not chaos" tests/integration tests/chaos
 test: install
-	$(BIN)/python -m pytest -m "not gpu" tests/unit --numprocesses=auto --cov=actors --cov=engine/core --cov-report=
+	$(PYTEST) -m "not gpu" tests/unit --numprocesses=auto --cov=actors --cov=engine/core --cov-report= || \
+		$(PYTEST) -m "not gpu" tests/unit $(AGAIN)
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
 	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
-	$(BIN)/python -m pytest -m "not gpu" tests/kernels --numprocesses=auto
-	$(BIN)/python -m pytest -m "not gpu and not exhaustive" tests/model
-	$(BIN)/python -m pytest -m "not gpu and not chaos" tests/integration tests/chaos || \
-		$(BIN)/python -m pytest -m "not gpu and not chaos" tests/integration tests/chaos \
-			--last-failed --last-failed-no-failures=none
+	$(PYTEST) -m "not gpu" tests/kernels --numprocesses=auto
+	$(PYTEST) -m "not gpu and not exhaustive" tests/model
+	$(PYTEST) $(CLUSTERS) || $(PYTEST) $(CLUSTERS) $(AGAIN)
 
-# Clients that others wrote against real servers, each folder of tests/clients with a server of its own: make
-# test-clients-sdk runs one folder. The table of what the clients saw is in build/clients.md.
+# Third-party clients against real servers. Each folder of tests/clients has a server of its own; for example,
+# `make test-clients-sdk` runs one folder. The table of results is in build/clients.md.
 test-clients:
 	rm -f build/clients.md
 	$(MAKE) --keep-going test-clients-sdk test-clients-openai_2 test-clients-programs
@@ -45,7 +47,7 @@ test-clients:
 test-clients-%: install $(CLIENTS)/%/.installed
 	RAYDIX_CLIENTS_TABLE=build/clients.md $(CLIENTS)/$*/bin/python -m pytest tests/clients/$*
 
-# Programs that cannot be installed are skipped in the table.
+# Programs that cannot be installed appear as skipped in the table.
 test-clients-programs: install $(CLIENTS)/sdk/.installed
 	-$(MAKE) --keep-going $(CLIENTS)/programs/.installed $(CLIENTS)/node/.installed
 	RAYDIX_CLIENTS_TABLE=build/clients.md $(CLIENTS)/sdk/bin/python -m pytest tests/clients/programs
@@ -66,15 +68,15 @@ $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt
 test-nodes: install
 	RAYDIX_NODES_JSON=benchmarks/results/nodes.json $(BIN)/python -m pytest tests/nodes
 
-# Many more cases of the kind that `make test` tries, for some minutes.
+# More cases of the kind that `make test` tries, for some minutes.
 exhaustive: install
 	$(BIN)/python -m pytest -m "exhaustive and not gpu" tests/kernels tests/model
 
-# Every process is killed or stopped at every moment, for half an hour; writes the table of pauses.
+# Kills and stops each process in each phase of a load, for half an hour; writes the table of pauses.
 chaos: install
 	RAYDIX_CHAOS_JSON=benchmarks/results/chaos.json $(BIN)/python -m pytest tests/chaos
 
-# Requests made from /openapi.json, against a server that runs at URL: no 5xx, and every reply as described.
+# Sends requests generated from /openapi.json to the running server at URL: no 5xx, and every reply as described.
 fuzz: $(VENV)-fuzz/bin/schemathesis
 	$< run $(or $(URL),http://127.0.0.1:8000)/openapi.json --phases coverage,fuzzing --max-examples 50 \
 		--checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance \
@@ -95,7 +97,8 @@ check: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What benchmarks.engine and benchmarks.grammar_peers compare with, each in an environment of its own; PEERS names some.
+# Installs the engines and libraries that benchmarks.engine and benchmarks.grammar_peers compare raydix with, each in
+# an environment of its own; PEERS selects some of them.
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 

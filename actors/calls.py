@@ -1,8 +1,7 @@
 """Making remote calls, and waiting for their answers.
 
-When Ray cancels a task, Ray also cancels the calls made by the task, clean-up calls and calls that other requests rely
-on included. So a call for more than one request's own sake is detached: made in a context in which Ray knows of no
-task.
+When Ray cancels a task, Ray also cancels the calls made by the task, including clean-up calls and calls that other
+requests rely on. So a call that serves more than its own request is detached: made in a context without a task of Ray.
 """
 
 import asyncio

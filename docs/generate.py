@@ -29,7 +29,7 @@ from ray.util.metrics import Metric
 from actors.ingress.app import app
 from actors.ingress.cluster_metrics import UP
 from actors.ingress.routes import OPEN_ROUTES
-from actors.ingress.routes.described import api_document
+from actors.ingress.routes.api_document import api_document
 from actors.instruments import instruments_of
 from actors.metrics import IngressMetrics, ManagerMetrics, WorkerMetrics
 from cli.main import parser

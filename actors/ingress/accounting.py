@@ -1,4 +1,4 @@
-"""The account of every request: its log line and metrics at its end, and each failure's count, log line and words."""
+"""Accounts for requests: a log line and metrics at the end of each; a count, a log line and a message for a failure."""
 
 import logging
 import secrets

@@ -7,7 +7,7 @@ from actors.ingress.job import Answer, Job
 from actors.ingress.renderer import Renderer
 from actors.ingress.rendering import Pieces, Rendering
 from actors.ingress.stored_responses import StoredResponses
-from engine.api.answers import AnswerWriter, Asked
+from engine.api.answers import AnswerContext, AnswerWriter
 from engine.api.anthropic.answers import MessageWriter
 from engine.api.assembler import Piece
 from engine.api.openai_responses.answers import ResponseWriter
@@ -76,10 +76,10 @@ def renderers(
     """The renderer of a job, by the API of its request."""
 
     def of_message(job: Job) -> Renderer:
-        return AnswerRenderer(job, MessageWriter(_asked(job, rendering)), pieces, rendering.choice)
+        return AnswerRenderer(job, MessageWriter(_context_of(job, rendering)), pieces, rendering.choice)
 
     def of_response(job: Job) -> Renderer:
-        writer = ResponseWriter(_asked(job, rendering))
+        writer = ResponseWriter(_context_of(job, rendering))
 
         async def keep() -> None:
             await _keep(job, writer, rendering, responses)
@@ -89,14 +89,14 @@ def renderers(
     return {"openai": rendering.of, "messages": of_message, "responses": of_response}
 
 
-def _asked(job: Job, rendering: Rendering) -> Asked:
+def _context_of(job: Job, rendering: Rendering) -> AnswerContext:
     render = rendering.logprobs_renderer(job.spec)
 
     def logprobs(piece: Piece) -> Json:
         assert render is not None
         return render(piece.token_ids, piece.logprobs)
 
-    return Asked(
+    return AnswerContext(
         job.head,
         job.spec,
         job.marked_tokens,

@@ -90,7 +90,7 @@ class CacheControl:
 def require_admin(tenant: Tenant) -> None:
     """Raise PermissionDeniedError unless a tenant is an administrator."""
     if not tenant.is_admin:
-        raise PermissionDeniedError(f"The tenant '{tenant.name}' is no administrator.")
+        raise PermissionDeniedError(f"The tenant '{tenant.name}' is not an administrator.")
 
 
 def _event(kind: str, next_sequence: int, hashes: list[str]) -> bytes:

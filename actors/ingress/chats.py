@@ -105,8 +105,8 @@ class Chats:
         return None if shown is None else await self._transcripts.keep(shown, chat.private_salt)
 
     def ended(self, chat: Chat, generation: Generation, answer: ChatMessage) -> None:
-        """Prepare the next turn's cache hit after the end of an answer, though the answer's ids may differ. Does not
-        wait."""
+        """Have the blocks of the next turn's prompt computed at idle priority, where the text of the ended answer has
+        other ids than were generated. Returns at once."""
         self._background.start(self._prepare_next_turn(chat, generation, answer))
 
     async def _prepare_next_turn(self, chat: Chat, generation: Generation, answer: ChatMessage) -> None:

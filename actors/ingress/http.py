@@ -51,7 +51,7 @@ async def read_body(request: Request, limit: int, room: BodyRoom, timeout_s: flo
         raise ClientGoneError from None
     except TimeoutError:
         raise BodyTimeoutError(
-            f"The request body did not come within {timeout_s:g} s; {body.num_bytes} bytes of it did."
+            f"The request body did not arrive within {timeout_s:g} s; {body.num_bytes} bytes arrived."
         ) from None
     finally:
         room.end(body)

@@ -231,7 +231,7 @@ class Reader:
         shows_special_tokens = not (spec.skip_special_tokens or spec.spaces_between_special_tokens)
         if shows_special_tokens and self._tokenizer.spaces_special_tokens:
             raise RequestError(
-                "'spaces_between_special_tokens' must be true for this model's tokenizer, which puts them.",
+                "'spaces_between_special_tokens' must be true: this model's tokenizer puts spaces between them.",
                 param="spaces_between_special_tokens",
             )
         if spec.bad_words:

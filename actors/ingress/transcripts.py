@@ -4,8 +4,8 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 
-from actors.ingress.batching import Batch
 from actors.ingress.manager_link import ManagerLink
+from actors.ingress.shared_call import SharedCall
 from engine.core.answers.transcripts import REFERENCE_PREFIX, transcript_name
 from engine.core.errors import ServiceError
 from engine.core.types import BlockHash
@@ -22,14 +22,14 @@ class Transcripts:
         self._manager = manager
         self._root = root
         self._on_lookup = on_lookup
-        self._kept = Batch(self._keep_all)
+        self._keep_call = SharedCall(self._keep_all)
 
     async def keep(self, token_ids: Sequence[int], private_salt: bytes) -> str | None:
         """Keep an answer's ids; returns the reference by which the same salt finds them, None if they are not kept."""
         reference = REFERENCE_PREFIX + secrets.token_urlsafe(REFERENCE_BYTES)
         name = transcript_name(reference, self._root, private_salt)
         try:
-            is_kept = await self._kept.add((name, array("I", token_ids)))
+            is_kept = await self._keep_call.add((name, array("I", token_ids)))
         except ServiceError:
             return None
         return reference if is_kept else None

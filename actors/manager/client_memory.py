@@ -1,4 +1,4 @@
-"""The manager's memory of what clients come back to: token ids of answers, and stored responses."""
+"""Data that later requests of clients refer to: token ids of answers, and stored responses."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ EXPIRY_S = 600.0
 
 
 class ClientMemory:
-    """The manager's methods for it. Responses are bytes, and never read."""
+    """The manager's methods for these data. Responses are bytes, and never read."""
 
     def __init__(self, transcript_budget_bytes: int, response_budget_bytes: int, response_ttl_s: float) -> None:
         self._transcripts = TranscriptStore(transcript_budget_bytes)

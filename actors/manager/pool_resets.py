@@ -1,4 +1,4 @@
-"""Resets of the workers' pools, each over only when everything that the worker had exported before is indexed."""
+"""Resets of the workers' pools. A reset ends when everything that the worker exported before it is indexed."""
 
 import asyncio
 import contextlib

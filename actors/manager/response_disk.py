@@ -1,7 +1,7 @@
 """Stored responses on the disk of the manager's node, written and removed in a thread as the manager keeps and forgets.
 
-Nobody waits for the disk. So a response that was stored in the last moments before a kill may be missing afterwards,
-and one that was deleted then may be back.
+No caller waits for the disk. So after a kill, responses that were stored in the last moments may be missing, and
+responses that were deleted then may exist again.
 """
 
 import asyncio

@@ -74,7 +74,7 @@ class TokenStreams:
         self._signs.heard(ingress_id, time.monotonic())
 
     def stood_still(self, late_s: float) -> None:
-        """This process stood still for `late_s`, and could hear no replica."""
+        """Extend all deadlines by `late_s`, for which this process was stopped and received nothing."""
         self._signs.stood_still(late_s)
 
     def drop_silent(self, silence_s: float) -> dict[str, list[str]]:

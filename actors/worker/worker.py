@@ -129,7 +129,7 @@ class Worker:
         self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
 
     async def ping(self, ingress_id: str, awaiting: Sequence[str]) -> None:
-        """Note that an ingress replica is alive. Requests in `awaiting` are right to go on awaiting their KV."""
+        """Note that an ingress replica is alive. Requests in `awaiting` wait as long again: their senders live."""
         now = time.monotonic()
         self._tokens.seen(ingress_id)
         if awaiting:

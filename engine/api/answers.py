@@ -16,8 +16,8 @@ from engine.core.ingress.parsers.answer import AnswerMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as its answer repeats it."""
+class AnswerContext:
+    """Facts about a request, and about its answer so far, for the writer of the answer."""
 
     head: ResponseHead
     spec: GenerationSpec
@@ -49,7 +49,7 @@ class AnswerWriter(Protocol):
         """The last events."""
 
 
-NewWriter: TypeAlias = Callable[[Asked], AnswerWriter]
+NewWriter: TypeAlias = Callable[[AnswerContext], AnswerWriter]
 
 
 def named_event(name: str, data: bytes) -> bytes:

@@ -20,7 +20,7 @@ from pydantic import (
 
 from engine.api.formats import FormatFields
 from engine.api.prompts import MAX_TOKEN_ID, Label, Message, continued_answers, require_unicode
-from engine.api.spec import UNASKED, GenerationSpec, Prompt, ReasoningUse, ToolUse, Truncation
+from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, Prompt, ReasoningUse, ToolUse, Truncation
 from engine.api.validation import INTEGRAL, StrictModel, describe, problem
 from engine.core.errors import RequestError
 from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, Grammar, SamplingParams
@@ -257,19 +257,19 @@ class SamplingFields(FormatFields, PromptFields):
         """Return the sampling parameters as asked for, with `logprobs` as the route understands that field and the
         grammar of `constraint`."""
         return replace(
-            UNASKED,
-            temperature=_given(self.temperature, UNASKED.temperature),
-            top_p=_given(self.top_p, UNASKED.top_p),
+            DEFAULT_SAMPLING,
+            temperature=_given(self.temperature, DEFAULT_SAMPLING.temperature),
+            top_p=_given(self.top_p, DEFAULT_SAMPLING.top_p),
             top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
-            min_p=_given(self.min_p, UNASKED.min_p),
-            presence_penalty=_given(self.presence_penalty, UNASKED.presence_penalty),
-            frequency_penalty=_given(self.frequency_penalty, UNASKED.frequency_penalty),
-            repetition_penalty=_given(self.repetition_penalty, UNASKED.repetition_penalty),
+            min_p=_given(self.min_p, DEFAULT_SAMPLING.min_p),
+            presence_penalty=_given(self.presence_penalty, DEFAULT_SAMPLING.presence_penalty),
+            frequency_penalty=_given(self.frequency_penalty, DEFAULT_SAMPLING.frequency_penalty),
+            repetition_penalty=_given(self.repetition_penalty, DEFAULT_SAMPLING.repetition_penalty),
             logit_bias=tuple(sorted((self.logit_bias or {}).items())),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
             logprob_token_ids=tuple(dict.fromkeys(self.logprob_token_ids or ())),
             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
-            min_tokens=_given(self.min_tokens, UNASKED.min_tokens),
+            min_tokens=_given(self.min_tokens, DEFAULT_SAMPLING.min_tokens),
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
             grammar=grammar,

@@ -1,5 +1,5 @@
-"""Fields of requests to OpenAI, vLLM or SGLang, unsupported by raydix, each with the values that ask for
-nothing: null and what stands in `only`.
+"""Fields of OpenAI's, vLLM's and SGLang's requests that raydix does not support, each with its values without effect:
+null and the values in `only`.
 
 Clients send defaults along, so a field's default is taken, and any other value is refused by name. A field of type
 `Ignored` can change no answer, whatever its value.

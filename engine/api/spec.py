@@ -154,8 +154,8 @@ class ReasoningUse:
     """Name of the request's field with `max_tokens`."""
 
 
-UNASKED = SamplingParams(max_tokens=0)
-"""Sampling parameters of a request that asks for nothing; limit and seed are settled by `sampling_params`."""
+DEFAULT_SAMPLING = SamplingParams(max_tokens=0)
+"""Sampling parameters of a request without sampling fields; limit and seed are settled by `sampling_params`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class GenerationSpec:
     best_of: int | None = None
     """Samples per prompt, of which the `n` with the highest mean log-probability are the choices; None for `n`."""
 
-    sampling: SamplingParams = UNASKED
+    sampling: SamplingParams = DEFAULT_SAMPLING
     """As asked for, except limit and seed: these depend on the model and the choice (`sampling_params`)."""
     grammar_param: str | None = None
     """Name of the request's field with the grammar of `sampling`, for error messages."""

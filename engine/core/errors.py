@@ -67,14 +67,14 @@ class NotFoundError(RequestError):
 
 
 class AnswerNotFoundError(RequestError):
-    """A message names an answer whose token ids are not kept, any more or for this tenant."""
+    """A message names an answer whose token ids are no longer kept, or are kept for another tenant."""
 
     status = 404
     code = "answer_not_found"
 
 
 class ResponseNotFoundError(RequestError):
-    """A stored response is named that is not kept, any more or for this tenant."""
+    """The request names a stored response that is no longer kept, or is kept for another tenant."""
 
     status = 404
     code = "response_not_found"

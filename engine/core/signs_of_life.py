@@ -25,7 +25,7 @@ class SignsOfLife:
         del self._heard_at[name]
 
     def stood_still(self, late_s: float) -> None:
-        """This process itself stood still for `late_s`, and could hear nobody."""
+        """Extend all deadlines by `late_s`, for which this process itself was stopped and received nothing."""
         for name in self._heard_at:
             self._heard_at[name] += late_s
 

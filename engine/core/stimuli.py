@@ -3,8 +3,8 @@
 The machines of the core read no clock, draw no chance, and let no decision hang on the order of a set: the same
 events, in the same order, bring a fresh machine of the same settings into the same state, through the same
 instructions. A public method of a machine, or of a part that is an attribute of the machine, is an event if it is
-decorated with `stimulus`; calls among these methods are consequences and are not noted. A machine that is not recorded
-is as if there were no recording: a `Recorder` puts itself in front of the methods of one machine.
+decorated with `stimulus`; calls among these methods are consequences and are not noted. Recording
+costs an unrecorded machine nothing: a `Recorder` wraps the methods of the one machine that it records.
 
 | argument | its note |
 |---|---|

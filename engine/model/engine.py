@@ -23,7 +23,7 @@ from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
 from engine.core.worker.step import ExportedBlocks, SchedulerOutput
-from engine.core.worker.swapping import SwapPolicy
+from engine.core.worker.swap_policy import SwapPolicy
 from engine.core.worker.transfers import IncomingBlocks
 from engine.model.grammars import Grammars
 from engine.model.isolation import run_isolated, still_runs
@@ -130,8 +130,8 @@ class Engine:
         """None: no drafts."""
         self._refusals: list[TokenEvent] = []
 
-        swapping = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes)
-        self.scheduler = Scheduler(pool, limits, max_model_len, swapping)
+        swap_policy = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes)
+        self.scheduler = Scheduler(pool, limits, max_model_len, swap_policy)
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
         self.root = root_hash(fingerprint)

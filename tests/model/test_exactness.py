@@ -160,7 +160,7 @@ def calm(decoder: Decoder) -> dict[str, Output]:
 def test_preempted_and_resumed(decoder: Decoder, calm: dict[str, Output], swap_bytes: int) -> None:
     """By computing again and by swapping, in 30 % of the blocks to run everybody at once."""
     engine = make_engine(decoder, num_blocks=int(0.3 * NUM_STORM_BLOCKS), swap_bytes=swap_bytes)
-    engine.scheduler.swapping.costs = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)
+    engine.scheduler.swap_policy.costs = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)
     assert run(engine, [assignment(name, ids, 60) for name, ids in STORM.items()]) == calm
     counts = engine.preemptions
     assert (counts.num_swapped > 0) == (counts.swapped_in_bytes > 0) == (swap_bytes > 0)

@@ -12,7 +12,7 @@ from engine.api.fields import SamplingFields
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.responses import Usage
-from engine.api.spec import UNASKED, GenerationSpec
+from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
 from engine.core.errors import RequestError
 from engine.core.types import ChatTemplate, FinishReason, TokenLogprobs
 
@@ -22,7 +22,7 @@ def test_prompt_and_messages() -> None:
     assert request.spec() == GenerationSpec(
         kind="completion",
         prompts=("hi",),
-        sampling=replace(UNASKED, temperature=0.5, logit_bias=((5, 1.0),)),
+        sampling=replace(DEFAULT_SAMPLING, temperature=0.5, logit_bias=((5, 1.0),)),
         stop=("x",),
         include_usage=True,
         request_id="r-1",

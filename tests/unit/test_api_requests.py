@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.api.fields import MAX_CHOICES
 from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from engine.api.spec import UNASKED, ContinuedAnswer, GenerationSpec
+from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
 from engine.core.errors import RequestError
 from engine.core.types import ChatEnd, ChatTemplate
 
@@ -83,7 +83,7 @@ def test_every_field_arrives() -> None:
         messages=(USER,),
         n=2,
         sampling=replace(
-            UNASKED,
+            DEFAULT_SAMPLING,
             temperature=0.0,
             top_p=0.5,
             top_k=40,
@@ -336,7 +336,7 @@ def test_harmless_fields_of_completions() -> None:
 
 def test_prompts_are_echoed_and_scored() -> None:
     assert completion(echo=True, logprobs=2) == GenerationSpec(
-        kind="completion", model="m", prompts=("hi",), echo=True, sampling=replace(UNASKED, logprobs=2)
+        kind="completion", model="m", prompts=("hi",), echo=True, sampling=replace(DEFAULT_SAMPLING, logprobs=2)
     )
     assert completion(prompt_logprobs=0).sampling.prompt_logprobs == 0
     assert chat(prompt_logprobs=20).sampling.prompt_logprobs == 20

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.api.spec import UNASKED, GenerationSpec, require_token_ids, sampling_params
+from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, require_token_ids, sampling_params
 from engine.core.errors import ContextLengthError, RequestError
 from engine.core.types import SamplingParams
 
@@ -17,7 +17,7 @@ def params(spec: GenerationSpec, **changes: Any) -> SamplingParams:
 
 
 def asked(**fields: Any) -> SamplingParams:
-    return replace(UNASKED, **fields)
+    return replace(DEFAULT_SAMPLING, **fields)
 
 
 def completion(**fields: Any) -> GenerationSpec:

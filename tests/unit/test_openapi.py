@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from actors.ingress.app import app
-from actors.ingress.routes.described import OPERATIONS, api_document
+from actors.ingress.routes.api_document import OPERATIONS, api_document
 from engine.api.anthropic.requests import CountRequest, MessagesRequest
 from engine.api.embeddings import EmbeddingsRequest
 from engine.api.known import IGNORED

@@ -8,7 +8,6 @@ from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.hashing import preferred
 from engine.core.manager.explain import MAX_CONSIDERED, best_considered
-from engine.core.manager.homes import Home
 from engine.core.manager.placement import (
     DECODE_HORIZON,
     MAX_DELAYED,
@@ -25,6 +24,7 @@ from engine.core.manager.placement import (
     place,
     predict,
 )
+from engine.core.manager.session_workers import SessionWorkers
 from engine.core.types import Role
 
 MODEL = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)
@@ -301,12 +301,12 @@ LOADS = st.builds(
 )
 """Few different ones, so that some are equal."""
 
-HOMES = st.sampled_from(["", "w0", "w1", "w2", "w7", "gone"])
+LAST_WORKERS = st.sampled_from(["", "w0", "w1", "w2", "w7", "gone"])
 
 
-def cheapest(sums: dict[str, tuple[WorkerCosts, float]], session: str, home: str) -> str:
-    """The session's home, or the one that it prefers, of those which are tied with the best of their costs, if that
-    one's range reaches below the upper end of every worker's."""
+def cheapest(sums: dict[str, tuple[WorkerCosts, float]], session: str, last_worker: str) -> str:
+    """The session's last worker if tied, or else the preferred one of the tied. Tied: close to the best sum of equal
+    costs, if the range of that sum reaches below the upper end of every worker's range."""
     tied = []
     for worker_id, (costs, cost_s) in sums.items():
         best_s = min(other_s for other, other_s in sums.values() if other == costs)
@@ -314,7 +314,7 @@ def cheapest(sums: dict[str, tuple[WorkerCosts, float]], session: str, home: str
         is_in_reach = all(lowest_s <= s * (1 + min(other.spread, MAX_SPREAD)) for other, s in sums.values())
         if is_in_reach and cost_s <= best_s * (1 + TIE) + TIE_S:
             tied.append(worker_id)
-    return home if home in tied else preferred(session, tied)
+    return last_worker if last_worker in tied else preferred(session, tied)
 
 
 def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tuple[str, str]:
@@ -328,7 +328,7 @@ def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tup
         only_decodes = load.role is Role.DECODE and len(by_role[Role.DECODE]) < len(workers)
         if not only_decodes or uncached <= MODEL.piggyback_tokens:
             sums[worker_id] = load.costs, prediction.cost_s
-    prefill = cheapest(sums, demand.session, demand.home.prefill)
+    prefill = cheapest(sums, demand.session, demand.last_workers.prefill)
     if prefill in decoders:
         return prefill, prefill
     sums = {}
@@ -343,7 +343,7 @@ def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tup
             evicted = max(0, lacking - load.num_empty_blocks)
             cost_s += evicted * MODEL.block_size * load.costs.prefill_token_s * demand.return_rate
         sums[worker_id] = load.costs, cost_s
-    return prefill, cheapest(sums, demand.session, demand.home.decode)
+    return prefill, cheapest(sums, demand.session, demand.last_workers.decode)
 
 
 @given(
@@ -352,10 +352,15 @@ def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tup
     pending_s=st.sampled_from([0.0, 0.3]),
     session=st.text(max_size=3),
     return_rate=st.sampled_from([0.0, 0.5]),
-    home=st.builds(Home, prefill=HOMES, decode=HOMES),
+    last_workers=st.builds(SessionWorkers, prefill=LAST_WORKERS, decode=LAST_WORKERS),
 )
 def test_grouping_and_pruning_change_no_choice(
-    loads: list[tuple[WorkerLoad, int]], num_tokens: int, pending_s: float, session: str, return_rate: float, home: Home
+    loads: list[tuple[WorkerLoad, int]],
+    num_tokens: int,
+    pending_s: float,
+    session: str,
+    return_rate: float,
+    last_workers: SessionWorkers,
 ) -> None:
     workers = {f"w{index}": load for index, load in enumerate(loads)}
     groups = WorkerGroups()
@@ -363,7 +368,7 @@ def test_grouping_and_pruning_change_no_choice(
     for worker_id, (load, num_local) in workers.items():
         groups.put(worker_id, load)
         holders.setdefault(num_local, set()).add(worker_id)
-    demand = Demand(num_tokens, 20, pending_s, session, return_rate, home)
+    demand = Demand(num_tokens, 20, pending_s, session, return_rate, last_workers)
     placement = place(demand, groups.candidates(holders), MODEL)
     assert (placement.prefill, placement.decode) == full_scan(demand, workers)
 

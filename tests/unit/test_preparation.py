@@ -64,7 +64,7 @@ def test_a_prepared_job_counts_until_it_is_closed() -> None:
             await replica.job()
         job.close()
         await replica.closed_job()
-        with pytest.raises(RequestError, match="3 answers are more than the 2"):
+        with pytest.raises(RequestError, match="needs 3 answers, but at most 2"):
             await replica.job(n=3)
 
     asyncio.run(run())
@@ -78,7 +78,7 @@ def test_a_tenants_own_limit() -> None:
             await replica.frontend.prepare("completion", body_of("completion"), tenant)
         assert job.answers[0].generation.tenant == "a"
         job.close()
-        with pytest.raises(RequestError, match="2 answers are more than the 1"):
+        with pytest.raises(RequestError, match="needs 2 answers, but at most 1"):
             await replica.frontend.prepare("completion", body_of("completion", n=2), tenant)
 
     asyncio.run(run())

@@ -38,7 +38,7 @@ from engine.core.worker.notes import SchedulerNotes
 from engine.core.worker.replaying import RecordedChain
 from engine.core.worker.scheduler import Scheduler
 from engine.core.worker.step import ExportedBlocks, RunnerOutput, SchedulerOutput, StepOutcome
-from engine.core.worker.swapping import SwapPolicy
+from engine.core.worker.swap_policy import SwapPolicy
 from tests.unit.builders import (
     ROOT,
     VOCAB,
@@ -133,15 +133,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.model = FakeModel(self.pool)
         self.limits = SchedulerLimits(token_budget, max_requests)
         self.max_model_len = max(2, num_blocks * block_size - spare)
-        swapping = SwapPolicy(swap_blocks, costs=WorkerCosts(swap_s=swap_s, draft_token_s=draft_token_s))
-        self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len, swapping)
+        swap_policy = SwapPolicy(swap_blocks, costs=WorkerCosts(swap_s=swap_s, draft_token_s=draft_token_s))
+        self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len, swap_policy)
         self.notes = SchedulerNotes(self.scheduler, ROOT, key=b"secret")
         self.recording = Recording(self.scheduler, self.notes.notes())
-        self.make_fresh = partial(self._fresh, num_blocks, block_size, replace(swapping), keeps_blocks)
+        self.make_fresh = partial(self._fresh, num_blocks, block_size, replace(swap_policy), keeps_blocks)
 
-    def _fresh(self, num_blocks: int, block_size: int, swapping: SwapPolicy, keeps_blocks: bool) -> Scheduler:
+    def _fresh(self, num_blocks: int, block_size: int, swap_policy: SwapPolicy, keeps_blocks: bool) -> Scheduler:
         pool = BlockPool(num_blocks, block_size, keeps_blocks=keeps_blocks)
-        return Scheduler(pool, self.limits, self.max_model_len, swapping, RecordedChain)
+        return Scheduler(pool, self.limits, self.max_model_len, swap_policy, RecordedChain)
 
     # Requests come and go
 

@@ -14,7 +14,7 @@ from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.moves import SwapDrop, SwapIn, SwapOut
 from engine.core.worker.scheduler import Scheduler
 from engine.core.worker.step import SchedulerOutput
-from engine.core.worker.swapping import Swapped, SwapPolicy
+from engine.core.worker.swap_policy import Swapped, SwapPolicy
 from engine.model.engine import Engine
 from engine.model.segments import Bytes
 from engine.model.swap_space import ProcessMemory
@@ -30,8 +30,8 @@ EVEN = make_assignment("even", (3, 3, 2, 2, 1, 1, 0, 0, 2), max_tokens=12)
 
 def make(num_blocks: int, max_blocks: int = 100, costs: WorkerCosts = FREE) -> tuple[Scheduler, FakeModel]:
     pool = BlockPool(num_blocks, 4)
-    swapping = SwapPolicy(max_blocks, costs=costs)
-    return Scheduler(pool, SchedulerLimits(64, 8), num_blocks * 4, swapping), FakeModel(pool)
+    swap_policy = SwapPolicy(max_blocks, costs=costs)
+    return Scheduler(pool, SchedulerLimits(64, 8), num_blocks * 4, swap_policy), FakeModel(pool)
 
 
 def until_preempted(scheduler: Scheduler, model: FakeModel) -> SchedulerOutput:
@@ -289,7 +289,7 @@ def test_in_a_third_of_the_blocks_everybody_is_answered_as_ever(
     pool = BlockPool(int(0.3 * num_needed(assignments)), 4)
     model, kept = FakeModel(pool), space()
     engine = Engine(model, model, pool, SchedulerLimits(token_budget, 24), 64, FINGERPRINT, kept, swap_bytes)
-    engine.scheduler.swapping.costs = FREE
+    engine.scheduler.swap_policy.costs = FREE
     engines.append(engine)
     for each in assignments:
         engine.submit(each, 0.0)

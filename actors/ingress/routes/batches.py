@@ -170,7 +170,7 @@ async def _receive(request: Request, form: Form, upload: Upload, idle_s: float) 
     except ClientDisconnect:
         raise ClientGoneError from None
     except TimeoutError:
-        raise BodyTimeoutError(f"The file did not come in time; {upload.num_bytes} bytes of it did.") from None
+        raise BodyTimeoutError(f"The file did not arrive in time; {upload.num_bytes} bytes arrived.") from None
 
 
 def _life_s(fields: Mapping[str, str]) -> int | None:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from actors.ingress.http import json_response
-from actors.ingress.routes.described import api_document
+from actors.ingress.routes.api_document import api_document
 from engine.api.docs_page import docs_page
 
 router = APIRouter()

@@ -6,7 +6,7 @@ A stream is `message_start` and a `ping`; for each block `content_block_start`, 
 
 import orjson
 
-from engine.api.answers import Asked, named_event
+from engine.api.answers import AnswerContext, named_event
 from engine.api.anthropic.blocks import TTLS
 from engine.api.anthropic.errors import ANTHROPIC, PING
 from engine.api.assembler import Piece
@@ -46,8 +46,8 @@ class MessageWriter:
 
     wire = ANTHROPIC
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, context: AnswerContext) -> None:
+        self._context = context
         self._index = 0
         """Of the block that is open in the stream, or else of the next one."""
         self._open: str | None = None
@@ -65,8 +65,8 @@ class MessageWriter:
         return _event({"type": "message_start", "message": message}) + PING
 
     def piece(self, piece: Piece) -> bytes:
-        if self._asked.message is not None:
-            return b"".join(self._part(event, self._asked.message) for event in piece.events)
+        if self._context.message is not None:
+            return b"".join(self._part(event, self._context.message) for event in piece.events)
         return self._text(piece.text) if piece.text else b""
 
     def end(self, choice: Choice, usage: Usage) -> bytes:
@@ -116,13 +116,13 @@ class MessageWriter:
         """The reason of the message's end. A stop token that was asked for by its id ends the turn."""
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
-        asked = self._asked.spec.max_tokens
+        asked = self._context.spec.max_tokens
         is_full = choice.finish_reason is FinishReason.LENGTH and asked is not None and usage.completion_tokens < asked
         reason = "model_context_window_exceeded" if is_full else _STOP_REASONS[choice.finish_reason]
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _message(self, content: list[Json], stop: Json, usage: Usage) -> Json:
-        head = self._asked.head
+        head = self._context.head
         return {
             "id": head.id,
             "type": "message",
@@ -136,7 +136,7 @@ class MessageWriter:
     def _usage(self, usage: Usage) -> Json:
         """Anthropic's usage object. The tokens before the last mark are written to the cache unless they were found
         there, and what is neither is input: the three add up to the prompt."""
-        marks = [*zip(self._asked.spec.marks, self._asked.marked_tokens, strict=True)]
+        marks = [*zip(self._context.spec.marks, self._context.marked_tokens, strict=True)]
         found = usage.cached_tokens
         marked = max((count for _, count in marks), default=0)
         for_an_hour = max((count for mark, count in marks if mark.ttl_s == TTLS["1h"]), default=0)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import orjson
 
-from engine.api.answers import Asked, named_event
+from engine.api.answers import AnswerContext, named_event
 from engine.api.assembler import Piece
 from engine.api.responses import Choice, Json, Usage
 from engine.api.wire import OPENAI, WireFormat
@@ -43,11 +43,11 @@ Part: TypeAlias = str | Reasoning | Call
 class ResponseWriter:
     """Writes one response. A choice with a `message_id` is stored."""
 
-    def __init__(self, asked: Asked) -> None:
-        assert asked.spec.turn is not None
-        self._asked = asked
-        self._turn = asked.spec.turn
-        self._unique = asked.head.id.removeprefix("resp_")
+    def __init__(self, context: AnswerContext) -> None:
+        assert context.spec.turn is not None
+        self._context = context
+        self._turn = context.spec.turn
+        self._unique = context.head.id.removeprefix("resp_")
         self._num_events = 0
         self._index = 0
         """Of the item that is open in the stream, or else of the next one."""
@@ -84,9 +84,9 @@ class ResponseWriter:
         return opening + self._event("response.in_progress", {"response": response})
 
     def piece(self, piece: Piece) -> bytes:
-        if self._asked.message is not None:
-            return b"".join(self._part(event, self._asked.message) for event in piece.events)
-        logprobs = [] if self._asked.logprobs is None else _content(self._asked.logprobs(piece))
+        if self._context.message is not None:
+            return b"".join(self._part(event, self._context.message) for event in piece.events)
+        logprobs = [] if self._context.logprobs is None else _content(self._context.logprobs(piece))
         return self._text(piece.text, logprobs) if piece.text or logprobs else b""
 
     def end(self, choice: Choice, usage: Usage) -> bytes:
@@ -165,7 +165,7 @@ class ResponseWriter:
         return closing
 
     def _response(self, status: str, output: Sequence[Json], **fields: object) -> Json:
-        head = self._asked.head
+        head = self._context.head
         return {
             "id": head.id,
             "object": "response",
@@ -176,7 +176,7 @@ class ResponseWriter:
             "model": head.model,
             "output": output,
             "background": False,
-            "reasoning": {"effort": self._asked.spec.reasoning.effort, "summary": None},
+            "reasoning": {"effort": self._context.spec.reasoning.effort, "summary": None},
             "service_tier": "default",
             "truncation": "disabled",
             "usage": None,

@@ -1,6 +1,6 @@
 """Limits the bytes of unfinished request bodies that an ingress replica holds.
 
-Above the limit the largest body is refused: a sender of many large slow bodies pays with those, and a short request
+Above the limit the largest body is refused. So a client with many large, slow bodies loses these, and a short request
 always fits.
 """
 

@@ -185,7 +185,7 @@ class ClusterView:
             self._silent.discard(worker_id)
 
     def stood_still(self, late_s: float) -> None:
-        """This process itself stood still for `late_s`, and could hear nobody."""
+        """Extend all deadlines by `late_s`, for which this process itself was stopped and received nothing."""
         self._signs.stood_still(late_s)
 
     @property

@@ -126,12 +126,12 @@ class Dispatch:
 
     @stimulus
     def stopped(self, request_id: str) -> None:
-        """A stop string has ended a request that is under way: what its workers send yet is of no use."""
+        """A stop string has ended a running request: later tokens from its workers are not needed."""
         self._entries[request_id].generation.is_stopped = True
 
     def prepare(self, generation: Generation, token_ids: Sequence[int]) -> list[Instruction]:
-        """Have the full blocks of `token_ids` computed at idle priority where an ended generation's last token was: the
-        worker whose pool has the blocks that both begin with. Changes nothing here, and so is no stimulus."""
+        """Have the full blocks of `token_ids` computed at idle priority by the worker of an ended generation's last
+        token, whose pool has the blocks of the common beginning. Changes no state here, and so is no stimulus."""
         num_full = len(token_ids) // self._model.block_size * self._model.block_size
         assignment = generation.idle_assignment(token_ids[:num_full], self._ingress_id)
         worker_id = generation.finished_by or generation.decode
@@ -141,7 +141,7 @@ class Dispatch:
 
     @stimulus
     def tick(self, now: float) -> list[Instruction]:
-        """Admit requests again whose time has come, and fail those that have waited for too long."""
+        """Admit again the requests that are due, and fail the requests that have waited for too long."""
         instructions: list[Instruction] = []
         last_sign_at = self._view.last_sign_at(now)
         for entry in map(self._entries.__getitem__, self._retries.due(now)):
@@ -166,7 +166,8 @@ class Dispatch:
 
     @stimulus
     def not_admitted(self, requests: Iterable[AdmitRequest], now: float, *, is_silent: bool) -> list[Instruction]:
-        """The manager is out of reach, or silent: it may admit the requests later, though they go elsewhere."""
+        """The manager is out of reach or silent, so the requests are placed without it. A silent manager may admit the
+        requests later: it is told that these attempts have ended."""
         instructions: list[Instruction] = []
         for request in requests:
             if is_silent:
@@ -191,8 +192,8 @@ class Dispatch:
 
     @stimulus
     def not_settled(self, ended: Iterable[Ended]) -> None:
-        """The manager did not hear of these ends. Its successor is told, and knows by the attempt which of them concern
-        its own admissions."""
+        """A report of these ends did not reach the manager, and is sent again. A successor of the manager ignores the
+        ends of attempts that it has not admitted."""
         self._outbox.ended += ended
 
     # Workers

@@ -68,7 +68,7 @@ class AskWorkers(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """Tell a worker that this replica is alive, and which requests do well to go on awaiting their KV."""
+    """Tell a worker that this replica is alive, and name the requests whose senders of KV are alive, too."""
 
     worker_id: str
     awaiting: list[str]

@@ -11,8 +11,8 @@ class _Retry(NamedTuple):
 
 @dataclass(slots=True)
 class Retries:
-    """When each request is admitted again, the longest waiting first. No request waits while one of a higher number of
-    `priority` is admitted."""
+    """Times at which requests are admitted again, the longest waiting first. No request waits while a request with a
+    higher `priority` number is admitted."""
 
     _retries: dict[str, _Retry] = field(default_factory=dict)
 

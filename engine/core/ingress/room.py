@@ -87,7 +87,7 @@ class Room:
     def _require(self, count: int, tenant: Tenant) -> None:
         most = self.most(tenant)
         if count > most:
-            raise RequestError(f"{count} answers are more than the {most} that are accepted at a time.")
+            raise RequestError(f"The request needs {count} answers, but at most {most} are accepted at a time.")
 
         if self.num_held + count > self.max_requests:
             raise OverloadedError(

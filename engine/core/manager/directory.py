@@ -25,7 +25,6 @@ from engine.core.manager.cache_events import CacheUpdate
 from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
-from engine.core.manager.homes import Home, Homes
 from engine.core.manager.instructions import Deliver, Export, Instruction
 from engine.core.manager.integrity import check_records
 from engine.core.manager.matching import match
@@ -34,6 +33,7 @@ from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGr
 from engine.core.manager.reservations import US_PER_S, Reservation, WorkerRecord, Workers
 from engine.core.manager.saving import blocks_to_save
 from engine.core.manager.segment_store import DiskInstruction, SegmentStore
+from engine.core.manager.session_workers import Sessions, SessionWorkers
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant
@@ -67,7 +67,7 @@ class Directory:
         self._peers = PeerCosts(costs.prior)
         self._reservations: dict[str, Reservation] = {}
         self._supply = Supply(self._blocks)
-        self._homes = Homes()
+        self._sessions = Sessions()
         self.decisions = Decisions()
         self._explanations = Explanations(
             self._blocks,
@@ -259,7 +259,7 @@ class Directory:
 
     @stimulus
     def segment_unread(self, segment: Segment, now: float) -> list[Instruction]:
-        """Supply the blocks of a segment that could not be read from disk from elsewhere; later requests may try the
+        """A segment could not be read from disk now: supply its blocks from other places. Later requests may try the
         file again."""
         # The waiting workers await the blocks, instead of the segment.
         waiting = frozenset(self.segments.unread(segment, now) & self.workers.keys())
@@ -313,7 +313,7 @@ class Directory:
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
         self._explanations.record(request, records, placement)
-        self._homes.moved(request.cache.tenant, request.session, Home(prefill, decode))
+        self._sessions.moved(request.cache.tenant, request.session, SessionWorkers(prefill, decode))
 
         prefill_awaited = self.workers[prefill].lacking(request.hashes[num_local:num_cached])
         decode_awaited = self.workers[decode].lacking(request.hashes) if decode != prefill else ()
@@ -444,6 +444,6 @@ class Directory:
             pending_s=prefix.pending_us / US_PER_S,
             session=request.session or request.request_id,
             return_rate=self.statistics.return_rate,
-            home=self._homes.of(request.cache.tenant, request.session),
+            last_workers=self._sessions.of(request.cache.tenant, request.session),
         )
         return demand, self._groups.candidates(prefix.holders, request.avoided)

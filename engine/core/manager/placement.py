@@ -30,7 +30,7 @@ from typing import NamedTuple
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.hashing import preferred
-from engine.core.manager.homes import NOWHERE, Home
+from engine.core.manager.session_workers import NO_WORKERS, SessionWorkers
 from engine.core.types import Role
 
 MAX_DELAYED = 3
@@ -73,7 +73,7 @@ class Demand:
     session: str = ""
     return_rate: float = 0.0
     """Share of evicted blocks requested again."""
-    home: Home = NOWHERE
+    last_workers: SessionWorkers = NO_WORKERS
     """Workers of the session's last request."""
 
 
@@ -206,7 +206,9 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
 
     tied = _tied(loads, [each.cost_s for each in predictions])
     near = {worker_id: predictions[index] for index in tied for worker_id in predictions[index].worker_ids}
-    prefill = decode = demand.home.prefill if demand.home.prefill in near else preferred(demand.session, near)
+    prefill = decode = (
+        demand.last_workers.prefill if demand.last_workers.prefill in near else preferred(demand.session, near)
+    )
     if decoders and not any(prefill in decoder.worker_ids for decoder in decoders):
         decode = _decode_worker(decoders, demand, model)
     return Placement(prefill, decode, near[prefill], predictions)
@@ -296,7 +298,7 @@ def _decode_worker(decoders: Sequence[Candidate], demand: Demand, model: CostMod
     costs_s = [_decode_cost_s(decoder, demand, model) for decoder in decoders]
     tied = _tied([decoder.load for decoder in decoders], costs_s)
     near = [worker_id for index in tied for worker_id in decoders[index].worker_ids]
-    return demand.home.decode if demand.home.decode in near else preferred(demand.session, near)
+    return demand.last_workers.decode if demand.last_workers.decode in near else preferred(demand.session, near)
 
 
 def _decode_cost_s(candidate: Candidate, demand: Demand, model: CostModel) -> float:

@@ -1,8 +1,8 @@
 """Stored responses: bytes under names, each of which may go on from an earlier one. Never reads the bytes.
 
-A response and the responses before it are used together. When room is short the least recently used one goes, of
-responses used together the last; so a response is never kept longer than one it goes on from, unless that one was
-deleted.
+A response and the responses before it are used together. When room is short, the least recently used response goes
+first; of responses used together, the last of the conversation goes first. So every response that an entry goes on from
+is kept as long as the entry, unless a client deletes it.
 """
 
 from collections import OrderedDict

@@ -11,7 +11,7 @@ MAX_SAVED_BLOCKS = 64
 
 
 def blocks_to_save(worker: WorkerRecord, blocks: BlockIndex) -> list[BlockHash]:
-    """Blocks of a worker, in no segment and with nobody about to export them; none while a busy worker has few."""
+    """Blocks of a worker without a segment and without a producer; none while a busy worker has few of them."""
     worker.unsaved = [h for h in worker.unsaved if h in worker.blocks and blocks[h].segment is None]
     ready = [h for h in worker.unsaved if blocks[h].producer is None][:MAX_SAVED_BLOCKS]
     return [] if worker.requests and len(ready) < MIN_SAVED_BLOCKS else ready

@@ -11,7 +11,7 @@ from engine.core.tenants import quotas
 from engine.core.types import BlockHash, Grammar, GrammarKind
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.swapping import SwapPolicy
+from engine.core.worker.swap_policy import SwapPolicy
 
 
 class NamedToken(int):
@@ -67,5 +67,5 @@ def pool_of(settings: EngineSettings, num_blocks: int) -> BlockPool:
 
 def replaying_scheduler(settings: EngineSettings, num_blocks: int, max_model_len: int, block_bytes: int) -> Scheduler:
     """The scheduler of an engine of these settings, to be told a recording."""
-    swapping = SwapPolicy(settings.swap_bytes // block_bytes, block_bytes)
-    return Scheduler(pool_of(settings, num_blocks), settings.limits, max_model_len, swapping, RecordedChain)
+    swap_policy = SwapPolicy(settings.swap_bytes // block_bytes, block_bytes)
+    return Scheduler(pool_of(settings, num_blocks), settings.limits, max_model_len, swap_policy, RecordedChain)

@@ -7,7 +7,7 @@ from engine.core.eviction.retention import marked, retention
 from engine.core.hashing import BlockChain
 from engine.core.types import Assignment, BlockHash, Pooling, Retention, Stage, TokenLogprobs
 from engine.core.worker.drafts.suffixes import Suffixes
-from engine.core.worker.swapping import Swapped
+from engine.core.worker.swap_policy import Swapped
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ One token budget covers a step:
 
 Waiting requests start as soon as their blocks fit, preempted ones first. When blocks run out, the latest request is
 preempted: its blocks are released (full blocks stay cached until they are evicted). If swapping is predicted to be
-quicker than recomputing (`engine.core.worker.swapping`), the contents of its blocks are kept outside the pool;
+quicker than recomputing (`engine.core.worker.swap_policy`), the contents of its blocks are kept outside the pool;
 otherwise the request is recomputed from the end of the cached blocks. Among all these, priorities come first (`order`).
 
 A request with log-probabilities of its prompt (it is *scored*), or the mean of its hidden states, shares cached blocks
@@ -64,7 +64,7 @@ from engine.core.worker.step import (
     event_of,
     events_of,
 )
-from engine.core.worker.swapping import SwapPolicy
+from engine.core.worker.swap_policy import SwapPolicy
 from engine.core.worker.swaps import Swaps, num_swapped_blocks
 from engine.core.worker.transfers import Transfers
 
@@ -77,7 +77,7 @@ class Scheduler:
         pool: BlockPool,
         limits: SchedulerLimits,
         max_model_len: int,
-        swapping: SwapPolicy | None = None,
+        swap_policy: SwapPolicy | None = None,
         chain: Callable[[BlockHash, Salt, int], BlockChain] = BlockChain,
     ) -> None:
         """`chain`: the naming rule for blocks, of a root, a salt and a block size."""
@@ -85,7 +85,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.max_model_len = max_model_len
-        self.swapping = SwapPolicy() if swapping is None else swapping
+        self.swap_policy = SwapPolicy() if swap_policy is None else swap_policy
         self.prompt_results = PromptResults()
         self._chain = chain
 
@@ -99,10 +99,10 @@ class Scheduler:
         self.idle = IdleWork(pool, limits.token_budget, self._requests)
         self.early = EarlyMessages()
         self._imports = Imports(pool, self.waiting, self._requests, self.early)
-        self._swaps = Swaps(pool, self.swapping, limits.token_budget)
+        self._swaps = Swaps(pool, self.swap_policy, limits.token_budget)
         self._contents = Contents(pool, self._swaps)
         self.transfers = Transfers(pool, self._requests)
-        self.drafting = Drafting(pool, self.swapping, limits.token_budget, max_model_len)
+        self.drafting = Drafting(pool, self.swap_policy, limits.token_budget, max_model_len)
 
     # Requests
 
@@ -188,7 +188,7 @@ class Scheduler:
     @stimulus
     def learn_costs(self, costs: WorkerCosts) -> None:
         """Decide by measured costs from now on: swapping or recomputing, and how much to prefill beside decodes."""
-        self.swapping.costs = costs
+        self.swap_policy.costs = costs
 
     # One step
 
@@ -218,7 +218,7 @@ class Scheduler:
         # Prefills share the rest of the budget. Beside decodes, which wait for the step, long contexts count.
         scheduled = {chunk.request.request_id for chunk in chunks}
         prefills = [request for request in self.running.values() if request.request_id not in scheduled]
-        weigh = weigh_contexts(self.swapping.costs, self.limits.token_budget) if chunks else None
+        weigh = weigh_contexts(self.swap_policy.costs, self.limits.token_budget) if chunks else None
         for request, share in share_budget(prefills, budget, weigh):
             if self._make_room(request, share, preempted, now):
                 chunks.append(chunk_of(request, share))
@@ -318,7 +318,7 @@ class Scheduler:
         check_references(self.pool, places, self.idle, extra_held)
         assert all(owner.request_id in self.running for owner in self._contents.computing.values())
         assert all(request.swapped is None or request in self.preempted for request in places)
-        assert num_swapped_blocks(self.preempted) <= self.swapping.max_blocks
+        assert num_swapped_blocks(self.preempted) <= self.swap_policy.max_blocks
         self.prompt_results.check_integrity()
 
     # Start

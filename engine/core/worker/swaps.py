@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from engine.core.worker.request import Request
-from engine.core.worker.swapping import Swapped, SwapPolicy
+from engine.core.worker.swap_policy import Swapped, SwapPolicy
 
 
 class Swaps:

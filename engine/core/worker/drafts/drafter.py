@@ -1,10 +1,10 @@
 """Proposes drafts for the requests that decode: from the tokens of each, its client's prediction, past answers of its
 salt, and its grammar.
 
-Reads the scheduler and writes to `Request.suffixes` alone. Of the guesses of two sources the one counts that promises
-more tokens. A draft ends before the first token that the request's
-grammar forbids, and has every token that the grammar forces. What the scheduler makes of the proposals depends on their
-lengths and chances only, so a recording of its stimuli needs no tokens.
+Reads the scheduler and writes to `Request.suffixes` alone. Of the guesses of several sources the one with the most
+expected tokens is used. A draft ends before the first token that the request's grammar forbids, and has every token
+that the grammar forces. The scheduler's decisions depend only on the lengths and chances of the proposals, so a
+recording of its stimuli needs no tokens.
 """
 
 from collections.abc import Collection, Sequence
@@ -45,7 +45,7 @@ class Drafter:
         decoding = [request for request in scheduler.running.values() if request.num_remaining == 1]
         if not decoding:
             return []
-        costs = scheduler.swapping.costs
+        costs = scheduler.swap_policy.costs
         step = decode_step(costs, [len(request.token_ids) for request in decoding])
         least = step.least_chance(step.cost_s(costs, 0))
         if least >= CERTAIN:
@@ -73,7 +73,7 @@ class Drafter:
         for request in wanting:
             suffixes = request.suffixes
             if suffixes is not None:
-                least = step.least_chance(step.cost_s(scheduler.swapping.costs, len(request.token_ids)))
+                least = step.least_chance(step.cost_s(scheduler.swap_policy.costs, len(request.token_ids)))
                 left -= _index(request, suffixes, left)
                 found = [self._own_guess(request, suffixes, least), self._past_guess(request, suffixes, least)]
                 guesses[request.request_id] = max(found, key=_num_expected)

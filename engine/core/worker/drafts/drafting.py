@@ -10,7 +10,7 @@ from engine.core.worker.drafts.draft import Draft, DraftCounts
 from engine.core.worker.order import weigh_contexts
 from engine.core.worker.request import Request
 from engine.core.worker.step import SampledToken, ScheduledChunk
-from engine.core.worker.swapping import SwapPolicy
+from engine.core.worker.swap_policy import SwapPolicy
 
 
 class Drafting:

@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-class Batch(Generic[Item, Answer]):
+class SharedCall(Generic[Item, Answer]):
     """Gathers the items of one turn of the event loop for one call of `send`, which answers each."""
 
     def __init__(self, send: Callable[[list[Item]], Awaitable[list[Answer]]]) -> None:

@@ -8,36 +8,36 @@ MAX_REMEMBERED = 1 << 16
 """Sessions; the least recently used is forgotten first."""
 
 
-class Home(NamedTuple):
+class SessionWorkers(NamedTuple):
     """The workers of a session's last request."""
 
     prefill: str
     decode: str
 
 
-NOWHERE = Home("", "")
+NO_WORKERS = SessionWorkers("", "")
 
 
-class Homes:
-    """The homes of the last `capacity` sessions, by tenant and name."""
+class Sessions:
+    """The last workers of the most recent `capacity` sessions, by tenant and name."""
 
     def __init__(self, capacity: int = MAX_REMEMBERED) -> None:
         self._capacity = capacity
-        self._homes: OrderedDict[bytes, Home] = OrderedDict()
+        self._sessions: OrderedDict[bytes, SessionWorkers] = OrderedDict()
 
-    def of(self, tenant: str, session: str | None) -> Home:
-        """The last workers of a session; `NOWHERE` if unknown."""
-        return NOWHERE if session is None else self._homes.get(_key(tenant, session), NOWHERE)
+    def of(self, tenant: str, session: str | None) -> SessionWorkers:
+        """The last workers of a session; `NO_WORKERS` if unknown."""
+        return NO_WORKERS if session is None else self._sessions.get(_key(tenant, session), NO_WORKERS)
 
-    def moved(self, tenant: str, session: str | None, home: Home) -> None:
+    def moved(self, tenant: str, session: str | None, workers: SessionWorkers) -> None:
         """Note the placement of a session's request."""
         if session is None:
             return
         key = _key(tenant, session)
-        self._homes[key] = home
-        self._homes.move_to_end(key)
-        if len(self._homes) > self._capacity:
-            self._homes.popitem(last=False)
+        self._sessions[key] = workers
+        self._sessions.move_to_end(key)
+        if len(self._sessions) > self._capacity:
+            self._sessions.popitem(last=False)
 
 
 def _key(tenant: str, session: str) -> bytes:

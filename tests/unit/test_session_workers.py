@@ -2,27 +2,27 @@
 
 from engine.core.hashing import preferred
 from engine.core.manager.directory import Directory
-from engine.core.manager.homes import NOWHERE, Home, Homes
 from engine.core.manager.placement import CostModel, Demand, place
+from engine.core.manager.session_workers import NO_WORKERS, Sessions, SessionWorkers
 from engine.core.types import AdmitRequest, CacheHints, Role
 from tests.unit.test_placement import MODEL, worker
 
 
-def test_the_latest_home_counts_and_the_least_used_is_forgotten() -> None:
-    homes = Homes(capacity=2)
+def test_the_latest_workers_count_and_the_least_used_is_forgotten() -> None:
+    sessions = Sessions(capacity=2)
     for session, name in (("a", "w1"), ("b", "w1"), ("a", "w2"), ("c", "w1")):
-        homes.moved("", session, Home(name, name))
-    assert homes.of("", "a") == Home("w2", "w2")
-    assert homes.of("", "b") == NOWHERE
-    assert homes.of("", None) == homes.of("other", "a") == NOWHERE
+        sessions.moved("", session, SessionWorkers(name, name))
+    assert sessions.of("", "a") == SessionWorkers("w2", "w2")
+    assert sessions.of("", "b") == NO_WORKERS
+    assert sessions.of("", None) == sessions.of("other", "a") == NO_WORKERS
 
 
 def test_a_session_stays_while_nothing_speaks_for_another_worker() -> None:
-    home = Home("a", "a")
+    last_workers = SessionWorkers("a", "a")
     session = next(str(number) for number in range(100) if preferred(str(number), "ab") == "b")
     for queued, expected in ((0, "a"), (5000, "b")):
         workers = [worker("a", queued=queued), worker("b")]
-        assert place(Demand(1000, session=session, home=home), workers, MODEL).prefill == expected
+        assert place(Demand(1000, session=session, last_workers=last_workers), workers, MODEL).prefill == expected
 
 
 def test_a_session_that_had_to_move_does_not_move_back() -> None:
