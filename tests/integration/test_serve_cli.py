@@ -27,6 +27,7 @@ from tests.integration.conftest import MODEL, eventually
 
 READY_S = 120
 STOPPED_S = 30
+ORPHANED_S = 10
 SHARED_MEMORY = "/dev/shm/"
 MARK = "RAYDIX_TEST_MARK"
 WITHOUT_MODEL = ("--config", "cpu_mixed", "--model", f"{NULL}{DEFAULT_MODEL}")
@@ -127,7 +128,8 @@ def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
 
 
 def assert_nothing_left(terminal: Terminal, processes: list[psutil.Process], shared_memory: set[Path]) -> None:
-    left = [process for process in [*processes, *terminal.processes()] if process.is_running()]
+    """A process whose parent in Ray has died ends by itself, when it notices."""
+    _, left = psutil.wait_procs([*processes, *terminal.processes()], timeout=ORPHANED_S)
     assert not left
     assert not [path for path in shared_memory if path.exists()]
     with socket.socket() as probe:

@@ -627,6 +627,15 @@ def test_a_decision_knows_what_came_of_it(split: Directory) -> None:
     assert shown["drafts"] == {"past": {"drafted": 9, "accepted": 7}}
 
 
+def test_an_attempt_that_is_admitted_again_has_one_decision(split: Directory) -> None:
+    admit(split, "r", A)
+    split.remove_worker("d")
+    admit(split, "r", A)
+    admit(split, "r", A, attempt=1)
+    [decisions] = split.decisions.of("r").values()
+    assert [(each.attempt, each.decode) for each in decisions] == [(0, "p"), (1, "p")]
+
+
 def test_what_is_stored_and_removed_can_be_followed(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     join(directory, "p", Role.PREFILL)

@@ -120,8 +120,12 @@ class Decisions:
         return len(self._by_request)
 
     def admitted(self, request_id: str, decision: Decision) -> None:
-        """Remember a decision; a request that is admitted again has several."""
-        self._by_request.setdefault(request_id, []).append(decision)
+        """Remember a decision; each attempt of a request has one. An attempt that is admitted again, because its worker
+        was not there any more, keeps the later one."""
+        decisions = self._by_request.setdefault(request_id, [])
+        if decisions and decisions[-1].attempt == decision.attempt:
+            decisions.pop()
+        decisions.append(decision)
         if len(self._by_request) > self.capacity:
             self._by_request.popitem(last=False)
 
