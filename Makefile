@@ -6,7 +6,7 @@ CONFIG ?=
 PORT ?=
 CLIENTS := $(VENV)-clients
 
-.PHONY: install serve chat test test-clients exhaustive chaos fuzz check docs bench-peers clean
+.PHONY: install serve chat test test-clients test-nodes exhaustive chaos fuzz check docs bench-peers clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +63,10 @@ $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
+
+# Several Ray nodes on this machine, each in a network namespace of its own; writes the table of disturbances.
+test-nodes: install
+	RAYDIX_NODES_JSON=benchmarks/results/nodes.json $(BIN)/python -m pytest tests/nodes
 
 # More cases of the kind that `make test` tries, for some minutes.
 exhaustive: install

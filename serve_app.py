@@ -14,10 +14,12 @@ from actors.host import CHECK_TIMEOUT_S, MANAGER_CPUS, ActorHost
 from actors.ingress.app import Ingress
 from actors.names import MANAGER
 from configs import Config, load_config
-from configs.schema import WorkerSection
+from configs.schema import CacheSection, WorkerSection
 
 HOST_CPUS = 0.01
 """CPUs of a host, which only starts and watches its child; the child holds the worker's own reservation."""
+NUM_BUNDLES = 2
+"""Bundles of a host's placement group: the host's own and its child's."""
 MAX_ONGOING_REQUESTS = 100_000
 """Serve's own limit, set out of the way: the ingress has a limit of its own, and answers 429."""
 
@@ -35,7 +37,7 @@ def build(args: Mapping[str, Any] | None = None) -> Application:
 def compose(config: Config) -> Application:
     """The application of a loaded configuration."""
     content = config.model_dump()
-    hosts = [_host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}]).bind(MANAGER, content)]
+    hosts = [_manager_host(config.cache).bind(MANAGER, content)]
     for role, section in config.workers.sections.items():
         hosts.append(_worker_host(role, section).bind(role, content))
 
@@ -53,14 +55,23 @@ def compose(config: Config) -> Application:
     return application
 
 
+def _manager_host(section: CacheSection) -> Any:
+    return _on_labelled(_host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}]), section.label_selector)
+
+
 def _worker_host(role: str, section: WorkerSection) -> Any:
     worker = {"CPU": section.num_cpus, **section.resources}
     if section.num_gpus:
         worker["GPU"] = section.num_gpus
-    host = _host(role, [{"CPU": HOST_CPUS}, worker])
-    if section.label_selector:
-        host = host.options(placement_group_bundle_label_selector=[section.label_selector] * 2)
+    host = _on_labelled(_host(role, [{"CPU": HOST_CPUS}, worker]), section.label_selector)
     return host.options(num_replicas=section.replicas)
+
+
+def _on_labelled(host: Any, label_selector: dict[str, str]) -> Any:
+    """The host on nodes that carry the labels, and with it its child."""
+    if not label_selector:
+        return host
+    return host.options(placement_group_bundle_label_selector=[label_selector] * NUM_BUNDLES)
 
 
 def _host(name: str, bundles: list[dict[str, float]]) -> Any:

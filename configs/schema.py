@@ -137,6 +137,9 @@ class CacheSection(_Section):
         description="Seconds without promised KV after which one of the waiting workers computes it for all of them; "
         "after twice as long each worker computes it for itself.",
     )
+    label_selector: dict[str, str] = Field(
+        default_factory=dict, description="Labels that a node must carry to host the KV cache manager."
+    )
     public_prefixes: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
         default=(),
         description="System messages that are no secret: all tenants share the KV of their tokens, in whole blocks.",

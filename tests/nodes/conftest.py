@@ -1,0 +1,102 @@
+"""Four Ray nodes on this machine: ingress and manager, and a worker of each role. The table of disturbances is printed
+at the end, and written to the file that the environment variable RAYDIX_NODES_JSON names."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.machine import describe
+from engine.core.errors import StartupError
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.chaos.harness import NUM_STREAMS, Load
+from tests.integration.conftest import Server, eventually, random_prompt
+from tests.integration.test_serve_cli import READY_S, Terminal, terminate
+from tests.nodes.deployment import FRONT, Deployment, wait_for_roles
+from tests.nodes.network import Network, missing_tools
+
+ROLES = ("prefill", "decode", "mixed")
+POOL = {"token_budget": 256, "max_requests": 32}
+NUM_TOKENS = 60
+
+
+def config(labelled: bool) -> dict[str, Any]:
+    """Configuration of the cluster; with labels each role has a node of its own."""
+
+    def on(label: str) -> dict[str, Any]:
+        return {"label_selector": {"raydix": label}} if labelled else {}
+
+    return {
+        "model": {"max_model_len": 4096},
+        "cache": {"num_blocks": 1600, "segment_gib": 0.25, "swap_gib": 0.05, **on(FRONT)},
+        "workers": {role: {**POOL, **on(role)} for role in ROLES},
+        "ingress": on(FRONT),
+    }
+
+
+@dataclass
+class Disturbance:
+    """One disturbance, and what ten streams saw of it."""
+
+    what: str
+    identical: int
+    broken: int
+    longest_pause_s: float
+    hit_rate_after: float
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """Ten prompts, and their answers by a server of one node."""
+    if (reason := missing_tools()) is not None:
+        pytest.skip(reason)
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    file = tmp_path_factory.mktemp("single") / "single.yaml"
+    file.write_text(yaml.safe_dump(config(labelled=False)))
+    terminal = Terminal("--config", str(file))
+    try:
+        eventually(lambda: terminal.shows("ready after"), "ready", 2 * READY_S)
+        server = Server("127.0.0.1", terminal.port)
+        prompts = [random_prompt(9000 + index, 150 + 35 * index) for index in range(NUM_STREAMS)]
+        answers = [server.complete(each, max_tokens=NUM_TOKENS)["choices"][0]["token_ids"] for each in prompts]
+        terminate(terminal)
+        terminal.wait()
+    finally:
+        terminal.close()
+    return Load(prompts, answers)
+
+
+@pytest.fixture(scope="module")
+def cluster(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Four nodes, each with its part of raydix."""
+    with Network() as network:
+        deployment = Deployment(network, tmp_path_factory.mktemp("nodes"))
+        for label in (FRONT, *ROLES):
+            deployment.add_node(label)
+        deployment.deploy(config(labelled=True))
+        wait_for_roles(deployment, *ROLES)
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def disturbances(request: pytest.FixtureRequest) -> Iterator[list[Disturbance]]:
+    """What the disturbances did; printed and written at its end."""
+    collected: list[Disturbance] = []
+    yield collected
+    rows = [asdict(each) for each in collected]
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
+        print("", *(" | ".join(map(str, row.values())) for row in rows), sep="\n")
+    path = os.environ.get("RAYDIX_NODES_JSON")
+    if path is not None:
+        result = {**describe("pytest", ["tests/nodes"]), "disturbances": rows}
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
