@@ -82,7 +82,7 @@ check: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What benchmarks.engine and benchmarks.grammar_peers compare with, each in an environment of its own; PEERS names some.
+# What benchmarks.engine, grammar_peers and speculation_peers compare with, each in its own environment; PEERS names some.
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 
