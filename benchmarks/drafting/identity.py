@@ -10,6 +10,7 @@
 | `killed` | is cut off on one engine and goes on at another from the tokens that were delivered |
 """
 
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,7 +84,12 @@ def check(workshop: Workshop, questions: Mapping[str, Sequence[Question]], count
             tally = Tally()
             tally.compare(expected, answer(Bench(workshop, kind, tally), asked))
             report.setdefault(kind.name, {})[name] = tally.report()
-            print(f"{kind.name}, {name}: {tally.num_differing} of {tally.num_compared} differ", file=sys.stderr)
+            print(
+                f"{kind.name}, {name}: {tally.num_differing} of {tally.num_compared} differ",
+                file=sys.stderr,
+                flush=True,
+            )
+            gc.collect()  # the engines' pools
     return report
 
 
