@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from benchmarks.drafting.comparing import Answer
@@ -10,7 +10,6 @@ from engine.core.settings import DraftLimits
 from engine.core.types import DraftSource
 from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.past import Past
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
 from engine.model.grammars import Grammars
@@ -71,20 +70,13 @@ class Told(Drafter):
         return Draft(request.request_id, DraftSource.REQUEST, token_ids, (1.0,) * len(token_ids))
 
 
+@dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of drafts. Its engines, one after the other, share what they remember of answers."""
+    """A kind of drafts."""
 
-    def __init__(self, name: str, make: Callable[[Grammars], Drafter | None]) -> None:
-        self.name = name
-        self._make = make
-        self._past: Past | None = None
-
-    def drafter(self, grammars: Grammars) -> Drafter | None:
-        """The drafter of another engine, with this engine's grammars."""
-        drafter = self._make(grammars)
-        if drafter is not None:
-            drafter.past = self._past = self._past or drafter.past
-        return drafter
+    name: str
+    drafter: Callable[[Grammars], Drafter | None]
+    """Makes the drafter of an engine with these grammars."""
 
 
 def kinds(limits: DraftLimits, vocab_size: int, answers: Mapping[str, Answer]) -> list[Kind]:

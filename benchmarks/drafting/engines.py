@@ -1,6 +1,7 @@
 """Engines on the same weights: with drafts and without, stepped in this process, which learn their costs as a worker's
 do."""
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,7 @@ class Workshop:
         swap_bytes: int = 0,
     ) -> Engine:
         """An engine with a pool of its own."""
+        gc.collect()  # pools of engines that are gone
         num_blocks, block_size, limits = num_blocks or self.num_blocks, self.settings.block_size, self.settings.limits
         store = make_pool(self.decoder.config, num_blocks, block_size, self.decoder.dtype, self.decoder.device)
         return Engine(

@@ -10,7 +10,6 @@
 | `killed` | is cut off on one engine and goes on at another from the tokens that were delivered |
 """
 
-import gc
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +88,6 @@ def check(workshop: Workshop, questions: Mapping[str, Sequence[Question]], count
                 file=sys.stderr,
                 flush=True,
             )
-            gc.collect()  # the engines' pools
     return report
 
 

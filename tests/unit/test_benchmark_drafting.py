@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.drafting import gaps, identity
 from benchmarks.drafting.comparing import Tally
-from benchmarks.drafting.drafters import Kind, Told, adversarial, kinds
+from benchmarks.drafting.drafters import Kind, Told, adversarial
 from benchmarks.drafting.engines import Worker, Workshop, settings
 from benchmarks.drafting.identity import CIRCUMSTANCES, Bench
 from benchmarks.drafting.questions import Question
@@ -86,7 +86,7 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="module")
 def report() -> Iterator[identity.Report]:
-    yield identity.check(SmallWorkshop(), {"edits": questions(), "chats": questions()}, 40, 20)
+    yield identity.check(SmallWorkshop(), {"edits": questions(), "chats": questions()}, 20, 20)
 
 
 def test_the_default_engine_makes_drafts_of_all_sources() -> None:
@@ -99,24 +99,17 @@ def test_nothing_differs_and_every_circumstance_occurs(report: identity.Report) 
     assert list(report) == ["off", *DraftSource, "all", "adversarial", "random"]
     for kind, tallies in report.items():
         assert list(tallies) == list(CIRCUMSTANCES)
-        assert all(each["compared"] == 40 and each["differing"] == 0 for each in tallies.values()), kind
+        assert all(each["compared"] == 20 and each["differing"] == 0 for each in tallies.values()), kind
         assert all(each["events"] > 0 for name, each in tallies.items() if name != "alone"), kind
     drafted = {kind: sum(each["drafted"] for each in tallies.values()) for kind, tallies in report.items()}
     assert drafted["off"] == drafted["grammar"] == 0
-    assert min(drafted[kind] for kind in ("request", "prediction", "past", "all", "adversarial", "random")) > 100
+    assert min(drafted[kind] for kind in ("request", "prediction", "past", "all", "adversarial", "random")) > 50
 
 
 def test_a_model_that_drafts_change_is_found_out() -> None:
-    found = identity.check(SmallWorkshop(Careless), {"edits": questions()}, 8, 20)
+    found = identity.check(SmallWorkshop(Careless), {"edits": questions()}, 4, 20)
     assert all(each["differing"] == 0 for each in found["off"].values())
     assert all(each["differing"] > 0 and each["first_differences"] for each in found["adversarial"].values())
-
-
-def test_kinds_share_what_they_remember() -> None:
-    workshop = SmallWorkshop()
-    [past] = [kind for kind in kinds(workshop.draft_limits, VOCAB, {}) if kind.name == DraftSource.PAST]
-    one, other = (past.drafter(workshop.grammars()) for _ in range(2))
-    assert one is not None and other is not None and one is not other and one.past is other.past
 
 
 def test_drafts_are_of_the_vocabulary() -> None:
