@@ -97,8 +97,8 @@ check: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Installs the engines and libraries that benchmarks.engine and benchmarks.grammar_peers compare raydix with, each in
-# an environment of its own; PEERS selects some of them.
+# Installs the engines and libraries that benchmarks.engine, benchmarks.grammar_peers and benchmarks.speculation_peers
+# compare raydix with, each in an environment of its own; PEERS selects some of them.
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 

