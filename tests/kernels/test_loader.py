@@ -1,6 +1,7 @@
 """Building and loading the C++ kernels: the cache, several processes at once, and machines without a compiler."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,64 @@ def test_several_processes_build_once(tmp_path: Path) -> None:
     steps = len(list(loader.SOURCES.glob("*.cpp"))) + 1
     assert len(log.read_text().splitlines()) == steps
     assert [path.suffix for path in sorted((tmp_path / "kernels").iterdir())] == [".lock", ".so"]
+
+
+WITHOUT_COMPILER = {"PATH": "/nonexistent", "CXX": "", "RAYDIX_KERNELS": ""}
+
+
+@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+def test_prebuilt_kernels_need_no_compiler(tmp_path: Path) -> None:
+    cache, prebuilt = tmp_path / "cache", tmp_path / "prebuilt"
+    prebuilt.mkdir()
+    shutil.copy(loader.library(loader.instruction_set()), prebuilt)
+    process = start(cache, RAYDIX_PREBUILT_KERNELS=str(prebuilt), **WITHOUT_COMPILER)
+    assert process.communicate(timeout=120) == ("kernels\n", "")
+    assert not cache.exists()
+
+
+def test_prebuilt_kernels_of_another_version_are_left(tmp_path: Path) -> None:
+    name = f"{loader.MODULE}-{loader.instruction_set()}-{'0' * 20}.so"
+    (tmp_path / name).write_bytes(b"made of other sources")
+    out, complaint = start(tmp_path, RAYDIX_PREBUILT_KERNELS=str(tmp_path), **WITHOUT_COMPILER).communicate(timeout=120)
+    assert out == "reference\n"
+    assert complaint.count("WARNING") == 1
+    assert f"{tmp_path} has no {loader.file_name(loader.instruction_set())}" in complaint
+
+
+def prebuild(folder: Path, *sets: str, compiler: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kernels.cpp.prebuild", str(folder), *sets]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CXX": str(compiler)}
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
+
+
+@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+def test_the_prebuild_command_makes_what_the_loader_finds(tmp_path: Path) -> None:
+    log, compiler, folder = tmp_path / "log", tmp_path / "compiler", tmp_path / "prebuilt"
+    best = loader.instruction_set()
+    compiler.write_text(COMPILER.format(log=log, built=loader.library(best)))
+    compiler.chmod(0o755)
+    done = prebuild(folder, best, "plain", compiler=compiler)
+    names = [loader.file_name(best), loader.file_name("plain")]
+    assert (done.returncode, done.stdout) == (0, "".join(f"{folder / name}\n" for name in names))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    process = start(tmp_path / "cache", RAYDIX_PREBUILT_KERNELS=str(folder), **WITHOUT_COMPILER)
+    assert process.communicate(timeout=120) == ("kernels\n", "")
+
+    # What is there already is not built again.
+    steps = len(log.read_text().splitlines())
+    assert prebuild(folder, best, "plain", compiler=compiler).returncode == 0
+    assert len(log.read_text().splitlines()) == steps
+
+
+def test_the_prebuild_command_says_what_is_wrong(tmp_path: Path) -> None:
+    missing = prebuild(tmp_path / "out", "plain", compiler=tmp_path / "nothing")
+    assert (missing.returncode, missing.stderr) == (
+        1,
+        f"error: cannot run {tmp_path}/nothing: No such file or directory\n",
+    )
+    unknown = prebuild(tmp_path / "out", "avx9", compiler=tmp_path / "nothing")
+    assert unknown.returncode == 2
+    assert "unknown instruction set 'avx9'" in unknown.stderr
 
 
 @pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")

