@@ -220,7 +220,8 @@ class SpeculationSection(_Section):
     sources: tuple[DraftSource, ...] = Field(
         default=tuple(DraftSource),
         description="Origins of drafts: a request's own prompt and answer, a chat's `prediction`, past answers of the "
-        "same salt on the same worker, and tokens that a grammar forces.",
+        "same salt on the same worker (`past`) and on any, to the same prompt (`cluster`), and tokens that a grammar "
+        "forces.",
     )
     depth: int = Field(default=8, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
     memory_mib: int = Field(
@@ -228,6 +229,13 @@ class SpeculationSection(_Section):
         ge=1,
         description="Memory of a worker for indexes of requests' tokens and, a quarter of it, of past answers, in MiB; "
         "a request that finds none left has no drafts until another ends, but those of its grammar.",
+    )
+
+    cluster_mib: int = Field(
+        default=16,
+        ge=1,
+        description="Memory of the manager for how answers began, the source `cluster`, in MiB: up to 240 tokens of an "
+        "answer, about a kilobyte and a half, of each prompt; the least recently used are forgotten first.",
     )
 
     def uses(self, source: DraftSource) -> bool:

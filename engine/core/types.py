@@ -111,7 +111,9 @@ class DraftSource(StrEnum):
     PREDICTION = "prediction"
     """The client's prediction of the answer."""
     PAST = "past"
-    """Answers to earlier requests of the same salt, on the same worker."""
+    """Answers of the same salt on the same worker: to earlier requests, and to others of the same prompt under way."""
+    CLUSTER = "cluster"
+    """Answers of the same salt to the same prompt, of any worker, as the manager keeps them."""
     GRAMMAR = "grammar"
     """Tokens about which the request's grammar leaves no choice."""
 
@@ -263,6 +265,8 @@ class Assignment:
     """True for work without a waiting client: its KV is put into the pool for later requests, and no event is sent."""
     prediction: tuple[int, ...] = ()
     """The client's guess of the answer, for drafts: right or wrong, the answer has the same tokens."""
+    continuations: tuple[bytes, ...] = ()
+    """As `Admission.continuations`, for drafts, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +379,9 @@ class AdmitRequest:
     """True if tokens follow the prompt; otherwise no decode worker is needed."""
     avoided: tuple[str, ...] = ()
     """Workers that the ingress cannot reach: the request goes to others, if there are others."""
+    answer_name: bytes = b""
+    """Name of the place where the answer begins (`BlockChain.answer_name`); empty if the answers that began there are
+    not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +396,8 @@ class Admission:
     decode_epoch: int
     prefill_awaited: tuple[BlockHash, ...]
     decode_awaited: tuple[BlockHash, ...]
+    continuations: tuple[bytes, ...] = ()
+    """Answers that began where this one does (`engine.core.answers.continuations`), the likeliest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,12 +438,23 @@ class FirstToken:
     ttft_s: float
 
 
+class BegunAnswer(NamedTuple):
+    """The beginning of an answer."""
+
+    name: bytes
+    """As `AdmitRequest.answer_name`."""
+    token_ids: bytes
+    """Packed (`engine.core.answers.continuations`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request is over."""
+    """A request is over, or an admission of it."""
 
     request_id: str
     attempt: int = 0
     how: Outcome = Outcome.ABORTED
     num_preemptions: int = 0
     drafts: tuple[DraftUse, ...] = ()
+    answer: BegunAnswer | None = None
+    """For others that ask the same: once for each request, with its last end."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.answers.continuations import packed
 from engine.core.settings import DraftLimits
 from engine.core.types import Assignment, DraftSource, Salt, Stage
 from engine.core.worker.drafts.drafter import Drafter
@@ -285,6 +286,47 @@ def test_of_two_sources_the_one_that_promises_more_counts(make_scheduler: Callab
     assert proposed(make_scheduler, drafter, predicted(ANSWER)) == [(DraftSource.PREDICTION, ANSWER[:5])]
     assert proposed(make_scheduler, drafter, predicted([1])) == [(DraftSource.PAST, [7, 8])]
     assert proposed(make_scheduler, drafter, predicted(())) == [(DraftSource.PAST, [7, 8])]
+
+
+def test_answers_of_the_cluster_are_drafted_unless_their_source_is_off(
+    make_scheduler: Callable[..., Scheduler],
+) -> None:
+    told = replace(make_assignment("a", QUESTION, max_tokens=99), continuations=(packed([7, 8]), packed(ANSWER)))
+    drafter = Drafter(DraftLimits(depth=5))
+    assert proposed(make_scheduler, drafter, told) == [(DraftSource.CLUSTER, ANSWER[:5])], "the likeliest"
+    begun = replace(told, token_ids=(*QUESTION, 7), attempt=1)
+    assert proposed(make_scheduler, drafter, begun) == [(DraftSource.CLUSTER, [8])], "the one that began so"
+    without = Drafter(DraftLimits(depth=5, sources=(DraftSource.REQUEST, DraftSource.PAST)))
+    assert proposed(make_scheduler, without, told) == []
+    for index_tokens, count in ((3 * (MAX_MATCH + 1) + len(QUESTION), 0), (10_000, 1)):
+        drafter = Drafter(DraftLimits(depth=5, index_tokens=index_tokens))
+        assert len(proposed(make_scheduler, drafter, told)) == count
+
+
+def test_what_another_worker_answered_is_drafted_and_accepted() -> None:
+    engine, other = drafting_engine(), replace(asked("a"), continuations=(packed(answer_to(asked("a"))),))
+    engine.submit(other, 0.0)
+    assert answers(engine)["a"] == answer_to(asked("a"))
+    drafted, accepted = counts(engine, DraftSource.CLUSTER)
+    assert accepted > 25 and drafted == accepted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_answer_of_the_cluster_changes_a_token(seed: int) -> None:
+    """Right, wrong, of other lengths, and without end."""
+    chance, right = random.Random(seed), answer_to(asked("a"))
+
+    def spoilt() -> list[int]:
+        between = chance.choices(range(9), k=chance.randint(0, 9))
+        return [*right[: chance.randint(0, 9)], *between, *right[chance.randint(0, 9) :]]
+
+    some = [spoilt() for _ in range(4)]
+    engine = drafting_engine()
+    known: dict[str, list[list[int]]] = {"one": some[:1], "some": some, "long": [right * 6], "none": [[]]}
+    for name, told in known.items():
+        engine.submit(replace(asked(name), continuations=tuple(packed(each) for each in told)), 0.0)
+    assert answers(engine) == dict.fromkeys(known, right)
+    assert engine.pool.num_available == engine.pool.num_blocks
 
 
 def asked(name: str, salt: Salt = MINE) -> Assignment:

@@ -17,6 +17,7 @@ and their tokens are delivered. What goes wrong on the way:
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.hashing import BlockChain
@@ -117,7 +118,7 @@ class Dispatch:
         """The reader of a request has its last token, or has left: free what the request holds."""
         generation = self._entries.pop(request_id).generation
         self._retries.drop(request_id)
-        self._outbox.release(generation)
+        self._outbox.release(generation, generation.answer())
         return [
             Abort(worker_id, request_id, generation.has_ended)
             for worker_id in sorted(generation.workers_to_abort())
@@ -191,9 +192,9 @@ class Dispatch:
 
     @stimulus
     def not_settled(self, ended: Iterable[Ended]) -> None:
-        """The manager did not hear of these ends. Its successor is told, and knows by the attempt which of them concern
-        its own admissions."""
-        self._outbox.ended += ended
+        """The manager did not hear of these ends, or too late to say so. Its successor is told, and knows by the
+        attempt which of them concern its own admissions; but answers, which count, are told once."""
+        self._outbox.ended += [replace(each, answer=None) if each.answer is not None else each for each in ended]
 
     # Workers
 
@@ -307,10 +308,13 @@ class Dispatch:
         entry.avoided = tuple(sorted(self._view.silent))
         token_ids = generation.token_ids
         chain = BlockChain(self._view.root, generation.salt, self._model.block_size)
+        hashes = chain.hashes(token_ids) if self._model.names_blocks else []
+        if self._names_answer(generation):
+            generation.answer_name = chain.answer_name(hashes, token_ids)
         request = AdmitRequest(
             generation.request_id,
             generation.attempt,
-            tuple(chain.hashes(token_ids)) if self._model.names_blocks else (),
+            tuple(hashes),
             len(token_ids),
             session=generation.session,
             ingress_id=self._ingress_id,
@@ -318,8 +322,14 @@ class Dispatch:
             preview=generation.prompt[:NUM_PREVIEW_TOKENS],
             generates=generation.sampling.max_tokens > 0,
             avoided=entry.avoided,
+            answer_name=generation.answer_name,
         )
         return [Admit(request)]
+
+    def _names_answer(self, generation: Generation) -> bool:
+        """True if the place where the answer begins, behind all known tokens, is to get its name."""
+        wants_drafts = generation.sampling.speculation and generation.sampling.max_tokens > 0
+        return self._model.names_answers and wants_drafts and not generation.tokens
 
     def _place(self, entry: Entry, admission: Admission | None, now: float) -> list[Instruction]:
         if admission is None:

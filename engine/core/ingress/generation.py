@@ -13,10 +13,12 @@ retries do not change the text.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.core.answers.continuations import packed
 from engine.core.errors import ModelFailedError, RaydixError, RequestError
 from engine.core.types import (
     Admission,
     Assignment,
+    BegunAnswer,
     CacheHints,
     DraftSource,
     DraftUse,
@@ -44,6 +46,8 @@ class Generation:
     """As `Assignment.priority`."""
     prediction: tuple[int, ...] = ()
     """As `Assignment.prediction`."""
+    answer_name: bytes = b""
+    """As `AdmitRequest.answer_name`, from the first admission on."""
     tokens: list[int] = field(default_factory=list)
     """Generated and delivered tokens."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -136,6 +140,7 @@ class Generation:
                     promised_to=epoch,
                     priority=self.priority,
                     prediction=() if stage is Stage.PREFILL else self.prediction,
+                    continuations=() if stage is Stage.PREFILL else admission.continuations,
                 ),
             )
             for worker_id, stage, awaited, epoch in (whole if admission.prefill == admission.decode else split)
@@ -162,6 +167,12 @@ class Generation:
             cache=self.cache,
             is_idle=True,
         )
+
+    def answer(self) -> BegunAnswer | None:
+        """The beginning of the answer so far, if others may draft from it."""
+        if not self.answer_name or not self.tokens or self.failure is not None:
+            return None
+        return BegunAnswer(self.answer_name, packed(self.tokens))
 
     def take(self, event: TokenEvent, worker_id: str) -> list[TokenEvent]:
         """Accept an event from `worker_id`; returns the events that are due now, in order."""

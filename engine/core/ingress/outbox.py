@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.instructions import Instruction, Settle, Submit
-from engine.core.types import Assignment, Ended, FirstToken, Outcome
+from engine.core.types import Assignment, BegunAnswer, Ended, FirstToken, Outcome
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class Outbox:
     def submit(self, worker_id: str, assignment: Assignment) -> None:
         self.assignments.setdefault(worker_id, []).append(assignment)
 
-    def release(self, generation: Generation) -> None:
-        """Report the end of an admission, and how the request has ended."""
+    def release(self, generation: Generation, answer: BegunAnswer | None = None) -> None:
+        """Report the end of an admission, and how the request has ended. `answer`: with a request's last end."""
         how = Outcome.ABORTED
         if generation.has_ended:
             how = Outcome.FINISHED
@@ -38,6 +38,7 @@ class Outbox:
                 how,
                 num_preemptions=generation.num_preemptions,
                 drafts=tuple(generation.drafts.values()),
+                answer=answer,
             )
         )
 

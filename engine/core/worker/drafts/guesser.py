@@ -1,5 +1,5 @@
-"""Guesses of requests' next tokens from known texts: each request's own tokens, its client's prediction, past answers
-of its salt, and answers under way to the same question.
+"""Guesses of requests' next tokens from known texts: each request's own tokens, its client's prediction, answers of the
+cluster to the same prompt, past answers of its salt, and answers under way to the same question.
 
 Reads the scheduler and writes to `Request.suffixes` alone. Of the guesses of several sources the one counts that
 promises most tokens.
@@ -7,6 +7,7 @@ promises most tokens.
 
 from collections.abc import Collection, Sequence
 
+from engine.core.answers.continuations import unpacked
 from engine.core.settings import DraftLimits
 from engine.core.types import DraftSource
 from engine.core.worker.drafts.budget import DecodeStep
@@ -73,8 +74,12 @@ class Guesser:
 
     def _own_texts(self, request: Request) -> OwnTexts:
         """The guesses of a request's whole answer that came with the request."""
-        prediction = request.assignment.prediction
-        return {DraftSource.PREDICTION: [prediction]} if prediction and self._uses(DraftSource.PREDICTION) else {}
+        texts = dict[DraftSource, Sequence[Sequence[int]]]()
+        if request.assignment.prediction and self._uses(DraftSource.PREDICTION):
+            texts[DraftSource.PREDICTION] = [request.assignment.prediction]
+        if request.assignment.continuations and self._uses(DraftSource.CLUSTER):
+            texts[DraftSource.CLUSTER] = [unpacked(each) for each in request.assignment.continuations]
+        return texts
 
     def _uses(self, source: DraftSource) -> bool:
         return source in self._limits.sources
