@@ -6,6 +6,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
+from engine.core.answers.continuations import BegunAnswer
 from engine.core.answers.lead import Lead
 
 BlockHash: TypeAlias = bytes
@@ -380,8 +381,7 @@ class AdmitRequest:
     avoided: tuple[str, ...] = ()
     """Workers that the ingress cannot reach: the request goes to others, if there are others."""
     answer_name: bytes = b""
-    """Name of the place where the answer begins (`BlockChain.answer_name`); empty if the answers that began there are
-    not wanted."""
+    """Name of the place where the answer begins (`BlockChain.answer_name`); empty for no drafts from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +397,7 @@ class Admission:
     prefill_awaited: tuple[BlockHash, ...]
     decode_awaited: tuple[BlockHash, ...]
     continuations: tuple[bytes, ...] = ()
-    """Answers that began where this one does (`engine.core.answers.continuations`), the likeliest last."""
+    """Packed answers that began where this one does, the likeliest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,18 +438,9 @@ class FirstToken:
     ttft_s: float
 
 
-class BegunAnswer(NamedTuple):
-    """The beginning of an answer."""
-
-    name: bytes
-    """As `AdmitRequest.answer_name`."""
-    token_ids: bytes
-    """Packed (`engine.core.answers.continuations`)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request is over, or an admission of it."""
+    """A request is over, or an admission of it; `answer`, for others that ask the same, comes with the last one."""
 
     request_id: str
     attempt: int = 0
@@ -457,4 +448,3 @@ class Ended:
     num_preemptions: int = 0
     drafts: tuple[DraftUse, ...] = ()
     answer: BegunAnswer | None = None
-    """For others that ask the same: once for each request, with its last end."""

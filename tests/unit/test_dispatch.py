@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import pytest
 
-from engine.core.answers.continuations import packed
+from engine.core.answers.continuations import BegunAnswer, packed
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from engine.core.ingress.dispatch import MAX_ATTEMPTS, Dispatch
@@ -31,7 +31,6 @@ from engine.core.ingress.notes import NOTES
 from engine.core.types import (
     Admission,
     AdmitRequest,
-    BegunAnswer,
     CacheHints,
     Ended,
     FinishReason,

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.answers.continuations import MAX_BYTES, packed
+from engine.core.answers.continuations import MAX_BYTES, BegunAnswer, packed
 from engine.core.errors import ModelFailedError, RequestError
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.outbox import Outbox
 from engine.core.types import (
     Admission,
-    BegunAnswer,
     CacheHints,
     DraftSource,
     DraftUse,

@@ -12,8 +12,9 @@ import pytest
 import actors.manager.kv_cache_manager as manager_module
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.messages import Imported, Registration, WorkerState
+from engine.core.answers.continuations import BegunAnswer
 from engine.core.manager.placement import CostModel
-from engine.core.types import AdmitRequest, BegunAnswer, BlockHash, Ended, FirstToken, Retention, Role, SegmentHeader
+from engine.core.types import AdmitRequest, BlockHash, Ended, FirstToken, Retention, Role, SegmentHeader
 from engine.model.segment_files import SegmentFiles
 from engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT

@@ -2,10 +2,20 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 TOKEN_BYTES = 4
 MAX_BYTES = 960
 """Of all continuations of one admission, and of one answer."""
+
+
+class BegunAnswer(NamedTuple):
+    """The beginning of an answer."""
+
+    name: bytes
+    """Of the place where the answer began (`BlockChain.answer_name`)."""
+    token_ids: bytes
+    """Packed."""
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

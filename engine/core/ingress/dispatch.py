@@ -17,7 +17,6 @@ and their tokens are delivered. What goes wrong on the way:
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.hashing import BlockChain
@@ -192,9 +191,9 @@ class Dispatch:
 
     @stimulus
     def not_settled(self, ended: Iterable[Ended]) -> None:
-        """The manager did not hear of these ends, or too late to say so. Its successor is told, and knows by the
-        attempt which of them concern its own admissions; but answers, which count, are told once."""
-        self._outbox.ended += [replace(each, answer=None) if each.answer is not None else each for each in ended]
+        """The manager did not hear of these ends. Its successor is told, and knows by the attempt which of them concern
+        its own admissions."""
+        self._outbox.not_settled(ended)
 
     # Workers
 
@@ -309,8 +308,6 @@ class Dispatch:
         token_ids = generation.token_ids
         chain = BlockChain(self._view.root, generation.salt, self._model.block_size)
         hashes = chain.hashes(token_ids) if self._model.names_blocks else []
-        if self._names_answer(generation):
-            generation.answer_name = chain.answer_name(hashes, token_ids)
         request = AdmitRequest(
             generation.request_id,
             generation.attempt,
@@ -322,14 +319,9 @@ class Dispatch:
             preview=generation.prompt[:NUM_PREVIEW_TOKENS],
             generates=generation.sampling.max_tokens > 0,
             avoided=entry.avoided,
-            answer_name=generation.answer_name,
+            answer_name=generation.named_answer(chain, hashes) if self._model.names_answers else b"",
         )
         return [Admit(request)]
-
-    def _names_answer(self, generation: Generation) -> bool:
-        """True if the place where the answer begins, behind all known tokens, is to get its name."""
-        wants_drafts = generation.sampling.speculation and generation.sampling.max_tokens > 0
-        return self._model.names_answers and wants_drafts and not generation.tokens
 
     def _place(self, entry: Entry, admission: Admission | None, now: float) -> list[Instruction]:
         if admission is None:

@@ -13,12 +13,13 @@ retries do not change the text.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.answers.continuations import packed
+from engine.core.answers.continuations import BegunAnswer, packed
 from engine.core.errors import ModelFailedError, RaydixError, RequestError
+from engine.core.hashing import BlockChain
 from engine.core.types import (
     Admission,
     Assignment,
-    BegunAnswer,
+    BlockHash,
     CacheHints,
     DraftSource,
     DraftUse,
@@ -167,6 +168,14 @@ class Generation:
             cache=self.cache,
             is_idle=True,
         )
+
+    def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:
+        """The name of the place where the answer begins, from the first attempt on; empty if nobody may draft from the
+        answer. `hashes`: of the full blocks so far."""
+        wants_drafts = self.sampling.speculation and self.sampling.max_tokens > 0
+        if wants_drafts and not self.tokens:
+            self.answer_name = chain.answer_name(hashes, self.prompt)
+        return self.answer_name
 
     def answer(self) -> BegunAnswer | None:
         """The beginning of the answer so far, if others may draft from it."""

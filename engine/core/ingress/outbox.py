@@ -1,11 +1,12 @@
 """Messages of the data plane to be sent together: one call for each receiver."""
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field, replace
 
+from engine.core.answers.continuations import BegunAnswer
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.instructions import Instruction, Settle, Submit
-from engine.core.types import Assignment, BegunAnswer, Ended, FirstToken, Outcome
+from engine.core.types import Assignment, Ended, FirstToken, Outcome
 
 
 @dataclass(slots=True)
@@ -41,6 +42,11 @@ class Outbox:
                 answer=answer,
             )
         )
+
+    def not_settled(self, ended: Iterable[Ended]) -> None:
+        """Report ends again of which the manager did not hear, or heard too late to say so: without the answers, which
+        count."""
+        self.ended += [replace(each, answer=None) if each.answer is not None else each for each in ended]
 
     def take_submits(self, followed: Container[str], is_current: Callable[[Assignment], bool]) -> list[Instruction]:
         """The assignments for `followed` workers, without attempts known to be over; none are left.
