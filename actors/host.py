@@ -34,7 +34,7 @@ from actors.names import MANAGER, announce_manager, incarnation_name, namespace
 from actors.rpc import ActorClient, find_manager
 from actors.worker.worker import WORKER_CLASSES
 from configs.schema import Config, WorkerSection
-from configs.settings import configured_tenants, engine_settings
+from configs.settings import answer_bytes, configured_tenants, engine_settings
 from engine.core.costs import WorkerCosts
 from engine.core.log_fields import about
 from engine.core.manager.placement import CostModel
@@ -217,6 +217,7 @@ class ActorHost:
             transcript_budget_bytes=int(cache.transcript_mib * MIB),
             response_budget_bytes=int(cache.response_mib * MIB),
             response_ttl_s=cache.response_ttl_s,
+            answer_budget_bytes=answer_bytes(self._config),
             await_timeout_s=cache.await_timeout_s,
             disk_budget_bytes=int(cache.disk_gib * GIB),
             disk_path=cache.disk_path,

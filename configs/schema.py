@@ -93,9 +93,7 @@ class CacheSection(_Section):
         "one of them learns when prefixes are requested again. lru: the least recently used first.",
     )
     segment_gib: float = Field(
-        default=1.0,
-        ge=0,
-        description="Exported KV kept in the object store, in GiB; must be below what the store holds.",
+        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; must be less than that holds."
     )
     swap_gib: float = Field(
         default=0.25,
@@ -106,8 +104,7 @@ class CacheSection(_Section):
     disk_gib: float = Field(
         default=0.0,
         ge=0,
-        description="Exported KV kept on the disk of the manager's node, in GiB; 0 turns it off. With it stored "
-        "responses are on that disk, too.",
+        description="Exported KV kept on the disk of the manager's node, in GiB, beside stored responses; 0: no disk.",
     )
     disk_path: str | None = Field(
         default=None,
@@ -223,7 +220,7 @@ class SpeculationSection(_Section):
     sources: tuple[DraftSource, ...] = Field(
         default=tuple(DraftSource),
         description="Origins of drafts: a request's own prompt and answer, a chat's `prediction`, past answers of the "
-        "same salt on the same worker, and tokens that a grammar forces.",
+        "same salt, on the same worker or to the same prompt on any (`cluster`), and tokens that a grammar forces.",
     )
     depth: int = Field(default=8, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
     memory_mib: int = Field(
@@ -231,6 +228,10 @@ class SpeculationSection(_Section):
         ge=1,
         description="Memory of a worker for indexes of requests' tokens and, a quarter of it, of past answers, in MiB; "
         "a request that finds no memory left has only its grammar's drafts until another request ends.",
+    )
+
+    cluster_mib: int = Field(
+        default=16, ge=1, description="Memory of the manager for how answers of all workers began (`cluster`), in MiB."
     )
 
     def uses(self, source: DraftSource) -> bool:

@@ -11,6 +11,9 @@ INDEX_TOKEN_BYTES = 128
 PAST_SHARE = 4
 """Past answers have one part in so many of the memory."""
 
+EARLIER = (DraftSource.PAST, DraftSource.CLUSTER)
+"""Drafts from earlier requests."""
+
 
 def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
     """The engine of one of the configuration's worker sections."""
@@ -38,10 +41,16 @@ def _draft_limits(config: Config) -> DraftLimits | None:
     speculation = config.speculation
     if speculation.mode == "off":
         return None
-    kept = [source for source in speculation.sources if source is not DraftSource.PAST or config.cache.prefix_caching]
+    kept = [source for source in speculation.sources if source not in EARLIER or config.cache.prefix_caching]
     num_tokens = (speculation.memory_mib << 20) // INDEX_TOKEN_BYTES
     past_tokens = num_tokens // PAST_SHARE if DraftSource.PAST in kept else 0
     return DraftLimits(speculation.depth, num_tokens - past_tokens, past_tokens, tuple(kept))
+
+
+def answer_bytes(config: Config) -> int:
+    """Memory of the manager for answers that drafts are made of; 0 for none."""
+    limits = _draft_limits(config)
+    return 0 if limits is None or DraftSource.CLUSTER not in limits.sources else config.speculation.cluster_mib << 20
 
 
 def tenants(config: Config) -> Tenants:

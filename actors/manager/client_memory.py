@@ -1,16 +1,19 @@
-"""Data that later requests of clients refer to: token ids of answers, and stored responses."""
+"""Data that later requests of clients refer to: token ids of answers, stored responses, and how answers began."""
 
 import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from actors.manager.response_disk import ResponseDisk
 from engine.core.log_fields import about
+from engine.core.manager.answer_store import AnswerStore
 from engine.core.manager.response_store import ResponseStore
 from engine.core.manager.transcript_store import TranscriptStore
+from engine.core.types import Admission, AdmitRequest, Ended
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +24,20 @@ EXPIRY_S = 600.0
 class ClientMemory:
     """The manager's methods for these data. Responses are bytes, and never read."""
 
-    def __init__(self, transcript_budget_bytes: int, response_budget_bytes: int, response_ttl_s: float) -> None:
+    def __init__(
+        self,
+        transcript_budget_bytes: int,
+        response_budget_bytes: int,
+        response_ttl_s: float,
+        answer_budget_bytes: int = 0,
+    ) -> None:
         self._transcripts = TranscriptStore(transcript_budget_bytes)
         self._responses = ResponseStore(response_budget_bytes, response_ttl_s, self._response_dropped)
         self._response_budget_bytes = response_budget_bytes
         self._response_ttl_s = response_ttl_s
         self._response_disk: ResponseDisk | None = None
+        self._answers = AnswerStore(answer_budget_bytes) if answer_budget_bytes else None
+        """For drafts; None where none are made of them."""
 
     async def _keep_responses_on_disk(self, folder: Path) -> ResponseDisk:
         """Take over the responses on disk, and keep later ones there, too; returns the disk, whose `run` does so."""
@@ -77,15 +88,34 @@ class ClientMemory:
         """Forget a response; False for an unknown name."""
         return self._responses.delete(name)
 
-    def forget_transcripts(self) -> None:
+    def keep_answers(self, ended: Iterable[Ended]) -> None:
+        """Keep how answers of ended requests began, for the drafts of later ones."""
+        if self._answers is not None:
+            for answer in (each.answer for each in ended if each.answer is not None):
+                self._answers.keep(answer.name, answer.token_ids)
+
+    def with_continuations(self, admission: Admission, request: AdmitRequest) -> Admission:
+        """The admission with the answers that began where the request's does."""
+        if self._answers is None or not request.answer_name:
+            return admission
+        continuations = self._answers.continuations(request.answer_name)
+        return replace(admission, continuations=continuations) if continuations else admission
+
+    def forget_answers(self) -> None:
         """Forget all token ids of answers; responses stay."""
         self._transcripts.clear()
+        if self._answers is not None:
+            self._answers.clear()
 
     def memory_statistics(self) -> dict[str, int]:
         """Sizes, after a check of their integrity."""
         self._transcripts.check_integrity()
         self._responses.check_integrity()
+        if self._answers is not None:
+            self._answers.check_integrity()
         return {
+            "num_answers": 0 if self._answers is None else len(self._answers),
+            "answer_bytes": 0 if self._answers is None else self._answers.num_bytes,
             "num_transcripts": len(self._transcripts),
             "transcript_bytes": self._transcripts.num_bytes,
             "num_responses": len(self._responses),

@@ -81,12 +81,13 @@ class KVCacheManager(ClientMemory):
         prefix_caching: bool = True,
         response_budget_bytes: int = 0,
         response_ttl_s: float = 0.0,
+        answer_budget_bytes: int = 0,
     ) -> None:
         """After `await_timeout_s` without a block its producer is stalled, and another worker takes over. `disk_path`
         is the folder of segments on disk, if `disk_budget_bytes` is not 0. `tenants` have shares of the object store's
         and the disk's budgets. Without `prefix_caching` segments are for hand-overs only. Stored responses that nobody
-        used for `response_ttl_s` are forgotten."""
-        super().__init__(transcript_budget_bytes, response_budget_bytes, response_ttl_s)
+        used for `response_ttl_s` are forgotten. With 0 `answer_budget_bytes` no answers are kept for drafts."""
+        super().__init__(transcript_budget_bytes, response_budget_bytes, response_ttl_s, answer_budget_bytes)
         log_to_ray(MANAGER, logs)
         gc.set_threshold(*GC_THRESHOLDS)
 
@@ -234,7 +235,7 @@ class KVCacheManager(ClientMemory):
                 continue
             self._carry_out(instructions)
             self._ingress(request.ingress_id).requests.add(request.request_id)
-            admissions.append(admission)
+            admissions.append(self.with_continuations(admission, request))
         return admissions
 
     async def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> None:
@@ -245,6 +246,7 @@ class KVCacheManager(ClientMemory):
                 self._metrics.first_token(decision)
         for end in ended:
             self._directory.decisions.ended(end)
+        self.keep_answers(ended)
         over = [end.request_id for end in ended if not self._directory.has_newer_attempt(end.request_id, end.attempt)]
         self._release(self._ingress(ingress_id), over)
 
@@ -268,9 +270,9 @@ class KVCacheManager(ClientMemory):
         return self._directory.events_since(sequence)
 
     async def reset_cache(self) -> dict[str, int]:
-        """Forget the transcripts, and everywhere all KV that is neither held by nor promised to a request; returns the
-        counts."""
-        self.forget_transcripts()
+        """Forget the token ids of answers, and everywhere all KV that is neither held by nor promised to a request;
+        returns the counts."""
+        self.forget_answers()
         pool_blocks = await self._resets.reset(self._clients)
         store_blocks, erased = self._directory.reset_segments()
         self._carry_out(erased)
@@ -278,6 +280,7 @@ class KVCacheManager(ClientMemory):
         # A segment that arrived meanwhile may have been delivered to a pool behind the pool's reset.
         await self._deliveries.ended(UNDER_WAY_S)
         pool_blocks += await self._resets.reset(self._clients)
+        self.forget_answers()  # of requests that had ended, and were reported meanwhile
 
         counts = {"store_blocks": store_blocks, "pool_blocks": pool_blocks}
         logger.info("cache reset", extra=about("cache_reset", **counts))

@@ -200,9 +200,9 @@ class Worker:
         self._loop_thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
 
     async def reset_cache(self) -> int:
-        """Forget every block that no request holds, and the scores of prompts; returns how many blocks. The export
-        stream tells when the exports of these blocks are over."""
-        num_blocks = await self._ask(lambda engine: engine.scheduler.reset())
+        """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells
+        when the exports of these blocks are over."""
+        num_blocks = await self._ask(lambda engine: engine.reset_cache())
         self._exports.put(ExportItem(has_reset=True))
         return num_blocks
 

@@ -6,7 +6,8 @@ BLAKE2b with 128 bits: collisions are out of reach even for an attacker, unlike 
 
 The salt enters between two blocks: before the first one, or after the last one wholly inside a public prefix. So the
 blocks of a public prefix have the same names for everyone, and the blocks after a salt have names that no holder of
-another salt can compute. Roots and salts are hashed under keys, blocks under none, so that none passes for another.
+another salt can compute. Roots, salts and the places of answers are hashed under keys, blocks under none, so that none
+passes for another.
 """
 
 import sys
@@ -49,6 +50,12 @@ class BlockChain:
     def partial(self, hashes: Sequence[BlockHash], index: int, token_ids: Sequence[int]) -> BlockHash:
         """The hash of block `index` if the block ends with `token_ids`, given the `hashes` of the blocks before it."""
         return hash_block(self.parent(hashes, index), token_ids)
+
+    def answer_name(self, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> bytes:
+        """The name of the place behind `token_ids`, whose full blocks have these hashes: salted inside a public prefix,
+        too, since what others have asked is not public."""
+        end = self.partial(hashes, len(hashes), token_ids[len(hashes) * self.block_size :])
+        return blake2b(end + self.salt.private, digest_size=DIGEST_BYTES, key=b"raydix answer").digest()
 
     def hashes(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """The hashes of all full blocks of a sequence."""

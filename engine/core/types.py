@@ -6,6 +6,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
+from engine.core.answers.continuations import BegunAnswer
 from engine.core.answers.lead import Lead
 
 BlockHash: TypeAlias = bytes
@@ -111,7 +112,9 @@ class DraftSource(StrEnum):
     PREDICTION = "prediction"
     """The client's prediction of the answer."""
     PAST = "past"
-    """Answers to earlier requests of the same salt, on the same worker."""
+    """Answers of the same salt on the same worker: to earlier requests, and to others of the same prompt under way."""
+    CLUSTER = "cluster"
+    """Answers of the same salt to the same prompt, of any worker, as the manager keeps them."""
     GRAMMAR = "grammar"
     """Tokens about which the request's grammar leaves no choice."""
 
@@ -263,6 +266,8 @@ class Assignment:
     """True for work without a waiting client: its KV is put into the pool for later requests, and no event is sent."""
     prediction: tuple[int, ...] = ()
     """The client's guess of the answer, for drafts: right or wrong, the answer has the same tokens."""
+    continuations: tuple[bytes, ...] = ()
+    """As `Admission.continuations`, for drafts, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +380,8 @@ class AdmitRequest:
     """True if tokens follow the prompt; otherwise no decode worker is needed."""
     avoided: tuple[str, ...] = ()
     """Workers that the ingress cannot reach: the request goes to others, if there are others."""
+    answer_name: bytes = b""
+    """Name of the place where the answer begins (`BlockChain.answer_name`); empty for no drafts from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +396,8 @@ class Admission:
     decode_epoch: int
     prefill_awaited: tuple[BlockHash, ...]
     decode_awaited: tuple[BlockHash, ...]
+    continuations: tuple[bytes, ...] = ()
+    """Packed answers that began where this one does, the likeliest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,10 +442,11 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request is over."""
+    """A request is over, or an admission of it; `answer`, for others that ask the same, comes with the last one."""
 
     request_id: str
     attempt: int = 0
     how: Outcome = Outcome.ABORTED
     num_preemptions: int = 0
     drafts: tuple[DraftUse, ...] = ()
+    answer: BegunAnswer | None = None

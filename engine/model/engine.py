@@ -148,11 +148,23 @@ class Engine:
             self.scheduler.grammar_settled(grammar.digest)
 
     def abort(self, request_ids: Iterable[str], now: float, *, has_ended: bool = False) -> None:
-        """Forget requests and free their blocks (`Scheduler.abort`). Unknown ids are requests that ended already."""
+        """Forget requests and free their blocks (`Scheduler.abort`). Unknown ids are requests that ended already.
+
+        Where nobody has got the whole answer, the drafts of others get nothing of it: another attempt may follow, which
+        brings its tokens along.
+        """
         for request_id in request_ids:
-            self._remember(self.scheduler.get(request_id))
+            if has_ended:
+                self._remember(self.scheduler.get(request_id))
             self.scheduler.abort(request_id, now, has_ended=has_ended)
             self._forget_grammar(request_id)
+
+    def reset_cache(self) -> int:
+        """Forget every block that no request holds, stored results of prompts, and past answers; returns the number of
+        blocks."""
+        if self.drafter is not None:
+            self.drafter.reset()
+        return self.scheduler.reset()
 
     def hear_of_grammars(self, now: float) -> list[TokenEvent]:
         """Let requests go on whose grammar has been compiled since the last call; returns the ends of those whose

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from engine.model.matcher import Matcher
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_COMPILED = 256
 """Grammars kept compiled; others are compiled again when needed."""
@@ -154,24 +156,30 @@ class Grammars:
 
     def num_allowed(self, request: Row, token_ids: Sequence[int]) -> int:
         """Return the number of these next tokens, from the first, that the request's grammar allows; 0 where the
-        request has no place in the grammar, for which its masks will have the reason."""
-        try:
-            matcher = self._followed(request)
-            count = matcher.consume(token_ids)
-            matcher.roll_back(count)
-        except Exception:  # of any kind: a guess must not end its request
-            self.forget(request.request_id)
-            return 0
-        return count
+        request has no place in the grammar, for which its masks will have the reason, or the grammar is not compiled
+        any more, which its masks will do."""
+        return self._guessed(request, lambda matcher: _num_consumed(matcher, token_ids), 0)
 
     def forced(self, request: Row) -> Sequence[int]:
-        """Return the next tokens that the request's grammar leaves no choice about; none where the request has no place
-        in the grammar."""
+        """Return the next tokens that the request's grammar leaves no choice about; none where `num_allowed` is 0."""
+        return self._guessed(request, lambda matcher: matcher.forced(), ())
+
+    def _guessed(self, request: Row, look: "Callable[[Matcher], T]", nothing: T) -> T:
+        """Return the result of a look at a request's matcher that leaves the matcher as it was; `nothing` where there
+        is none yet and its grammar would have to be compiled, which is not for the engine's thread. A look that breaks
+        the matcher costs the matcher: the next masks get another one."""
+        if not self._has_matcher(request) and not self._is_compiled(request.assignment.sampling.grammar):
+            return nothing
         try:
-            return self._followed(request).forced()
+            matcher = self._followed(request)
+            found = look(matcher)
+            is_broken = matcher.state.is_error()
         except Exception:  # of any kind: a guess must not end its request
+            is_broken = True
+        if is_broken:
             self.forget(request.request_id)
-            return ()
+            return nothing
+        return found
 
     # Masks
 
@@ -212,7 +220,10 @@ class Grammars:
         except Exception:  # of any kind: some matchers may have consumed tokens of drafts
             for place in places:
                 self.forget(requests[place.row].request_id)
-            raise
+            if not any(place.draft for place in places):
+                raise
+            logger.exception("masks of drafts not computed")
+            bits = self._fill_without_drafts(places, requests)
         for place in places:
             if place.draft and place.matcher.state.is_error():
                 self._fill_again(place, requests[place.row], bits)
@@ -263,6 +274,22 @@ class Grammars:
             assert self._executor is not None
             self._executor.unsafe_compute_mask_ptr(alone, *memory)
 
+    def _fill_without_drafts(self, places: Sequence[DraftedPlace], requests: Sequence[Row]) -> Masks:
+        """Compute the first mask of each place, by new matchers; those of the drafts stay empty."""
+        try:
+            alone = [
+                DraftedPlace(place.row, index, self._followed(requests[place.row]), ())
+                for index, place in enumerate(places)
+            ]
+            own = self._fill(alone)
+        except Exception:
+            for place in places:
+                self.forget(requests[place.row].request_id)
+            raise
+        bits = np.zeros((sum(1 + len(place.draft) for place in places), self._num_words), np.int32)
+        bits[[place.at for place in places]] = own
+        return bits
+
     def _fill_again(self, place: DraftedPlace, request: Row, bits: Masks) -> None:
         """Compute the first mask of a place alone, by a new matcher: a draft must not end its request."""
         bits[place.at : place.at + 1 + len(place.draft)] = 0
@@ -294,6 +321,16 @@ class Grammars:
         rows = [-1 if row in ended or row in dead_ends else at for row, at in enumerate(rows)]
         return StepMasks(rows, bits, dead_ends, end_ids, ended=frozenset(ended))
 
+    def _has_matcher(self, request: Row) -> bool:
+        """True if this attempt of a request has a matcher."""
+        return self._matchers.get(request.request_id, (None, None))[0] == request.assignment.attempt
+
+    def _is_compiled(self, grammar: Grammar | None) -> bool:
+        """True if a matcher can be made at once."""
+        with self._lock:
+            is_there = grammar is not None and grammar.digest in self._compiled
+        return is_there and grammar is not None and (grammar.lead is None or self._leads is not None)
+
     def _matcher(self, request: Row) -> "Matcher":
         """Return the matcher of a request, made anew for a new attempt."""
         from engine.model.matcher import Matcher
@@ -309,6 +346,13 @@ class Grammars:
             matcher = Matcher(compiled, grammar.lead, self._table or ())
             self._matchers[request.request_id] = request.assignment.attempt, matcher
         return matcher
+
+
+def _num_consumed(matcher: "Matcher", token_ids: Sequence[int]) -> int:
+    """Return the number of these next tokens that are allowed, and leave the matcher where it was."""
+    count = matcher.consume(token_ids)
+    matcher.roll_back(count)
+    return count
 
 
 def forbid(mask: Mask, request: Row, end_ids: frozenset[int]) -> None:

@@ -14,23 +14,26 @@ from functools import partial
 from random import Random
 from typing import TypeAlias
 
+from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.ingress import instructions as ingress
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from engine.core.ingress.dispatch import Dispatch
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.notes import NOTES
+from engine.core.manager.answer_store import AnswerStore
 from engine.core.manager.block_index import Segment
 from engine.core.manager.directory import Directory
 from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
 from engine.core.manager.placement import CostModel
-from engine.core.settings import SchedulerLimits
+from engine.core.settings import DraftLimits, SchedulerLimits
 from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
     BlockHash,
     CacheHints,
+    DraftSource,
     Membership,
     Role,
     Salt,
@@ -39,6 +42,7 @@ from engine.core.types import (
     WorkerInfo,
 )
 from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.drafts.drafter import Drafter
 from engine.model.engine import Engine, ExportedSegment
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of, expected_answer
 from tests.unit.replaying import Recording, check_dispatch
@@ -49,6 +53,9 @@ CHECK_S = AWAIT_TIMEOUT_S / 8
 """How often the manager looks for those who do not send what others wait for."""
 RETRY_S = 0.25
 MAX_TURNS = 20_000
+ANSWER_BYTES = 5_000
+"""Of the manager, where drafts are made: less than what long tests answer."""
+DRAFTS_PAY = WorkerCosts(step_s=8e-3, decode_token_s=3e-4, draft_token_s=3e-4)
 
 Channel: TypeAlias = tuple[object, ...]
 """Who speaks to whom; the first word names the kind."""
@@ -92,6 +99,7 @@ class Manager:
     """One incarnation of the manager."""
 
     directory: Directory
+    answers: AnswerStore
     unreadable: set[int] = field(default_factory=set)
     """Segments whose payload is gone."""
 
@@ -99,8 +107,17 @@ class Manager:
 class Cluster:
     """Everything, and what has been counted."""
 
-    def __init__(self, roles: Sequence[Role], sizes: Sizes = Sizes(), segment_budget_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        sizes: Sizes = Sizes(),
+        segment_budget_bytes: int = 1 << 20,
+        *,
+        sources: Sequence[DraftSource] = (),
+    ) -> None:
+        """`sources`: of drafts; none are made without."""
         self.sizes = sizes
+        self.sources = tuple(sources)
         self.segment_budget_bytes = segment_budget_bytes
         self.now = 0.0
         self.mail: dict[Channel, deque[Callable[[], None]]] = {}
@@ -108,7 +125,10 @@ class Cluster:
         self.workers: dict[str, SimWorker] = {}
         self.active: dict[str, Generation] = {}
         self.ended: dict[str, Generation] = {}
-        facts = ModelFacts(FINGERPRINT.rpartition("/")[0], sizes.block_size, AWAIT_TIMEOUT_S)
+        names_answers = DraftSource.CLUSTER in sources
+        facts = ModelFacts(
+            FINGERPRINT.rpartition("/")[0], sizes.block_size, AWAIT_TIMEOUT_S, names_answers=names_answers
+        )
         self.new_dispatch = partial(Dispatch, "ingress", facts, self.now, Timeouts(retry_s=RETRY_S, dispatch_s=1e9))
         self.dispatch = self.new_dispatch()
         self.recording = Recording(self.dispatch, NOTES)
@@ -127,6 +147,8 @@ class Cluster:
         self.calls_are_prompt = False
         """Whether what the ingress says to workers is not overtaken by anything."""
         self.num_prefill_tokens = 0
+        self.answered: list[str] = []
+        """Requests whose answer the manager was told."""
         self.num_timeouts = 0
         """How often nothing moved until time passed."""
         self._num_calls = 0
@@ -167,7 +189,10 @@ class Cluster:
         pool = BlockPool(self.sizes.num_blocks, self.sizes.block_size)
         model = FakeModel(pool)
         limits = SchedulerLimits(self.sizes.token_budget, self.sizes.max_requests)
-        engine = Engine(model, model, pool, limits, self.max_model_len, FINGERPRINT)
+        drafter = Drafter(DraftLimits(sources=self.sources)) if self.sources else None
+        engine = Engine(model, model, pool, limits, self.max_model_len, FINGERPRINT, drafter=drafter)
+        if drafter is not None:
+            engine.scheduler.learn_costs(DRAFTS_PAY)
         self.workers[worker_id] = worker = SimWorker(worker_id, role, epoch, engine)
         self._register(worker)
 
@@ -290,6 +315,8 @@ class Cluster:
 
     def check_integrity(self) -> None:
         self.manager.directory.check_integrity()
+        self.manager.answers.check_integrity()
+        assert len(set(self.answered)) == len(self.answered), "an answer counts twice"
         self.dispatch.check_integrity()
         for worker in self.workers.values():
             if worker.is_alive:
@@ -300,6 +327,10 @@ class Cluster:
             assert generation.failure is None
             if generation.finished_by is not None:
                 assert generation.tokens == expected
+
+    def num_accepted(self, worker_id: str, source: DraftSource) -> int:
+        """Draft tokens of a worker that became tokens of answers."""
+        return self.workers[worker_id].engine.scheduler.drafting.counts[source].num_accepted
 
     @property
     def is_placing(self) -> bool:
@@ -380,7 +411,8 @@ class Cluster:
                 if worker_id not in self.muted:
                     self._answer("pong", lambda: self.dispatch.ping_answered(worker_id, self.now))
             case ingress.Deliver(request_id, _):
-                if self.active[request_id].is_over:
+                # The events of one step come in several instructions; the first may have found the last event.
+                if request_id in self.active and self.active[request_id].is_over:
                     self._end(request_id)
             case ingress.Settle():
                 self._settling.append(instruction)
@@ -429,7 +461,8 @@ class Cluster:
     # The manager
 
     def _new_manager(self) -> Manager:
-        return Manager(Directory(CostModel(self.sizes.block_size, piggyback_tokens=0), self.segment_budget_bytes))
+        directory = Directory(CostModel(self.sizes.block_size, piggyback_tokens=0), self.segment_budget_bytes)
+        return Manager(directory, AnswerStore(ANSWER_BYTES))
 
     def _admit_all(self, requests: Sequence[AdmitRequest]) -> None:
         answers: list[tuple[Admission | None, AdmitRequest]] = []
@@ -441,7 +474,8 @@ class Cluster:
                 answers.append((None, request))
                 continue
             self._carry_out(instructions)
-            answers.append((admission, request))
+            continuations = self.manager.answers.continuations(request.answer_name)
+            answers.append((replace(admission, continuations=continuations), request))
         self._answer("from manager", lambda: self._admitted(answers))
 
     def _admitted(self, answers: Sequence[tuple[Admission | None, AdmitRequest]]) -> None:
@@ -456,6 +490,9 @@ class Cluster:
         for first in settle.first_tokens:
             directory.first_token(first.request_id, first.attempt, first.ttft_s)
         for end in settle.ended:
+            if end.answer is not None:
+                self.answered.append(end.request_id)
+                self.manager.answers.keep(*end.answer)
             if not directory.has_newer_attempt(end.request_id, end.attempt):
                 self._carry_out(directory.end_request(end.request_id, self.now))
 

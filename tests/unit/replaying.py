@@ -15,6 +15,9 @@ from engine.core.worker.scheduler import Scheduler
 from engine.core.worker.step import ExportedBlocks, SchedulerOutput, StepOutcome
 from engine.core.worker.transfers import IncomingBlocks
 
+OF_TOKENS = frozenset({"answer_name", "continuations"})
+"""Fields that no decision depends on, and no recording has."""
+
 
 class Recording:
     """The stimuli of a machine, and the machine's results."""
@@ -168,7 +171,7 @@ def without_tokens(value: object) -> object:
             token_id=value.token_id and 0, logprobs=None, detail=None, num_accepted=0, num_rejected=0, draft_source=None
         )
     if isinstance(value, Ended):
-        value = replace(value, drafts=())
+        value = replace(value, drafts=(), answer=None)
     if isinstance(value, set | frozenset):
         return sorted(value)
     if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
@@ -176,7 +179,8 @@ def without_tokens(value: object) -> object:
     if isinstance(value, list | tuple):
         return type(value).__name__, [without_tokens(each) for each in value]
     if slots := getattr(value, "__slots__", ()):
-        return type(value).__name__, [without_tokens(getattr(value, name)) for name in slots]
+        names = [name for name in slots if name not in OF_TOKENS]
+        return type(value).__name__, [without_tokens(getattr(value, name)) for name in names]
     return repr(value)
 
 

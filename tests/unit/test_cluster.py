@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.types import Role
+from engine.core.types import DraftSource, Role
 from tests.unit.cluster import AWAIT_TIMEOUT_S, Cluster, Sizes
 
 pytestmark = pytest.mark.no_cover
@@ -71,6 +71,26 @@ def test_the_suffix_begins_at_the_last_full_shared_block(roles: tuple[Role, ...]
 @settings(max_examples=8)
 def test_of_identical_prompts_the_last_token_is_computed(roles: tuple[Role, ...], seed: int, at_once: bool) -> None:
     assert run(roles, [PREFIX] * NUM_REQUESTS, seed, at_once).num_prefill_tokens == len(PREFIX) + NUM_REQUESTS - 1
+
+
+@pytest.mark.parametrize("roles", [(M, M), (P, D, D)])
+@given(seed=seeds)
+@settings(max_examples=8)
+def test_the_same_question_is_drafted_from_the_answer_of_another_worker(roles: tuple[Role, ...], seed: int) -> None:
+    random, cluster = Random(seed), Cluster(roles, SIZES, sources=[DraftSource.CLUSTER])
+    question = PREFIX[:70]
+    cluster.request({"first": question}, max_tokens=40)
+    cluster.drain(random)
+    assert cluster.answered == ["first"]
+    finished_by = cluster.ended["first"].finished_by
+    assert finished_by is not None and cluster.num_accepted(finished_by, DraftSource.CLUSTER) == 0
+    cluster.kill(finished_by)
+    cluster.request({"again": question, "other": PREFIX[:71]}, max_tokens=40)
+    cluster.drain(random)
+    again = cluster.ended["again"]
+    assert again.finished_by not in (None, finished_by) and again.tokens == cluster.ended["first"].tokens
+    assert again.drafts[DraftSource.CLUSTER].num_accepted > 30 and not cluster.ended["other"].drafts
+    assert sorted(cluster.answered) == ["again", "first", "other"]
 
 
 @pytest.mark.parametrize("roles", [(M,), (P, D)])

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.types import Role
+from engine.core.types import DraftSource, Role
 from tests.unit.cluster import AWAIT_TIMEOUT_S, PING_S, Cluster, Sizes
 
 MAX_WORKERS = 4
@@ -39,13 +39,21 @@ class ClusterMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([10, 14, 200]),
         token_budget=st.integers(2, 16),
         segment_budget_bytes=st.sampled_from([0, 200, 1 << 20]),
+        sources=st.sampled_from([(), (DraftSource.CLUSTER,), tuple(DraftSource)]),
     )
-    def build(self, roles: list[Role], num_blocks: int, token_budget: int, segment_budget_bytes: int) -> None:
+    def build(
+        self,
+        roles: list[Role],
+        num_blocks: int,
+        token_budget: int,
+        segment_budget_bytes: int,
+        sources: tuple[DraftSource, ...],
+    ) -> None:
         sizes = Sizes(4, num_blocks, token_budget, max_requests=6)
-        self.cluster = Cluster(roles, sizes, segment_budget_bytes)
+        self.cluster = Cluster(roles, sizes, segment_budget_bytes, sources=sources)
         self.is_disturbed = num_blocks < 200
 
-    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), max_tokens=st.integers(1, 5))
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), max_tokens=st.integers(1, 6))
     def request(self, prompts: list[tuple[int, int, list[int]]], max_tokens: int) -> None:
         named = {f"r{self.num_requests + index}": prompt_of(*prompt) for index, prompt in enumerate(prompts)}
         self.num_requests += len(named)

@@ -19,8 +19,11 @@ from configs.schema import LoggingSection
 from engine.core.hashing import BlockChain
 from engine.core.ingress.dispatch import Dispatch
 from engine.core.manager.directory import Directory
+from engine.core.settings import DraftLimits
 from engine.core.stimuli import Record, replay
 from engine.core.types import Role, Salt, SamplingParams
+from engine.core.worker.drafts.drafter import Drafter
+from engine.core.worker.drafts.past import Past
 from engine.core.worker.replaying import replaying_scheduler
 from tests.unit.builders import ROOT, expected_answer
 from tests.unit.local_actors import MAX_MODEL_LEN, LocalWorkers, answer_of, make_dispatcher
@@ -128,6 +131,21 @@ def test_a_reset_takes_what_is_still_on_its_way_to_the_store(scene: Scene, monke
         await until(lambda: manager._directory.num_blocks == 0)
         for worker in scene.workers.values():
             assert (await worker.statistics())["num_cached_blocks"] == 0
+
+    scene.run(play())
+
+
+def test_a_reset_forgets_what_workers_have_answered(scene: Scene) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        pasts = list[Past]()
+        for worker in scene.workers.values():
+            worker._engine.drafter = drafter = Drafter(DraftLimits())
+            pasts.append(drafter.past)
+        await answer_of(dispatcher, "r", prompt_of(1), NUM_TOKENS)
+        await until(lambda: sum(past.num_tokens for past in pasts) > 0)
+        await manager.reset_cache()
+        assert sum(past.num_tokens for past in pasts) == 0
 
     scene.run(play())
 

@@ -1,10 +1,12 @@
 """The decisions of an ingress replica's data plane, event by event."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
 
+from engine.core.answers.continuations import BegunAnswer, packed
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from engine.core.ingress.dispatch import MAX_ATTEMPTS, Dispatch
@@ -31,6 +33,7 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     CacheHints,
+    Ended,
     FinishReason,
     Membership,
     PromptEvent,
@@ -193,6 +196,75 @@ def test_a_silent_manager_hears_later_that_its_admission_is_not_used() -> None:
     assert [(ended.request_id, ended.attempt) for ended in settle.ended] == [("r", 0)]
     dispatch.not_settled(settle.ended)
     assert of_type(dispatch.flush(has_manager=True), Settle) == [Settle([], settle.ended)]
+
+
+def naming_dispatch() -> Dispatch:
+    """A machine of a cluster whose manager keeps answers."""
+    facts = ModelFacts(FINGERPRINT.rpartition("/")[0], block_size=4, await_timeout_s=30.0, names_answers=True)
+    dispatch = Dispatch("i", facts, now=0.0, timeouts=TIMEOUTS)
+    dispatch.membership(Membership((P, D), 0, FINGERPRINT), now=0.0)
+    return dispatch
+
+
+def ends_of(dispatch: Dispatch) -> list[Ended]:
+    return [each for settle in of_type(dispatch.flush(has_manager=True), Settle) for each in settle.ended]
+
+
+def test_each_answer_is_told_once_whatever_is_tried_again() -> None:
+    dispatch = naming_dispatch()
+    generation = submitted(dispatch)
+    name = generation.answer_name
+    dispatch.tokens("p", [token(0)], 2.0)
+    dispatch.tokens("d", [token(1)], 2.0)
+    [again] = of_type(dispatch.worker_lost("d", 1, "died", 3.0, is_dead=True), Admit)
+    assert again.request.answer_name == name != b"" and again.request.num_tokens == 9 + 2
+    dispatch.admitted("r", 1, admission_of(attempt=1, epoch=2), 3.0)
+    dispatch.not_found("d", 2, 3.0)
+    [given_up] = ends_of(dispatch)
+    assert given_up.attempt == 1 and given_up.answer is None
+
+    dispatch.end("r")
+    ended = ends_of(dispatch)
+    assert [each.answer for each in ended] == [BegunAnswer(name, packed([100, 101]))]
+    dispatch.not_settled(ended)
+    assert [each.answer for each in ends_of(dispatch)] == [None], "the manager may have heard of it"
+
+
+def test_an_admission_that_is_given_up_tells_of_no_answer() -> None:
+    dispatch = naming_dispatch()
+    submitted(dispatch)
+    dispatch.end("r")
+    assert [each.answer for each in ends_of(dispatch)] == [None], "before its first token"
+
+
+@pytest.mark.parametrize(
+    ("names_answers", "sampling"),
+    [(False, SamplingParams(8)), (True, SamplingParams(8, speculation=False)), (True, SamplingParams(0))],
+)
+def test_an_answer_that_nobody_may_draft_from_has_no_name(names_answers: bool, sampling: SamplingParams) -> None:
+    dispatch = naming_dispatch() if names_answers else make_dispatch(P, D)
+    generation = make_generation()
+    generation.sampling = sampling
+    [admit] = of_type(dispatch.begin(generation, 1.0), Admit)
+    assert admit.request.answer_name == b""
+    dispatch.admitted("r", 0, None, 1.0)
+    generation.tokens.append(1)
+    dispatch.end("r")
+    assert [each.answer for each in ends_of(dispatch)] == [None]
+
+
+def test_no_recording_has_tokens_of_answers() -> None:
+    dispatch = naming_dispatch()
+    recording = Recording(dispatch, NOTES)
+    generation = make_generation()
+    dispatch.begin(generation, 1.0)
+    dispatch.admitted("r", 0, replace(admission_of(), continuations=(b"secret answer",)), 1.0)
+    dispatch.not_settled([Ended("other", answer=BegunAnswer(b"secret name", b"secret answer"))])
+    dumped = b"".join(each.dump() for each in recording.stimuli)
+    assert b"other" in dumped and b"secret" not in dumped and generation.answer_name not in dumped
+    fresh = Dispatch("i", dispatch._model, now=0.0, timeouts=TIMEOUTS)
+    fresh.membership(Membership((P, D), 0, FINGERPRINT), now=0.0)
+    check_dispatch(recording, dispatch, fresh)
 
 
 def test_an_admitted_worker_that_is_not_there_costs_no_attempt() -> None:

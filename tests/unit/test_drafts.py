@@ -13,7 +13,8 @@ from engine.core.types import Assignment, DraftSource, FinishReason, SamplingPar
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.drafts.budget import MAX_TOKENS, Candidate, DecodeStep, share
 from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafter import INDEXED_PER_STEP, Drafter
+from engine.core.worker.drafts.drafter import Drafter
+from engine.core.worker.drafts.guesser import INDEXED_PER_STEP
 from engine.core.worker.drafts.rows import DraftedRow, rows_of, sampled_by_request, up_to_difference, with_drafts
 from engine.core.worker.drafts.suffix import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, SuffixIndex
 from engine.core.worker.drafts.survival import MAX_WEIGHT, PRIORS, Survival
@@ -70,7 +71,7 @@ def test_a_match_that_goes_on_is_no_shorter_than_one_that_is_looked_for(prompt: 
     index, survival = indexed(prompt), Survival()
     for end in range(len(prompt) + 1, len(prompt) + len(answer) + 1):
         sequence = [*prompt, *answer][:end]
-        index.follow(sequence, lambda position: survival)
+        index.follow(sequence, survival)
         assert index.num_indexed == end
         assert index.length >= indexed(sequence).length
         place = index.next - index.length

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.answers.continuations import MAX_BYTES, BegunAnswer, packed
 from engine.core.errors import ModelFailedError, RequestError
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.outbox import Outbox
@@ -103,6 +104,28 @@ def test_after_a_stop_string_nothing_is_taken_and_the_workers_are_told() -> None
 def drafted(position: int, source: DraftSource, num_accepted: int, num_rejected: int) -> TokenEvent:
     """The last event of a step with a draft."""
     return event(position)._replace(num_accepted=num_accepted, num_rejected=num_rejected, draft_source=source)
+
+
+def test_known_answers_go_to_the_worker_that_decodes() -> None:
+    placed = replace(admission("p", "d"), continuations=(b"12345678",))
+    assigned = make_generation().assignments(placed, "ingress", 30.0)
+    assert [each.continuations for _, each in assigned] == [(), (b"12345678",)]
+    [(_, whole)] = make_generation("m", "m").assignments(replace(placed, decode="p"), "ingress", 30.0)
+    assert whole.continuations == (b"12345678",)
+
+
+def test_an_answer_is_told_if_it_has_a_name() -> None:
+    generation = replace(make_generation(), answer_name=b"n")
+    assert generation.answer() is None, "before the first token"
+    for position in range(3):
+        generation.take(event(position), "d")
+    assert generation.answer() == BegunAnswer(b"n", packed(ANSWER[:3]))
+    assert replace(generation, answer_name=b"").answer() is None
+    generation.tokens += [9] * 1_000
+    answer = generation.answer()
+    assert answer is not None and len(answer.token_ids) == MAX_BYTES
+    generation.take(error(), "d")
+    assert generation.answer() is None
 
 
 def test_the_tokens_of_drafts_are_counted_once_and_by_source() -> None:

@@ -1,12 +1,13 @@
 """Masks of the rows behind drafts, and grammars asked about drafts."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import pytest
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLMatcher
 
 from engine.core.costs import WorkerCosts
 from engine.core.settings import DraftLimits
@@ -16,6 +17,7 @@ from engine.core.worker.drafts.rows import DraftedRow, Row
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
 from engine.model.grammars import Grammars, StepMasks
+from engine.model.matcher import Matcher
 from tests.unit.builders import chain_of
 from tests.unit.test_drafts import CHEAP, repeating
 from tests.unit.test_grammars import (
@@ -25,6 +27,7 @@ from tests.unit.test_grammars import (
     LIKE_A_LEAD,
     OPENED,
     OTHER_EOS,
+    VOCAB,
     allowed,
     ids,
     make_grammars,
@@ -164,7 +167,26 @@ def test_masks_that_fail_leave_no_matcher_behind_a_draft(monkeypatch: pytest.Mon
     assert allowed(step_masks(grammars, [own]).bits[0]) == alone(own, "")
 
 
+@pytest.mark.parametrize(("grammar", "draft"), [(ABC, [VOCAB]), (LED, [VOCAB]), (OPENED, [*ids("a"), VOCAB])])
+def test_a_token_that_no_grammar_knows_costs_the_draft_alone(grammar: Grammar, draft: list[int]) -> None:
+    grammars, own = make_grammars(), request("r", grammar)
+    rows = [request("other"), *rows_behind(own, draft), *rows_behind(request("third"), "a")]
+    for _ in range(2):
+        masks = step_masks(grammars, rows)
+        assert not masks.dead_ends and len(draft) + 1 in masks.ended
+        assert allowed(masks.bits[masks.rows[1]]) == alone(own, "")
+        assert allowed(masks.bits[masks.rows[0]]) == {*ids("a")}
+    assert allowed(step_masks(grammars, [own]).bits[0]) == alone(own, "")
+
+
 # Guesses
+
+
+def compiled(*known: Grammar) -> Grammars:
+    grammars = make_grammars()
+    for grammar in known:
+        grammars.compile(grammar)
+    return grammars
 
 
 @pytest.mark.parametrize(
@@ -172,7 +194,7 @@ def test_masks_that_fail_leave_no_matcher_behind_a_draft(monkeypatch: pytest.Mon
     [(ABC, "a", "bcb", 3), (ABC, "", "abxb", 2), (ABC, "", "x", 0), (OPENED, "", "x</t>abx", 7), (LED, "<t>", "x<", 2)],
 )
 def test_the_allowed_part_of_a_guess(grammar: Grammar, answer: str, guess: str, count: int) -> None:
-    grammars, own = make_grammars(), request("r", grammar, answer)
+    grammars, own = compiled(grammar), request("r", grammar, answer)
     assert grammars.num_allowed(own, ids(guess)) == count
     assert grammars.num_allowed(own, ids(guess)) == count, "nothing of the guess is left"
     assert allowed(step_masks(grammars, [own]).bits[0]) == alone(own, "")
@@ -191,11 +213,51 @@ def test_the_allowed_part_of_a_guess(grammar: Grammar, answer: str, guess: str, 
     ],
 )
 def test_forced_tokens_are_the_only_ones_in_their_places(grammar: Grammar, answer: str, expected: str) -> None:
-    grammars, own = make_grammars(), request("r", grammar, answer)
+    grammars, own = compiled(grammar), request("r", grammar, answer)
     assert grammars.forced(own) == ids(expected)
     for count, token_id in enumerate(ids(expected)):
         assert alone(own, expected[:count]) == {token_id}
-    assert grammars.forced(request("lost", ABC, "xy")) == ()
+    assert compiled(ABC).forced(request("lost", ABC, "xy")) == ()
+
+
+@pytest.mark.parametrize("grammar", [ABC, LED])
+def test_a_guess_that_breaks_its_matcher_costs_the_matcher_alone(grammar: Grammar) -> None:
+    grammars, own = compiled(grammar), request("r", grammar)
+    assert grammars.num_allowed(own, [*ids("a"), VOCAB]) == 0 == grammars.num_allowed(own, [VOCAB])
+    assert grammars.num_matchers == 0
+    masks = step_masks(grammars, [own])
+    assert not masks.dead_ends and allowed(masks.bits[0]) == alone(own, "")
+
+
+def test_a_broken_look_at_forced_tokens_costs_the_matcher_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaking(matcher: Matcher) -> list[int]:
+        matcher.state.consume_tokens(ids("!"))
+        return [1]
+
+    grammars, own = compiled(ABC), request("r")
+    with monkeypatch.context() as patched:
+        patched.setattr(Matcher, "forced", breaking)
+        assert grammars.forced(own) == () and grammars.num_matchers == 0
+    assert grammars.forced(own) == ids("a")
+
+
+@pytest.mark.parametrize("grammar", [ABC, LED])
+def test_no_guess_has_a_grammar_compiled(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have pushed the grammar of a running request out: the next masks have it compiled, in their thread."""
+    compiling, compile_it = list[str](), Grammars.compile
+
+    def watched(grammars: Grammars, grammar: Grammar) -> LLMatcher:
+        compiling.append(threading.current_thread().name.partition("_")[0])
+        return compile_it(grammars, grammar)
+
+    grammars, own = make_grammars(), request("r", grammar)
+    compile_it(grammars, ABC)
+    monkeypatch.setattr(Grammars, "compile", watched)
+    if grammar is not LED:
+        grammars._compiled.clear()
+    assert grammars.forced(own) == () and grammars.num_allowed(own, ids("a")) == 0 and not compiling
+    assert allowed(step_masks(grammars, [own]).bits[0]) == alone(own, "") and compiling[0] == "mask"
+    assert grammars.num_allowed(own, ids("a")) == 1, "there is a matcher now"
 
 
 class Form(NamedTuple):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import actors.manager.kv_cache_manager as manager_module
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.messages import Imported, Registration, WorkerState
+from engine.core.answers.continuations import BegunAnswer
 from engine.core.manager.placement import CostModel
 from engine.core.types import AdmitRequest, BlockHash, Ended, FirstToken, Retention, Role, SegmentHeader
 from engine.model.segment_files import SegmentFiles
@@ -41,7 +43,9 @@ class SilentWorker:
         return self.answer
 
 
-def make_manager(disk: Path | None = None, await_timeout_s: float = 30.0) -> KVCacheManager:
+def make_manager(
+    disk: Path | None = None, await_timeout_s: float = 30.0, answer_budget_bytes: int = 0
+) -> KVCacheManager:
     return KVCacheManager(
         CostModel(block_size=4, piggyback_tokens=0),
         segment_budget_bytes=0,
@@ -51,6 +55,7 @@ def make_manager(disk: Path | None = None, await_timeout_s: float = 30.0) -> KVC
         disk_path=None if disk is None else str(disk),
         response_budget_bytes=1 << 20,
         response_ttl_s=60.0,
+        answer_budget_bytes=answer_budget_bytes,
     )
 
 
@@ -216,6 +221,37 @@ def test_transcripts_are_kept_until_the_cache_is_reset() -> None:
         assert await manager.reset_cache() == {"store_blocks": 0, "pool_blocks": 0}
         assert await manager.recall([b"n"]) == [None]
         assert (await manager.events_since(None)).events is not None
+
+    asyncio.run(play())
+
+
+def test_answers_ride_on_admissions_until_the_cache_is_reset() -> None:
+    async def play() -> None:
+        manager = make_manager(answer_budget_bytes=10_000)
+        await register(manager, "w")
+        asked = replace(request("a"), answer_name=b"n")
+
+        async def continuations(of: AdmitRequest) -> tuple[bytes, ...]:
+            [admission] = await manager.admit([of])
+            assert admission is not None
+            return admission.continuations
+
+        assert await continuations(asked) == ()
+        ended = [Ended("a", answer=BegunAnswer(b"n", b"12345678")), Ended("b")]
+        await manager.settle("i", [], ended)
+        assert await continuations(asked) == (b"12345678",)
+        assert await continuations(replace(asked, answer_name=b"m")) == () == await continuations(request("c"))
+        assert (await manager.statistics())["num_answers"] == 1
+        manager._forget("w")
+        await manager.reset_cache()
+        assert (await manager.statistics())["answer_bytes"] == 0
+        await register(manager, "w", epoch=2)
+        assert await continuations(asked) == ()
+
+        manager = make_manager()
+        await register(manager, "w")
+        await manager.settle("i", [], ended)
+        assert await continuations(asked) == () and (await manager.statistics())["num_answers"] == 0
 
     asyncio.run(play())
 

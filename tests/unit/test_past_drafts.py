@@ -3,16 +3,19 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from engine.core.answers.continuations import packed
 from engine.core.settings import DraftLimits
 from engine.core.types import Assignment, DraftSource, Salt, Stage
 from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.past import MAX_COMPARED, VOLUME_TOKENS, VOLUMES, Past, PastMatch
-from engine.core.worker.drafts.suffix import END, MAX_MATCH
+from engine.core.worker.drafts.past import VOLUME_TOKENS, VOLUMES, Past
+from engine.core.worker.drafts.suffix import MAX_MATCH
 from engine.core.worker.drafts.suffixes import Suffixes
 from engine.core.worker.drafts.survival import PRIORS, Survival
+from engine.core.worker.drafts.texts import END, MAX_COMPARED, RunningText, TextMatch
 from engine.core.worker.scheduler import Scheduler
 from engine.model.engine import Engine
 from tests.unit.builders import answer_to, make_assignment, submit
@@ -31,8 +34,8 @@ def past_of(*answers: Sequence[int], max_tokens: int = 10_000, salt: bytes = b""
     return past
 
 
-def matched(past: Past, token_ids: Sequence[int], salt: bytes = b"") -> PastMatch:
-    match = PastMatch()
+def matched(past: Past, token_ids: Sequence[int], salt: bytes = b"") -> TextMatch:
+    match = TextMatch()
     match.follow(past.volumes(salt), token_ids, Survival())
     return match
 
@@ -63,7 +66,7 @@ def test_nothing_is_found_under_another_salt() -> None:
 
 
 def test_each_guess_is_compared_and_a_new_match_is_looked_for() -> None:
-    past, survival, match = past_of(ANSWER), Survival(), PastMatch()
+    past, survival, match = past_of(ANSWER), Survival(), TextMatch()
     token_ids = list(QUESTION)
     match.follow(past.volumes(b""), token_ids, survival)
     token_ids += ANSWER[:3]
@@ -84,7 +87,7 @@ def test_each_guess_is_compared_and_a_new_match_is_looked_for() -> None:
 
 
 def test_the_end_of_an_answer_is_no_wrong_guess() -> None:
-    past, survival, match = past_of([1, 2, 3]), Survival(), PastMatch()
+    past, survival, match = past_of([1, 2, 3]), Survival(), TextMatch()
     for token_ids in ([9, 1, 2], [9, 1, 2, 3], [9, 1, 2, 3, 4]):
         match.follow(past.volumes(b""), token_ids, survival)
     assert match.length == 0 and survival.chance(2) > PRIORS[0] and survival.chance(3) == PRIORS[1]
@@ -128,36 +131,76 @@ def test_what_is_empty_or_far_too_long_is_not_kept() -> None:
     assert past_of(ANSWER).num_tokens == VOLUME_TOKENS + MAX_MATCH + len(ANSWER) + 1
 
 
-# Predictions
+def test_what_was_forgotten_is_drafted_no_more() -> None:
+    past, survival, match = past_of(ANSWER), Survival(), TextMatch()
+    match.follow(past.volumes(b""), QUESTION, survival)
+    assert match.guess(1) == ANSWER[:1]
+    past.clear()
+    past.check_integrity()
+    assert past.num_tokens == 0 and match.guess(1) == [], "by a request that has found it, too"
+    match.follow(past.volumes(b""), [*QUESTION, ANSWER[0]], survival)
+    assert match.length == 0
+    past.add(b"", QUESTION, ANSWER)
+    past.index(99)
+    past.check_integrity()
+    assert matched(past, QUESTION).guess(1) == ANSWER[:1]
+
+
+def test_a_text_that_grows_is_followed_as_far_as_it_is_written() -> None:
+    other, own, mine = list(QUESTION), list(QUESTION), Suffixes(len(QUESTION))
+    theirs, survival, match = Suffixes(len(QUESTION)), Survival(), TextMatch()
+    theirs.index.extend(other, len(other))
+    text = theirs.text(other)
+    assert isinstance(text, RunningText) and mine.text(own).places is not text.places
+    match.follow([text], own, survival)
+    assert match.length == MAX_MATCH and match.guess(3) == [], "both are at the same place"
+
+    other += ANSWER[:3]
+    theirs.index.follow(other, survival)
+    assert match.guess(9) == ANSWER[:3]
+    own += ANSWER[:4]
+    match.follow([text], own, survival)
+    assert match.length == 0 == len(match.guess(9)), "the request has overtaken the other one"
+    other += ANSWER[3:6]
+    theirs.index.follow(other, survival)
+    match.follow([text], own, survival)
+    assert match.guess(9) == ANSWER[4:6]
+
+
+# Texts of a request's own
+
+
+def predicting(prediction: Sequence[int], prompt: Sequence[int] = QUESTION) -> tuple[Suffixes, TextMatch]:
+    suffixes = Suffixes(len(prompt), prompt, {DraftSource.PREDICTION: [prediction]})
+    suffixes.index_volumes(10_000)
+    return suffixes, suffixes.matches[DraftSource.PREDICTION]
 
 
 def test_the_first_token_finds_the_prediction() -> None:
-    suffixes = Suffixes(len(QUESTION), QUESTION, ANSWER)
-    sequence = suffixes.sequence(QUESTION)
-    assert sequence[MAX_MATCH:] == [*ANSWER, END, *QUESTION] and suffixes.num_known == len(sequence)
-    suffixes.index.extend(sequence, len(sequence))
-    assert suffixes.index.length == MAX_MATCH and suffixes.source_at(suffixes.index.next) is DraftSource.PREDICTION
-    assert suffixes.index.guess(sequence, 99) == ANSWER, "and no guess goes beyond it"
+    suffixes, match = predicting(ANSWER)
+    volume = suffixes.volumes[DraftSource.PREDICTION]
+    assert volume.token_ids == [*QUESTION[-MAX_MATCH:], *ANSWER, END]
+    assert suffixes.num_tokens == len(volume.token_ids) + len(QUESTION)
+    match.follow([volume], QUESTION, Survival())
+    assert match.length == MAX_MATCH and match.guess(99) == ANSWER, "and no guess goes beyond it"
 
 
 def test_an_answer_that_leaves_the_prediction_finds_it_again() -> None:
-    suffixes, token_ids = Suffixes(len(QUESTION), QUESTION, ANSWER), list(QUESTION)
-    suffixes.index.extend(suffixes.sequence(token_ids), suffixes.num_known)
+    (suffixes, match), token_ids = predicting(ANSWER), list(QUESTION)
+    volumes, survival = [suffixes.volumes[DraftSource.PREDICTION]], Survival()
+    match.follow(volumes, token_ids, survival)
     for token_id in (*ANSWER[:5], 9, 9, *ANSWER[20:22]):
         token_ids.append(token_id)
-        suffixes.index.follow(suffixes.sequence(token_ids), suffixes.survival_at)
-    assert suffixes.index.guess(suffixes.sequence(token_ids), 2) == ANSWER[22:24]
-    assert suffixes.survivals[DraftSource.PREDICTION].chance(MAX_MATCH) != PRIORS[-1]
-    assert suffixes.survivals[DraftSource.REQUEST].chance(MAX_MATCH) == PRIORS[-1]
+        match.follow(volumes, token_ids, survival)
+    assert match.guess(2) == ANSWER[22:24] and survival.chance(MAX_MATCH) != PRIORS[-1]
 
 
 def test_behind_the_whole_prediction_nothing_is_counted_as_wrong() -> None:
-    suffixes, token_ids = Suffixes(len(QUESTION), QUESTION, ANSWER), list(QUESTION)
-    suffixes.index.extend(suffixes.sequence(token_ids), suffixes.num_known)
-    token_ids += [*ANSWER, 3]
-    suffixes.index.follow(suffixes.sequence(token_ids), suffixes.survival_at)
-    assert suffixes.index.length == 0
-    assert suffixes.survivals[DraftSource.PREDICTION].chance(MAX_MATCH) > 0.98
+    (suffixes, match), survival = predicting(ANSWER), Survival()
+    volumes = [suffixes.volumes[DraftSource.PREDICTION]]
+    match.follow(volumes, QUESTION, survival)
+    match.follow(volumes, [*QUESTION, *ANSWER, 3], survival)
+    assert match.length == 0 and survival.chance(MAX_MATCH) > 0.98
 
 
 # The drafter
@@ -188,6 +231,48 @@ def test_a_prediction_is_drafted_unless_its_source_is_off(make_scheduler: Callab
     assert proposed(make_scheduler, without, predicted(ANSWER)) == []
 
 
+def test_no_match_in_the_own_text_hides_a_prediction(make_scheduler: Callable[..., Scheduler]) -> None:
+    """The prompt has the prediction's beginning, with another end, at its own end, too."""
+    again = [*QUESTION[-MAX_MATCH:], 7, 7, 7, *QUESTION[-MAX_MATCH:]]
+    alone = Drafter(DraftLimits(depth=3, sources=(DraftSource.PREDICTION,)))
+    assignment = replace(make_assignment("a", again, max_tokens=99), prediction=tuple(ANSWER))
+    assert proposed(make_scheduler, alone, assignment) == [(DraftSource.PREDICTION, ANSWER[:3])]
+    both = Drafter(DraftLimits(depth=3, sources=(DraftSource.PREDICTION, DraftSource.REQUEST)))
+    assert proposed(make_scheduler, both, assignment) == [(DraftSource.REQUEST, [7, 7, 7])], "of two equal ones"
+
+
+class Watched(list[int]):
+    """Tokens that tell how many of them are copied."""
+
+    num_copied = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.num_copied += len(found) if isinstance(place, slice) else 0
+        return found
+
+
+def test_no_prompt_is_copied_where_no_index_has_room_or_a_request_ends(
+    make_scheduler: Callable[..., Scheduler],
+) -> None:
+    drafter = Drafter(DraftLimits(index_tokens=1_000))
+    scheduler = make_scheduler(num_blocks=2_048, token_budget=8_192)
+    scheduler.learn_costs(CHEAP)
+    submit(scheduler, make_assignment("a", QUESTION * 60, max_tokens=9))
+    scheduler.schedule(0.0)
+    [request] = scheduler.running.values()
+    request.token_ids = prompt = Watched(request.token_ids)
+    request.num_computed = len(request.token_ids) - 1
+    for _ in range(10):
+        assert drafter.propose(scheduler) == [] and request.suffixes is None
+    assert prompt.num_copied <= 10 * MAX_MATCH
+    before = prompt.num_copied
+    request.token_ids += [1, 2, 3]
+    drafter.ended(request)
+    assert prompt.num_copied - before <= MAX_MATCH + 3 and drafter.past.num_tokens > 0
+    scheduler.abort("a", 0.0)
+
+
 def test_a_prediction_counts_in_the_memory(make_scheduler: Callable[..., Scheduler]) -> None:
     num_tokens = MAX_MATCH + len(ANSWER) + 1 + len(QUESTION)
     for index_tokens, count in ((num_tokens, 1), (num_tokens - 1, 0)):
@@ -201,6 +286,47 @@ def test_of_two_sources_the_one_that_promises_more_counts(make_scheduler: Callab
     assert proposed(make_scheduler, drafter, predicted(ANSWER)) == [(DraftSource.PREDICTION, ANSWER[:5])]
     assert proposed(make_scheduler, drafter, predicted([1])) == [(DraftSource.PAST, [7, 8])]
     assert proposed(make_scheduler, drafter, predicted(())) == [(DraftSource.PAST, [7, 8])]
+
+
+def test_answers_of_the_cluster_are_drafted_unless_their_source_is_off(
+    make_scheduler: Callable[..., Scheduler],
+) -> None:
+    told = replace(make_assignment("a", QUESTION, max_tokens=99), continuations=(packed([7, 8]), packed(ANSWER)))
+    drafter = Drafter(DraftLimits(depth=5))
+    assert proposed(make_scheduler, drafter, told) == [(DraftSource.CLUSTER, ANSWER[:5])], "the likeliest"
+    begun = replace(told, token_ids=(*QUESTION, 7), attempt=1)
+    assert proposed(make_scheduler, drafter, begun) == [(DraftSource.CLUSTER, [8])], "the one that began so"
+    without = Drafter(DraftLimits(depth=5, sources=(DraftSource.REQUEST, DraftSource.PAST)))
+    assert proposed(make_scheduler, without, told) == []
+    for index_tokens, count in ((3 * (MAX_MATCH + 1) + len(QUESTION), 0), (10_000, 1)):
+        drafter = Drafter(DraftLimits(depth=5, index_tokens=index_tokens))
+        assert len(proposed(make_scheduler, drafter, told)) == count
+
+
+def test_what_another_worker_answered_is_drafted_and_accepted() -> None:
+    engine, other = drafting_engine(), replace(asked("a"), continuations=(packed(answer_to(asked("a"))),))
+    engine.submit(other, 0.0)
+    assert answers(engine)["a"] == answer_to(asked("a"))
+    drafted, accepted = counts(engine, DraftSource.CLUSTER)
+    assert accepted > 25 and drafted == accepted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_answer_of_the_cluster_changes_a_token(seed: int) -> None:
+    """Right, wrong, of other lengths, and without end."""
+    chance, right = random.Random(seed), answer_to(asked("a"))
+
+    def spoilt() -> list[int]:
+        between = chance.choices(range(9), k=chance.randint(0, 9))
+        return [*right[: chance.randint(0, 9)], *between, *right[chance.randint(0, 9) :]]
+
+    some = [spoilt() for _ in range(4)]
+    engine = drafting_engine()
+    known: dict[str, list[list[int]]] = {"one": some[:1], "some": some, "long": [right * 6], "none": [[]]}
+    for name, told in known.items():
+        engine.submit(replace(asked(name), continuations=tuple(packed(each) for each in told)), 0.0)
+    assert answers(engine) == dict.fromkeys(known, right)
+    assert engine.pool.num_available == engine.pool.num_blocks
 
 
 def asked(name: str, salt: Salt = MINE) -> Assignment:
@@ -241,6 +367,57 @@ def test_an_answer_that_was_cut_off_is_kept_and_others_are_not() -> None:
         answers(engine)
     assert engine.drafter.past.num_tokens == before
     engine.drafter.past.check_integrity()
+
+
+def test_an_attempt_that_is_given_up_leaves_its_answer_to_the_next_one() -> None:
+    engine = drafting_engine(DraftLimits(past_tokens=4_000))
+    assert engine.drafter is not None
+    engine.submit(asked("a"), 0.0)
+    for _ in range(6):
+        engine.step(0.0)
+    request = engine.scheduler.get("a")
+    assert request is not None and request.num_output > 3
+    again = replace(asked("a"), attempt=1, token_ids=tuple(request.token_ids))
+    engine.abort(["a"], 0.0)
+    assert engine.drafter.past.num_tokens == 0
+    engine.submit(again, 0.0)
+    engine.abort(["a"], 0.0)
+    assert engine.drafter.past.num_tokens == 0, "before its first token"
+    engine.submit(replace(again, attempt=2), 0.0)
+    answers(engine)
+    [volume] = engine.drafter.past.volumes(asked("a").salt.private)
+    assert volume.token_ids == [*asked("a").token_ids, *answer_to(asked("a")), END], "once"
+
+
+def test_a_reset_forgets_past_answers() -> None:
+    engine = drafting_engine(DraftLimits(past_tokens=4_000))
+    engine.submit(asked("first"), 0.0)
+    answers(engine)
+    assert engine.reset_cache() > 0
+    engine.submit(asked("again"), 0.0)
+    answers(engine)
+    assert counts(engine, DraftSource.PAST) == (0, 0)
+    engine.drafter = None
+    assert engine.reset_cache() > 0
+
+
+def test_samples_of_one_prompt_draft_from_each_other() -> None:
+    """The second one begins when the first one is under way, and catches up with the first one."""
+    engine = drafting_engine(DraftLimits(past_tokens=4_000, sources=(DraftSource.PAST,)))
+    engine.submit(asked("first"), 0.0)
+    for _ in range(20):
+        engine.step(0.0)
+    assert counts(engine, DraftSource.PAST) == (0, 0)
+    engine.submit(asked("second"), 0.0)
+    engine.submit(asked("others", OTHERS), 0.0)
+    for _ in range(10):
+        engine.step(0.0)
+    assert [each.num_output for each in engine.scheduler.requests()] == [30, 30, 10]
+    drafted, accepted = counts(engine, DraftSource.PAST)
+    assert drafted == accepted == 20
+    found = answers(engine)
+    assert found["second"] == answer_to(asked("second"))[30:]
+    assert found["others"] == answer_to(asked("others", OTHERS))[10:]
 
 
 def test_without_the_source_nothing_is_kept() -> None:

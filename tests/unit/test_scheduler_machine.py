@@ -503,7 +503,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if chance.random() < 0.5:
                 tokens += [chance.randrange(VOCAB) for _ in range(depth)]
             falling = sorted((chance.random() for _ in tokens), reverse=True)
-            drafts.append(Draft(request_id, DraftSource.REQUEST, tuple(tokens), tuple(falling)))
+            drafts.append(Draft(request_id, chance.choice(list(DraftSource)), tuple(tokens), tuple(falling)))
         return drafts
 
     def _end(self) -> None:

@@ -47,6 +47,8 @@ class ModelFacts:
     await_timeout_s: float
     names_blocks: bool = True
     """True if the manager or a decode worker looks for blocks by their names."""
+    names_answers: bool = False
+    """True if the manager keeps answers for the drafts of later ones."""
 
 
 class ClusterView:

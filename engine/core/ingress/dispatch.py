@@ -119,7 +119,7 @@ class Dispatch:
         """The reader of a request has its last token, or has left: free what the request holds."""
         generation = self._entries.pop(request_id).generation
         self._retries.drop(request_id)
-        self._outbox.release(generation)
+        self._outbox.release(generation, generation.answer())
         return [
             Abort(worker_id, request_id, generation.has_ended)
             for worker_id in sorted(generation.workers_to_abort())
@@ -197,7 +197,7 @@ class Dispatch:
     def not_settled(self, ended: Iterable[Ended]) -> None:
         """A report of these ends did not reach the manager, and is sent again. A successor of the manager ignores the
         ends of attempts that it has not admitted."""
-        self._outbox.ended += ended
+        self._outbox.not_settled(ended)
 
     # Workers
 
@@ -311,10 +311,11 @@ class Dispatch:
         entry.avoided = tuple(sorted(self._view.silent))
         token_ids = generation.token_ids
         chain = BlockChain(self._view.root, generation.salt, self._model.block_size)
+        hashes = chain.hashes(token_ids) if self._model.names_blocks else []
         request = AdmitRequest(
             generation.request_id,
             generation.attempt,
-            tuple(chain.hashes(token_ids)) if self._model.names_blocks else (),
+            tuple(hashes),
             len(token_ids),
             session=generation.session,
             ingress_id=self._ingress_id,
@@ -322,6 +323,7 @@ class Dispatch:
             preview=generation.prompt[:NUM_PREVIEW_TOKENS],
             generates=generation.sampling.max_tokens > 0,
             avoided=entry.avoided,
+            answer_name=generation.named_answer(chain, hashes) if self._model.names_answers else b"",
         )
         return [Admit(request)]
 

@@ -13,10 +13,13 @@ retries do not change the text.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.core.answers.continuations import BegunAnswer, packed
 from engine.core.errors import ModelFailedError, RaydixError, RequestError
+from engine.core.hashing import BlockChain
 from engine.core.types import (
     Admission,
     Assignment,
+    BlockHash,
     CacheHints,
     DraftSource,
     DraftUse,
@@ -44,6 +47,8 @@ class Generation:
     """As `Assignment.priority`."""
     prediction: tuple[int, ...] = ()
     """As `Assignment.prediction`."""
+    answer_name: bytes = b""
+    """As `AdmitRequest.answer_name`, from the first admission on."""
     tokens: list[int] = field(default_factory=list)
     """Generated and delivered tokens."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -136,6 +141,7 @@ class Generation:
                     promised_to=epoch,
                     priority=self.priority,
                     prediction=() if stage is Stage.PREFILL else self.prediction,
+                    continuations=() if stage is Stage.PREFILL else admission.continuations,
                 ),
             )
             for worker_id, stage, awaited, epoch in (whole if admission.prefill == admission.decode else split)
@@ -162,6 +168,20 @@ class Generation:
             cache=self.cache,
             is_idle=True,
         )
+
+    def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:
+        """The name of the place where the answer begins, from the first attempt on; empty if nobody may draft from the
+        answer. `hashes`: of the full blocks so far."""
+        wants_drafts = self.sampling.speculation and self.sampling.max_tokens > 0
+        if wants_drafts and not self.tokens:
+            self.answer_name = chain.answer_name(hashes, self.prompt)
+        return self.answer_name
+
+    def answer(self) -> BegunAnswer | None:
+        """The beginning of the answer so far, if others may draft from it."""
+        if not self.answer_name or not self.tokens or self.failure is not None:
+            return None
+        return BegunAnswer(self.answer_name, packed(self.tokens))
 
     def take(self, event: TokenEvent, worker_id: str) -> list[TokenEvent]:
         """Accept an event from `worker_id`; returns the events that are due now, in order."""

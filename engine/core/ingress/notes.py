@@ -126,9 +126,13 @@ def _note_of_assignment(assignment: Assignment) -> AssignmentNote:
     return AssignmentNote(assignment.request_id, assignment.attempt)
 
 
+def _note_of_admission(admission: Admission) -> Admission:
+    return replace(admission, continuations=()) if admission.continuations else admission
+
+
 def _note_of_ended(ended: Ended) -> Ended:
-    """The end without the drafts, of which the notes of tokens have nothing."""
-    return replace(ended, drafts=()) if ended.drafts else ended
+    """The end without the drafts, of which the notes of tokens have nothing, and without the answer."""
+    return replace(ended, drafts=(), answer=None) if ended.drafts or ended.answer else ended
 
 
 def _note_of_events(events: Iterable[PromptEvent | TokenEvent]) -> EventsNote:
@@ -146,7 +150,7 @@ def _facts_of(event: PromptEvent | TokenEvent) -> tuple[object, ...]:
 
 NOTES = Notes(
     {
-        Admission: as_it_is,
+        Admission: _note_of_admission,
         AdmitRequest: _note_of_request,
         Assignment: _note_of_assignment,
         Ended: _note_of_ended,

@@ -1,8 +1,9 @@
 """Messages of the data plane to be sent together: one call for each receiver."""
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field, replace
 
+from engine.core.answers.continuations import BegunAnswer
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.instructions import Instruction, Settle, Submit
 from engine.core.types import Assignment, Ended, FirstToken, Outcome
@@ -24,8 +25,8 @@ class Outbox:
     def submit(self, worker_id: str, assignment: Assignment) -> None:
         self.assignments.setdefault(worker_id, []).append(assignment)
 
-    def release(self, generation: Generation) -> None:
-        """Report the end of an admission, and how the request has ended."""
+    def release(self, generation: Generation, answer: BegunAnswer | None = None) -> None:
+        """Report the end of an admission, and how the request has ended. `answer`: with a request's last end."""
         how = Outcome.ABORTED
         if generation.has_ended:
             how = Outcome.FINISHED
@@ -38,8 +39,14 @@ class Outbox:
                 how,
                 num_preemptions=generation.num_preemptions,
                 drafts=tuple(generation.drafts.values()),
+                answer=answer,
             )
         )
+
+    def not_settled(self, ended: Iterable[Ended]) -> None:
+        """Report ends again of which the manager did not hear, or heard too late to say so: without the answers, which
+        count."""
+        self.ended += [replace(each, answer=None) if each.answer is not None else each for each in ended]
 
     def take_submits(self, followed: Container[str], is_current: Callable[[Assignment], bool]) -> list[Instruction]:
         """The assignments for `followed` workers, without attempts known to be over; none are left.

@@ -10,42 +10,25 @@ Adding an answer copies its tokens; `index` makes them findable, a bounded numbe
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from engine.core.worker.drafts.suffix import END, MAX_MATCH, MIN_MATCH, Places, up_to_end
-from engine.core.worker.drafts.survival import Survival
+from engine.core.worker.drafts.suffix import MAX_MATCH
+from engine.core.worker.drafts.texts import Volume
 
 VOLUMES = 8
 """Full volumes for which there is memory."""
 VOLUME_TOKENS = 16
 """Memory of an empty volume, in tokens."""
-MAX_COMPARED = 64
-"""New tokens of a request with which its guesses are compared; of more, after a while without drafts, the last ones
-count alone."""
 
 
-class Volume:
-    """Answers of one salt, each with an `END` behind."""
+class PastVolume(Volume):
+    """Answers of one salt."""
 
     def __init__(self, salt: bytes) -> None:
+        super().__init__()
         self.salt = salt
-        self.token_ids: list[int] = []
-        self.places = Places()
 
     @property
     def size(self) -> int:
         return VOLUME_TOKENS + len(self.token_ids)
-
-    @property
-    def num_missing(self) -> int:
-        """Tokens not indexed yet."""
-        return len(self.token_ids) - len(self.places)
-
-    def index(self, most: int) -> int:
-        """Index up to so many more tokens; returns their number."""
-        first = len(self.places)
-        end = min(len(self.token_ids), first + most)
-        for position in range(first, end):
-            self.places.append(self.token_ids, position)
-        return end - first
 
 
 class Past:
@@ -53,27 +36,25 @@ class Past:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._shelves: dict[bytes, list[Volume]] = {}
+        self._shelves: dict[bytes, list[PastVolume]] = {}
         """Volumes of each salt, the latest last, to which answers are added."""
-        self._by_age: OrderedDict[int, Volume] = OrderedDict()
+        self._by_age: OrderedDict[int, PastVolume] = OrderedDict()
         """All volumes by their numbers, in the order of their last answers."""
         self._numbers: dict[bytes, int] = {}
         """Number of each salt's latest volume."""
         self._num_begun = 0
-        self._unindexed: deque[Volume] = deque()
+        self._unindexed: deque[PastVolume] = deque()
         self.num_tokens = 0
         """Sizes of all volumes."""
 
     def add(self, salt: bytes, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Take an answer, unless it is far too long."""
-        token_ids = [*prompt[-MAX_MATCH:], *answer, END]
-        if not answer or len(token_ids) > self._max_tokens // 2:
+        if not answer or min(len(prompt), MAX_MATCH) + len(answer) + 1 > self._max_tokens // 2:
             return
         volume = self._writable(salt)
         if not volume.num_missing:
             self._unindexed.append(volume)
-        volume.token_ids += token_ids
-        self.num_tokens += len(token_ids)
+        self.num_tokens += volume.add(prompt, answer)
         while self.num_tokens > self._max_tokens:
             self._forget()
 
@@ -84,7 +65,17 @@ class Past:
             if not self._unindexed[0].num_missing:
                 self._unindexed.popleft()
 
-    def volumes(self, salt: bytes) -> Sequence[Volume]:
+    def clear(self) -> None:
+        """Forget all answers."""
+        for volume in self._by_age.values():
+            volume.clear()
+        self._shelves.clear()
+        self._by_age.clear()
+        self._numbers.clear()
+        self._unindexed.clear()
+        self.num_tokens = 0
+
+    def volumes(self, salt: bytes) -> Sequence[PastVolume]:
         """The volumes of a salt, the latest last."""
         return self._shelves.get(salt, ())
 
@@ -97,11 +88,11 @@ class Past:
         assert all(self._shelves.values()) and set(self._numbers) == set(self._shelves)
         assert all(self._by_age[number] is self._shelves[salt][-1] for salt, number in self._numbers.items())
 
-    def _writable(self, salt: bytes) -> Volume:
+    def _writable(self, salt: bytes) -> PastVolume:
         """The latest volume of a salt, or a new one if the latest is full."""
         shelf = self._shelves.setdefault(salt, [])
         if not shelf or shelf[-1].size > self._max_tokens // VOLUMES:
-            shelf.append(Volume(salt))
+            shelf.append(PastVolume(salt))
             self._numbers[salt] = self._num_begun
             self._by_age[self._num_begun] = shelf[-1]
             self._num_begun += 1
@@ -122,51 +113,3 @@ class Past:
             del self._shelves[volume.salt]
         if volume.num_missing:
             self._unindexed.remove(volume)
-
-
-class PastMatch:
-    """The match of one request's last tokens in past answers."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        """Tokens of the match; 0 without one."""
-        self._volume: Volume | None = None
-        self._next = 0
-        """Position behind the match in its volume: the guess."""
-        self._num_compared = 0
-        """Tokens of the request already seen."""
-
-    def follow(self, volumes: Sequence[Volume], token_ids: Sequence[int], survival: Survival) -> None:
-        """Compare the request's new tokens with the guesses, and look for a match if there is none."""
-        if len(token_ids) - self._num_compared > MAX_COMPARED:
-            self.length = 0
-        elif self._volume is not None:
-            for position in range(self._num_compared, len(token_ids)):
-                self._compare(self._volume, token_ids[position], survival)
-        self._num_compared = len(token_ids)
-        if not self.length and volumes and len(token_ids) >= MIN_MATCH:
-            self._search(volumes, token_ids[-MAX_MATCH:])
-
-    def guess(self, count: int) -> list[int]:
-        """The `count` tokens that followed in the past answer, or fewer up to its end; none without a match."""
-        if not self.length or self._volume is None:
-            return []
-        return up_to_end(self._volume.token_ids[self._next : self._next + count])
-
-    def _compare(self, volume: Volume, token_id: int, survival: Survival) -> None:
-        if not self.length:
-            return
-        guess = volume.token_ids[self._next]
-        if guess != END:
-            survival.observe(self.length, is_right=guess == token_id)
-        self.length = min(self.length + 1, MAX_MATCH) if guess == token_id else 0
-        self._next += 1
-
-    def _search(self, volumes: Sequence[Volume], tail: Sequence[int]) -> None:
-        """Find the longest match, the latest of equally long ones."""
-        for volume in reversed(volumes):
-            place = volume.places.latest(tail[-MIN_MATCH:])
-            if place >= 0:
-                length, behind = volume.places.longest(volume.token_ids, place, tail)
-                if length > self.length:
-                    self.length, self._next, self._volume = length, behind, volume

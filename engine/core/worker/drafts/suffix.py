@@ -6,20 +6,16 @@ those that followed there, the match grows without a search, and stays the longe
 before.
 
 Each token takes O(1) time: an entry for its pair with the token before, and a bounded search where a match has ended.
-
-An `END` in a sequence matches nothing, and no guess goes beyond.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from engine.core.worker.drafts.survival import Survival
 
 MIN_MATCH = 2
 MAX_MATCH = 32
 MAX_CANDIDATES = 8
-END = -1
-"""In place of a token: the end of a text in a sequence of several."""
 
 
 class Places:
@@ -77,7 +73,7 @@ class SuffixIndex:
     """
 
     def __init__(self) -> None:
-        self._places = Places()
+        self.places = Places()
         self.length = 0
         """Tokens of the match; 0 without one."""
         self.next = 0
@@ -85,27 +81,23 @@ class SuffixIndex:
 
     @property
     def num_indexed(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def extend(self, token_ids: Sequence[int], end: int) -> None:
         """Index the tokens up to `end`, and look for a match of the last ones."""
-        for position in range(len(self._places), end):
-            self._places.append(token_ids, position)
+        for position in range(len(self.places), end):
+            self.places.append(token_ids, position)
         self._search(token_ids)
 
-    def follow(self, token_ids: Sequence[int], survival_at: Callable[[int], Survival]) -> None:
-        """Index the tokens that have come since, and tell of each guess whether it was right.
-
-        `survival_at`: of the guesses at a position.
-        """
-        for position in range(len(self._places), len(token_ids)):
+    def follow(self, token_ids: Sequence[int], survival: Survival) -> None:
+        """Index the tokens that have come since, and tell of each guess whether it was right."""
+        for position in range(len(self.places), len(token_ids)):
             if self.length:
                 is_right = token_ids[self.next] == token_ids[position]
-                if token_ids[self.next] != END:
-                    survival_at(self.next).observe(self.length, is_right=is_right)
+                survival.observe(self.length, is_right=is_right)
                 self.length = min(self.length + 1, MAX_MATCH) if is_right else 0
                 self.next += 1
-            self._places.append(token_ids, position)
+            self.places.append(token_ids, position)
             if not self.length:
                 self._search(token_ids)
 
@@ -114,24 +106,19 @@ class SuffixIndex:
         with themselves, as a sequence that repeats does. None without a match."""
         if not self.length:
             return []
-        end = len(self._places)
+        end = len(self.places)
         found = list(token_ids[self.next : min(end, self.next + count)])
         period = end - self.next
         while len(found) < count:
             found.append(found[-period])
-        return up_to_end(found)
+        return found
 
     def _search(self, token_ids: Sequence[int]) -> None:
         """Find the longest match of the tokens indexed so far."""
-        last = len(self._places) - 1
-        place = self._places.before(last) if last >= 0 else -1
+        last = len(self.places) - 1
+        place = self.places.before(last) if last >= 0 else -1
         if place < 0:
             self.length = 0
         else:
             tail = token_ids[max(0, last + 1 - MAX_MATCH) : last + 1]
-            self.length, self.next = self._places.longest(token_ids, place, tail)
-
-
-def up_to_end(token_ids: list[int]) -> list[int]:
-    """The tokens of the first text."""
-    return token_ids[: token_ids.index(END)] if END in token_ids else token_ids
+            self.length, self.next = self.places.longest(token_ids, place, tail)

@@ -1,0 +1,98 @@
+"""Beginnings of answers, by the name of the place where each began: what may follow there again.
+
+Holds token ids, never text, and may forget any answer. A name stands for a whole prompt under one salt
+(`BlockChain.answer_name`), so nobody finds answers of another salt.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from engine.core.answers.continuations import MAX_BYTES, TOKEN_BYTES
+
+MAX_VARIANTS = 4
+"""Different answers kept under one name."""
+NAME_BYTES = 240
+"""Memory of a name beside its answers: key, list and place in the dictionary, some 200 bytes in CPython."""
+VARIANT_BYTES = 160
+"""Memory of an answer beside its token ids, some 150 bytes in CPython."""
+
+
+@dataclass(slots=True)
+class _Variant:
+    token_ids: bytes
+    count: int
+    """Answers that began so."""
+    used: int
+    """Number of the last answer that did, in the order of all answers."""
+
+    def is_like(self, token_ids: bytes) -> bool:
+        """True if one is the beginning of the other."""
+        return self.token_ids.startswith(token_ids) or token_ids.startswith(self.token_ids)
+
+
+class AnswerStore:
+    """Answers by name; the least recently used names go first when `budget_bytes` are exceeded."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._answers: OrderedDict[bytes, list[_Variant]] = OrderedDict()
+        """The least recently used first, the likeliest answer of each last."""
+        self._num_kept = 0
+        self.num_bytes = 0
+        """Memory of all answers."""
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def keep(self, name: bytes, token_ids: bytes) -> None:
+        """Count an answer of which these are the packed first token ids. Of too many different ones under a name the
+        least likely goes."""
+        token_ids = token_ids[:MAX_BYTES]
+        variants = self._answers.pop(name, [])
+        self.num_bytes -= _cost(variants)
+        self._num_kept += 1
+        known = next((variant for variant in reversed(variants) if variant.is_like(token_ids)), None)
+        if known is not None:
+            known.token_ids = max(known.token_ids, token_ids, key=len)
+            known.count += 1
+            known.used = self._num_kept
+        elif token_ids:
+            variants = [*variants[1 - MAX_VARIANTS :], _Variant(token_ids, 1, self._num_kept)]
+        if variants:
+            self._answers[name] = sorted(variants, key=lambda variant: (variant.count, variant.used))
+            self.num_bytes += _cost(variants)
+        while self.num_bytes > self._budget_bytes:
+            self.num_bytes -= _cost(self._answers.popitem(last=False)[1])
+
+    def continuations(self, name: bytes) -> tuple[bytes, ...]:
+        """The answers under a name, the likeliest last: together at most `MAX_BYTES`, of which each has its share by
+        its count, and the likeliest the rest."""
+        variants = self._answers.get(name, [])
+        if not variants:
+            return ()
+        self._answers.move_to_end(name)
+        total, found, left = sum(variant.count for variant in variants), list[bytes](), MAX_BYTES
+        for variant in variants[:-1]:
+            share = MAX_BYTES // TOKEN_BYTES * variant.count // total * TOKEN_BYTES
+            found.append(variant.token_ids[:share])
+            left -= len(found[-1])
+        return (*filter(None, found), variants[-1].token_ids[:left])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._answers.clear()
+        self.num_bytes = 0
+
+    def check_integrity(self) -> None:
+        """Assert that the memory is the answers' and within the budget, and that none are alike or empty."""
+        assert self.num_bytes == sum(map(_cost, self._answers.values()))
+        assert self.num_bytes <= self._budget_bytes
+        for variants in self._answers.values():
+            assert 0 < len(variants) <= MAX_VARIANTS and all(variant.token_ids for variant in variants)
+            ranks = [(variant.count, variant.used) for variant in variants]
+            assert ranks == sorted(ranks)
+
+
+def _cost(variants: list[_Variant]) -> int:
+    num_bytes = sum(VARIANT_BYTES + len(variant.token_ids) for variant in variants)
+    return NAME_BYTES + num_bytes if variants else 0

@@ -1,0 +1,157 @@
+"""Guesses of requests' next tokens from known texts: each request's own tokens, its client's prediction, answers of the
+cluster to the same prompt, past answers of its salt, and answers under way to the same question.
+
+Reads the scheduler and writes to `Request.suffixes` alone. Of the guesses of several sources the one counts that
+promises most tokens.
+"""
+
+from collections.abc import Collection, Sequence
+
+from engine.core.answers.continuations import unpacked
+from engine.core.settings import DraftLimits
+from engine.core.types import DraftSource
+from engine.core.worker.drafts.budget import DecodeStep
+from engine.core.worker.drafts.draft import Draft
+from engine.core.worker.drafts.past import Past
+from engine.core.worker.drafts.suffix import MAX_MATCH
+from engine.core.worker.drafts.suffixes import OwnTexts, Suffixes, num_wanted
+from engine.core.worker.drafts.texts import Text, TextMatch
+from engine.core.worker.request import Request
+from engine.core.worker.scheduler import Scheduler
+
+INDEXED_PER_STEP = 1024
+"""Tokens of prompts indexed before one step, about a millisecond's work; a longer prompt takes several steps."""
+MAX_FOLLOWED = 64
+"""New tokens of a request with which its guesses are compared. More of them, after a while without drafts, are indexed
+as a prompt is."""
+MAX_SIBLINGS = 8
+"""Answers under way in which one request looks for its last tokens."""
+
+
+class Guesser:
+    """Guesses for the requests of one worker, within `limits`."""
+
+    def __init__(self, limits: DraftLimits, past: Past) -> None:
+        self._limits = limits
+        self._past = past
+
+    def guesses(self, wanting: Sequence[Request], scheduler: Scheduler, step: DecodeStep) -> dict[str, Draft]:
+        """Drafts found in known texts, by request; a draft may be empty."""
+        self._begin([request for request in wanting if request.suffixes is None], scheduler)
+        self._past.index(INDEXED_PER_STEP)
+        left, known = INDEXED_PER_STEP, list[tuple[Request, Suffixes]]()
+        for request in wanting:
+            if request.suffixes is not None:
+                left -= _index(request, request.suffixes, left)
+                known.append((request, request.suffixes))
+
+        costs, drafts = scheduler.swapping.costs, dict[str, Draft]()
+        siblings = siblings_of(known) if DraftSource.PAST in self._limits.sources else {}
+        for request, suffixes in known:
+            least = step.least_chance(step.cost_s(costs, len(request.token_ids)))
+            found = self._all_guesses(request, suffixes, siblings.get(request.request_id, ()), least)
+            drafts[request.request_id] = max(found, key=_num_expected)
+        return drafts
+
+    def longest(self, request: Request) -> int:
+        """Longest draft for a request: its last token needs none behind."""
+        return max(0, min(self._limits.depth, request.assignment.sampling.max_tokens - request.num_output - 1))
+
+    def _begin(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
+        """Give requests that begin to decode an index, as far as the memory of all allows."""
+        if not requests:
+            return
+        known = [request.suffixes for request in scheduler.requests() if request.suffixes is not None]
+        num_tokens = sum(suffixes.num_tokens for suffixes in known)
+        for request in requests:
+            end = request.assignment.num_prompt_tokens
+            tail = request.token_ids[max(0, end - MAX_MATCH) : end]
+            own_texts = self._own_texts(request)
+            num_tokens += num_wanted(len(request.token_ids), tail, own_texts)
+            if num_tokens > self._limits.index_tokens:
+                return
+            request.suffixes = Suffixes(len(request.token_ids), tail, own_texts)
+
+    def _own_texts(self, request: Request) -> OwnTexts:
+        """The guesses of a request's whole answer that came with the request."""
+        texts = dict[DraftSource, Sequence[Sequence[int]]]()
+        if request.assignment.prediction and self._uses(DraftSource.PREDICTION):
+            texts[DraftSource.PREDICTION] = [request.assignment.prediction]
+        if request.assignment.continuations and self._uses(DraftSource.CLUSTER):
+            texts[DraftSource.CLUSTER] = [unpacked(each) for each in request.assignment.continuations]
+        return texts
+
+    def _uses(self, source: DraftSource) -> bool:
+        return source in self._limits.sources
+
+    def _all_guesses(self, request: Request, suffixes: Suffixes, siblings: Sequence[Text], least: float) -> list[Draft]:
+        """The request's draft from each of its sources, as long as each token may be worth its time."""
+        past = self._past.volumes(request.assignment.salt.private)
+        places: list[tuple[DraftSource, TextMatch, Sequence[Text]]] = [
+            *((source, suffixes.matches[source], [volume]) for source, volume in suffixes.volumes.items()),
+            (DraftSource.PAST, suffixes.past, past),
+            (DraftSource.PAST, suffixes.siblings, siblings),
+        ]
+        found = [self._own_guess(request, suffixes, least)]
+        for source, match, texts in places:
+            match.follow(texts, request.token_ids, suffixes.survivals[source])
+            if match.length:
+                chances = suffixes.survivals[source].chances(match.length, self.longest(request), least)
+                found.append(draft_of(request, source, match.guess(len(chances)), chances))
+        return found
+
+    def _own_guess(self, request: Request, suffixes: Suffixes, least: float) -> Draft:
+        """The request's draft from its own tokens."""
+        source, index = DraftSource.REQUEST, suffixes.index
+        if suffixes.num_missing or not index.length or not self._uses(source):
+            return Draft(request.request_id, source, (), ())
+        chances = suffixes.survivals[source].chances(index.length, self.longest(request), least)
+        return draft_of(request, source, index.guess(request.token_ids, len(chances)), chances)
+
+
+def siblings_of(known: Sequence[tuple[Request, Suffixes]]) -> dict[str, list[Text]]:
+    """For each request the answers under way to the same question, of the same salt: to another sample of the same
+    prompt, or to somebody who asks just then."""
+    if len(known) < 2:
+        return {}
+    groups: dict[tuple[object, ...], list[tuple[str, Text]]] = {}
+    for request, suffixes in known:
+        question = request.assignment.salt.private, request.assignment.num_prompt_tokens, suffixes.tail
+        groups.setdefault(question, []).append((request.request_id, suffixes.text(request.token_ids)))
+    return {
+        name: [text for other, text in group if other != name][-MAX_SIBLINGS:]
+        for group in groups.values()
+        for name, _ in group
+    }
+
+
+def draft_of(request: Request, source: DraftSource, token_ids: Sequence[int], chances: Sequence[float]) -> Draft:
+    """The draft of a guess, up to a token that ends the answer."""
+    token_ids = before_stop(token_ids, request.assignment.sampling.stop_token_ids)
+    return Draft(request.request_id, source, tuple(token_ids), tuple(chances[: len(token_ids)]))
+
+
+def before_stop(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> Sequence[int]:
+    """The tokens before the first that ends an answer, or may not be sampled yet: no row is needed behind it."""
+    end = next((index for index, token_id in enumerate(token_ids) if token_id in stop_token_ids), len(token_ids))
+    return token_ids[:end]
+
+
+def _num_expected(draft: Draft) -> float:
+    """Tokens of a draft that are right, on average."""
+    return sum(draft.chances)
+
+
+def _index(request: Request, suffixes: Suffixes, left: int) -> int:
+    """Index tokens that were known before guessing, at most `left`, and the request's new ones; returns the number of
+    the known ones."""
+    count = suffixes.index_volumes(left)
+    index, token_ids = suffixes.index, request.token_ids
+    if len(token_ids) - index.num_indexed > MAX_FOLLOWED:
+        suffixes.know(len(token_ids))
+    num_new = min(suffixes.num_missing, left - count)
+    if num_new:
+        index.extend(token_ids, index.num_indexed + num_new)
+    if not suffixes.num_missing:
+        index.follow(token_ids, suffixes.survivals[DraftSource.REQUEST])
+    return count + num_new
