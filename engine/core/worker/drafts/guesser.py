@@ -45,7 +45,7 @@ class Guesser:
                 left -= _index(request, request.suffixes, left)
                 known.append((request, request.suffixes))
 
-        costs, drafts = scheduler.swapping.costs, dict[str, Draft]()
+        costs, drafts = scheduler.swap_policy.costs, dict[str, Draft]()
         siblings = siblings_of(known) if DraftSource.PAST in self._limits.sources else {}
         for request, suffixes in known:
             least = step.least_chance(step.cost_s(costs, len(request.token_ids)))
