@@ -50,6 +50,7 @@ from engine.api.responses import (
     models_body,
     version_body,
 )
+from engine.api.resuming import HEADER
 from engine.api.routes import Route
 from engine.api.wire import OPENAI, WireFormat
 from engine.core.errors import RaydixError, RequestError
@@ -326,4 +327,5 @@ class Ingress:
             request.state.tenant,
             session=request.headers.get("x-session-id"),
             name=request.headers.get("x-request-id"),
+            last_event_id=request.headers.get(HEADER) or None,
         )
