@@ -45,12 +45,12 @@ from engine.api.embeddings import EmbedRequest, EmbedResponse
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from engine.api.guards import require_host, require_json, require_trusted_origin
 from engine.api.openai_responses.stored import PageQuery, StoredQuery, StoredResponse, deleted_body
+from engine.api.reconnecting import HEADER
 from engine.api.responses import (
     model_body,
     models_body,
     version_body,
 )
-from engine.api.resuming import HEADER
 from engine.api.routes import Route
 from engine.api.wire import OPENAI, WireFormat
 from engine.core.errors import RaydixError, RequestError

@@ -168,18 +168,8 @@ class Preparation:
         spec = replace(reading.spec, session_id=reading.spec.session_id or session)
         if is_line:
             spec = _as_line(spec)
-        tenant.require_priority(spec.priority)
-        if spec.embedding is not None:
-            spec.embedding.check(self._facts.model.hidden_size)
-        if start is not None:
-            start.check(spec)
-        is_named = name is not None and re.fullmatch(REQUEST_ID_PATTERN, name)
-        unique = uuid.uuid4().hex
-        request_id = spec.request_id or (name if is_named else None) or unique
-        origin = self._origin(request_id if spec.turn is None else unique, start)
-        if spec.turn is None:
-            request_id = origin.name
-
+        self._check(spec, tenant, start)
+        request_id, origin = self._named(spec, name, start)
         most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
         with room.reserve(_num_permits(spec, most), tenant) as permits:
             job = Job(
@@ -198,6 +188,14 @@ class Preparation:
             _hand_out(permits, job.answers)
         return job
 
+    def _check(self, spec: GenerationSpec, tenant: Tenant, start: StreamStart | None) -> None:
+        """Raise RequestError for a request that this tenant, model or kind of stream cannot have."""
+        tenant.require_priority(spec.priority)
+        if spec.embedding is not None:
+            spec.embedding.check(self._facts.model.hidden_size)
+        if start is not None:
+            start.check(spec)
+
     async def _read(self, request: Request, size: int, tenant: Tenant, room: Room) -> Reading:
         """Read a request, with the stored response that it goes on from."""
         with room.reserve(1, tenant):
@@ -207,11 +205,17 @@ class Preparation:
                 reading = await self._reader.read(whole, size_of(whole))
         return reading
 
-    def _origin(self, name: str, start: StreamStart | None) -> Origin:
-        """A new answer's, or that of the stream to go on with. Raises AnswerChangedError if the stream is of another
-        model."""
-        new = Origin(name, int(time.time()), secrets.randbits(62), system_fingerprint(self._root()))
-        return new if start is None else start.origin(new)
+    def _named(self, spec: GenerationSpec, name: str | None, start: StreamStart | None) -> tuple[str, Origin]:
+        """Id of a request, and the origin of its answer: a new one, or that of the stream to go on with. A stored
+        response has a name of its own. Raises AnswerChangedError if the stream is of another model."""
+        is_named = name is not None and re.fullmatch(REQUEST_ID_PATTERN, name)
+        unique = uuid.uuid4().hex
+        request_id = spec.request_id or (name if is_named else None) or unique
+        own = request_id if spec.turn is None else unique
+        origin = Origin(own, int(time.time()), secrets.randbits(62), system_fingerprint(self._root()))
+        if start is not None:
+            origin = start.origin(origin)
+        return origin.name if spec.turn is None else request_id, origin
 
     def _head(self, spec: GenerationSpec, origin: Origin) -> ResponseHead:
         return ResponseHead(

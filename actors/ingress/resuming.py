@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from actors.ingress.job import Job
-from engine.api.resuming import BEGINNING, HEADER, MAX_CHOICES, EventId, EventIds, Origin, seal_of
+from engine.api.reconnecting import BEGINNING, HEADER
+from engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
 from engine.api.spec import GenerationSpec
 from engine.core.errors import RequestError
 

@@ -24,13 +24,11 @@ from typing import NamedTuple
 from zlib import crc32
 
 from engine.api.fields import REQUEST_ID_PATTERN
+from engine.api.reconnecting import BEGINNING, HEADER
 from engine.api.spec import UNASKED, GenerationSpec
 from engine.core.errors import AnswerChangedError, RequestError
 from engine.core.types import MODEL_TEMPLATE
 
-HEADER = "Last-Event-ID"
-BEGINNING = "0"
-"""Value of the header that asks for ids from the first event on."""
 MAX_CHOICES = 64
 """Choices of a stream with ids: each id has a place of every choice."""
 
