@@ -2,8 +2,9 @@
 
 Answers go to stdout, all else to stderr, so that a pipe carries answers alone; then each line of stdin is a question. A
 question joins the conversation together with its answer: whole, or as far as it came before Ctrl-C. A failed question
-leaves no trace. Each question has its own connection: the server would often have closed an open one before the next
-question is typed, and closing a connection is the way to tell the server to stop.
+leaves no trace. An answer whose connection breaks goes on at the next try where the server gives events ids
+(`engine.api.reconnecting`). Each question has its own connection: the server would often have closed an open one before
+the next question is typed, and closing a connection is the way to tell the server to stop.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any, TypeAlias
 import aiohttp
 
 from cli.wrapping import Wrapper
+from engine.api.reconnecting import AWAY, Reconnecting
 from engine.core.errors import StartupError
 
 Message: TypeAlias = dict[str, str]
@@ -39,6 +41,10 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 class AnswerError(Exception):
     """Failure of an answer; the message is one line for the user."""
+
+
+class BrokenStreamError(Exception):
+    """End of a connection before the end of its answer; the message is one line for the user."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -243,35 +249,55 @@ class Server:
             raise StartupError(f"{self.url} lists no model; is it an OpenAI-compatible server?") from None
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[Event, None]:
-        """Yield the events of one chat completion, until it is complete.
+        """Yield the events of one chat completion, until it is complete. After a broken connection the stream goes on
+        behind the last event, where the server gives events ids.
 
         Raises:
             AnswerError: the server cannot be reached, refuses, fails, or sends something unreadable.
         """
+        place = Reconnecting()
+        while True:
+            try:
+                async with contextlib.aclosing(self._attempt(body, place)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except BrokenStreamError as error:
+                pause_s = place.pause_s(time.monotonic())
+                if pause_s is None:
+                    raise AnswerError(str(error)) from None
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, body: dict[str, Any], place: Reconnecting) -> AsyncGenerator[Event, None]:
+        """Yield events from `place` on; errors as `events`, and BrokenStreamError where another attempt may go on."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        headers = self._headers | place.headers
         is_finished = False
 
         try:
             async with (
-                aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=MAX_LINE_BYTES) as session,
+                aiohttp.ClientSession(headers=headers, timeout=timeout, read_bufsize=MAX_LINE_BYTES) as session,
                 session.post(f"{self.url}/v1/chat/completions", json=body) as reply,
             ):
                 if reply.status != 200:
-                    raise AnswerError(_http_error(reply, await reply.read()))
+                    kind = BrokenStreamError if reply.status in AWAY else AnswerError
+                    raise kind(_http_error(reply, await reply.read()))
                 async for line in reply.content:
-                    if not line.startswith(b"data:"):
+                    data = place.take_line(line)
+                    if data is None:
                         continue
-                    data = line.removeprefix(b"data:").strip()
                     if data == b"[DONE]":
                         return
                     event = read_event(data)
                     is_finished = is_finished or event.finish_reason is not None
                     yield event
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise BrokenStreamError(f"no answer from {self.url}: {_reason(error)}") from None
+        except ValueError as error:
             raise AnswerError(f"no answer from {self.url}: {_reason(error)}") from None
 
-        if not is_finished:
-            raise AnswerError(f"{self.url} ended the stream before the answer was complete")
+        if place.can_go_on or not is_finished:
+            raise BrokenStreamError(f"{self.url} ended the stream before the answer was complete")
 
 
 def _api_key(variable: str | None) -> str | None:

@@ -56,6 +56,8 @@ class AnswerRenderer:
                 opening = self._writer.first(self._answer.usage()) if is_first else b""
                 is_first = False
                 data = opening + self._writer.piece(piece)
+                if self._job.event_ids is not None:
+                    data = self._job.event_ids.mark(self._answer.index, piece.token_ids, data)
                 if data:
                     yield data
 

@@ -45,6 +45,7 @@ from engine.api.embeddings import EmbedRequest, EmbedResponse
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from engine.api.guards import require_host, require_json, require_trusted_origin
 from engine.api.openai_responses.stored import PageQuery, StoredQuery, StoredResponse, deleted_body
+from engine.api.reconnecting import HEADER
 from engine.api.responses import (
     model_body,
     models_body,
@@ -326,4 +327,5 @@ class Ingress:
             request.state.tenant,
             session=request.headers.get("x-session-id"),
             name=request.headers.get("x-request-id"),
+            last_event_id=request.headers.get(HEADER) or None,
         )

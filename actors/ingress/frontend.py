@@ -98,10 +98,19 @@ class Frontend:
     # HTTP
 
     async def prepare(
-        self, route: Route, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+        self,
+        route: Route,
+        body: bytes,
+        tenant: Tenant,
+        *,
+        session: str | None = None,
+        name: str | None = None,
+        last_event_id: str | None = None,
     ) -> Job:
         """The job of a request in an HTTP body; arguments and errors as `Preparation.of_body`."""
-        return await self._preparation.of_body(route, body, tenant, session=session, name=name)
+        return await self._preparation.of_body(
+            route, body, tenant, session=session, name=name, last_event_id=last_event_id
+        )
 
     async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
         """Number of tokens of the prompt in an HTTP body; errors as `Preparation.of_body`."""
@@ -128,7 +137,8 @@ class Frontend:
             async with aclosing(renderer.events()) as events:
                 async for data in events:
                     yield data
-            yield renderer.end()
+            last = renderer.end()
+            yield last if job.event_ids is None else job.event_ids.mark_end(last)
 
     # Batches
 

@@ -1,19 +1,20 @@
 """One client's request under way: its choices, and the tokens and text that each has so far."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from actors.ingress.chats import Chat
 from engine.api.assembler import ChoiceAssembler, Piece
 from engine.api.responses import ResponseHead, Usage, message_parts, total_usage
+from engine.api.resuming import EventIds
 from engine.api.spec import ChatMessage, GenerationSpec
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.parsers.answer import AnswerMessage
 from engine.core.ingress.room import Permit
 from engine.core.tenants import Tenant
-from engine.core.types import FinishReason, TokenLogprobs
+from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +42,8 @@ class Answer:
     """Parts of the text, if it is parsed."""
     permit: Permit | None = None
     """Held by the answer until it runs; None from then on."""
+    is_by_token: bool = False
+    """Each piece has one token, so that pieces are a function of the tokens and not of time."""
     successor: "Answer | None" = None
     """Answer of the same job that waits for this one's permit."""
 
@@ -56,6 +59,10 @@ class Answer:
                 permit.release()
             else:
                 self.successor.permit = permit
+
+    def parts(self, events: list[TokenEvent]) -> Iterable[Sequence[TokenEvent]]:
+        """The events of each piece to make of events that came together."""
+        return [[event] for event in events] if self.is_by_token else [events]
 
     @property
     def text(self) -> str:
@@ -123,6 +130,8 @@ class Job:
     arrived_at: float
     marked_tokens: tuple[int, ...] = ()
     """Tokens of the prompt before each of the request's marks."""
+    event_ids: EventIds | None = None
+    """Ids of the stream's events, if the request asks for ids."""
 
     def close(self) -> None:
         """Release the permits of answers that will never run."""

@@ -42,18 +42,23 @@ class OutputProcessor:
                     if answer.first_token_at is None:
                         answer.first_token_at = self._clock()
 
-                    piece = answer.assembler.push(events)
-                    answer.take(piece)
-                    if piece.finish in (FinishReason.STOP, FinishReason.TOOL_CALLS):
-                        self._stopped(answer.generation)
-                    if piece.finish is not None and answer.chat is not None and answer.is_stored:
-                        answer.message_id = await self._chats.keep(answer.chat, answer.token_ids, answer.text)
+                    for part in answer.parts(events):
+                        piece = answer.assembler.push(part)
+                        answer.take(piece)
+                        if piece.finish in (FinishReason.STOP, FinishReason.TOOL_CALLS):
+                            self._stopped(answer.generation)
+                        if piece.finish is not None and answer.chat is not None and answer.is_stored:
+                            answer.message_id = await self._chats.keep(answer.chat, answer.token_ids, answer.text)
 
-                    yield piece
-                    if piece.finish is not None:
-                        if self._prefix_caching and answer.chat is not None and answer.chat.may_be_resent:
-                            self._chats.ended(answer.chat, answer.generation, answer.as_message())
-                        return
+                        yield piece
+                        if piece.finish is not None:
+                            self._ended(answer)
+                            return
+
+    def _ended(self, answer: Answer) -> None:
+        """Prepare for the next turn of a chat."""
+        if self._prefix_caching and answer.chat is not None and answer.chat.may_be_resent:
+            self._chats.ended(answer.chat, answer.generation, answer.as_message())
 
     async def collect(self, job: Job) -> None:
         """Run all choices to their ends. The first to fail ends the others; errors as `pieces`."""

@@ -10,17 +10,20 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from functools import partial
+from itertools import count, zip_longest
 
 from actors.ingress.chats import Chat, Chats
 from actors.ingress.job import Answer, Job
 from actors.ingress.reader_pool import RequestReader, size_of
 from actors.ingress.reading import Reading, Request, ServedModel
+from actors.ingress.resuming import StreamStart
 from actors.ingress.stored_responses import StoredResponses
 from actors.ingress.vocabulary import Vocabulary
 from engine.api.assembler import ChoiceAssembler
 from engine.api.fields import REQUEST_ID_PATTERN
 from engine.api.responses import ResponseHead, response_id, system_fingerprint
+from engine.api.resuming import Origin
 from engine.api.routes import Route
 from engine.api.spec import GenerationSpec, sampling_params
 from engine.core.errors import RequestError
@@ -111,18 +114,27 @@ class Preparation:
         self._clock = clock
 
     async def of_body(
-        self, route: Route, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+        self,
+        route: Route,
+        body: bytes,
+        tenant: Tenant,
+        *,
+        session: str | None = None,
+        name: str | None = None,
+        last_event_id: str | None = None,
     ) -> Job:
         """The job of a request in an HTTP body. The caller closes the job.
 
         `session` counts where the body names none. `name` is an id for requests whose body has none, and need not
-        be unique; in place of a name of invalid form there is a new one.
+        be unique; in place of a name of invalid form there is a new one. With `last_event_id` the events of the
+        answer's stream have ids (`engine.api.resuming`).
 
         Raises:
             RequestError: the request is not valid; names the field.
             ServiceError: there is no room for the request, or the reading failed.
         """
-        return await self._prepare((route, body), len(body), tenant, session=session, name=name)
+        wanted = None if last_event_id is None else StreamStart.read(last_event_id)
+        return await self._prepare((route, body), len(body), tenant, session=session, name=name, start=wanted)
 
     async def of_line(self, route: Route, body: bytes, tenant: Tenant, name: str) -> Job:
         """The job of a line of a batch, with a name of the server's; errors as `of_body`, and RequestError for a
@@ -148,6 +160,7 @@ class Preparation:
         session: str | None,
         name: str | None,
         is_line: bool = False,
+        start: StreamStart | None = None,
     ) -> Job:
         arrived_at = self._clock()
         room = self._line_room if is_line else self._room
@@ -155,28 +168,33 @@ class Preparation:
         spec = replace(reading.spec, session_id=reading.spec.session_id or session)
         if is_line:
             spec = _as_line(spec)
+        self._check(spec, tenant, start)
+        request_id, origin = self._named(spec, name, start)
+        most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
+        with room.reserve(_num_permits(spec, most), tenant) as permits:
+            job = Job(
+                request_id=request_id,
+                spec=spec,
+                tenant=tenant,
+                head=self._head(spec, origin),
+                answers=await self._answers(
+                    replace(reading, spec=spec), tenant, origin, f"{request_id}-{secrets.token_hex(4)}"
+                ),
+                arrived_at=arrived_at,
+                marked_tokens=reading.marked_tokens,
+            )
+            if start is not None:
+                start.give_ids(job, origin)
+            _hand_out(permits, job.answers)
+        return job
+
+    def _check(self, spec: GenerationSpec, tenant: Tenant, start: StreamStart | None) -> None:
+        """Raise RequestError for a request that this tenant, model or kind of stream cannot have."""
         tenant.require_priority(spec.priority)
         if spec.embedding is not None:
             spec.embedding.check(self._facts.model.hidden_size)
-        is_named = name is not None and re.fullmatch(REQUEST_ID_PATTERN, name)
-        unique = uuid.uuid4().hex
-        request_id = spec.request_id or (name if is_named else None) or unique
-        head = self._head(spec, request_id if spec.turn is None else unique)
-
-        most = min(room.most(tenant), room.max_requests // LINES_AT_ONCE) if is_line else room.most(tenant)
-        with room.reserve(_num_permits(spec, most), tenant) as permits:
-            answers = await self._answers(replace(reading, spec=spec), tenant, f"{request_id}-{secrets.token_hex(4)}")
-            _hand_out(permits, answers)
-
-        return Job(
-            request_id=request_id,
-            spec=spec,
-            tenant=tenant,
-            head=head,
-            answers=answers,
-            arrived_at=arrived_at,
-            marked_tokens=reading.marked_tokens,
-        )
+        if start is not None:
+            start.check(spec)
 
     async def _read(self, request: Request, size: int, tenant: Tenant, room: Room) -> Reading:
         """Read a request, with the stored response that it goes on from."""
@@ -187,16 +205,28 @@ class Preparation:
                 reading = await self._reader.read(whole, size_of(whole))
         return reading
 
-    def _head(self, spec: GenerationSpec, name: str) -> ResponseHead:
+    def _named(self, spec: GenerationSpec, name: str | None, start: StreamStart | None) -> tuple[str, Origin]:
+        """Id of a request, and the origin of its answer: a new one, or that of the stream to go on with. A stored
+        response has a name of its own. Raises AnswerChangedError if the stream is of another model."""
+        is_named = name is not None and re.fullmatch(REQUEST_ID_PATTERN, name)
+        unique = uuid.uuid4().hex
+        request_id = spec.request_id or (name if is_named else None) or unique
+        own = request_id if spec.turn is None else unique
+        origin = Origin(own, int(time.time()), secrets.randbits(62), system_fingerprint(self._root()))
+        if start is not None:
+            origin = start.origin(origin)
+        return origin.name if spec.turn is None else request_id, origin
+
+    def _head(self, spec: GenerationSpec, origin: Origin) -> ResponseHead:
         return ResponseHead(
             kind=spec.kind,
-            id=response_id(spec, name),
-            created=int(time.time()),
+            id=response_id(spec, origin.name),
+            created=origin.created,
             model=self._facts.model.name,
-            system_fingerprint=system_fingerprint(self._root()),
+            system_fingerprint=origin.fingerprint,
         )
 
-    async def _answers(self, reading: Reading, tenant: Tenant, unique_id: str) -> list[Answer]:
+    async def _answers(self, reading: Reading, tenant: Tenant, origin: Origin, unique_id: str) -> list[Answer]:
         """One for each choice of each prompt."""
         spec = reading.spec
         chat: Chat | None = None
@@ -206,7 +236,6 @@ class Preparation:
             token_ids = [chat.prompt.token_ids]
 
         hints, prediction = self._hints(reading, tenant), tuple(reading.prediction)
-        default_seed = secrets.randbits(62)
         answers = []
         for number, prompt in enumerate(map(tuple, token_ids)):
             for index in range(number * spec.num_samples, (number + 1) * spec.num_samples):
@@ -217,10 +246,10 @@ class Preparation:
                     hints=hints,
                     request_id=f"{unique_id}-{index}",
                     index=index,
-                    default_seed=default_seed,
+                    default_seed=origin.seed,
                     prediction=prediction,
                 )
-                answers.append(self._answer(spec, generation, index, chat))
+                answers.append(self._answer(spec, generation, index, chat, origin))
             await asyncio.sleep(0)  # others' tokens pass between prompts
 
         return answers
@@ -274,7 +303,9 @@ class Preparation:
             return salt_of(tenant.name, request_id)
         return salt_of(tenant.name, spec.cache_salt, num_public_tokens(prompt, self._facts.public_prefixes))
 
-    def _answer(self, spec: GenerationSpec, generation: Generation, index: int, chat: Chat | None) -> Answer:
+    def _answer(
+        self, spec: GenerationSpec, generation: Generation, index: int, chat: Chat | None, origin: Origin
+    ) -> Answer:
         own_stops = () if spec.ignore_eos else self._facts.eos_token_ids
         parser = self._parser(spec, chat)
         assembler = ChoiceAssembler(
@@ -288,7 +319,8 @@ class Preparation:
             parser=parser,
         )
         echo = self._echo(spec, index, generation.prompt) if spec.echo else ""
-        message = None if parser is None else AnswerMessage(self._new_call_id, echo)
+        call_ids = map(self._call_id, map(partial(origin.call_id, index), count()))
+        message = None if parser is None else AnswerMessage(partial(next, call_ids), echo)
         return Answer(generation, assembler, index, echo, chat=chat, message=message)
 
     def _parser(self, spec: GenerationSpec, chat: Chat | None) -> AnswerParser | None:
@@ -310,8 +342,7 @@ class Preparation:
             shows_reasoning=spec.reasoning.is_shown,
         )
 
-    def _new_call_id(self) -> str:
-        unique = secrets.token_hex(12)
+    def _call_id(self, unique: str) -> str:
         return unique[:9] if self._facts.tool_format.has_short_ids else f"call_{unique}"
 
     def _echo(self, spec: GenerationSpec, index: int, token_ids: tuple[int, ...]) -> str:

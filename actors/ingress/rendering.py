@@ -178,10 +178,11 @@ class Rendering:
                 else:
                     data = _event(writer, spec, answer, piece, render)
 
-                if opening or data:
-                    yield opening + data
-
-                opening = b""
+                data, opening = opening + data, b""
+                if job.event_ids is not None:
+                    data = job.event_ids.mark(answer.index, piece.token_ids, data)
+                if data:
+                    yield data
 
     async def _merged_events(self, job: Job) -> AsyncGenerator[bytes]:
         """Events of several choices, each as it comes."""

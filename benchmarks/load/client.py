@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from array import array
@@ -13,6 +14,7 @@ import orjson
 
 from benchmarks.load.options import BenchmarkError, Options
 from benchmarks.load.sse import Stream, error_message
+from engine.api.reconnecting import AWAY, Reconnecting
 
 JSON_HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 PREFLIGHT_S = 10.0
@@ -43,6 +45,8 @@ class Record:
     text: str = ""
     error: str | None = None
     message: str = ""
+    breaks: int = 0
+    """Broken connections behind which the stream went on."""
 
     @property
     def latency_s(self) -> float:
@@ -83,6 +87,7 @@ class Client:
     def __init__(self, options: Options, api_key: str | None = None) -> None:
         self._url = options.url
         self._timeout_s = options.timeout
+        self._resumes = options.resume
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._origin = time.perf_counter()
 
@@ -115,7 +120,7 @@ class Client:
 
     async def send(self, path: str, body: bytes, ticket: Ticket, keep_text: bool = False) -> Record:
         """Send one streaming request and follow it to its end; failures become part of the record."""
-        stream = Stream(keep_text)
+        stream = Stream(keep_text, Reconnecting() if self._resumes else None)
         sent_s = self.now()
         error, message = await self._follow(path, body, stream)
         ended_s = self.now()
@@ -137,13 +142,28 @@ class Client:
             text=stream.text,
             error=error,
             message=message,
+            breaks=0 if stream.place is None else stream.place.num_breaks,
         )
 
     async def _follow(self, path: str, body: bytes, stream: Stream) -> tuple[str | None, str]:
-        """Feed the response to `stream`; returns the kind of an HTTP failure, if any, and a sentence about it."""
+        """Feed the response to `stream`, and what follows after a broken connection; returns the kind of an HTTP
+        failure, if any, and a sentence about it."""
+        while True:
+            error, message = await self._attempt(path, body, stream)
+            if stream.place is None or stream.has_end or not _may_pass(error):
+                return error, message
+            pause_s = stream.place.pause_s(self.now())
+            if pause_s is None:
+                return error, message
+            stream.broken()
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, path: str, body: bytes, stream: Stream) -> tuple[str | None, str]:
+        """The same of one connection."""
         url = self._url + path
+        headers = JSON_HEADERS if stream.place is None else JSON_HEADERS | stream.place.headers
         try:
-            async with self._session.post(url, data=body, headers=JSON_HEADERS, allow_redirects=False) as response:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
                 if response.status != 200:
                     return str(response.status), _refusal(await response.read())
                 async for data in response.content.iter_any():
@@ -153,6 +173,11 @@ class Client:
         except ValueError as error:
             return "stream", f"not an event stream: {error}"
         return None, ""
+
+
+def _may_pass(error: str | None) -> bool:
+    """True for a failure after which another attempt may go on; None: the stream has ended too early."""
+    return error in (None, "connect", "disconnect") or (error.isdecimal() and int(error) in AWAY)
 
 
 def _verdict(stream: Stream, ended_s: float) -> tuple[str | None, str]:

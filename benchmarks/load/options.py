@@ -66,6 +66,7 @@ class Options:
     duration: float | None
     timeout: float
     warmup: int
+    resume: bool
     seed: int
     extra_body: dict[str, Any]
     ttft_slo_ms: float | None
@@ -164,6 +165,7 @@ def _parser() -> Parser:
     load.add_argument("--duration", type=more_than_zero, help="stop sending after so many seconds")
     load.add_argument("--timeout", type=more_than_zero, default=300.0, help="seconds for one answer (%(default)s)")
     load.add_argument("--warmup", type=natural, default=1, help="unmeasured requests first (%(default)s)")
+    load.add_argument("--resume", action="store_true", help="ask for ids, and go on with streams that break")
 
     report = parser.add_argument_group("report")
     report.add_argument("--ttft-slo-ms", type=more_than_zero, help="goodput: limit on time to first token")

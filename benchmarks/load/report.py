@@ -109,6 +109,8 @@ def warnings(report: Report) -> list[str]:
             f"{summary['short_answers']} answers were shorter than asked for: does the server obey ignore_eos?"
         )
 
+    if summary.get("breaks"):
+        lines.append(f"{summary['breaks']} connections broke, and their streams went on; see max gap")
     if report["generator_cpu"] > BUSY_GENERATOR:
         lines.append(f"the generator itself used {report['generator_cpu']:.0%} of a core: it may be the limit")
     if summary["late_ms"] and summary["late_ms"]["p99"] > LATE_GENERATOR_MS:
@@ -158,6 +160,8 @@ def _row(record: Record) -> dict[str, Any]:
         "cached_tokens": record.cached_tokens,
         "error": record.error,
     }
+    if record.breaks:
+        row["breaks"] = record.breaks
     return row if record.user is None else row | {"user": record.user, "turn": record.turn}
 
 

@@ -17,21 +17,26 @@ from typing import Any
 
 import orjson
 
+from engine.api.reconnecting import Reconnecting
+
 # What follows the last token comes as at most three events (finish reason, usage, [DONE]), each perhaps its own read.
 TAIL_READS = 4
 
 
 class LineSplitter:
-    """Gives out whole lines, whatever the cuts between reads; lines end in LF or CRLF."""
+    """Gives out whole lines, whatever the cuts between reads; lines end in LF or CRLF. With an `end` of two LF it gives
+    out whole events."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: bytes = b"\n") -> None:
+        self._end = end
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
         """All lines completed by `data`; empty if none was."""
         if self._rest:
             data = self._rest + data
-        end = data.rfind(b"\n") + 1
+        end = data.rfind(self._end) + 1
+        end += (len(self._end) - 1) * bool(end)
         self._rest = data[end:]
         return data[:end]
 
@@ -44,6 +49,12 @@ class LineSplitter:
 def count_events(lines: bytes) -> int:
     """The number of `data:` lines. JSON escapes line ends, so a generated text cannot look like one."""
     return lines.count(b"\ndata:") + lines.startswith(b"data:")
+
+
+def last_id(lines: bytes) -> str | None:
+    """The id of the last event that has one."""
+    _, mark, rest = (b"\n" + lines).rpartition(b"\nid:")
+    return rest.partition(b"\n")[0].strip().decode("latin-1") if mark else None
 
 
 def payloads(lines: bytes) -> list[bytes]:
@@ -73,10 +84,12 @@ def token_text(event: dict[str, Any]) -> str | None:
 class Stream:
     """Contents of one response stream so far; complete after `finish`.
 
-    arrivals: time of each read that carried tokens; events: how many such events each read carried.
+    arrivals: time of each read that carried tokens; events: how many such events each read carried. `place`: where the
+    stream goes on after a broken connection; None: it does not, and the server is asked for no ids.
     """
 
     keep_text: bool = False
+    place: Reconnecting | None = None
     arrivals: array[float] = field(default_factory=lambda: array("d"))
     events: array[int] = field(default_factory=lambda: array("I"))
     usage: dict[str, Any] | None = None
@@ -87,20 +100,36 @@ class Stream:
     _recent: deque[tuple[float, bytes]] = field(default_factory=deque)
     _first_choice: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.place is not None:
+            self._splitter = LineSplitter(b"\n\n")
+
     @property
     def text(self) -> str:
         """The generated text; only with `keep_text`."""
         return "".join(self._texts)
+
+    @property
+    def has_end(self) -> bool:
+        """True if the last event has no id: `[DONE]`, or an error. For streams whose events have ids."""
+        last = self._recent[-1][1] if self._recent else b""
+        return last.rstrip(b"\n").rpartition(b"\n\n")[2].startswith(b"data:")
 
     def feed(self, data: bytes, now: float) -> None:
         """Take one network read that arrived at `now`."""
         lines = self._splitter.feed(data)
         if not lines:
             return
+        if self.place is not None and (event_id := last_id(lines)) is not None:
+            self.place.delivered(event_id)
         self._recent.append((now, lines))
         if len(self._recent) > TAIL_READS and not self.keep_text:
             now, lines = self._recent.popleft()
             self._note(now, count_events(lines) if self.arrivals else self._parse(now, lines))
+
+    def broken(self) -> None:
+        """Forget the part of an event that came last: the whole event comes again."""
+        self._splitter.finish()
 
     def finish(self, now: float) -> None:
         """End the stream at `now`: parse the events that have only been counted so far."""

@@ -70,6 +70,7 @@ def summarise(
         "answered": len(answered),
         "errors": dict(Counter(record.error for record in failed).most_common()),
         "error_messages": {record.error: record.message for record in reversed(failed)},
+        "breaks": sum(record.breaks for record in records),
         "short_answers": sum(record.completion_tokens < output_tokens for record in answered),
         "duration_s": round(span_s(records), 3),
         "ttft_ms": spread(_known(record.ttft_s for record in answered)),

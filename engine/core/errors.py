@@ -80,6 +80,13 @@ class ResponseNotFoundError(RequestError):
     code = "response_not_found"
 
 
+class AnswerChangedError(RequestError):
+    """A stream cannot go on behind the event of `Last-Event-ID`: the answer would have other bits here."""
+
+    status = 409
+    code = "answer_changed"
+
+
 class BodyTooLargeError(RequestError):
     """The request body exceeds the configured limit."""
 

@@ -189,6 +189,10 @@ class FakeDispatcher(Dispatcher):
     """Number of tokens after which nothing more comes."""
     ends_at: int | None = None
     """Token that ends an answer beside the last one."""
+    draws: bool = False
+    """Answers depend on the choice's seed."""
+    together: int = 1
+    """Events that come at a time."""
     is_ready: bool = True
     begun: list[Generation] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -208,28 +212,32 @@ class FakeDispatcher(Dispatcher):
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
         self.begun.append(generation)
+        answer = f"{generation.sampling.seed % 1000:03} {self.answer}" if self.draws else self.answer
+        batch: list[TokenEvent] = []
         try:
-            for position in range(len(self.answer) + 1):
+            for position in range(len(answer) + 1):
                 await asyncio.sleep(0)
                 if position == self.fails_after:
                     generation.failure = ServiceError("every worker died")
                     raise generation.failure
                 if position == self.hangs_after:
                     await asyncio.Event().wait()
-                for event in self._events(generation, position):
-                    yield [event]
+                batch += self._events(generation, position, answer)
+                if batch and (len(batch) == self.together or generation.is_over):
+                    yield batch
+                    batch = []
                 if generation.is_over:
                     return
         finally:
             self.ended.append(generation.request_id)
 
-    def _events(self, generation: Generation, position: int) -> list[TokenEvent]:
+    def _events(self, generation: Generation, position: int, answer: str) -> list[TokenEvent]:
         """The event of one position, taken by the generation as the real dispatcher has it."""
-        sampling, is_last = generation.sampling, position == len(self.answer)
+        sampling, is_last = generation.sampling, position == len(answer)
         if position == 0 and sampling.prompt_logprobs is not None:
             scores = tuple(scored(token_id) for token_id in generation.prompt[1:])
             generation.take_scores(PromptEvent(generation.request_id, 0, 1, scores))
-        token_id: int | None = END if is_last else ord(self.answer[position])
+        token_id: int | None = END if is_last else ord(answer[position])
         finish = self.finish if is_last or token_id == self.ends_at else None
         if sampling.max_tokens == 0:
             token_id, finish = None, FinishReason.LENGTH

@@ -28,6 +28,7 @@ from benchmarks.load.progress import bar
 from benchmarks.load.runner import run
 from benchmarks.load.sse import LineSplitter, Stream, count_events, payloads
 from benchmarks.serve import NO_RUN, OK, SOME_FAILED, main
+from engine.api.reconnecting import Reconnecting
 
 RESULTS = Path(machine.__file__).parent / "results"
 
@@ -108,6 +109,21 @@ class TestEventStream:
     def test_crlf_and_no_space_after_the_colon(self) -> None:
         assert payloads(b"data:1\r\ndata: 2\r\n\r\n: ping\r\nevent: x\r\n") == [b"1", b"2"]
         assert count_events(b"data:1\r\ndata: 2\r\n\r\n") == 2
+
+    @given(st.integers(0, 400), st.booleans())
+    def test_a_broken_stream_has_each_event_once(self, cut: int, has_comment: bool) -> None:
+        events = [b"id: %d\n%s" % (number, sse(text_event(text))) for number, text in enumerate("aéb", 1)]
+        comment = b": waiting\n\n" * has_comment
+        place = Reconnecting()
+        stream = Stream(keep_text=True, place=place)
+        stream.feed(b"".join([events[0], comment, *events[1:]])[:cut], 1.0)
+        last = int(place.headers["Last-Event-ID"])
+        assert not stream.has_end
+        stream.broken()
+        stream.feed(b"".join(events[last:]) + sse("[DONE]"), 2.0)
+        assert stream.has_end
+        stream.finish(3.0)
+        assert (stream.text, stream.done) == ("aéb", True)
 
     def test_missing_last_line_end(self) -> None:
         assert read_all([sse(text_event("a")), b"data: [DONE]"]).done
@@ -340,6 +356,7 @@ class Peer:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.refuse_every = 0
+        self.last_ids: list[int] = []
         self.url = ""
 
     def application(self) -> web.Application:
@@ -367,8 +384,26 @@ class Peer:
             return web.json_response({"error": {"message": "queue is full"}}, status=429)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await self.stream(response, body, cached)
+        if str(body.get("behave")).startswith("resume"):
+            await self.resume(request, response, body)
+        else:
+            await self.stream(response, body, cached)
         return response
+
+    async def resume(self, request: web.Request, response: web.StreamResponse, body: dict[str, Any]) -> None:
+        """A stream with ids of which an attempt gets two events and a part of the next. Then the connection breaks, or
+        near the end is closed as if all had come."""
+        last = int(request.headers["last-event-id"])
+        self.last_ids.append(last)
+        events = [*(text_event(f"t{number} ") for number in range(body["max_tokens"])), usage_event(body["max_tokens"])]
+        data = [b"id: %d\n%s" % (number, sse(event)) for number, event in enumerate(events, 1)]
+        error = sse({"error": {"message": "worker died"}})
+        rest = [*data[:4], error] if body["behave"] == "resume, then fail" else [*data, sse("[DONE]")]
+        rest = rest[last:]
+        await response.write(b"".join(rest[:2]) + (rest[2][:-1] if len(rest) > 2 else b""))
+        if len(rest) > 4:
+            assert request.transport is not None
+            request.transport.close()
 
     async def stream(self, response: web.StreamResponse, body: dict[str, Any], cached: int) -> None:
         chat, behave = "messages" in body, body.get("behave")
@@ -509,6 +544,25 @@ class TestRuns:
         load = ("--requests", "2", "--input-tokens", "4", "--output-tokens", "3", "--timeout", "0.3", "--warmup", "0")
         _, result = benchmark(*load, "--extra-body", json.dumps({"behave": behave}), status=SOME_FAILED)
         assert result["summary"]["errors"] == {kind: 2}
+
+    def test_streams_go_on_after_broken_connections(self, peer: Peer, benchmark: Benchmark, capsys: Any) -> None:
+        load = ("--requests", "1", "--input-tokens", "4", "--output-tokens", "6", "--warmup", "0", "--resume")
+        _, result = benchmark(*load, "--extra-body", '{"behave": "resume"}')
+        assert peer.last_ids == [0, 2, 4, 6]
+        assert (result["summary"]["answered"], result["summary"]["breaks"]) == (1, 3)
+        assert (result["requests"][0]["completion_tokens"], result["requests"][0]["breaks"]) == (6, 3)
+        assert "3 connections broke" in capsys.readouterr().out
+
+    def test_an_error_in_a_stream_is_the_end(self, peer: Peer, benchmark: Benchmark) -> None:
+        load = ("--requests", "1", "--input-tokens", "4", "--output-tokens", "6", "--warmup", "0", "--resume")
+        _, result = benchmark(*load, "--extra-body", '{"behave": "resume, then fail"}', status=SOME_FAILED)
+        assert result["summary"]["errors"] == {"stream": 1}
+        assert peer.last_ids == [0, 2, 4]
+
+    def test_a_server_without_ids_is_not_asked_again(self, peer: Peer, benchmark: Benchmark) -> None:
+        load = ("--requests", "1", "--input-tokens", "4", "--output-tokens", "3", "--warmup", "0", "--resume")
+        _, result = benchmark(*load, "--extra-body", '{"behave": "drop"}', status=SOME_FAILED)
+        assert (result["summary"]["errors"], len(peer.requests)) == ({"disconnect": 1}, 1)
 
     def test_interrupt_keeps_what_had_ended(self, peer: Peer) -> None:
         options = parse(["--url", peer.url, "--duration", "30", "--input-tokens", "4", "--output-tokens", "2"])

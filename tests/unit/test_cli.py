@@ -48,6 +48,8 @@ class Server:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     """The `Authorization` header of every request."""
+    last_ids: list[str] = field(default_factory=list)
+    """The `Last-Event-ID` header of every request for a stream that breaks."""
     is_hanging: threading.Event = field(default_factory=threading.Event)
     was_left: threading.Event = field(default_factory=threading.Event)
     """A client closed the connection of an answer that did not end."""
@@ -71,6 +73,8 @@ class Server:
             return web.json_response({"error": {"message": "the prompt\nis too long"}}, status=400)
         if question == "break":
             return web.Response(status=502, text="<html>Bad Gateway</html>")
+        if question == "resume":
+            return await self.broken_again_and_again(request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         writer = ChunkWriter(HEAD, include_usage=True)
@@ -98,6 +102,31 @@ class Server:
             return response
         reason = FinishReason.LENGTH if question == "long" else FinishReason.STOP
         await response.write(second + writer.finish(reason) + usage_event(HEAD, Usage(7, 3, 4)) + DONE)
+        return response
+
+    async def broken_again_and_again(self, request: web.Request) -> web.StreamResponse:
+        """A stream with ids whose connection breaks behind each event and a part of the next; the server is away once,
+        and ends another time as if all had come."""
+        last = request.headers["last-event-id"]
+        self.last_ids.append(last)
+        if self.last_ids.count("e2") == 1:
+            return web.Response(status=503)
+        writer = ChunkWriter(HEAD, include_usage=True)
+        events = [writer.first(), writer.text("Héllo "), writer.text("wörld"), writer.finish(FinishReason.STOP)]
+        events = [
+            b"id: e%d\n%s" % (n, event) for n, event in enumerate([*events, usage_event(HEAD, Usage(7, 3, 4))], 1)
+        ]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        first, *others = [*events[int(last.removeprefix("e")) :], DONE]
+        if first == DONE:
+            await response.write(DONE)
+            return response
+        await response.write(first + others[0][: -len(last) - 2])
+        await asyncio.sleep(0.02)
+        if last != "e3":
+            assert request.transport is not None
+            request.transport.close()
         return response
 
     async def hang(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
@@ -182,6 +211,13 @@ class TestPipedChat:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+
+    def test_goes_on_after_a_broken_connection(self, server: Server, ask: Ask) -> None:
+        code, out, err = ask("resume\n", "--url", server.url)
+        assert (code, out) == (0, "Héllo wörld\n")
+        assert len(err) == 1 and STATS.fullmatch(err[0])
+        assert server.last_ids == ["0", "e1", "e2", "e2", "e3", "e4", "e5"]
+        assert server.bodies == [server.bodies[0]] * 7
 
     def test_new_and_quit(self, server: Server, ask: Ask) -> None:
         code, _, err = ask("one\n/new\ntwo\n/quit\nthree\n", "--url", server.url, "--system", "S", "--model", "other")

@@ -44,6 +44,7 @@ from engine.api.response_models import (
 from engine.api.responses import Json
 from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
 from engine.core.errors import (
+    AnswerChangedError,
     AnswerNotFoundError,
     BodyTimeoutError,
     BodyTooLargeError,
@@ -70,12 +71,21 @@ BODY = (
     ServiceError,
 )
 GENERATION = (*BODY, ModelFailedError, NoWorkerError)
+STREAMED = (*GENERATION, AnswerChangedError)
 MANAGER = (ServiceError, NoWorkerError)
 
 FLAG = ("true", "false", "1", "0")
 NAMES = (
     Parameter("x-request-id", "header", "Name of the request, in `id` and logs; behind the body's `request_id`."),
     Parameter("x-session-id", "header", "Requests of one session prefer one worker; behind the body's `session_id`."),
+)
+STREAMS = (
+    *NAMES,
+    Parameter(
+        "Last-Event-ID",
+        "header",
+        "Of a stream: 0 gives each event an `id`; the last event's id goes on behind it, with the same body.",
+    ),
 )
 SINCE = Parameter("since", "query", "Number from which to go on; without it a snapshot comes first.")
 CONFIG_FORMAT = Parameter("config_format", "query", "Form of the configuration.", ("json",))
@@ -105,19 +115,19 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ChatCompletion,
         body=ChatCompletionRequest,
         events=ChatCompletionChunk,
-        parameters=NAMES,
-        errors=(*GENERATION, AnswerNotFoundError),
+        parameters=STREAMS,
+        errors=(*STREAMED, AnswerNotFoundError),
     ),
     ("post", "/v1/completions"): Operation(
-        Completion, body=CompletionRequest, events=CompletionChunk, parameters=NAMES, errors=GENERATION
+        Completion, body=CompletionRequest, events=CompletionChunk, parameters=STREAMS, errors=STREAMED
     ),
     ("post", "/v1/embeddings"): Operation(EmbeddingList, body=EmbeddingsRequest, parameters=NAMES, errors=GENERATION),
     ("post", "/v1/responses"): Operation(
         ResponseObject,
         body=ResponsesRequest,
         events=ResponseEvent,
-        parameters=NAMES,
-        errors=(*GENERATION, ResponseNotFoundError),
+        parameters=STREAMS,
+        errors=(*STREAMED, ResponseNotFoundError),
     ),
     ("get", "/v1/responses/{response_id}"): Operation(ResponseObject, parameters=(SALT,), errors=_STORED_ERRORS),
     ("delete", "/v1/responses/{response_id}"): Operation(ResponseDeleted, parameters=(SALT,), errors=_STORED_ERRORS),
@@ -128,8 +138,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         MessageResponse,
         body=MessagesRequest,
         events=MessageEvent,
-        parameters=NAMES,
-        errors=GENERATION,
+        parameters=STREAMS,
+        errors=STREAMED,
         error=MessageError,
         statuses=ANTHROPIC.statuses,
     ),

@@ -1,0 +1,249 @@
+"""Ids of a stream's events, by which the same request goes on with the stream, at any ingress replica.
+
+| part of an id | |
+|---|---|
+| `17.1.9c1f22aa:5.2.00aa11bb:0` | the events that the client has: of each choice, then of the stream's end (`Place`) |
+| `6921a2b0.1f3a90.` | time of the answer, and the seed from which choices draw that have none |
+| `5d…c0.fp_1234567890.` | seal of the request, and fingerprint of the model |
+| `4f2a…` | name of the answer |
+
+`/` stands behind the first part. Nothing is stored: an answer is a function of its request's body and the seed, so a
+replica that is given an id generates the answer again, and leaves out the events that the client has. For that the
+events must be a function of the tokens: each token is rendered by itself, however tokens come together in time.
+
+An id is no secret and gives no right. A client can choose everything in an id in other ways, too, and the tenant is
+that of the request's key.
+"""
+
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import NamedTuple
+from zlib import crc32
+
+from engine.api.fields import REQUEST_ID_PATTERN
+from engine.api.reconnecting import BEGINNING, HEADER
+from engine.api.spec import UNASKED, GenerationSpec
+from engine.core.errors import AnswerChangedError, RequestError
+from engine.core.types import MODEL_TEMPLATE
+
+MAX_CHOICES = 64
+"""Choices of a stream with ids: each id has a place of every choice."""
+
+_SEAL_BYTES = 12
+_PLACE = r"[0-9]{1,9}\.[0-9]{1,9}\.[0-9a-f]{8}"
+_ID = re.compile(
+    rf"(?P<places>{_PLACE}(?::{_PLACE})*):(?P<closing>[0-9]{{1,4}})"
+    r"/(?P<created>[0-9a-f]{1,10})\.(?P<seed>[0-9a-f]{1,16})"
+    rf"\.(?P<seal>[0-9a-f]{{{2 * _SEAL_BYTES}}})\.(?P<fingerprint>fp_[0-9a-f]+|)"
+    rf"\.(?P<name>{REQUEST_ID_PATTERN.strip('^$')})"
+)
+_END = b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Everything that an answer depends on beside its request's body and the model."""
+
+    name: str
+    """Of the answer: its id without the prefix of its API."""
+    created: int
+    """Seconds since 1970."""
+    seed: int
+    """Seed of choices that have none, and of the ids of calls."""
+    fingerprint: str | None
+    """`system_fingerprint` of the answer; None where the workers were not known yet."""
+
+    def call_id(self, choice: int, number: int) -> str:
+        """24 hexadecimal digits for the call of this number in a choice."""
+        data = f"{self.seed} {choice} {number}".encode()
+        return blake2b(data, digest_size=12, person=b"raydix call").hexdigest()
+
+
+class Place(NamedTuple):
+    """A place in the events of a choice: behind `num_events` of those that its last token came to."""
+
+    num_tokens: int = 0
+    num_events: int = 0
+    check: int = 0
+    """CRC-32 of the ids of all tokens so far."""
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens}.{self.num_events}.{self.check:08x}"
+
+
+@dataclass(frozen=True, slots=True)
+class EventId:
+    """Id of one event: the events that its reader has, and the answer."""
+
+    origin: Origin
+    seal: bytes
+    places: tuple[Place, ...]
+    """By choice."""
+    num_closing: int = 0
+    """Events behind the last choice's end."""
+
+    @classmethod
+    def read(cls, text: str) -> "EventId":
+        """Parse an id. Raises RequestError for a text that is none."""
+        found = _ID.fullmatch(text)
+        if found is None:
+            raise RequestError(
+                f"'{HEADER}' must be the id of an event of this server's stream, or {BEGINNING} for a new stream with "
+                f"ids, got '{text[:100]}'.",
+                param=HEADER,
+            )
+        origin = Origin(found["name"], int(found["created"], 16), int(found["seed"], 16), found["fingerprint"] or None)
+        places = tuple(map(_place, found["places"].split(":")))
+        return cls(origin, bytes.fromhex(found["seal"]), places, int(found["closing"]))
+
+    def require(self, seal: bytes, num_choices: int) -> None:
+        """Raise RequestError unless the id is of the request with this seal."""
+        if (self.seal, len(self.places)) != (seal, num_choices):
+            raise RequestError(
+                f"'{HEADER}' is an id of another request: send the body of the first attempt again, to the same route, "
+                "with a key of the same tenant.",
+                param=HEADER,
+            )
+
+    def require_model(self, fingerprint: str | None) -> None:
+        """Raise AnswerChangedError if another model is served, where both are known."""
+        own = self.origin.fingerprint
+        if None not in (own, fingerprint) and own != fingerprint:
+            raise AnswerChangedError(
+                f"The answer cannot be continued with the same bits: {own} began it, and {fingerprint} is served now.",
+                param=HEADER,
+            )
+
+
+def _place(text: str) -> Place:
+    num_tokens, num_events, check = text.split(".")
+    return Place(int(num_tokens), int(num_events), int(check, 16))
+
+
+def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable[Sequence[int]]) -> bytes:
+    """A digest of a request, equal for two that have the same answer in the same events; `prompts` by their ids.
+
+    Who else asks, when and how soon it runs (`priority`, `session_id`, `cache_*`, drafts) is left out.
+    """
+    shown = replace(
+        spec,
+        # The prompts' ids stand for these.
+        messages=spec.messages[-1:] if spec.echo else (),
+        prompts=(),
+        continued=(),
+        text_if_missing=False,
+        template=MODEL_TEMPLATE,
+        turn=None,
+        # No part of the answer.
+        sampling=replace(spec.sampling, speculation=UNASKED.speculation, allowed_token_ids=None),
+        prediction=None,
+        user=None,
+        session_id=None,
+        priority=0,
+        cache_salt=None,
+        cache_priority=0,
+        cache_ttl_s=None,
+        request_id=None,
+    )
+    turn = None if spec.turn is None else (spec.turn.previous, spec.turn.is_stored, spec.turn.repeated)
+    digest = blake2b(digest_size=_SEAL_BYTES, person=b"raydix resume")
+    for part in (tenant, origin.name, origin.created, origin.seed, shown, turn):
+        _add(digest, repr(part).encode())
+    for token_ids in (spec.sampling.allowed_token_ids or (), *prompts):  # so many that their text would take long
+        _add(digest, _bytes_of(token_ids))
+    return digest.digest()
+
+
+def _add(digest: blake2b, data: bytes) -> None:
+    """Hash a part with its length before it, so that parts cannot run into each other."""
+    digest.update(len(data).to_bytes(8, "little") + data)
+
+
+def _bytes_of(token_ids: Sequence[int]) -> bytes:
+    return array("I", token_ids).tobytes()
+
+
+class _Choice:
+    """Events of one choice: `at` as generated by this replica, `shown` as far as the client has them."""
+
+    def __init__(self, delivered: Place) -> None:
+        self.at = Place()
+        self.shown = delivered
+        self._delivered = delivered
+        self.is_checked = not delivered.num_tokens
+
+    @property
+    def is_delivered(self) -> bool:
+        """True if the client has the last event."""
+        return self.at[:2] <= self._delivered[:2]
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Go on to the next token. Raises AnswerChangedError if the client has got other tokens."""
+        if not token_ids:
+            return
+        self.at = Place(self.at.num_tokens + len(token_ids), 0, crc32(_bytes_of(token_ids), self.at.check))
+        if not self.is_checked and self.at.num_tokens >= self._delivered.num_tokens:
+            if (self.at.num_tokens, self.at.check) != (self._delivered.num_tokens, self._delivered.check):
+                raise _changed()
+            self.is_checked = True
+
+    def add_event(self) -> None:
+        self.at = self.at._replace(num_events=self.at.num_events + 1)
+        if not self.is_delivered:
+            self.shown = self.at
+
+
+class EventIds:
+    """Gives the events of one stream their ids, and leaves out those that the client has (`last`). The stream's last
+    event has no id: a client that has got it does not come back."""
+
+    def __init__(self, origin: Origin, seal: bytes, num_choices: int, last: EventId | None = None) -> None:
+        places = (Place(),) * num_choices if last is None else last.places
+        self._choices = [_Choice(place) for place in places]
+        self._num_closing = 0
+        self._num_delivered = 0 if last is None else last.num_closing
+        """Events behind the last choice's end that the client has."""
+        head = f"{origin.created:x}.{origin.seed:x}.{seal.hex()}.{origin.fingerprint or ''}.{origin.name}"
+        self._head = head.encode()
+
+    def mark(self, choice: int, token_ids: Sequence[int], data: bytes) -> bytes:
+        """The events, each with its id, to which the next token of a choice came, without those that the client has.
+        Raises AnswerChangedError if the client has got other tokens."""
+        state = self._choices[choice]
+        state.add_tokens(token_ids)
+        marked = b""
+        for event in data.split(_END)[:-1]:
+            state.add_event()
+            if not state.is_delivered:
+                marked += self._with_id(event)
+        return marked
+
+    def mark_end(self, data: bytes) -> bytes:
+        """The same of the events behind all choices. Raises AnswerChangedError if the client has got more tokens than
+        there are."""
+        if not all(choice.is_checked for choice in self._choices):
+            raise _changed()
+        *events, last = data.split(_END)[:-1]
+        marked = b""
+        for event in events:
+            self._num_closing += 1
+            if self._num_closing > self._num_delivered:
+                marked += self._with_id(event)
+        return marked + last + _END
+
+    def _with_id(self, event: bytes) -> bytes:
+        """The id comes first, so that no client has an event without its id."""
+        places = ":".join([str(choice.shown) for choice in self._choices])
+        closing = max(self._num_closing, self._num_delivered)
+        return b"id: %s:%d/%s\n%s%s" % (places.encode(), closing, self._head, event, _END)
+
+
+def _changed() -> AnswerChangedError:
+    return AnswerChangedError(
+        "The answer cannot be continued with the same bits: generated again, it has other tokens than those that were "
+        "delivered.",
+        param=HEADER,
+    )
