@@ -162,17 +162,13 @@ class Rendering:
 
         async with aclosing(self._pieces(answer)) as pieces:
             async for piece in pieces:
-                if spec.continuous_usage:
-                    writer.usage = answer.usage()
+                usage = answer.usage() if spec.continuous_usage else None
                 if is_first:
-                    opening = writer.first(answer.generation.prompt if spec.return_token_ids else None)
-                if is_first and (answer.echo or spec.echoes_prompt):
-                    logprobs = None
-                    if render is not None and spec.echoes_prompt:
-                        logprobs = render(answer.generation.prompt, answer.prompt_logprobs())
-                    opening += writer.event(answer.echo, logprobs=logprobs)
+                    writer.usage = None if usage is None else usage.of_prompt
+                    opening = _opening(writer, spec, answer, render)
 
                 is_first = False
+                writer.usage = usage
                 if is_plain and piece.finish is None:
                     data = writer.text(piece.text) if piece.text else b""
                 else:
@@ -222,6 +218,17 @@ class Rendering:
         if spec.kind == "chat":
             return partial(chat_logprobs, token_bytes=self._bytes_of, num_top=num_top, names_ids=spec.tokens_as_ids)
         return CompletionLogprobs(self._bytes_of, num_top, names_ids=spec.tokens_as_ids).add
+
+
+def _opening(writer: ChunkWriter, spec: GenerationSpec, answer: Answer, render: LogprobsRenderer | None) -> bytes:
+    """Events before those of the first token."""
+    opening = writer.first(answer.generation.prompt if spec.return_token_ids else None)
+    if not (answer.echo or spec.echoes_prompt):
+        return opening
+    logprobs = None
+    if render is not None and spec.echoes_prompt:
+        logprobs = render(answer.generation.prompt, answer.prompt_logprobs())
+    return opening + writer.event(answer.echo, logprobs=logprobs)
 
 
 def _event(
