@@ -99,6 +99,7 @@ def _asked(job: Job, rendering: Rendering) -> Asked:
     return Asked(
         job.head,
         job.spec,
+        rendering.bytes_of,
         job.marked_tokens,
         logprobs=None if render is None else logprobs,
         message=job.answers[0].message,

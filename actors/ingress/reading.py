@@ -223,7 +223,8 @@ class Reader:
         if spec.is_unresolved:
             return Reading(spec)
         if spec.reasoning.effort is not None:
-            arguments = effort_arguments(spec.reasoning, spec.template.source or self._tokenizer.chat_template)
+            source = spec.template.source or self._tokenizer.chat_template
+            arguments = effort_arguments(spec.reasoning, source, has_reasoning=self._facts.has_reasoning)
             template = replace(spec.template, arguments={**arguments, **spec.template.arguments})
             spec = replace(spec, template=template)
         if spec.tools is not None:

@@ -46,7 +46,7 @@ class Rendering:
 
     def __init__(self, pieces: Pieces, bytes_of: TokenBytes) -> None:
         self._pieces = pieces
-        self._bytes_of = bytes_of
+        self.bytes_of = bytes_of
 
     # Whole answers
 
@@ -94,7 +94,7 @@ class Rendering:
         prompt, num_of_prompt = answer.generation.prompt, spec.sampling.prompt_logprobs
         of_prompt = None
         if num_of_prompt is not None:
-            of_prompt = prompt_logprobs(prompt, answer.prompt_logprobs(), num_of_prompt, self._bytes_of)
+            of_prompt = prompt_logprobs(prompt, answer.prompt_logprobs(), num_of_prompt, self.bytes_of)
 
         return Choice(
             index=index,
@@ -216,8 +216,8 @@ class Rendering:
         if spec.all_logprobs or spec.sampling.logprob_token_ids:
             num_top = None
         if spec.kind == "chat":
-            return partial(chat_logprobs, token_bytes=self._bytes_of, num_top=num_top, names_ids=spec.tokens_as_ids)
-        return CompletionLogprobs(self._bytes_of, num_top, names_ids=spec.tokens_as_ids).add
+            return partial(chat_logprobs, token_bytes=self.bytes_of, num_top=num_top, names_ids=spec.tokens_as_ids)
+        return CompletionLogprobs(self.bytes_of, num_top, names_ids=spec.tokens_as_ids).add
 
 
 def _opening(writer: ChunkWriter, spec: GenerationSpec, answer: Answer, render: LogprobsRenderer | None) -> bytes:

@@ -28,7 +28,7 @@ class ReasoningFields(StrictModel):
     reasoning_effort: Effort | None = Field(
         default=None,
         description="For chat templates with a variable `reasoning_effort`, or `enable_thinking`, which `none` sets to "
-        "false. Other templates take `none` only.",
+        "false. For other templates of models that reason `none` only; ignored where the model has no reasoning.",
     )
     thinking_token_budget: Annotated[int, Field(ge=-1), INTEGRAL] | None = Field(
         default=None, description="The end of the reasoning is forced behind so many tokens; -1 for never, the default."
@@ -44,14 +44,15 @@ class ReasoningFields(StrictModel):
         )
 
 
-def effort_arguments(asked: ReasoningUse, template: str) -> Mapping[str, object]:
-    """The variables by which a chat template is told of an effort. Raises RequestError if the template has none."""
+def effort_arguments(asked: ReasoningUse, template: str, *, has_reasoning: bool = True) -> Mapping[str, object]:
+    """The variables by which a chat template is told of an effort; none for a model without reasoning, whose effort is
+    always the same. Raises RequestError if the template of a model that reasons has none."""
     effort = asked.effort
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template:
         return {"enable_thinking": effort != "none"}
-    if effort == "none":
+    if effort == "none" or not has_reasoning:
         return {}
     raise RequestError(
         f"'{asked.param}' other than 'none' is not supported: the chat template of this model does not know it.",

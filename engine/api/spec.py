@@ -71,6 +71,8 @@ class Turn:
     """The input, as the API lists it, but without ids."""
     repeated: Mapping[str, object]
     """Fields that the response repeats."""
+    shows_messages: bool = False
+    """The response has prompt and answer as texts and token ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -583,13 +583,17 @@ def test_messages_count_by_their_number_and_all_their_values() -> None:
     assert size_of(replace(empty, messages=(), tools=tools)) > 9000
 
 
-def test_an_effort_that_the_template_does_not_know_is_refused() -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    plain = reader().read(GenerateRequest.model_validate({"messages": messages}).spec())
-    none = reader().read(GenerateRequest.model_validate({"messages": messages, "reasoning_effort": "none"}).spec())
-    assert none.chat == plain.chat
+def test_an_effort_that_the_template_does_not_know_is_refused_if_the_model_reasons() -> None:
+    def read(by: Reader, **fields: str) -> Reading:
+        return by.read(GenerateRequest.model_validate({"messages": [USER], **fields}).spec())
+
+    plain = read(reader())
+    for effort in ("none", "high"):
+        assert read(reader(), reasoning_effort=effort).chat == plain.chat, "the model does not reason"
+    reasoning = Reader(replace(facts(), has_reasoning=True), reader()._tokenizer)
+    assert read(reasoning, reasoning_effort="none").chat == plain.chat
     with pytest.raises(RequestError) as caught:
-        reader().read(GenerateRequest.model_validate({"messages": messages, "reasoning_effort": "high"}).spec())
+        read(reasoning, reasoning_effort="high")
     assert caught.value.param == "reasoning_effort"
 
 
