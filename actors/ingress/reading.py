@@ -20,9 +20,11 @@ from engine.api.routes import Route, parse
 from engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
 from engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
 from engine.api.tools import AnswerForm, with_calls
+from engine.core.answers.reasoning_limit import tag_pieces
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
 from engine.core.ingress.parsers import HERMES, ToolFormat
+from engine.core.ingress.parsers.reasoning import REASONING_TAGS
 from engine.core.types import MODEL_TEMPLATE, ChatTemplate, Grammar
 from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
 from engine.model.tokenizer import Tokenizer
@@ -134,6 +136,8 @@ class Reader:
         self._facts = facts
         self._tokenizer = tokenizer
         self._confined = confined
+        table = tokenizer.token_bytes(skip_special_tokens=False) if facts.has_reasoning else None
+        self._tag_pieces = tag_pieces(table or (), [tag.encode() for tag in REASONING_TAGS])
         self.is_stuck = False
         """True once the check of a grammar did not end: the process is to be replaced."""
 
@@ -249,7 +253,7 @@ class Reader:
         chat = self._encode_chat(spec)
         if self._facts.has_reasoning:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
-            spec = with_limit(with_lead(spec, chat.text), chat.text, encode)
+            spec = with_limit(with_lead(spec, chat.text), chat.text, encode, self._tag_pieces)
         if self._facts.has_reasoning and spec.turn is not None and spec.sampling.logprobs is not None:
             raise RequestError(
                 "'include' of log-probabilities is not supported with a model that reasons.", param="include"

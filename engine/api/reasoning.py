@@ -9,9 +9,10 @@ from pydantic import Field
 from engine.api.spec import GenerationSpec, ReasoningUse
 from engine.api.validation import INTEGRAL, StrictModel
 from engine.core.answers.lead import Lead
+from engine.core.answers.reasoning_limit import ReasoningLimit
 from engine.core.errors import RequestError
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_inside, ends_reasoning
-from engine.core.types import ChatEnd, ReasoningLimit
+from engine.core.types import ChatEnd
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -60,9 +61,11 @@ def effort_arguments(asked: ReasoningUse, template: str, *, has_reasoning: bool 
     )
 
 
-def with_limit(spec: GenerationSpec, prompt: str, encode: Callable[[str], Sequence[int]]) -> GenerationSpec:
+def with_limit(
+    spec: GenerationSpec, prompt: str, encode: Callable[[str], Sequence[int]], pieces: Mapping[int, bytes]
+) -> GenerationSpec:
     """Have the reasoning of an answer to the rendered prompt end in time, if the request limits it. `encode` makes ids
-    of a text.
+    of a text; `pieces` as `tag_pieces`.
 
     Raises RequestError where a tag of reasoning is more than one token.
     """
@@ -70,13 +73,15 @@ def with_limit(spec: GenerationSpec, prompt: str, encode: Callable[[str], Sequen
     if limit is None:
         return spec
     opening, closing = map(encode, REASONING_TAGS)
-    is_open = begins_inside(prompt)
+    lead = lead_of(prompt)
+    is_open = lead.is_open
     if len(closing) != 1 or not (is_open or len(opening) == 1):
         param = spec.reasoning.limit_param
         raise RequestError(
             f"'{param}' is not supported: this model's tokenizer has no tokens for the tags of reasoning.", param=param
         )
-    known = ReasoningLimit(limit, closing[0], None if is_open else opening[0])
+    tags = {ids[0]: tag for ids, tag in ((opening, lead.opening), (closing, lead.closing)) if len(ids) == 1}
+    known = ReasoningLimit(limit, closing[0], lead, {**pieces, **tags})
     return replace(spec, sampling=replace(spec.sampling, reasoning_limit=known))
 
 
@@ -95,11 +100,14 @@ def with_lead(spec: GenerationSpec, prompt: str) -> GenerationSpec:
             "with reasoning, as this model's chat template has it.",
             param=spec.grammar_param,
         )
-    lead = None
-    if is_open or _may_reason(spec, prompt):
-        opening, closing = (tag.encode() for tag in REASONING_TAGS)
-        lead = Lead(opening, closing, is_open=is_open)
+    lead = lead_of(prompt) if is_open or _may_reason(spec, prompt) else None
     return replace(spec, sampling=replace(spec.sampling, grammar=replace(grammar, lead=lead)))
+
+
+def lead_of(prompt: str) -> Lead:
+    """The reasoning with which an answer to the rendered prompt may begin."""
+    opening, closing = (tag.encode() for tag in REASONING_TAGS)
+    return Lead(opening, closing, is_open=begins_inside(prompt))
 
 
 def _may_reason(spec: GenerationSpec, prompt: str) -> bool:

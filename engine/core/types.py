@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
 from engine.core.answers.lead import Lead
+from engine.core.answers.reasoning_limit import ReasoningLimit
 
 BlockHash: TypeAlias = bytes
 """16-byte digest of a block: its tokens, all tokens before them, and the model (`engine.core.hashing`)."""
@@ -114,17 +115,6 @@ class DraftSource(StrEnum):
     """Answers to earlier requests of the same salt, on the same worker."""
     GRAMMAR = "grammar"
     """Tokens about which the request's grammar leaves no choice."""
-
-
-class ReasoningLimit(NamedTuple):
-    """The most tokens of the reasoning with which an answer begins."""
-
-    num_tokens: int
-    """Without the closing tag, which is forced behind these."""
-    closing_id: int
-    """Token of the closing tag."""
-    opening_id: int | None = None
-    """Token of the opening tag; None if the prompt ends with that."""
 
 
 @dataclass(frozen=True, slots=True)
