@@ -9,8 +9,9 @@ from typing import TypeAlias
 
 from actors.ingress.job import Answer, Job
 from actors.ingress.renderer import Renderer
+from actors.ingress.vectors import embedding_of, shown
 from engine.api.assembler import Piece
-from engine.api.embeddings import EmbedResponse, embedding_of, embeddings_body
+from engine.api.embeddings import EmbedResponse, embeddings_body
 from engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
 from engine.api.logprobs import CompletionLogprobs, TokenBytes, chat_logprobs, prompt_logprobs
 from engine.api.responses import Choice, Json, response_body
@@ -79,12 +80,14 @@ class Rendering:
     def embeddings(self, job: Job) -> EmbedResponse:
         """The Python handle's response of a finished job of embeddings."""
         assert job.spec.embedding is not None
-        vectors = tuple(tuple(embedding_of(state, job.spec.embedding)) for state in job.pooled())
+        vectors = tuple(tuple(embedding_of(state, job.spec.embedding).tolist()) for state in job.pooled())
         return EmbedResponse(request_id=job.request_id, embeddings=vectors, usage=job.usage())
 
     def _body(self, job: Job) -> bytes:
         if job.spec.embedding is not None:
-            return embeddings_body(job.head, job.spec.embedding, job.pooled(), job.usage())
+            use = job.spec.embedding
+            vectors = [shown(embedding_of(state, use), use) for state in job.pooled()]
+            return embeddings_body(job.head, vectors, job.usage())
         choices = [self.choice(job.spec, answer, index) for index, answer in enumerate(job.chosen())]
         return response_body(job.head, choices, job.usage())
 
