@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from engine.api.conversations import naming, parse_conversations
 from engine.api.reasoning import effort_arguments, with_lead, with_limit
 from engine.api.routes import Route, parse
 from engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
@@ -112,6 +113,13 @@ class TokenRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversations:
+    """A body of `/v1/chat/completions/batch`."""
+
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarQuestion:
     """A question whether a grammar can be compiled."""
 
@@ -120,7 +128,7 @@ class GrammarQuestion:
     """The request's field with the grammar."""
 
 
-Work: TypeAlias = Request | NextTurn | TokenRequest | GrammarQuestion
+Work: TypeAlias = Request | NextTurn | TokenRequest | GrammarQuestion | Conversations
 """Anything that a `Reader` answers."""
 
 
@@ -141,9 +149,9 @@ class Reader:
         self.is_stuck = False
         """True once the check of a grammar did not end: the process is to be replaced."""
 
-    def answer(self, request: Work) -> "Reading | TokenIds | bytes | None":
-        """Return the outcome of `read`, `next_turn`, `check`, `tokenize` or `detokenize` for this request; raises
-        their errors."""
+    def answer(self, request: Work) -> "Reading | list[Reading] | TokenIds | bytes | None":
+        """Return the outcome of `read`, `read_all`, `next_turn`, `check`, `tokenize` or `detokenize` for this request;
+        raises their errors."""
         request = self.parse(request)
         if isinstance(request, GrammarQuestion):
             self.check(request)
@@ -152,9 +160,11 @@ class Reader:
             return self.next_turn(request)
         if isinstance(request, TokenRequest):
             return (self.tokenize if request.route == "tokenize" else self.detokenize)(request.body)
+        if isinstance(request, Conversations):
+            return self.read_all(request)
         return self.read(request)
 
-    def parse(self, request: Work) -> GenerationSpec | NextTurn | TokenRequest | GrammarQuestion:
+    def parse(self, request: Work) -> GenerationSpec | NextTurn | TokenRequest | GrammarQuestion | Conversations:
         """Return the request of a body. Raises RequestError naming the field at fault."""
         if isinstance(request, tuple):
             route, body = request
@@ -207,6 +217,14 @@ class Reader:
             special_tokens=self._facts.special_tokens_in_messages,
         )
         return array("I", token_ids)
+
+    def read_all(self, conversations: Conversations) -> list[Reading]:
+        """Read each conversation as a request of its own; errors as `read_body`."""
+        readings = []
+        for number, spec in enumerate(parse_conversations(conversations.body)):
+            with naming(number):
+                readings.append(self.read(spec))
+        return readings
 
     def read_body(self, route: Route, body: bytes) -> Reading:
         """Read the request in an HTTP body. Raises RequestError as `read`, or naming the field at fault."""

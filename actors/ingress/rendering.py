@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -14,7 +14,7 @@ from engine.api.assembler import Piece
 from engine.api.embeddings import EmbedResponse, embeddings_body
 from engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
 from engine.api.logprobs import CompletionLogprobs, TokenBytes, chat_logprobs, prompt_logprobs
-from engine.api.responses import Choice, Json, response_body
+from engine.api.responses import Choice, Json, response_body, total_usage
 from engine.api.spec import GenerationSpec
 from engine.api.stream import DONE, ChunkWriter, usage_event
 from engine.api.wire import OPENAI, WireFormat
@@ -90,6 +90,13 @@ class Rendering:
             return embeddings_body(job.head, vectors, job.usage())
         choices = [self.choice(job.spec, answer, index) for index, answer in enumerate(job.chosen())]
         return response_body(job.head, choices, job.usage())
+
+    def conversations_body(self, jobs: Sequence[Job]) -> bytes:
+        """The HTTP response of finished jobs with a conversation each: a choice for each. There is no one prompt whose
+        token ids the response could have."""
+        choices = [self.choice(job.spec, job.answers[0], index) for index, job in enumerate(jobs)]
+        usage = total_usage([job.usage() for job in jobs])
+        return response_body(jobs[0].head, [replace(choice, prompt_token_ids=None) for choice in choices], usage)
 
     def choice(self, spec: GenerationSpec, answer: Answer, index: int = 0) -> Choice:
         """A finished choice."""

@@ -390,11 +390,11 @@ def build_spec(
         chat_end=chat_end,
         prediction=prediction,
     )
-    _refuse_contradictions(spec)
+    refuse_contradictions(spec)
     return spec
 
 
-def _refuse_contradictions(spec: GenerationSpec) -> None:
+def refuse_contradictions(spec: GenerationSpec) -> None:
     """Raise RequestError for fields that do not go together."""
     if spec.store and not spec.skip_special_tokens:
         raise RequestError("'skip_special_tokens' must be true with 'store'.", param="skip_special_tokens")

@@ -20,7 +20,8 @@ MAX_MESSAGES = 8192
 MAX_PARTS = 8192
 """Parts of a message's content."""
 
-Label = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+MAX_LABEL_LEN = 512
+Label = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LABEL_LEN)]
 
 # Bounds in JSON schemas of prompts, which functions check.
 _Id = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]

@@ -22,6 +22,7 @@ from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Pro
 from actors.ingress.reader_process import SWEPT_BYTES, Sweeper
 from actors.ingress.reading import (
     MOST_COUNTED,
+    Conversations,
     GrammarQuestion,
     NextTurn,
     Reader,
@@ -31,6 +32,7 @@ from actors.ingress.reading import (
     TokenRequest,
 )
 from engine.api.generate import GenerateRequest
+from engine.api.response_models import TokenizerInfo
 from engine.api.spec import GenerationSpec, ToolUse
 from engine.core.errors import (
     ContextLengthError,
@@ -581,6 +583,31 @@ def test_messages_count_by_their_number_and_all_their_values() -> None:
     assert size_of(GenerationSpec(kind="completion", prompts=("abc", (1, 2)))) == 5
     tools = ToolUse(({"type": "function", "function": {"name": "f", "description": "x" * 9000}},))
     assert size_of(replace(empty, messages=(), tools=tools)) > 9000
+
+
+def test_each_conversation_is_read_as_a_chat() -> None:
+    def read(conversations: Any) -> list[Reading]:
+        found = reader().answer(Conversations(json.dumps({"messages": conversations, "max_tokens": 3}).encode()))
+        assert isinstance(found, list)
+        return found
+
+    other = {"role": "user", "content": "other"}
+    bodies = [json.dumps({"messages": [each], "max_tokens": 3}).encode() for each in (USER, other)]
+    alone = [reader().read_body("chat", body) for body in bodies]
+    assert read([[USER], [other]]) == alone
+    with pytest.raises(ContextLengthError) as caught:
+        read([[USER], [{"role": "user", "content": "word " * 9000}]])
+    assert caught.value.param == "messages[1]" and "'messages[1]'" in caught.value.message
+
+
+def test_the_tokenizer_is_described() -> None:
+    found = reader()._tokenizer.describe()
+    added = found["added_tokens_decoder"]
+    assert isinstance(added, dict) and found["eos_token"] in found["additional_special_tokens"]  # type: ignore[operator]
+    assert found["tokenizer_class"] and found["vocab_size"] == reader()._tokenizer.vocab_size
+    assert found["chat_template"] == reader()._tokenizer.chat_template != ""
+    info = TokenizerInfo.model_validate({**found, "model_max_length": 8192})
+    assert info.added_tokens_decoder["2"].content == "<|im_end|>" and info.added_tokens_decoder["2"].special
 
 
 def test_an_effort_that_the_template_does_not_know_is_refused_if_the_model_reasons() -> None:

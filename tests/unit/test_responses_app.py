@@ -372,3 +372,14 @@ def test_reasoning_goes_back_with_the_message_behind() -> None:
     ]
     assert spec.turn is not None and spec.turn.items[1]["content"] == thought("a")["content"]
     assert spec.messages[1]["tool_calls"]
+
+
+def test_only_responses_in_the_background_could_be_cancelled(served: Served) -> None:
+    replica = Replica()
+    response = served(replica, post(cache_salt="a")).json
+    refused = served(replica, send("POST", f"{response['id']}/cancel?cache_salt=a"))
+    assert (refused.status, refused.json["error"]["param"]) == (400, "response_id")
+    assert refused.json["error"]["message"].startswith("Cannot cancel a synchronous response.")
+    for unknown in ("resp_none/cancel", f"{response['id']}/cancel"):
+        assert served(replica, send("POST", unknown)).json["error"]["code"] == "response_not_found"
+    assert served(replica, send("GET", f"{response['id']}?cache_salt=a")).json == response
