@@ -142,8 +142,18 @@ def _success(operation: Operation, models: Models) -> Json:
     elif operation.response is not None:
         content[JSON] = {"schema": models[operation.response]}
     if operation.events is not None:
-        content[EVENTS] = {"schema": models[operation.events]}
+        content[EVENTS] = {"schema": _event(models[operation.events])}
     return {"200": {"description": "Success.", "content": content}} if content else {}
+
+
+def _event(data: Schema) -> Schema:
+    """A server-sent event whose data are JSON of a schema, in the form of OpenAPI 3.2."""
+    fields: Schema = {
+        "data": {"type": "string", "contentMediaType": JSON, "contentSchema": data},
+        "event": {"type": "string"},
+        "id": {"type": "string"},
+    }
+    return {"type": "object", "properties": fields, "required": ["data"]}
 
 
 def _errors(operation: Operation, models: Models, *, is_open: bool) -> Json:
