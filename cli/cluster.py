@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from cli import haproxy
+from cli.ray_threads import log_errors_of_rays_threads
 from cli.ray_token import secure_token
 from configs import Config
 from configs.schema import HttpSection
@@ -116,6 +117,7 @@ class LocalCluster:
 
         from actors.logs import log_to_ray
 
+        log_errors_of_rays_threads()
         ray.init(
             address="local",
             include_dashboard=False,

@@ -368,6 +368,9 @@ class HttpSection(_Section):
         description="Origins (https://app.example:8443) of web pages that may send requests and read the answers, "
         "CORS; * for all pages anywhere, which then can use a server without tenants.",
     )
+    tokenizer_info: bool = Field(
+        default=True, description="Whether /tokenizer_info describes the tokenizer, with the chat template."
+    )
     header_timeout_s: int = Field(
         default=5,
         ge=1,

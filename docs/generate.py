@@ -36,6 +36,7 @@ from cli.main import parser
 from configs.schema import Config
 from engine.api.anthropic.requests import MessagesRequest
 from engine.api.batches import BatchRequest
+from engine.api.conversations import ConversationsRequest
 from engine.api.embeddings import EmbeddingsRequest, EmbedRequest, EmbedResponse
 from engine.api.fields import ChatFields, SamplingFields
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
@@ -174,6 +175,8 @@ def http_page() -> str:
         _model_table(ChatCompletionRequest, without=(HttpFields,)),
         "### A message",
         _model_table(Message, without=()),
+        "## `POST /v1/chat/completions/batch`",
+        _model_table(ConversationsRequest, without=()),
         "## `POST /v1/embeddings`",
         _model_table(EmbeddingsRequest, without=()),
         "## `POST /v1/batches`",
@@ -232,6 +235,9 @@ def _responses() -> Iterator[str]:
         if name not in bodies:
             schema = DOCUMENT["components"]["schemas"][name]
             yield f"### {name}\n\n{schema['description']}"
+            if "properties" not in schema:  # one of other objects
+                yield ", ".join(f"`{each['$ref'].rpartition('/')[2]}`" for each in schema["anyOf"])
+                continue
             yield _table(
                 ("field", "type", ""),
                 (

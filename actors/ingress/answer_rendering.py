@@ -101,6 +101,7 @@ def _context_of(job: Job, rendering: Rendering) -> AnswerContext:
     return AnswerContext(
         job.head,
         job.spec,
+        rendering.bytes_of,
         job.marked_tokens,
         logprobs=None if render is None else logprobs,
         message=job.answers[0].message,

@@ -30,6 +30,7 @@ from actors.ingress.http import (
     EventStreamResponse,
     error_response,
     json_response,
+    label_header,
     read_body,
     while_connected,
 )
@@ -44,7 +45,7 @@ from engine.api.batches import LineAnswer
 from engine.api.embeddings import EmbedRequest, EmbedResponse
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from engine.api.guards import require_host, require_json, require_trusted_origin
-from engine.api.openai_responses.stored import PageQuery, StoredQuery, StoredResponse, deleted_body
+from engine.api.openai_responses.stored import PageQuery, StoredQuery, StoredResponse, deleted_body, not_cancelled
 from engine.api.reconnecting import HEADER
 from engine.api.responses import (
     model_body,
@@ -195,6 +196,25 @@ class Ingress:
         """Answer a chat; whole or as server-sent events."""
         return await self._respond(request, "chat")
 
+    @app.post("/v1/chat/completions/batch")
+    async def conversations(self, request: Request) -> Response:
+        """Answer several chats that share all fields but their messages, with one choice for each, in their order; as
+        at vLLM."""
+        jobs = await self.frontend.prepare_conversations(
+            await self.body_of(request),
+            request.state.tenant,
+            session=label_header(request, "x-session-id"),
+            name=request.headers.get("x-request-id"),
+        )
+        with self.frontend.all_accounted(jobs):
+            await while_connected(request, self.frontend.collect_all(jobs))
+        return json_response(self.frontend.conversations_body(jobs))
+
+    @app.post("/invocations")
+    async def invocations(self, request: Request) -> Response:
+        """Answer a chat, a completion or a request for embeddings, by the fields of the body; as SageMaker asks."""
+        return await self._respond(request, "invocation")
+
     @app.post("/v1/messages")
     async def messages(self, request: Request) -> Response:
         """Answer a chat in Anthropic's form; whole or as server-sent events."""
@@ -230,6 +250,14 @@ class Ingress:
         query = StoredQuery.of(request.query_params)
         await self.frontend.responses.delete(response_id, request.state.tenant, query.cache_salt)
         return json_response(deleted_body(response_id))
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
+        """Refused: only a response in the background can be cancelled, and there are none here. To end a response,
+        close its connection."""
+        query = StoredQuery.of(request.query_params)
+        await self._stored(request, response_id, query)
+        raise not_cancelled()
 
     @app.post("/v1/embeddings")
     async def embeddings(self, request: Request) -> Response:
@@ -325,7 +353,7 @@ class Ingress:
             route,
             await self.body_of(request),
             request.state.tenant,
-            session=request.headers.get("x-session-id"),
+            session=label_header(request, "x-session-id"),
             name=request.headers.get("x-request-id"),
             last_event_id=request.headers.get(HEADER) or None,
         )

@@ -1,6 +1,7 @@
 """The parts of an ingress replica, put together as its configuration says."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,7 @@ def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
         model=model.served,
         tenants=all_tenants,
         cache=CacheControl(manager, model.tokenizer.decode),
-        tokenization=Tokenization(reader, room),
+        tokenization=Tokenization(reader, room, _description(model) if config.http.tokenizer_info else None),
         room=room,
         reader=reader,
         dispatcher=dispatcher,
@@ -182,6 +183,11 @@ def _model(config: Config) -> _Model:
         tool_format=TOOL_FORMATS[config.model.tool_parser or tool_format(tokenizer)],
         has_reasoning=reasoning == "think",
     )
+
+
+def _description(model: _Model) -> Mapping[str, object]:
+    """The tokenizer as `/tokenizer_info` describes it."""
+    return {**model.tokenizer.describe(), "model_max_length": model.served.max_model_len}
 
 
 def _reader(config: Config, model: _Model) -> RequestReader:

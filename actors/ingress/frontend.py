@@ -6,8 +6,8 @@ A request goes down once, through `Preparation`, and its answer comes up once, t
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -112,6 +112,12 @@ class Frontend:
             route, body, tenant, session=session, name=name, last_event_id=last_event_id
         )
 
+    async def prepare_conversations(
+        self, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+    ) -> list[Job]:
+        """A job for each conversation in an HTTP body; arguments and errors as `Preparation.of_conversations`."""
+        return await self._preparation.of_conversations(body, tenant, session=session, name=name)
+
     async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
         """Number of tokens of the prompt in an HTTP body; errors as `Preparation.of_body`."""
         return await self._preparation.num_tokens(route, body, tenant)
@@ -121,6 +127,22 @@ class Frontend:
         """Close the job and account for the request when the block ends."""
         with closing(job), self.accounting.request(job):
             yield
+
+    @contextmanager
+    def all_accounted(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """As `accounted`, for several jobs."""
+        with ExitStack() as stack:
+            for job in jobs:
+                stack.enter_context(self.accounted(job))
+            yield
+
+    async def collect_all(self, jobs: Sequence[Job]) -> None:
+        """Run jobs beside each other; errors as `collect`."""
+        await self._output.collect_all(jobs)
+
+    def conversations_body(self, jobs: Sequence[Job]) -> bytes:
+        """The HTTP response of finished jobs, one for each of several conversations."""
+        return self._rendering.conversations_body(jobs)
 
     async def collect(self, job: Job) -> None:
         """Run a job that is answered as a whole. Raises ServiceError if a choice fails."""

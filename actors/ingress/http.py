@@ -10,8 +10,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.api.prompts import MAX_LABEL_LEN
 from engine.api.wire import OPENAI, WireFormat
-from engine.core.errors import AuthenticationError, BodyTimeoutError, BodyTooLargeError, RaydixError, ServiceError
+from engine.core.errors import (
+    AuthenticationError,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    RaydixError,
+    RequestError,
+    ServiceError,
+)
 from engine.core.ingress.body_room import BodyRoom
 
 T = TypeVar("T")
@@ -55,6 +63,17 @@ async def read_body(request: Request, limit: int, room: BodyRoom, timeout_s: flo
         ) from None
     finally:
         room.end(body)
+
+
+def label_header(request: Request, name: str) -> str | None:
+    """The value of a header that stands in for a field of the body, with the field's bound; None without one. Raises
+    RequestError naming the header."""
+    value = request.headers.get(name)
+    if value is not None and len(value) > MAX_LABEL_LEN:
+        raise RequestError(
+            f"The header '{name}' must have at most {MAX_LABEL_LEN} characters, got {len(value)}.", param=name
+        )
+    return value or None
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from actors.ingress.chats import Chats
@@ -62,9 +62,14 @@ class OutputProcessor:
 
     async def collect(self, job: Job) -> None:
         """Run all choices to their ends. The first to fail ends the others; errors as `pieces`."""
+        await self.collect_all([job])
+
+    async def collect_all(self, jobs: Sequence[Job]) -> None:
+        """Run all choices of several jobs to their ends, as `collect`."""
+        answers = [answer for job in jobs for answer in job.answers if answer.permit is not None]
         try:
             async with asyncio.TaskGroup() as group:
-                for answer in [answer for answer in job.answers if answer.permit is not None]:
+                for answer in answers:
                     group.create_task(self._collect(answer))
                     await asyncio.sleep(0)  # others' tokens pass while many begin
         except ExceptionGroup as errors:  # the first to fail has ended the others

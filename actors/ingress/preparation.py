@@ -16,7 +16,7 @@ from itertools import count, zip_longest
 from actors.ingress.chats import Chat, Chats
 from actors.ingress.job import Answer, Job
 from actors.ingress.reader_pool import RequestReader, size_of
-from actors.ingress.reading import Reading, Request, ServedModel
+from actors.ingress.reading import Conversations, Reading, Request, ServedModel
 from actors.ingress.resuming import StreamStart
 from actors.ingress.stored_responses import StoredResponses
 from actors.ingress.vocabulary import Vocabulary
@@ -70,6 +70,17 @@ def _as_line(spec: GenerationSpec) -> GenerationSpec:
     if spec.priority:
         raise RequestError("'priority' is not supported in a batch, which has the lowest.", param="priority")
     return replace(spec, priority=LINE_PRIORITY)
+
+
+def _with_session(spec: GenerationSpec, session: str | None) -> GenerationSpec:
+    """The request with the session of its header, unless its body names one."""
+    return replace(spec, session_id=spec.session_id or session)
+
+
+def _request_id(spec: GenerationSpec, name: str | None, unique: str) -> str:
+    """The name that the request has, or else `name` if its form is valid, or else `unique`."""
+    is_named = name is not None and re.fullmatch(REQUEST_ID_PATTERN, name)
+    return spec.request_id or (name if is_named else None) or unique
 
 
 def _num_permits(spec: GenerationSpec, most: int) -> int:
@@ -136,6 +147,33 @@ class Preparation:
         wanted = None if last_event_id is None else StreamStart.read(last_event_id)
         return await self._prepare((route, body), len(body), tenant, session=session, name=name, start=wanted)
 
+    async def of_conversations(
+        self, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+    ) -> list[Job]:
+        """A job for each of several conversations in an HTTP body, which find room together or not at all; arguments
+        and errors as `of_body`."""
+        arrived_at = self._clock()
+        with self._room.reserve(1, tenant):
+            readings = await self._reader.read_all(Conversations(body))
+        unique = uuid.uuid4().hex
+        jobs: list[Job] = []
+        with self._room.reserve(len(readings), tenant) as permits:
+            try:
+                for number, reading in enumerate(readings):
+                    spec = _with_session(reading.spec, session)
+                    tenant.require_priority(spec.priority)
+                    own = _request_id(spec, name, unique)
+                    head = self._head(spec, own)
+                    unique_id = f"{own}-{number}-{secrets.token_hex(4)}"
+                    answers = await self._answers(replace(reading, spec=spec), tenant, unique_id)
+                    _hand_out([permits.pop()], answers)
+                    jobs.append(Job(f"{own}-{number}", spec, tenant, head, answers, arrived_at))
+            except BaseException:
+                for job in jobs:
+                    job.close()
+                raise
+        return jobs
+
     async def of_line(self, route: Route, body: bytes, tenant: Tenant, name: str) -> Job:
         """The job of a line of a batch, with a name of the server's; errors as `of_body`, and RequestError for a
         stream."""
@@ -165,7 +203,7 @@ class Preparation:
         arrived_at = self._clock()
         room = self._line_room if is_line else self._room
         reading = await self._read(request, size, tenant, room)
-        spec = replace(reading.spec, session_id=reading.spec.session_id or session)
+        spec = _with_session(reading.spec, session)
         if is_line:
             spec = _as_line(spec)
         self._check(spec, tenant, start)
@@ -208,9 +246,8 @@ class Preparation:
     def _named(self, spec: GenerationSpec, name: str | None, start: StreamStart | None) -> tuple[str, Origin]:
         """Id of a request, and the origin of its answer: a new one, or that of the stream to go on with. A stored
         response has a name of its own. Raises AnswerChangedError if the stream is of another model."""
-        is_named = name is not None and re.fullmatch(REQUEST_ID_PATTERN, name)
         unique = uuid.uuid4().hex
-        request_id = spec.request_id or (name if is_named else None) or unique
+        request_id = _request_id(spec, name, unique)
         own = request_id if spec.turn is None else unique
         origin = Origin(own, int(time.time()), secrets.randbits(62), system_fingerprint(self._root()))
         if start is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from actors.ingress import reader_process
 from actors.ingress.reading import (
+    Conversations,
     GrammarQuestion,
     NextTurn,
     Reader,
@@ -98,6 +99,14 @@ class RequestReader:
         if grammar is not None:
             await self._check(GrammarQuestion(grammar, param or "grammar"))
         return reading
+
+    async def read_all(self, conversations: Conversations) -> list[Reading]:
+        """The tokens of each conversation, read in a process beside; errors as `Readers.read`."""
+        readings: list[Reading] = await self._readers.read(conversations, len(conversations.body))
+        spec = readings[0].spec
+        if spec.sampling.grammar is not None:  # the same one in all conversations
+            await self._check(GrammarQuestion(spec.sampling.grammar, spec.grammar_param or "grammar"))
+        return readings
 
     async def _check(self, question: GrammarQuestion) -> None:
         """Have a process check a grammar, unless the grammar is among the last valid ones."""

@@ -15,14 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from engine.api.conversations import naming, parse_conversations
 from engine.api.reasoning import effort_arguments, with_lead, with_limit
 from engine.api.routes import Route, parse
 from engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
 from engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
 from engine.api.tools import AnswerForm, with_calls
+from engine.core.answers.reasoning_limit import tag_pieces
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
 from engine.core.ingress.parsers import HERMES, ToolFormat
+from engine.core.ingress.parsers.reasoning import REASONING_TAGS
 from engine.core.types import MODEL_TEMPLATE, ChatTemplate, Grammar
 from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
 from engine.model.tokenizer import Tokenizer
@@ -110,6 +113,13 @@ class TokenRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversations:
+    """A body of `/v1/chat/completions/batch`."""
+
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarQuestion:
     """A question whether a grammar can be compiled."""
 
@@ -118,7 +128,7 @@ class GrammarQuestion:
     """The request's field with the grammar."""
 
 
-Work: TypeAlias = Request | NextTurn | TokenRequest | GrammarQuestion
+Work: TypeAlias = Request | NextTurn | TokenRequest | GrammarQuestion | Conversations
 """Anything that a `Reader` answers."""
 
 
@@ -134,12 +144,14 @@ class Reader:
         self._facts = facts
         self._tokenizer = tokenizer
         self._confined = confined
+        table = tokenizer.token_bytes(skip_special_tokens=False) if facts.has_reasoning else None
+        self._tag_pieces = tag_pieces(table or (), [tag.encode() for tag in REASONING_TAGS])
         self.is_stuck = False
         """True once the check of a grammar did not end: the process is to be replaced."""
 
-    def answer(self, request: Work) -> "Reading | TokenIds | bytes | None":
-        """Return the outcome of `read`, `next_turn`, `check`, `tokenize` or `detokenize` for this request; raises
-        their errors."""
+    def answer(self, request: Work) -> "Reading | list[Reading] | TokenIds | bytes | None":
+        """Return the outcome of `read`, `read_all`, `next_turn`, `check`, `tokenize` or `detokenize` for this request;
+        raises their errors."""
         request = self.parse(request)
         if isinstance(request, GrammarQuestion):
             self.check(request)
@@ -148,9 +160,11 @@ class Reader:
             return self.next_turn(request)
         if isinstance(request, TokenRequest):
             return (self.tokenize if request.route == "tokenize" else self.detokenize)(request.body)
+        if isinstance(request, Conversations):
+            return self.read_all(request)
         return self.read(request)
 
-    def parse(self, request: Work) -> GenerationSpec | NextTurn | TokenRequest | GrammarQuestion:
+    def parse(self, request: Work) -> GenerationSpec | NextTurn | TokenRequest | GrammarQuestion | Conversations:
         """Return the request of a body. Raises RequestError naming the field at fault."""
         if isinstance(request, tuple):
             route, body = request
@@ -204,6 +218,14 @@ class Reader:
         )
         return array("I", token_ids)
 
+    def read_all(self, conversations: Conversations) -> list[Reading]:
+        """Read each conversation as a request of its own; errors as `read_body`."""
+        readings = []
+        for number, spec in enumerate(parse_conversations(conversations.body)):
+            with naming(number):
+                readings.append(self.read(spec))
+        return readings
+
     def read_body(self, route: Route, body: bytes) -> Reading:
         """Read the request in an HTTP body. Raises RequestError as `read`, or naming the field at fault."""
         reading = self.answer((route, body))
@@ -223,7 +245,8 @@ class Reader:
         if spec.is_unresolved:
             return Reading(spec)
         if spec.reasoning.effort is not None:
-            arguments = effort_arguments(spec.reasoning, spec.template.source or self._tokenizer.chat_template)
+            source = spec.template.source or self._tokenizer.chat_template
+            arguments = effort_arguments(spec.reasoning, source, has_reasoning=self._facts.has_reasoning)
             template = replace(spec.template, arguments={**arguments, **spec.template.arguments})
             spec = replace(spec, template=template)
         if spec.tools is not None:
@@ -248,7 +271,7 @@ class Reader:
         chat = self._encode_chat(spec)
         if self._facts.has_reasoning:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
-            spec = with_limit(with_lead(spec, chat.text), chat.text, encode)
+            spec = with_limit(with_lead(spec, chat.text), chat.text, encode, self._tag_pieces)
         if self._facts.has_reasoning and spec.turn is not None and spec.sampling.logprobs is not None:
             raise RequestError(
                 "'include' of log-probabilities is not supported with a model that reasons.", param="include"

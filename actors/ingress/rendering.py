@@ -3,17 +3,18 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
 from actors.ingress.job import Answer, Job
 from actors.ingress.renderer import Renderer
+from actors.ingress.vectors import embedding_of, shown
 from engine.api.assembler import Piece
-from engine.api.embeddings import EmbedResponse, embedding_of, embeddings_body
+from engine.api.embeddings import EmbedResponse, embeddings_body
 from engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
 from engine.api.logprobs import CompletionLogprobs, TokenBytes, chat_logprobs, prompt_logprobs
-from engine.api.responses import Choice, Json, response_body
+from engine.api.responses import Choice, Json, response_body, total_usage
 from engine.api.spec import GenerationSpec
 from engine.api.stream import DONE, ChunkWriter, usage_event
 from engine.api.wire import OPENAI, WireFormat
@@ -46,7 +47,7 @@ class Rendering:
 
     def __init__(self, pieces: Pieces, bytes_of: TokenBytes) -> None:
         self._pieces = pieces
-        self._bytes_of = bytes_of
+        self.bytes_of = bytes_of
 
     # Whole answers
 
@@ -79,14 +80,23 @@ class Rendering:
     def embeddings(self, job: Job) -> EmbedResponse:
         """The Python handle's response of a finished job of embeddings."""
         assert job.spec.embedding is not None
-        vectors = tuple(tuple(embedding_of(state, job.spec.embedding)) for state in job.pooled())
+        vectors = tuple(tuple(embedding_of(state, job.spec.embedding).tolist()) for state in job.pooled())
         return EmbedResponse(request_id=job.request_id, embeddings=vectors, usage=job.usage())
 
     def _body(self, job: Job) -> bytes:
         if job.spec.embedding is not None:
-            return embeddings_body(job.head, job.spec.embedding, job.pooled(), job.usage())
+            use = job.spec.embedding
+            vectors = [shown(embedding_of(state, use), use) for state in job.pooled()]
+            return embeddings_body(job.head, vectors, job.usage())
         choices = [self.choice(job.spec, answer, index) for index, answer in enumerate(job.chosen())]
         return response_body(job.head, choices, job.usage())
+
+    def conversations_body(self, jobs: Sequence[Job]) -> bytes:
+        """The HTTP response of finished jobs with a conversation each: a choice for each. There is no one prompt whose
+        token ids the response could have."""
+        choices = [self.choice(job.spec, job.answers[0], index) for index, job in enumerate(jobs)]
+        usage = total_usage([job.usage() for job in jobs])
+        return response_body(jobs[0].head, [replace(choice, prompt_token_ids=None) for choice in choices], usage)
 
     def choice(self, spec: GenerationSpec, answer: Answer, index: int = 0) -> Choice:
         """A finished choice."""
@@ -94,7 +104,7 @@ class Rendering:
         prompt, num_of_prompt = answer.generation.prompt, spec.sampling.prompt_logprobs
         of_prompt = None
         if num_of_prompt is not None:
-            of_prompt = prompt_logprobs(prompt, answer.prompt_logprobs(), num_of_prompt, self._bytes_of)
+            of_prompt = prompt_logprobs(prompt, answer.prompt_logprobs(), num_of_prompt, self.bytes_of)
 
         return Choice(
             index=index,
@@ -162,17 +172,13 @@ class Rendering:
 
         async with aclosing(self._pieces(answer)) as pieces:
             async for piece in pieces:
-                if spec.continuous_usage:
-                    writer.usage = answer.usage()
+                usage = answer.usage() if spec.continuous_usage else None
                 if is_first:
-                    opening = writer.first(answer.generation.prompt if spec.return_token_ids else None)
-                if is_first and (answer.echo or spec.echoes_prompt):
-                    logprobs = None
-                    if render is not None and spec.echoes_prompt:
-                        logprobs = render(answer.generation.prompt, answer.prompt_logprobs())
-                    opening += writer.event(answer.echo, logprobs=logprobs)
+                    writer.usage = None if usage is None else usage.of_prompt
+                    opening = _opening(writer, spec, answer, render)
 
                 is_first = False
+                writer.usage = usage
                 if is_plain and piece.finish is None:
                     data = writer.text(piece.text) if piece.text else b""
                 else:
@@ -221,8 +227,19 @@ class Rendering:
         if spec.all_logprobs or spec.sampling.logprob_token_ids:
             num_top = None
         if spec.kind == "chat":
-            return partial(chat_logprobs, token_bytes=self._bytes_of, num_top=num_top, names_ids=spec.tokens_as_ids)
-        return CompletionLogprobs(self._bytes_of, num_top, names_ids=spec.tokens_as_ids).add
+            return partial(chat_logprobs, token_bytes=self.bytes_of, num_top=num_top, names_ids=spec.tokens_as_ids)
+        return CompletionLogprobs(self.bytes_of, num_top, names_ids=spec.tokens_as_ids).add
+
+
+def _opening(writer: ChunkWriter, spec: GenerationSpec, answer: Answer, render: LogprobsRenderer | None) -> bytes:
+    """Events before those of the first token."""
+    opening = writer.first(answer.generation.prompt if spec.return_token_ids else None)
+    if not (answer.echo or spec.echoes_prompt):
+        return opening
+    logprobs = None
+    if render is not None and spec.echoes_prompt:
+        logprobs = render(answer.generation.prompt, answer.prompt_logprobs())
+    return opening + writer.event(answer.echo, logprobs=logprobs)
 
 
 def _event(

@@ -1,17 +1,23 @@
 """Tokens of texts and chats, and texts of tokens."""
 
+from collections.abc import Mapping
+
+import orjson
+
 from actors.ingress.reader_pool import RequestReader
 from actors.ingress.reading import TokenRequest, TokenRoute
+from engine.core.errors import NotFoundError
 from engine.core.ingress.room import Room
 from engine.core.tenants import Tenant
 
 
 class Tokenization:
-    """Answers bodies of `/tokenize` and `/detokenize`."""
+    """Answers bodies of `/tokenize` and `/detokenize`, and describes the tokenizer, if there is a `description`."""
 
-    def __init__(self, reader: RequestReader, room: Room) -> None:
+    def __init__(self, reader: RequestReader, room: Room, description: Mapping[str, object] | None = None) -> None:
         self._reader = reader
         self._room = room
+        self._description = None if description is None else orjson.dumps(dict(description))
 
     async def answer(self, route: TokenRoute, body: bytes, tenant: Tenant) -> bytes:
         """The response to a body, which counts against the limits while it is read.
@@ -22,3 +28,11 @@ class Tokenization:
         """
         with self._room.reserve(1, tenant):
             return await self._reader.tokens(TokenRequest(route, body))
+
+    def describe(self) -> bytes:
+        """The response of `/tokenizer_info`. Raises NotFoundError where turned off."""
+        if self._description is None:
+            raise NotFoundError(
+                "The tokenizer is not described here: http.tokenizer_info in the configuration is false."
+            )
+        return self._description

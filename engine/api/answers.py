@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from engine.api.assembler import Piece
+from engine.api.logprobs import TokenBytes
 from engine.api.responses import Choice, Json, ResponseHead, Usage
 from engine.api.spec import GenerationSpec
 from engine.api.wire import WireFormat
@@ -21,6 +22,8 @@ class AnswerContext:
 
     head: ResponseHead
     spec: GenerationSpec
+    token_bytes: TokenBytes
+    """The bytes of a token, special tokens by their names."""
     marked_tokens: tuple[int, ...] = ()
     """Tokens of the prompt before each of the request's marks."""
     logprobs: Callable[[Piece], Json] | None = None

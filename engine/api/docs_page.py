@@ -57,7 +57,14 @@ def _parameter(parameter: Schema) -> tuple[str, str, str]:
 
 
 def _contents(content: Schema) -> str:
-    return ", ".join(f"{_name_of(each['schema'])} <code>{escape(kind)}</code>" for kind, each in content.items())
+    return ", ".join(f"{_name_of(_payload(each))} <code>{escape(kind)}</code>" for kind, each in content.items())
+
+
+def _payload(content: Schema) -> Schema:
+    """The schema of a body, or of the data of its events."""
+    schema: Schema = content["schema"]
+    data: Schema = schema.get("properties", {}).get("data", {}).get("contentSchema", schema)
+    return data
 
 
 def _object(document: Schema, name: str, schema: Schema) -> str:

@@ -1,13 +1,9 @@
-"""Bodies of `/v1/embeddings`, requests and responses of the Python handle, and the vectors in both.
+"""Bodies of `/v1/embeddings`, requests and responses of the Python handle.
 
 As for OpenAI's other routes, a field is supported, or harmless and ignored, or refused by name.
 """
 
-import base64
-import math
-from array import array
 from collections.abc import Mapping, Sequence
-from struct import pack, unpack
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -20,8 +16,6 @@ from engine.api.responses import ResponseHead, Usage
 from engine.api.spec import EmbeddingUse, GenerationSpec
 from engine.api.validation import INTEGRAL, describe, only, parse_body, request_error
 from engine.core.errors import RequestError
-
-FLOAT_BYTES = 4
 
 
 class EmbeddingFields(PromptFields):
@@ -120,29 +114,17 @@ def as_embed_request(value: EmbedRequest | Mapping[str, object]) -> EmbedRequest
         raise request_error(error, EmbedRequest) from None
 
 
-def embeddings_body(head: ResponseHead, use: EmbeddingUse, states: Sequence[bytes], usage: Usage) -> bytes:
-    """The response of `/v1/embeddings`. `states` are `TokenEvent.pooled` of the inputs."""
-    data = []
-    for index, state in enumerate(states):
-        vector = embedding_of(state, use)
-        shown = base64.b64encode(pack(f"<{len(vector)}f", *vector)).decode() if use.encoding == "base64" else vector
-        data.append({"object": "embedding", "index": index, "embedding": shown})
+def embeddings_body(head: ResponseHead, embeddings: Sequence[object], usage: Usage) -> bytes:
+    """The response of `/v1/embeddings`. An embedding is a text, a list of numbers, or an array of them."""
+    named = enumerate(embeddings)
     return orjson.dumps(
         {
             "id": head.id,
             "object": "list",
             "created": head.created,
             "model": head.model,
-            "data": data,
+            "data": [{"object": "embedding", "index": index, "embedding": each} for index, each in named],
             "usage": usage.object(),
-        }
+        },
+        option=orjson.OPT_SERIALIZE_NUMPY,
     )
-
-
-def embedding_of(state: bytes, use: EmbeddingUse) -> list[float]:
-    """The embedding that a pooled hidden state stands for: float32 values, the same on every machine."""
-    values = unpack(f"<{len(state) // FLOAT_BYTES}f", state)
-    if not use.is_normalized:
-        return list(values)
-    length = math.sqrt(math.fsum([value * value for value in values])) or 1.0
-    return array("f", [value / length for value in values]).tolist()

@@ -21,7 +21,7 @@ from pydantic import (
 from engine.api.formats import FormatFields
 from engine.api.prompts import MAX_TOKEN_ID, Label, Message, continued_answers, require_unicode
 from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, Prompt, ReasoningUse, ToolUse, Truncation
-from engine.api.validation import INTEGRAL, StrictModel, describe, problem
+from engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
 from engine.core.errors import RequestError
 from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, Grammar, SamplingParams
 
@@ -96,18 +96,22 @@ BadWords = Annotated[
 
 
 def _few_biases(value: object) -> object:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
+    """A few biases with ids as keys: as strings in JSON, and Python callers may use integers."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASES:
         raise problem(f"must have at most {MAX_BIASES} elements, got {len(value)}")
+    wrong = [key for key in value if not _is_token_id(key)]
+    if wrong:
+        raise problem(f"must have token ids as keys, got {name_all(wrong)}")
     return value
 
 
-def _as_token_id(value: object) -> object:
-    """JSON's keys are strings; Python callers may use integers."""
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 10:
-        return int(value)
-    if type(value) is int:
-        return value
-    raise problem("must have a token id as key")
+def _is_token_id(key: object) -> bool:
+    """True for an integer that may be an id, or its digits."""
+    if isinstance(key, str):
+        return key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID
+    return type(key) is int and 0 <= key <= MAX_TOKEN_ID
 
 
 def _not_zero(value: int) -> int:
@@ -213,7 +217,7 @@ class SamplingFields(FormatFields, PromptFields):
     )
     logit_bias: (
         Annotated[
-            dict[Annotated[TokenId, BeforeValidator(_as_token_id)], Annotated[float, Field(ge=-100, le=100)]],
+            dict[Annotated[TokenId, BeforeValidator(int)], Annotated[float, Field(ge=-100, le=100)]],
             BeforeValidator(_few_biases),
         ]
         | None
@@ -386,11 +390,11 @@ def build_spec(
         chat_end=chat_end,
         prediction=prediction,
     )
-    _refuse_contradictions(spec)
+    refuse_contradictions(spec)
     return spec
 
 
-def _refuse_contradictions(spec: GenerationSpec) -> None:
+def refuse_contradictions(spec: GenerationSpec) -> None:
     """Raise RequestError for fields that do not go together."""
     if spec.store and not spec.skip_special_tokens:
         raise RequestError("'skip_special_tokens' must be true with 'store'.", param="skip_special_tokens")

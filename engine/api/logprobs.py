@@ -1,7 +1,7 @@
 """Log-probabilities in OpenAI's two formats, and a prompt's in vLLM's.
 
 A chat's `top_logprobs` have as many entries as were asked for and hold the token itself, in the last place where it is
-none of the likeliest. A completion's hold the token itself, too, beside as many others as were asked for.
+none of the likeliest. A completion's begin with the token itself, as vLLM's do, and hold the likeliest ones besides.
 
 OpenAI's formats name tokens by text, and a token may be part of a character. A chat then shows U+FFFD beside the exact
 bytes; a completion, which has no bytes, shows `bytes:\\xf0\\x9f`, as OpenAI does. Probabilities of zero become -9999,
@@ -98,11 +98,10 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, token_id: int, at: TokenLogprobs) -> dict[str, float]:
-        """Log-probabilities by name, the token's own among them; of tokens with the same name the likeliest counts."""
-        top: dict[str, float] = {}
+        """Log-probabilities by name, the token's own first; of others with the same name the likeliest counts."""
+        top = {self._name(token_id): max(at.chosen, LOWEST)}
         for top_id, logprob in zip(at.top_ids[: self._num_top], at.top_logprobs[: self._num_top], strict=True):
             top.setdefault(self._name(top_id), max(logprob, LOWEST))
-        top.setdefault(self._name(token_id), max(at.chosen, LOWEST))
         return top
 
     def _name(self, token_id: int) -> str:

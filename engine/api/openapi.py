@@ -48,7 +48,7 @@ class Operation:
     """Contents of one route and method, beside its sentence."""
 
     response: type[BaseModel] | str | None
-    """Model of a JSON response, or the media type of another one; None: only `events`."""
+    """Model of a JSON response, or the media type of another one; None: only `events`, or never a success."""
     body: type[BaseModel] | None = None
     form: type[BaseModel] | None = None
     """A body that is a form."""
@@ -124,7 +124,7 @@ def _operation(said: Json, operation: Operation, models: Models, *, is_open: boo
         "summary": sentence.partition(". ")[0].rstrip("."),
         "description": sentence,
         "parameters": [*own, *(each.object() for each in operation.parameters)],
-        "responses": {"200": _success(operation, models)} | _errors(operation, models, is_open=is_open),
+        "responses": _success(operation, models) | _errors(operation, models, is_open=is_open),
         "security": [] if is_open else [{}, {"key": []}],
     }
     if operation.body is not None:
@@ -135,14 +135,25 @@ def _operation(said: Json, operation: Operation, models: Models, *, is_open: boo
 
 
 def _success(operation: Operation, models: Models) -> Json:
+    """The response of a success, by its status."""
     content: Json = {}
     if isinstance(operation.response, str):
         content[operation.response] = {"schema": {"type": "string"}}
     elif operation.response is not None:
         content[JSON] = {"schema": models[operation.response]}
     if operation.events is not None:
-        content[EVENTS] = {"schema": models[operation.events]}
-    return {"description": "Success.", "content": content}
+        content[EVENTS] = {"schema": _event(models[operation.events])}
+    return {"200": {"description": "Success.", "content": content}} if content else {}
+
+
+def _event(data: Schema) -> Schema:
+    """A server-sent event whose data are JSON of a schema, in the form of OpenAPI 3.2."""
+    fields: Schema = {
+        "data": {"type": "string", "contentMediaType": JSON, "contentSchema": data},
+        "event": {"type": "string"},
+        "id": {"type": "string"},
+    }
+    return {"type": "object", "properties": fields, "required": ["data"]}
 
 
 def _errors(operation: Operation, models: Models, *, is_open: bool) -> Json:

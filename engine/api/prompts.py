@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, St
 
 from engine.api.known import KnownMessageFields
 from engine.api.spec import ChatMessage, ContinuedAnswer, Prompt
-from engine.api.validation import LenientModel, describe, problem
+from engine.api.validation import LenientModel, describe, name_all, problem
 from engine.core.answers.transcripts import REFERENCE_PREFIX
 from engine.core.errors import RequestError
 from engine.core.types import ChatEnd
@@ -20,7 +20,8 @@ MAX_MESSAGES = 8192
 MAX_PARTS = 8192
 """Parts of a message's content."""
 
-Label = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+MAX_LABEL_LEN = 512
+Label = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LABEL_LEN)]
 
 # Bounds in JSON schemas of prompts, which functions check.
 _Id = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -78,7 +79,8 @@ def _token_ids(value: list[Any] | tuple[Any, ...]) -> tuple[int, ...]:
         wrong = next(token for token in value if type(token) is not int)
         raise problem(f"must have integers as token ids, got {describe(wrong)}")
     if value and (min(value) < 0 or max(value) > MAX_TOKEN_ID):
-        raise problem(f"must have token ids from 0 to {MAX_TOKEN_ID}")
+        named = name_all(token for token in value if not 0 <= token <= MAX_TOKEN_ID)
+        raise problem(f"must have token ids from 0 to {MAX_TOKEN_ID}, got {named}")
     return tuple(value)
 
 

@@ -9,9 +9,10 @@ from pydantic import Field
 from engine.api.spec import GenerationSpec, ReasoningUse
 from engine.api.validation import INTEGRAL, StrictModel
 from engine.core.answers.lead import Lead
+from engine.core.answers.reasoning_limit import ReasoningLimit
 from engine.core.errors import RequestError
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_inside, ends_reasoning
-from engine.core.types import ChatEnd, ReasoningLimit
+from engine.core.types import ChatEnd
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -28,7 +29,7 @@ class ReasoningFields(StrictModel):
     reasoning_effort: Effort | None = Field(
         default=None,
         description="For chat templates with a variable `reasoning_effort`, or `enable_thinking`, which `none` sets to "
-        "false. Other templates take `none` only.",
+        "false. For other templates of models that reason `none` only; ignored where the model has no reasoning.",
     )
     thinking_token_budget: Annotated[int, Field(ge=-1), INTEGRAL] | None = Field(
         default=None, description="The end of the reasoning is forced behind so many tokens; -1 for never, the default."
@@ -44,14 +45,15 @@ class ReasoningFields(StrictModel):
         )
 
 
-def effort_arguments(asked: ReasoningUse, template: str) -> Mapping[str, object]:
-    """The variables by which a chat template is told of an effort. Raises RequestError if the template has none."""
+def effort_arguments(asked: ReasoningUse, template: str, *, has_reasoning: bool = True) -> Mapping[str, object]:
+    """The variables by which a chat template is told of an effort; none for a model without reasoning, whose effort is
+    always the same. Raises RequestError if the template of a model that reasons has none."""
     effort = asked.effort
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template:
         return {"enable_thinking": effort != "none"}
-    if effort == "none":
+    if effort == "none" or not has_reasoning:
         return {}
     raise RequestError(
         f"'{asked.param}' other than 'none' is not supported: the chat template of this model does not know it.",
@@ -59,9 +61,11 @@ def effort_arguments(asked: ReasoningUse, template: str) -> Mapping[str, object]
     )
 
 
-def with_limit(spec: GenerationSpec, prompt: str, encode: Callable[[str], Sequence[int]]) -> GenerationSpec:
+def with_limit(
+    spec: GenerationSpec, prompt: str, encode: Callable[[str], Sequence[int]], pieces: Mapping[int, bytes]
+) -> GenerationSpec:
     """Have the reasoning of an answer to the rendered prompt end in time, if the request limits it. `encode` makes ids
-    of a text.
+    of a text; `pieces` as `tag_pieces`.
 
     Raises RequestError where a tag of reasoning is more than one token.
     """
@@ -69,13 +73,15 @@ def with_limit(spec: GenerationSpec, prompt: str, encode: Callable[[str], Sequen
     if limit is None:
         return spec
     opening, closing = map(encode, REASONING_TAGS)
-    is_open = begins_inside(prompt)
+    lead = lead_of(prompt)
+    is_open = lead.is_open
     if len(closing) != 1 or not (is_open or len(opening) == 1):
         param = spec.reasoning.limit_param
         raise RequestError(
             f"'{param}' is not supported: this model's tokenizer has no tokens for the tags of reasoning.", param=param
         )
-    known = ReasoningLimit(limit, closing[0], None if is_open else opening[0])
+    tags = {ids[0]: tag for ids, tag in ((opening, lead.opening), (closing, lead.closing)) if len(ids) == 1}
+    known = ReasoningLimit(limit, closing[0], lead, {**pieces, **tags})
     return replace(spec, sampling=replace(spec.sampling, reasoning_limit=known))
 
 
@@ -94,11 +100,14 @@ def with_lead(spec: GenerationSpec, prompt: str) -> GenerationSpec:
             "with reasoning, as this model's chat template has it.",
             param=spec.grammar_param,
         )
-    lead = None
-    if is_open or _may_reason(spec, prompt):
-        opening, closing = (tag.encode() for tag in REASONING_TAGS)
-        lead = Lead(opening, closing, is_open=is_open)
+    lead = lead_of(prompt) if is_open or _may_reason(spec, prompt) else None
     return replace(spec, sampling=replace(spec.sampling, grammar=replace(grammar, lead=lead)))
+
+
+def lead_of(prompt: str) -> Lead:
+    """The reasoning with which an answer to the rendered prompt may begin."""
+    opening, closing = (tag.encode() for tag in REASONING_TAGS)
+    return Lead(opening, closing, is_open=begins_inside(prompt))
 
 
 def _may_reason(spec: GenerationSpec, prompt: str) -> bool:

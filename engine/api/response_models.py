@@ -5,7 +5,7 @@
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 TokenIds: TypeAlias = list[int] | None
 
@@ -287,7 +287,41 @@ class Tokenized(Shape):
     token_strs: list[str] | None = Field(description="With `return_token_strs`: names in the vocabulary.")
 
 
+class AddedToken(Shape):
+    """A token beside the vocabulary that was learnt."""
+
+    content: str = Field(description="The text.")
+    lstrip: bool = Field(description="Takes the white space before it along.")
+    normalized: bool = Field(description="Is looked for in the normalized text.")
+    rstrip: bool = Field(description="Takes the white space behind it along.")
+    single_word: bool = Field(description="Is no part of a word.")
+    special: bool = Field(description="Is no text.")
+
+
+class TokenizerInfo(Shape):
+    """The tokenizer, with fields of a `tokenizer_config.json`."""
+
+    tokenizer_class: str = Field(description="Class in transformers.")
+    vocab_size: int = Field(description="Number of ids that have text.")
+    model_max_length: int = Field(description="Longest prompt plus answer of the model, in tokens.")
+    bos_token: str | None = Field(description="Begins a text.")
+    eos_token: str | None = Field(description="Ends a text.")
+    pad_token: str | None = Field(description="Fills up.")
+    unk_token: str | None = Field(description="Stands for unknown text.")
+    additional_special_tokens: list[str] = Field(description="All special tokens.")
+    added_tokens_decoder: dict[str, AddedToken] = Field(description="Added tokens by id, special ones among them.")
+    chat_template: str | None = Field(description="Jinja template of chats.")
+
+
 class Detokenized(Shape):
     """Text of tokens."""
 
     prompt: str = Field(description="The text.")
+
+
+class Invoked(RootModel[ChatCompletion | Completion | EmbeddingList]):
+    """Response of `/invocations`, by the kind of the body."""
+
+
+class InvokedEvent(RootModel[ChatCompletionChunk | CompletionChunk]):
+    """Data of an event of `/invocations`, by the kind of the body."""

@@ -78,6 +78,13 @@ class Usage:
     rejected_tokens: int = 0
     """Draft tokens that did not become part of the completion."""
 
+    @property
+    def of_prompt(self) -> "Usage":
+        """The usage before the completion's first token."""
+        return Usage(
+            self.prompt_tokens, 0, self.cached_tokens, reasoning_tokens=None if self.reasoning_tokens is None else 0
+        )
+
     def object(self) -> Json:
         """OpenAI's usage object."""
         of_completion: Json = {}

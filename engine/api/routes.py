@@ -1,15 +1,47 @@
 """Routes with a prompt in their bodies, and how each body is read."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from pydantic import Field, RootModel
 
 from engine.api.anthropic.requests import parse_count, parse_messages
-from engine.api.embeddings import parse_embeddings
+from engine.api.embeddings import EmbeddingsRequest, parse_embeddings
 from engine.api.openai_responses.requests import parse_responses
-from engine.api.requests import parse_chat, parse_completion
+from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.spec import GenerationSpec
+from engine.api.validation import LenientModel, parse_body
+from engine.core.errors import RequestError
 
-Route: TypeAlias = Literal["completion", "chat", "messages", "count_tokens", "responses", "embeddings"]
+Route: TypeAlias = Literal["completion", "chat", "messages", "count_tokens", "responses", "embeddings", "invocation"]
+
+
+class Invocation(RootModel[ChatCompletionRequest | CompletionRequest | EmbeddingsRequest]):
+    """Body of `/invocations`: that of a chat, which has `messages`, of a completion, which has `prompt`, or of
+    embeddings, which has `input`."""
+
+
+class _Shape(LenientModel):
+    """The fields by which bodies are told apart."""
+
+    messages: Any = Field(default=None)
+    prompt: Any = Field(default=None)
+    input: Any = Field(default=None)
+
+
+def parse_invocation(body: bytes) -> GenerationSpec:
+    """A body of a chat, a completion or embeddings in normal form. Raises RequestError naming the field at fault."""
+    shape = parse_body(_Shape, body)
+    if shape.messages is not None:
+        return parse_chat(body)
+    if shape.prompt is not None:
+        return parse_completion(body)
+    if shape.input is not None:
+        return parse_embeddings(body)
+    raise RequestError(
+        "The request body must have 'messages' (a chat), 'prompt' (a completion) or 'input' (embeddings)."
+    )
+
 
 _PARSERS: Mapping[Route, Callable[[bytes], GenerationSpec]] = {
     "completion": parse_completion,
@@ -18,6 +50,7 @@ _PARSERS: Mapping[Route, Callable[[bytes], GenerationSpec]] = {
     "count_tokens": parse_count,
     "responses": parse_responses,
     "embeddings": parse_embeddings,
+    "invocation": parse_invocation,
 }
 
 

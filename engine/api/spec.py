@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from engine.api.validation import name_all
 from engine.core.errors import ContextLengthError, RequestError
 from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, SamplingParams
 
@@ -70,6 +71,8 @@ class Turn:
     """The input, as the API lists it, but without ids."""
     repeated: Mapping[str, object]
     """Fields that the response repeats."""
+    shows_messages: bool = False
+    """The response has prompt and answer as texts and token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,11 +352,13 @@ def _num_logprobs(spec: GenerationSpec, vocab_size: int) -> int | None:
 
 
 def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise RequestError naming `param` unless all ids are in `[0, vocab_size)`."""
+    """Raise RequestError naming `param` and all ids at fault unless all ids are in `[0, vocab_size)`."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        wrong = name_all(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(
-            f"'{param}' has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.", param=param
+            f"'{param}' has token ids that are out of vocabulary: {wrong}. The model's vocab_size is {vocab_size}, so "
+            f"its ids are 0 to {vocab_size - 1}.",
+            param=param,
         )
 
 

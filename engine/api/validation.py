@@ -1,7 +1,7 @@
 """Checks that pydantic lacks, and pydantic's findings as one sentence that names the field."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -26,6 +26,8 @@ NOT_SUPPORTED = "Not supported: any other value is refused."
 """Description of a field that takes null and values that ask for nothing."""
 MAX_EXACT = 2**53
 """Bound of the integers that floats hold exactly."""
+MAX_NAMED = 16
+"""Values at fault that one error names."""
 
 
 class StrictModel(BaseModel):
@@ -146,6 +148,16 @@ def describe(value: object) -> str:
         return "a huge integer"
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def name_all(values: Iterable[object]) -> str:
+    """Names of the values at fault, each once: `1, 2 and 3`; behind the first `MAX_NAMED` only how many more."""
+    names = [describe(value) for value in dict.fromkeys(values)]
+    num_more = len(names) - MAX_NAMED
+    if num_more > 1:
+        names = [*names[:MAX_NAMED], f"{num_more} more"]
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 _Words = Callable[[dict[str, Any]], str]

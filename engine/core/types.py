@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from engine.core.answers.continuations import BegunAnswer
 from engine.core.answers.lead import Lead
+from engine.core.answers.reasoning_limit import ReasoningLimit
 
 BlockHash: TypeAlias = bytes
 """16-byte digest of a block: its tokens, all tokens before them, and the model (`engine.core.hashing`)."""
@@ -117,17 +118,6 @@ class DraftSource(StrEnum):
     """Answers of the same salt to the same prompt, of any worker, as the manager keeps them."""
     GRAMMAR = "grammar"
     """Tokens about which the request's grammar leaves no choice."""
-
-
-class ReasoningLimit(NamedTuple):
-    """The most tokens of the reasoning with which an answer begins."""
-
-    num_tokens: int
-    """Without the closing tag, which is forced behind these."""
-    closing_id: int
-    """Token of the closing tag."""
-    opening_id: int | None = None
-    """Token of the opening tag; None if the prompt ends with that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from engine.core.answers.reasoning_limit import MAX_BEFORE
 from engine.core.worker.drafts.rows import Row
 
 Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -66,11 +67,10 @@ def forced_end(request: Row) -> int | None:
     """Return the token that ends the request's reasoning, if the reasoning has just become as long as it may be: a
     function of the generated tokens alone."""
     limit = request.assignment.sampling.reasoning_limit
-    if limit is None or request.num_output != max(limit.num_tokens, limit.opening_id is not None):
+    if limit is None or not limit.num_tokens <= request.num_output <= max(limit.num_tokens, MAX_BEFORE):
         return None
     output = request.token_ids[request.assignment.num_prompt_tokens :]
-    is_begun = limit.opening_id is None or output[0] == limit.opening_id
-    return limit.closing_id if is_begun and limit.closing_id not in output else None
+    return limit.closing_id if limit.is_due(output) else None
 
 
 def _take_out(mask: Mask, token_ids: Collection[int]) -> None:

@@ -194,6 +194,23 @@ class Tokenizer:
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else ""
 
+    def describe(self) -> dict[str, object]:
+        """Return the parts of a `tokenizer_config.json` that tell of this tokenizer, and its size."""
+        added = self._backend.get_added_tokens_decoder()
+        flags = ("lstrip", "normalized", "rstrip", "single_word", "special")
+        named = self._tokenizer.special_tokens_map
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "vocab_size": self.vocab_size,
+            **{name: str(named[name]) if named.get(name) else None for name in _SPECIAL_ROLES},
+            "additional_special_tokens": [str(token.content) for token in added.values() if token.special],
+            "added_tokens_decoder": {
+                str(token_id): {"content": str(token.content), **{flag: bool(getattr(token, flag)) for flag in flags}}
+                for token_id, token in sorted(added.items())
+            },
+            "chat_template": self.chat_template or None,
+        }
+
     def special_id(self, name: str) -> int | None:
         """The id of a special token; None if there is none of this name."""
         token_id = self._backend.token_to_id(name)
@@ -298,6 +315,7 @@ class Tokenizer:
         return table
 
 
+_SPECIAL_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _FILL_IN_TOKENS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),

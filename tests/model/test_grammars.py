@@ -12,9 +12,10 @@ import pytest
 from actors.ingress.grammar_check import check_grammar
 from benchmarks.made_schemas import Schema, made_schema
 from engine.core.answers.lead import Lead
+from engine.core.answers.reasoning_limit import ReasoningLimit
 from engine.core.errors import RequestError, StartupError
 from engine.core.ingress.parsers.reasoning import Thinking
-from engine.core.types import Assignment, FinishReason, Grammar, GrammarKind, ReasoningLimit
+from engine.core.types import Assignment, FinishReason, Grammar, GrammarKind
 from engine.model.build import make_grammars
 from engine.model.engine import Engine
 from engine.model.grammars import Grammars
@@ -252,7 +253,7 @@ def test_reasoning_without_an_end_is_cut_at_the_limit() -> None:
 
 def test_reasoning_that_is_long_enough_ends() -> None:
     closing = 1000
-    limit = ReasoningLimit(5, closing)
+    limit = ReasoningLimit(5, closing, Lead(b"<think>", b"</think>", is_open=True), {closing: b"</think>"})
     requests = [assignment(f"r{number}", None, max_tokens=20, reasoning_limit=limit) for number in range(3)]
     requests.append(assignment("free", None, max_tokens=20))
     found = {name: tokens_of(events) for name, events in run(engine(), requests).items()}

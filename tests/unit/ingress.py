@@ -24,7 +24,16 @@ from actors.ingress.manager_link import Call, ManagerLink
 from actors.ingress.output import OutputProcessor
 from actors.ingress.preparation import Preparation, PreparationFacts
 from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reading import NextTurn, Reader, Reading, ReadingFacts, Request, ServedModel, TokenRequest
+from actors.ingress.reading import (
+    Conversations,
+    NextTurn,
+    Reader,
+    Reading,
+    ReadingFacts,
+    Request,
+    ServedModel,
+    TokenRequest,
+)
 from actors.ingress.refusals import Refusals
 from actors.ingress.rendering import Rendering
 from actors.ingress.stored_responses import StoredResponses
@@ -34,6 +43,7 @@ from actors.ingress.vocabulary import Vocabulary
 from actors.metric_values import Family
 from actors.metrics import FinishedRequest
 from actors.rpc import ManagerClient, find_worker
+from engine.api.conversations import parse_conversations
 from engine.api.routes import parse
 from engine.api.spec import GenerationSpec, Prompt
 from engine.core.answers.transcripts import EncodedText
@@ -163,6 +173,9 @@ class FakeReader(RequestReader):
             marked_tokens=tuple(starts[mark.index] + mark.length for mark in spec.marks),
             prediction=self._ids(spec.prediction or ""),
         )
+
+    async def read_all(self, conversations: Conversations) -> list[Reading]:
+        return [await self.read(spec, 0) for spec in parse_conversations(conversations.body)]
 
     async def tokens(self, request: TokenRequest) -> bytes:
         facts = ReadingFacts(ServedModel(MODEL, CONTEXT, VOCAB), Path(), special_tokens_in_messages=False)
@@ -337,6 +350,7 @@ class Replica:
         max_model_len: int = CONTEXT,
         tool_format: ToolFormat = HERMES,
         has_reasoning: bool = False,
+        description: Mapping[str, object] | None = None,
     ) -> None:
         tokenizer = LetterTokenizer(has_table=has_table)
         self._now = 0.0
@@ -391,7 +405,7 @@ class Replica:
             model=model,
             tenants=tenants or Tenants(),
             cache=CacheControl(self.manager, tokenizer.decode),
-            tokenization=Tokenization(self.reader, self.room),
+            tokenization=Tokenization(self.reader, self.room, description),
             room=self.room,
             reader=self.reader,
             dispatcher=self.dispatcher,

@@ -1,20 +1,14 @@
-"""Bodies of `/v1/embeddings`, and the vectors of its responses."""
+"""Bodies of `/v1/embeddings`."""
 
-import base64
-import json
-import math
-from struct import pack, unpack
 from typing import Any
 
 import orjson
 import pytest
 
-from engine.api.embeddings import EmbedRequest, as_embed_request, embedding_of, embeddings_body, parse_embeddings
-from engine.api.responses import ResponseHead, Usage, response_id
+from engine.api.embeddings import EmbedRequest, as_embed_request, parse_embeddings
+from engine.api.responses import response_id
 from engine.api.spec import EmbeddingUse, GenerationSpec, Truncation
 from engine.core.errors import RequestError
-
-HEAD = ResponseHead("completion", "embd-r", 7, "m")
 
 
 def parsed(**fields: Any) -> GenerationSpec:
@@ -121,30 +115,6 @@ def test_dimensions_are_the_hidden_states_or_refused() -> None:
     with pytest.raises(RequestError, match="'dimensions' must be 576") as raised:
         EmbeddingUse(dimensions=256).check(576)
     assert raised.value.param == "dimensions"
-
-
-def test_a_vector_has_length_one_unless_the_state_is_asked_for() -> None:
-    state = pack("<3f", 3.0, -4.0, 0.1)
-    vector = embedding_of(state, EmbeddingUse())
-    assert math.hypot(*vector) == pytest.approx(1, abs=1e-6)
-    assert [value / vector[0] * 3 for value in vector] == pytest.approx(unpack("<3f", state), rel=1e-6)
-    assert list(unpack("<3f", pack("<3f", *vector))) == vector, "float32 values"
-    assert embedding_of(state, EmbeddingUse(is_normalized=False)) == list(unpack("<3f", state))
-    assert embedding_of(bytes(8), EmbeddingUse()) == [0.0, 0.0]
-
-
-def test_both_encodings_have_the_same_values() -> None:
-    states = [pack("<2f", 0.1, 0.2), pack("<2f", -5.0, 1e-3)]
-    as_floats, as_bytes = (
-        json.loads(embeddings_body(HEAD, EmbeddingUse(encoding), states, Usage(9, 0, 4)))
-        for encoding in ("float", "base64")
-    )
-    for index, (one, other) in enumerate(zip(as_floats.pop("data"), as_bytes.pop("data"), strict=True)):
-        assert (one["index"], one["object"]) == (other["index"], other["object"]) == (index, "embedding")
-        assert one["embedding"] == list(unpack("<2f", base64.b64decode(other["embedding"])))
-    assert as_floats == as_bytes
-    assert (as_floats["object"], as_floats["model"], as_floats["id"]) == ("list", "m", "embd-r")
-    assert (as_floats["usage"]["prompt_tokens"], as_floats["usage"]["total_tokens"]) == (9, 9)
 
 
 def test_requests_of_the_handle() -> None:

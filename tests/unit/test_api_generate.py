@@ -75,7 +75,7 @@ def test_the_prompt_can_be_scored() -> None:
         ({"prompt": "x", "seed": 10**5000}, "seed", "got a huge integer"),
         ({"prompt": "x", "n": 2}, "n", "Unrecognized"),
         ({"prompt": "x", "request_id": "a b"}, "request_id", "is not valid"),
-        ({"prompt": "x", "logit_bias": {-1: 1}}, "logit_bias[-1]", "must be at least 0"),
+        ({"prompt": "x", "logit_bias": {-1: 1}}, "logit_bias", "must have token ids as keys, got -1"),
         ({"prompt": object()}, "prompt", "got a value of type object"),
         ({"messages": []}, "messages", "must not be empty"),
         ({"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "must be one of"),

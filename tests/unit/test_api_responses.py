@@ -280,8 +280,12 @@ def test_a_sampled_token_that_is_none_of_the_likeliest_is_reported_with_them() -
     assert tops(TokenLogprobs(-5.0, (4, 0), (-0.5, -0.6)), 2) == ["!", "the"]
     assert tops(TokenLogprobs(-5.0, (), ()), 0) == []
     assert tops(at, None) == ["the", " cat", "!"], "all that are known, and the token itself"
-    for num_top, expected in ((1, {"the": -0.5, "!": -5.0}), (0, {"!": -5.0})):
-        assert CompletionLogprobs(VOCABULARY.__getitem__, num_top).add([4], [at])["top_logprobs"] == [expected]
+    for num_top, expected in ((1, {"!": -5.0, "the": -0.5}), (0, {"!": -5.0})):
+        found = CompletionLogprobs(VOCABULARY.__getitem__, num_top).add([4], [at])["top_logprobs"]
+        assert json.dumps(found) == json.dumps([expected]), "the sampled token first, and then the likeliest"
+    second = TokenLogprobs(-1.5, (0, 4), (-0.5, -1.5))
+    found = CompletionLogprobs(VOCABULARY.__getitem__, 2).add([4], [second])["top_logprobs"]
+    assert json.dumps(found) == json.dumps([{"!": -1.5, "the": -0.5}])
 
 
 def test_tokens_are_named_by_their_ids_where_asked_for() -> None:

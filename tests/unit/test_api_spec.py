@@ -134,7 +134,7 @@ def test_min_tokens_above_max_tokens() -> None:
     ],
 )
 def test_ids_outside_the_vocabulary(spec: GenerationSpec, param: str) -> None:
-    with pytest.raises(RequestError, match="has token id 1000, but the model's ids are 0 to 999") as caught:
+    with pytest.raises(RequestError, match="out of vocabulary: 1000") as caught:
         params(spec)
     assert caught.value.param == param
 
@@ -143,8 +143,19 @@ def test_require_token_ids() -> None:
     require_token_ids((), 10, "prompt")
     require_token_ids((0, 9), 10, "prompt")
     for wrong in (-1, 10):
-        with pytest.raises(RequestError, match=f"token id {wrong},"):
+        with pytest.raises(RequestError) as caught:
             require_token_ids((0, wrong), 10, "prompt")
+        assert caught.value.message == (
+            f"'prompt' has token ids that are out of vocabulary: {wrong}. The model's vocab_size is 10, so its ids are "
+            "0 to 9."
+        )
+
+
+def test_all_ids_at_fault_are_named() -> None:
+    with pytest.raises(RequestError, match="out of vocabulary: 12, -3 and 10"):
+        require_token_ids((12, 0, -3, 10, 12), 10, "prompt")
+    with pytest.raises(RequestError, match=r"out of vocabulary: 10, 11, .*, 25 and 84 more\. "):
+        require_token_ids(range(110), 10, "prompt")
 
 
 def test_seed_of_each_choice() -> None:
@@ -178,8 +189,8 @@ def test_no_request_is_left_without_a_token() -> None:
 
 @pytest.mark.parametrize("name", ["allowed_token_ids", "logprob_token_ids"])
 def test_listed_ids_are_in_the_vocabulary(name: str) -> None:
-    with pytest.raises(RequestError, match="has token id 1000") as caught:
-        params(completion(sampling=asked(**{name: (5, 1000)})))
+    with pytest.raises(RequestError, match="out of vocabulary: 1000 and 2000") as caught:
+        params(completion(sampling=asked(**{name: (5, 1000, 2000)})))
     assert caught.value.param == name
 
 

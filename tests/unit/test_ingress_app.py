@@ -146,6 +146,20 @@ def test_names_and_sessions_come_from_headers(served: Served) -> None:
     assert replica.dispatcher.begun[0].session == "s"
 
 
+def test_a_session_of_a_header_is_bounded_as_one_of_a_body(served: Served) -> None:
+    replica = Replica()
+
+    def ask(length: int) -> Any:
+        headers = {"x-session-id": "s" * length}
+        return served(replica, lambda: call(app, "POST", COMPLETIONS, body_of("completion"), headers=headers))
+
+    assert ask(512).status == ask(0).status == 200
+    refused = ask(513)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "x-session-id")
+    assert "The header 'x-session-id' must have at most 512 characters" in refused.json["error"]["message"]
+    assert [generation.session for generation in replica.dispatcher.begun] == ["s" * 512, None]
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

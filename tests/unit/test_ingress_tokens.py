@@ -52,6 +52,13 @@ def test_the_tokens_of_a_chat(served: Served, fields: dict[str, Any], text: str)
     assert reply.json["count"] == len(text)
 
 
+def test_the_tokenizer_is_described_unless_turned_off(served: Served) -> None:
+    described = served(Replica(description={"tokenizer_class": "Letters"}), lambda: call(app, "GET", "/tokenizer_info"))
+    assert (described.status, described.json) == (200, {"tokenizer_class": "Letters"})
+    off = served(Replica(), lambda: call(app, "GET", "/tokenizer_info"))
+    assert off.status == 404 and "http.tokenizer_info" in off.json["error"]["message"]
+
+
 def test_the_text_of_tokens_names_special_tokens(served: Served) -> None:
     reply = served(Replica(), ask("/detokenize", model=MODEL, tokens=[104, 0, 105]))
     assert (reply.status, reply.json) == (200, {"prompt": "h</s>i"})

@@ -44,9 +44,19 @@ def validate_reply(method: str, path: str, reply: Reply) -> None:
     if kind == "application/json":
         validate(reply.json, content["schema"])
     if kind == "text/event-stream":
+        assert content["schema"]["required"] == ["data"]
         for event in objects_of(reply.body):
             if event != "[DONE]":
-                validate(event, content["schema"])
+                validate(event, content["schema"]["properties"]["data"]["contentSchema"])
+
+
+def test_a_route_that_never_succeeds_says_so() -> None:
+    assert [
+        path
+        for path, methods in DOCUMENT["paths"].items()
+        for each in methods.values()
+        if "200" not in each["responses"]
+    ] == ["/v1/responses/{response_id}/cancel"]
 
 
 def test_every_route_is_described_and_every_description_is_a_route() -> None:
@@ -151,6 +161,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_u
         ("/v1/responses", {"instructions": "a", "metadata": {"a": "b"}}),
         ("/v1/responses", {"include": ["message.output_text.logprobs"], "stream": True}),
         ("/v1/responses", {"previous_response_id": "resp_x"}),
+        ("/v1/responses", {"enable_response_messages": True, "stream": True}),
     ],
     ids=str,
 )
@@ -189,6 +200,14 @@ def ask(method: str, path: str, body: bytes = b"", **headers: str) -> Callable[[
         ("post", "/v1/embeddings", None, b'{"input":"a"}'),
         ("post", "/v1/embeddings", None, b'{"input":[[1],[2]],"encoding_format":"base64"}'),
         ("post", "/v1/embeddings", None, b'{"input":"a","dimensions":1}'),
+        ("post", "/invocations", None, b'{"prompt":"a"}'),
+        ("post", "/invocations", None, b'{"messages":[{"role":"user","content":"a"}],"stream":true}'),
+        ("post", "/invocations", None, b'{"input":"a"}'),
+        ("post", "/invocations", None, b"{}"),
+        ("post", "/v1/chat/completions/batch", None, b'{"messages":[[{"role":"user","content":"a"}]]}'),
+        ("post", "/v1/chat/completions/batch", None, b'{"messages":[]}'),
+        ("post", "/v1/responses/x/cancel", "/v1/responses/{response_id}/cancel", b""),
+        ("get", "/tokenizer_info", None, b""),
         ("post", "/tokenize", None, b'{"prompt":"a"}'),
         ("post", "/tokenize", None, b'{"prompt":"a","return_token_strs":true}'),
         ("post", "/tokenize", None, b"{}"),

@@ -159,7 +159,7 @@ def test_a_request_of_the_python_handle() -> None:
 
 def test_answers_named_by_their_ids_stand_in_the_prompt() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "token_ids": [500]}]
-    with pytest.raises(RequestError, match="token id 500"):
+    with pytest.raises(RequestError, match="out of vocabulary: 500"):
         asyncio.run(Replica().closed_job("chat", messages=messages))
 
 

@@ -22,6 +22,7 @@ from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Pro
 from actors.ingress.reader_process import SWEPT_BYTES, Sweeper
 from actors.ingress.reading import (
     MOST_COUNTED,
+    Conversations,
     GrammarQuestion,
     NextTurn,
     Reader,
@@ -31,6 +32,7 @@ from actors.ingress.reading import (
     TokenRequest,
 )
 from engine.api.generate import GenerateRequest
+from engine.api.response_models import TokenizerInfo
 from engine.api.spec import GenerationSpec, ToolUse
 from engine.core.errors import (
     ContextLengthError,
@@ -583,13 +585,42 @@ def test_messages_count_by_their_number_and_all_their_values() -> None:
     assert size_of(replace(empty, messages=(), tools=tools)) > 9000
 
 
-def test_an_effort_that_the_template_does_not_know_is_refused() -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    plain = reader().read(GenerateRequest.model_validate({"messages": messages}).spec())
-    none = reader().read(GenerateRequest.model_validate({"messages": messages, "reasoning_effort": "none"}).spec())
-    assert none.chat == plain.chat
+def test_each_conversation_is_read_as_a_chat() -> None:
+    def read(conversations: Any) -> list[Reading]:
+        found = reader().answer(Conversations(json.dumps({"messages": conversations, "max_tokens": 3}).encode()))
+        assert isinstance(found, list)
+        return found
+
+    other = {"role": "user", "content": "other"}
+    bodies = [json.dumps({"messages": [each], "max_tokens": 3}).encode() for each in (USER, other)]
+    alone = [reader().read_body("chat", body) for body in bodies]
+    assert read([[USER], [other]]) == alone
+    with pytest.raises(ContextLengthError) as caught:
+        read([[USER], [{"role": "user", "content": "word " * 9000}]])
+    assert caught.value.param == "messages[1]" and "'messages[1]'" in caught.value.message
+
+
+def test_the_tokenizer_is_described() -> None:
+    found = reader()._tokenizer.describe()
+    added = found["added_tokens_decoder"]
+    assert isinstance(added, dict) and found["eos_token"] in found["additional_special_tokens"]  # type: ignore[operator]
+    assert found["tokenizer_class"] and found["vocab_size"] == reader()._tokenizer.vocab_size
+    assert found["chat_template"] == reader()._tokenizer.chat_template != ""
+    info = TokenizerInfo.model_validate({**found, "model_max_length": 8192})
+    assert info.added_tokens_decoder["2"].content == "<|im_end|>" and info.added_tokens_decoder["2"].special
+
+
+def test_an_effort_that_the_template_does_not_know_is_refused_if_the_model_reasons() -> None:
+    def read(by: Reader, **fields: str) -> Reading:
+        return by.read(GenerateRequest.model_validate({"messages": [USER], **fields}).spec())
+
+    plain = read(reader())
+    for effort in ("none", "high"):
+        assert read(reader(), reasoning_effort=effort).chat == plain.chat, "the model does not reason"
+    reasoning = Reader(replace(facts(), has_reasoning=True), reader()._tokenizer)
+    assert read(reasoning, reasoning_effort="none").chat == plain.chat
     with pytest.raises(RequestError) as caught:
-        reader().read(GenerateRequest.model_validate({"messages": messages, "reasoning_effort": "high"}).spec())
+        read(reasoning, reasoning_effort="high")
     assert caught.value.param == "reasoning_effort"
 
 

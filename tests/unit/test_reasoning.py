@@ -171,6 +171,9 @@ def test_an_effort_is_a_variable_of_the_template() -> None:
     assert effort_arguments(ReasoningUse(effort="low"), "{{ enable_thinking }}") == {"enable_thinking": True}
     assert effort_arguments(ReasoningUse(effort="none"), "{{ enable_thinking }}") == {"enable_thinking": False}
     assert effort_arguments(ReasoningUse(effort="none"), "") == {}
+    assert effort_arguments(ReasoningUse(effort="high"), "", has_reasoning=False) == {}
+    known = effort_arguments(ReasoningUse(effort="high"), "{{ reasoning_effort }}", has_reasoning=False)
+    assert known == {"reasoning_effort": "high"}, "a template that asks is told in any case"
     with pytest.raises(RequestError) as caught:
         effort_arguments(ReasoningUse(effort="high", param="reasoning.effort"), "")
     assert caught.value.param == "reasoning.effort"

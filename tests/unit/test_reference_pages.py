@@ -38,6 +38,7 @@ def test_responses_have_their_objects(written: dict[str, str]) -> None:
     assert page.count("### ChatCompletion\n") == 1 and "### ErrorResponse" in page
     assert "| `choices` | list of object | `n` answers. |" in page
     assert "### ChatCompletionRequest" not in page
+    assert "`ChatCompletion`, `Completion`, `EmbeddingList`" in page
 
 
 def test_routes_have_a_sentence(written: dict[str, str]) -> None:

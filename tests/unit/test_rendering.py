@@ -104,8 +104,13 @@ def test_usage_in_every_chunk() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, total, _ = asyncio.run(Replica().streamed("chat", stream_options=options))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == [1, *range(1, len(ANSWER) + 2)]
+    assert counts == [0, *range(1, len(ANSWER) + 2)]
+    assert chunks[0]["usage"]["prompt_tokens"] == total["usage"]["prompt_tokens"]
     assert chunks[-1]["usage"] == total["usage"] and total["choices"] == []
+    *chunks, total, _ = asyncio.run(Replica().streamed(stream_options=options, echo=True, max_tokens=2))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2], "an echo is none of the answer"
+    *chunks, total, _ = asyncio.run(Replica().streamed(stream_options=options, max_tokens=2))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2], "no opening, no usage of it"
     *chunks, _ = asyncio.run(Replica().streamed(stream_options={"continuous_usage_stats": True}))
     assert not any("usage" in chunk for chunk in chunks), "as at vLLM include_usage is needed, too"
 

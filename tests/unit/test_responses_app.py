@@ -259,6 +259,8 @@ def test_a_failure_in_a_stream_is_a_numbered_event(served: Served) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 1}, "max_tokens"),
         ({"background": True}, "background"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages"),
         ({"conversation": "c"}, "conversation"),
         ({"include": ["web_search_call.results"]}, "include"),
         ({"metadata": {"a": 1}}, "metadata.a"),
@@ -300,7 +302,18 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
         "truncation": "disabled",
     }
     nothing |= {"include": ["reasoning.encrypted_content"], "reasoning": {"effort": None, "summary": None}}
+    nothing |= {"enable_response_messages": False, "kv_transfer_params": None, "previous_input_messages": None}
     assert served(Replica(), post(**nothing, background=False, service_tier="auto", user="u")).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_and_answer_as_they_are(served: Served, stream: bool) -> None:
+    reply = served(Replica(), post(input="hi", stream=stream, enable_response_messages=True))
+    response = events_of(reply.body)[-1]["response"] if stream else reply.json
+    raw: dict[str, Any] = {"type": "raw_message_tokens"}
+    assert response["input_messages"] == [raw | {"message": "hi", "tokens": [*b"hi"]}]
+    assert response["output_messages"] == [raw | {"message": f"{ANSWER}</s>", "tokens": [*ANSWER.encode(), END]}]
+    assert "input_messages" not in served(Replica(), post(enable_response_messages=None)).json
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -359,3 +372,14 @@ def test_reasoning_goes_back_with_the_message_behind() -> None:
     ]
     assert spec.turn is not None and spec.turn.items[1]["content"] == thought("a")["content"]
     assert spec.messages[1]["tool_calls"]
+
+
+def test_only_responses_in_the_background_could_be_cancelled(served: Served) -> None:
+    replica = Replica()
+    response = served(replica, post(cache_salt="a")).json
+    refused = served(replica, send("POST", f"{response['id']}/cancel?cache_salt=a"))
+    assert (refused.status, refused.json["error"]["param"]) == (400, "response_id")
+    assert refused.json["error"]["message"].startswith("Cannot cancel a synchronous response.")
+    for unknown in ("resp_none/cancel", f"{response['id']}/cancel"):
+        assert served(replica, send("POST", unknown)).json["error"]["code"] == "response_not_found"
+    assert served(replica, send("GET", f"{response['id']}?cache_salt=a")).json == response

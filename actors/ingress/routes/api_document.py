@@ -9,6 +9,7 @@ from engine.api.anthropic.requests import CountRequest, MessagesRequest
 from engine.api.anthropic.response_models import MessageError, MessageEvent, MessageResponse, TokenCount
 from engine.api.batch_models import Batch, BatchList, FileDeleted, FileList, FileObject, UploadForm
 from engine.api.batches import BatchRequest
+from engine.api.conversations import ConversationsRequest
 from engine.api.embeddings import EmbeddingsRequest
 from engine.api.openai_responses.requests import ResponsesRequest
 from engine.api.openai_responses.response_models import (
@@ -37,11 +38,15 @@ from engine.api.response_models import (
     CompletionChunk,
     Detokenized,
     EmbeddingList,
+    Invoked,
+    InvokedEvent,
     Model,
     ModelList,
     Tokenized,
+    TokenizerInfo,
 )
 from engine.api.responses import Json
+from engine.api.routes import Invocation
 from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
 from engine.core.errors import (
     AnswerChangedError,
@@ -77,7 +82,11 @@ MANAGER = (ServiceError, NoWorkerError)
 FLAG = ("true", "false", "1", "0")
 NAMES = (
     Parameter("x-request-id", "header", "Name of the request, in `id` and logs; behind the body's `request_id`."),
-    Parameter("x-session-id", "header", "Requests of one session prefer one worker; behind the body's `session_id`."),
+    Parameter(
+        "x-session-id",
+        "header",
+        "Requests of one session prefer one worker; up to 512 characters; behind the body's `session_id`.",
+    ),
 )
 STREAMS = (
     *NAMES,
@@ -118,6 +127,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         parameters=STREAMS,
         errors=(*STREAMED, AnswerNotFoundError),
     ),
+    ("post", "/v1/chat/completions/batch"): Operation(
+        ChatCompletion, body=ConversationsRequest, parameters=NAMES, errors=(*GENERATION, AnswerNotFoundError)
+    ),
     ("post", "/v1/completions"): Operation(
         Completion, body=CompletionRequest, events=CompletionChunk, parameters=STREAMS, errors=STREAMED
     ),
@@ -131,6 +143,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/responses/{response_id}"): Operation(ResponseObject, parameters=(SALT,), errors=_STORED_ERRORS),
     ("delete", "/v1/responses/{response_id}"): Operation(ResponseDeleted, parameters=(SALT,), errors=_STORED_ERRORS),
+    ("post", "/v1/responses/{response_id}/cancel"): Operation(None, parameters=(SALT,), errors=_STORED_ERRORS),
     ("get", "/v1/responses/{response_id}/input_items"): Operation(
         ResponseItems, parameters=(LIMIT, ORDER, AFTER, SALT), errors=_STORED_ERRORS
     ),
@@ -146,8 +159,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/v1/messages/count_tokens"): Operation(
         TokenCount, body=CountRequest, errors=BODY, error=MessageError, statuses=ANTHROPIC.statuses
     ),
+    ("post", "/invocations"): Operation(
+        Invoked, body=Invocation, events=InvokedEvent, parameters=NAMES, errors=(*GENERATION, AnswerNotFoundError)
+    ),
     ("post", "/tokenize"): Operation(Tokenized, body=TokenizeRequest, errors=BODY),
     ("post", "/detokenize"): Operation(Detokenized, body=DetokenizeRequest, errors=BODY),
+    ("get", "/tokenizer_info"): Operation(TokenizerInfo, errors=(NotFoundError,)),
     ("get", "/v1/models"): Operation(ModelList),
     ("get", "/v1/models/{name}"): Operation(Model, errors=(ModelNotFoundError,)),
     ("post", "/v1/files"): Operation(FileObject, form=UploadForm, errors=(*STORED, *UPLOAD)),

@@ -23,6 +23,12 @@ async def detokenize(request: Request) -> Response:
     return await _answer("detokenize", request)
 
 
+@router.get("/tokenizer_info")
+async def tokenizer_info() -> Response:
+    """The tokenizer: its class, size, special tokens and chat template. `http.tokenizer_info: false` turns it off."""
+    return json_response(replica().frontend.tokenization.describe())
+
+
 async def _answer(route: TokenRoute, request: Request) -> Response:
     ingress = replica()
     body = await ingress.body_of(request)

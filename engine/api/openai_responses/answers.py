@@ -73,7 +73,19 @@ class ResponseWriter:
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             store=choice.message_id is not None,
             usage=_usage(usage),
+            **self._messages(choice),
         )
+
+    def _messages(self, choice: Choice) -> Json:
+        """Prompt and answer as vLLM shows them: texts, with special tokens by their names, and token ids."""
+        if not self._turn.shows_messages:
+            return {}
+        raw = {"input_messages": choice.prompt_token_ids, "output_messages": choice.token_ids}
+        return {name: [self._raw_message(token_ids or ())] for name, token_ids in raw.items()}
+
+    def _raw_message(self, token_ids: Sequence[int]) -> Json:
+        text = b"".join(map(self._asked.token_bytes, token_ids)).decode("utf-8", "replace")
+        return {"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}
 
     def body(self, choice: Choice, usage: Usage) -> bytes:
         return orjson.dumps(self.response(choice, usage))

@@ -66,7 +66,9 @@ class ReasoningOptions(StrictModel):
     """Wishes for the reasoning before an answer. There is no summary of it."""
 
     effort: Effort | None = Field(
-        default=None, description="For chat templates that know it; templates that do not take `none` only."
+        default=None,
+        description="For chat templates that know it; others of models that reason take `none` only. Ignored where the "
+        "model has no reasoning.",
     )
     summary: Annotated[Any, only("auto")] = None
     generate_summary: Annotated[Any, only("auto")] = None
@@ -122,6 +124,12 @@ class ResponsesRequest(SamplingFields):
         default=None, description="Name of the request in logs; it goes before the header `x-request-id`."
     )
 
+    enable_response_messages: bool | None = Field(
+        default=None,
+        description="The response has the text and the token ids of prompt and answer: `input_messages` and "
+        "`output_messages`.",
+    )
+
     background: UnlessFalse = None
     context_management: UnlessEmpty = None
     conversation: Unsupported = None
@@ -133,6 +141,12 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: Ignored = None
     service_tier: Ignored = None
     truncation: Annotated[Any, only("disabled")] = None
+
+    kv_transfer_params: UnlessEmpty = None
+    media_io_kwargs: UnlessEmpty = None
+    mm_processor_kwargs: UnlessEmpty = None
+    previous_input_messages: UnlessEmpty = None
+    vllm_xargs: UnlessEmpty = None
 
     max_tokens: Unsupported = None
     prompt_logprobs: Unsupported = None
@@ -170,8 +184,11 @@ class ResponsesRequest(SamplingFields):
             num_own=len(own),
             items=tuple(item.listed() for item in self.input),
             repeated=self._repeated(),
+            shows_messages=bool(self.enable_response_messages),
         )
-        return replace(spec, api="responses", is_capped=True, turn=turn)
+        return replace(
+            spec, api="responses", is_capped=True, turn=turn, return_token_ids=bool(self.enable_response_messages)
+        )
 
     def constraint(self) -> Constraint | None:
         """Return the grammar that the answer must follow; errors as `FormatFields.constraint`."""

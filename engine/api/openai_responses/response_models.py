@@ -17,6 +17,14 @@ class ResponseUsage(Shape):
     total_tokens: int = Field(description="Sum of both.")
 
 
+class RawMessage(Shape):
+    """A prompt or an answer as it is, as at vLLM."""
+
+    type: Literal["raw_message_tokens"] = Field(description="Kind of the message.")
+    message: str = Field(description="The text, with special tokens by their names.")
+    tokens: list[int] = Field(description="Its token ids.")
+
+
 class ResponseObject(Shape):
     """A response."""
 
@@ -47,6 +55,12 @@ class ResponseObject(Shape):
     top_p: float = Field(description="As in the request.")
     user: str | None = Field(description="As in the request.")
     store: bool = Field(description="True if the response is stored.")
+    input_messages: list[RawMessage] | None = Field(
+        default=None, description="With `enable_response_messages` the prompt, in a list of one."
+    )
+    output_messages: list[RawMessage] | None = Field(
+        default=None, description="With `enable_response_messages` the answer, in a list of one."
+    )
 
 
 class ResponseEvent(Shape):

@@ -60,6 +60,15 @@ def deleted_body(response_id: str) -> bytes:
     return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
 
 
+def not_cancelled() -> RequestError:
+    """The answer to any wish to cancel a stored response."""
+    return RequestError(
+        "Cannot cancel a synchronous response. Only responses in the background can be cancelled, and 'background' is "
+        "not supported here: to end a response, close its connection.",
+        param="response_id",
+    )
+
+
 class StoredQuery(StrictModel):
     """Query of the routes of one stored response."""
 

@@ -1,1 +1,2 @@
-"""Answers as token ids: kept for later prompts (`transcripts`), and the reasoning before a prescribed form (`lead`)."""
+"""Answers as token ids: kept for later prompts (`transcripts`), and the reasoning before the text (`lead`,
+`reasoning_limit`)."""
