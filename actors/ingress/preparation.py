@@ -163,10 +163,11 @@ class Preparation:
                     spec = _with_session(reading.spec, session)
                     tenant.require_priority(spec.priority)
                     own = _request_id(spec, name, unique)
-                    head = self._head(spec, own)
+                    origin = self._new_origin(own)
                     unique_id = f"{own}-{number}-{secrets.token_hex(4)}"
-                    answers = await self._answers(replace(reading, spec=spec), tenant, unique_id)
+                    answers = await self._answers(replace(reading, spec=spec), tenant, origin, unique_id)
                     _hand_out([permits.pop()], answers)
+                    head = self._head(spec, origin)
                     jobs.append(Job(f"{own}-{number}", spec, tenant, head, answers, arrived_at))
             except BaseException:
                 for job in jobs:
@@ -248,11 +249,13 @@ class Preparation:
         response has a name of its own. Raises AnswerChangedError if the stream is of another model."""
         unique = uuid.uuid4().hex
         request_id = _request_id(spec, name, unique)
-        own = request_id if spec.turn is None else unique
-        origin = Origin(own, int(time.time()), secrets.randbits(62), system_fingerprint(self._root()))
+        origin = self._new_origin(request_id if spec.turn is None else unique)
         if start is not None:
             origin = start.origin(origin)
         return origin.name if spec.turn is None else request_id, origin
+
+    def _new_origin(self, name: str) -> Origin:
+        return Origin(name, int(time.time()), secrets.randbits(62), system_fingerprint(self._root()))
 
     def _head(self, spec: GenerationSpec, origin: Origin) -> ResponseHead:
         return ResponseHead(

@@ -25,7 +25,7 @@ from zlib import crc32
 
 from engine.api.fields import REQUEST_ID_PATTERN
 from engine.api.reconnecting import BEGINNING, HEADER
-from engine.api.spec import UNASKED, GenerationSpec
+from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
 from engine.core.errors import AnswerChangedError, RequestError
 from engine.core.types import MODEL_TEMPLATE
 
@@ -138,7 +138,7 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
         template=MODEL_TEMPLATE,
         turn=None,
         # No part of the answer.
-        sampling=replace(spec.sampling, speculation=UNASKED.speculation, allowed_token_ids=None),
+        sampling=replace(spec.sampling, speculation=DEFAULT_SAMPLING.speculation, allowed_token_ids=None),
         prediction=None,
         user=None,
         session_id=None,

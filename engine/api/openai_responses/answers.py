@@ -84,7 +84,7 @@ class ResponseWriter:
         return {name: [self._raw_message(token_ids or ())] for name, token_ids in raw.items()}
 
     def _raw_message(self, token_ids: Sequence[int]) -> Json:
-        text = b"".join(map(self._asked.token_bytes, token_ids)).decode("utf-8", "replace")
+        text = b"".join(map(self._context.token_bytes, token_ids)).decode("utf-8", "replace")
         return {"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}
 
     def body(self, choice: Choice, usage: Usage) -> bytes:
