@@ -93,7 +93,7 @@ class CacheSection(_Section):
         "most, one of which learns when prefixes are wanted again; or lru.",
     )
     segment_gib: float = Field(
-        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; must be less than that holds."
+        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; must be less than the store."
     )
     swap_gib: float = Field(
         default=0.25,
