@@ -93,7 +93,7 @@ class CacheSection(_Section):
         "one of them learns when prefixes are requested again. lru: the least recently used first.",
     )
     segment_gib: float = Field(
-        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; must be less than that holds."
+        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; must be less than the store."
     )
     swap_gib: float = Field(
         default=0.25,
