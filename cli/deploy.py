@@ -162,7 +162,8 @@ def _check(config: Config, running: Config | None) -> None:
 
     if running is None or running.model != config.model:
         identity_of(config)
-    has_gib = ray.cluster_resources().get("object_store_memory", 0.0) / GIB
+    cluster: Any = ray
+    has_gib = cluster.cluster_resources().get("object_store_memory", 0.0) / GIB
     if config.stored_gib > has_gib:
         raise StartupError(
             f"cache.segment_gib and each worker's cache.swap_gib come to {config.stored_gib:,.1f} GiB; the object "

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from configs.schema import Config, WorkerSection
-from configs.sections import Share, WorkerArguments, WorkerLive, worker_arguments, worker_live
+from configs.sections import ManagerArguments, Share, WorkerArguments, WorkerLive, worker_arguments, worker_live
 from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant, Tenants
 from engine.core.types import DraftSource

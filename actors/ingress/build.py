@@ -29,7 +29,7 @@ from actors.instruments import families_of
 from actors.metrics import IngressMetrics
 from actors.rpc import find_worker
 from configs.schema import Config
-from configs.settings import answer_bytes, tenants
+from configs.settings import tenants
 from engine.batches.file_store import StoreLimits
 from engine.batches.lines import LineLimits
 from engine.core.errors import RequestError, StartupError
@@ -221,7 +221,7 @@ def _model_facts(config: Config, identity: ModelIdentity) -> ModelFacts:
         cache.block_size,
         cache.await_timeout_s,
         names_blocks=cache.prefix_caching or config.workers.prefill is not None,
-        names_answers=answer_bytes(config) > 0,
+        names_answers=cache.prefix_caching and config.speculation.uses(DraftSource.CLUSTER),
     )
 
 

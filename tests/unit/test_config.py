@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from configs import Config, load_config
 from configs.load import CONFIG_FOLDER
+from configs.sections import manager_arguments
 from configs.settings import answer_bytes, engine_settings, tenants
 from engine.core.errors import StartupError
 from engine.core.settings import DraftLimits
@@ -201,10 +202,14 @@ def test_drafts_are_made_where_they_are_asked_for(tmp_path: Path) -> None:
     without = with_cache.model_copy(update={"cache": with_cache.cache.model_copy(update={"prefix_caching": False})})
     found = engine_settings(without, without.workers.sections["mixed"]).drafts
     assert found is not None and found.past_tokens == 0 and DraftSource.PAST not in found.sources
-    assert DraftSource.CLUSTER not in found.sources and answer_bytes(without) == 0
-    assert answer_bytes(with_cache) == 16 << 20 and answer_bytes(load(tmp_path, MIXED)) == 0
-    assert answer_bytes(load(tmp_path, {**MIXED, "speculation": {"mode": "auto", "sources": ["past"]}})) == 0
-    assert answer_bytes(load(tmp_path, {**MIXED, "speculation": {"mode": "auto", "cluster_mib": 3}})) == 3 << 20
+    assert DraftSource.CLUSTER not in found.sources
+
+    def memory(config: Config) -> int:
+        return answer_bytes(manager_arguments(config))
+
+    assert (memory(without), memory(with_cache), memory(load(tmp_path, MIXED))) == (0, 16 << 20, 0)
+    assert memory(load(tmp_path, {**MIXED, "speculation": {"mode": "auto", "sources": ["past"]}})) == 0
+    assert memory(load(tmp_path, {**MIXED, "speculation": {"mode": "auto", "cluster_mib": 3}})) == 3 << 20
     assert "speculation.sources" in complaint(tmp_path, {**MIXED, "speculation": {"sources": ["dreams"]}})
     assert "speculation.mode" in complaint(tmp_path, {**MIXED, "speculation": {"mode": "on"}})
 

@@ -67,7 +67,7 @@ def test_a_conversation_that_fails_fails_the_request(served: Served) -> None:
 def test_conversations_find_room_together_or_not_at_all(served: Served) -> None:
     replica = Replica(max_requests=2)
     reply = served(replica, batch("a", "b", "c"))
-    assert reply.status == 400 and "3 answers are more than the 2" in reply.json["error"]["message"]
+    assert reply.status == 400 and "needs 3 answers, but at most 2" in reply.json["error"]["message"]
     assert not replica.dispatcher.begun and replica.room.num_held == 0
     assert served(replica, batch("a", "b")).status == 200
 

@@ -20,6 +20,7 @@ from engine.core.errors import StartupError
 from engine.core.settings import SchedulerLimits
 from tests.unit.local_actors import LocalHandle
 
+TASK_ERROR: Any = RayTaskError
 WORKER_ID = "decode-r1"
 
 
@@ -50,7 +51,7 @@ class Child:
         if self._hangs:
             await asyncio.Event().wait()
         if self._refuses:
-            raise RayTaskError("reconfigure", "no such tenant", ValueError())
+            raise TASK_ERROR("reconfigure", "no such tenant", ValueError())
         self.told.append(values)
 
 

@@ -715,7 +715,7 @@ def test_running_requests_outlive_lower_limits_and_all_decode(make_scheduler: Ma
     scheduler.change_limits(SchedulerLimits(token_budget=2, max_requests=2), ())
     output, outcome = step(scheduler, model)
     assert scheduled(output).keys() == {"0", "1", "2", "3"}, "nobody is starved by a budget below the running requests"
-    seen = {str(index): [] for index in range(5)} | {}
+    seen: dict[str, list[TokenEvent]] = {str(index): [] for index in range(5)}
     for event in (*events, *outcome.events):
         seen[event.request_id].append(event)
     for request_id, later in run_all(scheduler, model).items():

@@ -13,7 +13,7 @@ from serve_app import compose, versions
 BASE: dict[str, Any] = {"workers": {"prefill": {}, "decode": {}}}
 
 
-def serve_versions(**sections: Any) -> dict[str, DeploymentVersion]:
+def serve_versions(**sections: Any) -> dict[str, Any]:
     """The versions of the deployments that Serve would make."""
     built = build_app(compose(Config.model_validate({**BASE, **sections})), name="raydix")
     return {
@@ -53,7 +53,7 @@ def test_serve_restarts_what_it_must_and_reconfigures_the_rest(
 
 
 def test_each_replica_gets_its_own_part() -> None:
-    built = build_app(compose(Config.model_validate(BASE)), name="raydix")
+    built: Any = build_app(compose(Config.model_validate(BASE)), name="raydix")
     arguments = {deployment.name: deployment.init_args for deployment in built.deployments}
     assert arguments["decode"][0] == "decode" and arguments["decode"][1].keys() == arguments["prefill"][1].keys()
     assert "ingress" not in arguments["decode"][1] and "http" not in arguments["decode"][1]
