@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.core.answers.continuations import packed
 from engine.core.costs import WorkerCosts
+from engine.core.manager.answer_store import AnswerStore
 from engine.core.settings import DraftLimits, SchedulerLimits
 from engine.core.types import Assignment, DraftSource, Salt, SamplingParams, Stage, TokenEvent
 from engine.core.worker.block_pool import BlockPool
@@ -203,9 +205,78 @@ def test_drafts_from_predictions_and_past_answers(decoder: Decoder, plain: dict[
     assert counts[DraftSource.PAST].num_accepted > 50
 
     num_drafted = counts[DraftSource.PAST].num_drafted
-    others = [replace(each, salt=Salt(b"others")) for each in requests()[:4]]
+    others = [replace(each, salt=Salt(each.request_id.encode())) for each in requests()[:4]]
     assert run(engine, others) == {each.request_id: plain[each.request_id] for each in others}
     assert counts[DraftSource.PAST].num_drafted == num_drafted, "nothing is drafted from another salt's answers"
+
+
+def stated(answers: Sequence[Output]) -> tuple[bytes, ...]:
+    """Answers as the manager hands them on, through its store."""
+    store = AnswerStore(1 << 20)
+    for answer in answers:
+        store.keep(b"name", packed([token_id or 0 for token_id, *_ in answer]))
+    return store.continuations(b"name")
+
+
+def adverse(answer: Output, chance: random.Random) -> list[Output]:
+    """Answers that begin right and then do not: with another token, with stop tokens, one token early or late, without
+    end, and of tokens that the model does not sample."""
+    end = chance.randint(1, len(answer))
+    others = [[(chance.choice([2, 284, 500, chance.randrange(49_000)]), None, None)] * 9 for _ in range(2)]
+    return [
+        [*answer[:end], *others[0]],
+        [*answer[:end], *answer[end - 1 :]],
+        [*answer[1:], *others[1]],
+        answer[:end] * 9,
+    ]
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "random", "adverse"])
+def test_drafts_from_the_answers_of_other_workers(decoder: Decoder, plain: dict[str, Output], kind: str) -> None:
+    chance, limits = random.Random(4), DraftLimits(sources=(DraftSource.CLUSTER, DraftSource.REQUEST))
+
+    def told(output: Output) -> list[Output]:
+        match kind:
+            case "right":
+                return [output]
+            case "wrong":
+                return [[output[0], *(((token_id or 0) + 1, None, None) for token_id, *_ in output[1:])]]
+            case "random":
+                return [[output[0], *((chance.randrange(49_000), None, None) for _ in output)] for _ in range(3)]
+        return adverse(output, chance)
+
+    told_requests = [replace(each, continuations=stated(told(plain[each.request_id]))) for each in requests()]
+    engine = make_engine(decoder, Drafter(limits))
+    for each in told_requests[::3]:
+        assert run(engine, [each]) == {each.request_id: plain[each.request_id]}
+    assert run(engine, told_requests) == plain
+    counts = engine.scheduler.drafting.counts[DraftSource.CLUSTER]
+    assert (counts.num_accepted > 100) == (kind == "right") or kind == "adverse"
+    assert counts.num_drafted > counts.num_accepted or kind == "right"
+
+
+def test_samples_of_one_prompt_draft_from_each_other(decoder: Decoder) -> None:
+    """They begin one after the other, so that there is something to draft from."""
+    sampled = [replace(PARAMS["sampled"], seed=seed, temperature=0.3) for seed in (1, 1, 2, 3)]
+    prompt = tuple(PROMPTS["copy"])
+    samples = [
+        Assignment(f"sample {index}", 0, Stage.WHOLE, prompt, len(prompt), sampling, "ingress")
+        for index, sampling in enumerate(sampled)
+    ]
+    alone = {each.request_id: run(make_engine(decoder), [each])[each.request_id] for each in samples}
+
+    engine = make_engine(decoder, Drafter(DraftLimits(sources=(DraftSource.PAST,))))
+    outputs: dict[str, Output] = {each.request_id: [] for each in samples}
+    for each in samples:
+        engine.submit(each, 0.0)
+        for _ in range(6):
+            step = engine.step(0.0)
+            assert step is not None
+            take(outputs, step.events)
+    while (step := engine.step(0.0)) is not None:
+        take(outputs, step.events)
+    assert outputs == alone and outputs["sample 0"] == outputs["sample 1"]
+    assert engine.scheduler.drafting.counts[DraftSource.PAST].num_accepted > 0
 
 
 def guess_of(answer: Output, chance: random.Random) -> tuple[int, ...]:
