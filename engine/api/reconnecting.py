@@ -10,8 +10,8 @@ BEGINNING = "0"
 TRY_FOR_S = 60.0
 """Seconds without an event after a break, after which a client gives up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-AWAY = frozenset({429, 502, 503, 504})
-"""HTTP statuses of a server that may answer later."""
+AWAY = frozenset({404, 429, 502, 503, 504})
+"""HTTP statuses of a server that may answer later. HAProxy that has just started says 404 until it knows the routes."""
 
 
 class Reconnecting:
