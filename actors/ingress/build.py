@@ -18,9 +18,10 @@ from actors.ingress.manager_link import ManagerLink
 from actors.ingress.output import OutputProcessor
 from actors.ingress.preparation import Preparation, PreparationFacts
 from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reading import ReadingFacts, ServedModel
+from actors.ingress.reading import ReadingFacts
 from actors.ingress.refusals import Refusals
 from actors.ingress.rendering import Rendering
+from actors.ingress.served_model import ServedModel
 from actors.ingress.stored_responses import StoredResponses
 from actors.ingress.tokenization import Tokenization
 from actors.ingress.transcripts import Transcripts

@@ -19,9 +19,9 @@ from actors.ingress.job import Job
 from actors.ingress.output import OutputProcessor
 from actors.ingress.preparation import Preparation
 from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reading import ServedModel
 from actors.ingress.renderer import Renderer
 from actors.ingress.rendering import Rendering
+from actors.ingress.served_model import ServedModel
 from actors.ingress.stored_responses import StoredResponses
 from actors.ingress.tokenization import Tokenization
 from engine.api.batches import LineAnswer, failed_answer

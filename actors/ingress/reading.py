@@ -6,15 +6,15 @@ requests, `reader_process` for long ones.
 
 import concurrent.futures
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from actors.ingress.served_model import ServedModel
 from engine.api.conversations import naming, parse_conversations
 from engine.api.reasoning import effort_arguments, with_lead, with_limit
 from engine.api.routes import Route, parse
@@ -47,19 +47,6 @@ MAX_BAD_TOKENS = 1024
 """Tokens of all bad words of a request."""
 TRUNCATED = 16
 """Characters of a text to be truncated, for each token of the context: all of the text is tokenized."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model as its clients see it."""
-
-    name: str
-    max_model_len: int
-    vocab_size: int
-    hidden_size: int = 0
-    """Values of a hidden state, and so of an embedding."""
-    created: int = field(default_factory=lambda: int(time.time()))
-    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)

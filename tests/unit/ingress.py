@@ -31,11 +31,11 @@ from actors.ingress.reading import (
     Reading,
     ReadingFacts,
     Request,
-    ServedModel,
     TokenRequest,
 )
 from actors.ingress.refusals import Refusals
 from actors.ingress.rendering import Rendering
+from actors.ingress.served_model import ServedModel
 from actors.ingress.stored_responses import StoredResponses
 from actors.ingress.tokenization import Tokenization
 from actors.ingress.transcripts import Transcripts

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from actors.ingress.app import app
-from actors.ingress.reading import Reader, ReadingFacts, ServedModel, TokenRequest
+from actors.ingress.reading import Reader, ReadingFacts, TokenRequest
+from actors.ingress.served_model import ServedModel
 from engine.api.requests import parse_chat
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.core.types import MODEL_TEMPLATE, ChatTemplate

@@ -28,9 +28,9 @@ from actors.ingress.reading import (
     Reader,
     Reading,
     ReadingFacts,
-    ServedModel,
     TokenRequest,
 )
+from actors.ingress.served_model import ServedModel
 from engine.api.generate import GenerateRequest
 from engine.api.response_models import TokenizerInfo
 from engine.api.spec import GenerationSpec, ToolUse
