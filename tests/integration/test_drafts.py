@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,23 @@ SCHEMA = {
 FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA}}
 
 
-@pytest.fixture(scope="module")
-def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def serving(folder: Path, workers: dict[str, Any], **speculation: Any) -> Iterator[Server]:
     try:
         resolve_model(DEFAULT_MODEL)
     except StartupError as error:
         pytest.skip(str(error))
-    config: Path = tmp_path_factory.mktemp("drafts") / "drafts.yaml"
-    workers = {"mixed": {"token_budget": 256, "max_requests": 8}}
-    parts = {"model": {"max_model_len": 2048}, "cache": {"num_blocks": 300}, "speculation": {"mode": "auto"}}
-    config.write_text(yaml.safe_dump({**parts, "workers": workers}))
+    config = folder / "drafts.yaml"
+    parts = {"model": {"max_model_len": 2048}, "cache": {"num_blocks": 300}}
+    config.write_text(yaml.safe_dump({**parts, "speculation": {"mode": "auto", **speculation}, "workers": workers}))
     with server(config) as terminal:
         yield Server("127.0.0.1", terminal.port)
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("drafts"), {"mixed": {"token_budget": 256, "max_requests": 8}}) as server:
+        yield server
 
 
 def ask(drafting: Server, salt: str, **fields: Any) -> dict[str, Any]:
@@ -48,13 +55,19 @@ def ask(drafting: Server, salt: str, **fields: Any) -> dict[str, Any]:
 
 def drafts_of(drafting: Server, answer: dict[str, Any]) -> dict[str, dict[str, int]]:
     """By source, once the request's end is known."""
+    found: dict[str, dict[str, int]] = attempt_of(drafting, answer)["drafts"]
+    return found
+
+
+def attempt_of(drafting: Server, answer: dict[str, Any]) -> dict[str, Any]:
+    """The explanation of the last attempt, once its end is known."""
 
     def explained() -> dict[str, Any] | None:
         _, _, data = drafting.request("GET", f"/v1/requests/{answer['id']}/explain")
         attempt: dict[str, Any] = json.loads(data)["choices"][0]["attempts"][-1]
         return attempt if attempt["ended"] == "finished" else None
 
-    found: dict[str, dict[str, int]] = eventually(explained, "its end is known")["drafts"]
+    found: dict[str, Any] = eventually(explained, "its end is known")
     return found
 
 
@@ -87,6 +100,45 @@ def test_another_salt_has_no_past(drafting: Server) -> None:
     ask(drafting, "mine", temperature=0)
     assert "past" not in drafts_of(drafting, ask(drafting, "others", temperature=0))
     assert drafts_of(drafting, ask(drafting, "mine", temperature=0))["past"]["accepted"] > 0
+
+
+def test_a_question_asked_again_is_drafted_from_the_answer_of_another_worker(tmp_path: Path) -> None:
+    limits = {"token_budget": 256, "max_requests": 8}
+    workers = {"prefill": limits, "decode": {**limits, "replicas": 2}}
+    with serving(tmp_path, workers, sources=["cluster"]) as drafting, ThreadPoolExecutor(4) as pool:
+        first = ask(drafting, "mine", temperature=0.7)
+        told = attempt_of(drafting, first)
+        assert told["drafts"] == {}
+
+        # Several at a time, so that both decode workers get some; a worker that knows no times yet is careful.
+        elsewhere = list[int]()
+        for _ in range(6):
+            for again in pool.map(lambda _: ask(drafting, "mine", temperature=0.7), range(4)):
+                assert again["choices"] == first["choices"]
+                attempt = attempt_of(drafting, again)
+                assert attempt["drafts"].keys() <= {"cluster"}
+                if attempt["decode_worker"] != told["decode_worker"]:
+                    elsewhere.append(attempt["drafts"].get("cluster", {"accepted": 0})["accepted"])
+            if max(elsewhere, default=0) > 20:
+                break
+        assert elsewhere, "none went to the other worker"
+        assert max(elsewhere) > 20
+
+        others = ask(drafting, "others", temperature=0.7)
+        plain = ask(drafting, "mine", temperature=0.7, speculation=False)
+        assert drafts_of(drafting, others) == {} == drafts_of(drafting, plain)
+        assert others["choices"] == first["choices"] == plain["choices"]
+        eventually(lambda: accepted_by_cluster(drafting) > 20, "the workers' metrics")
+
+        assert drafting.request("POST", "/reset_prefix_cache")[0] == 200
+        assert drafts_of(drafting, ask(drafting, "mine", temperature=0.7)) == {}, "a reset forgets the answers"
+
+
+def accepted_by_cluster(drafting: Server) -> float:
+    """Of all workers."""
+    _, _, data = drafting.request("GET", "/metrics")
+    lines = [line for line in data.decode().splitlines() if line.startswith("raydix_accepted_draft_tokens")]
+    return sum(float(line.split()[-1]) for line in lines if 'source="cluster"' in line)
 
 
 def test_a_prediction_of_another_form_is_refused(drafting: Server) -> None:

@@ -88,9 +88,9 @@ class Guesser:
         """The request's draft from each of its sources, as long as each token may be worth its time."""
         past = self._past.volumes(request.assignment.salt.private)
         places: list[tuple[DraftSource, TextMatch, Sequence[Text]]] = [
-            *((source, suffixes.matches[source], [volume]) for source, volume in suffixes.volumes.items()),
             (DraftSource.PAST, suffixes.past, past),
             (DraftSource.PAST, suffixes.siblings, siblings),
+            *((source, suffixes.matches[source], [volume]) for source, volume in suffixes.volumes.items()),
         ]
         found = [self._own_guess(request, suffixes, least)]
         for source, match, texts in places:
