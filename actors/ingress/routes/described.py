@@ -114,6 +114,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ChatCompletion,
         body=ChatCompletionRequest,
         events=ChatCompletionChunk,
+        ends_with_done=True,
         parameters=NAMES,
         errors=(*GENERATION, AnswerNotFoundError),
     ),
@@ -121,7 +122,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ChatCompletion, body=ConversationsRequest, parameters=NAMES, errors=(*GENERATION, AnswerNotFoundError)
     ),
     ("post", "/v1/completions"): Operation(
-        Completion, body=CompletionRequest, events=CompletionChunk, parameters=NAMES, errors=GENERATION
+        Completion,
+        body=CompletionRequest,
+        events=CompletionChunk,
+        ends_with_done=True,
+        parameters=NAMES,
+        errors=GENERATION,
     ),
     ("post", "/v1/embeddings"): Operation(EmbeddingList, body=EmbeddingsRequest, parameters=NAMES, errors=GENERATION),
     ("post", "/v1/responses"): Operation(
@@ -150,7 +156,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         TokenCount, body=CountRequest, errors=BODY, error=MessageError, statuses=ANTHROPIC.statuses
     ),
     ("post", "/invocations"): Operation(
-        Invoked, body=Invocation, events=InvokedEvent, parameters=NAMES, errors=(*GENERATION, AnswerNotFoundError)
+        Invoked,
+        body=Invocation,
+        events=InvokedEvent,
+        ends_with_done=True,
+        parameters=NAMES,
+        errors=(*GENERATION, AnswerNotFoundError),
     ),
     ("post", "/tokenize"): Operation(Tokenized, body=TokenizeRequest, errors=BODY),
     ("post", "/detokenize"): Operation(Detokenized, body=DetokenizeRequest, errors=BODY),
