@@ -63,8 +63,9 @@ def _contents(content: Schema) -> str:
 def _payload(content: Schema) -> Schema:
     """The schema of a body, or of the data of its events."""
     schema: Schema = content["schema"]
-    data: Schema = schema.get("properties", {}).get("data", {}).get("contentSchema", schema)
-    return data
+    data: Schema = schema.get("properties", {}).get("data", {})
+    payload: Schema = data.get("anyOf", (data,))[0]
+    return payload.get("contentSchema", schema)  # type: ignore[no-any-return]
 
 
 def _object(document: Schema, name: str, schema: Schema) -> str:

@@ -54,6 +54,8 @@ class Operation:
     """A body that is a form."""
     events: type[BaseModel] | None = None
     """Data of server-sent events."""
+    ends_with_done: bool = False
+    """The last event is `[DONE]`."""
     parameters: tuple[Parameter, ...] = ()
     errors: tuple[type[RaydixError], ...] = ()
     """Besides those that any route may have."""
@@ -142,14 +144,15 @@ def _success(operation: Operation, models: Models) -> Json:
     elif operation.response is not None:
         content[JSON] = {"schema": models[operation.response]}
     if operation.events is not None:
-        content[EVENTS] = {"schema": _event(models[operation.events])}
+        content[EVENTS] = {"schema": _event(models[operation.events], ends_with_done=operation.ends_with_done)}
     return {"200": {"description": "Success.", "content": content}} if content else {}
 
 
-def _event(data: Schema) -> Schema:
+def _event(data: Schema, *, ends_with_done: bool) -> Schema:
     """A server-sent event whose data are JSON of a schema, in the form of OpenAPI 3.2."""
+    payload: Schema = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
     fields: Schema = {
-        "data": {"type": "string", "contentMediaType": JSON, "contentSchema": data},
+        "data": {"anyOf": [payload, {"const": "[DONE]"}]} if ends_with_done else payload,
         "event": {"type": "string"},
         "id": {"type": "string"},
     }

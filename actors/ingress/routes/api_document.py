@@ -124,6 +124,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ChatCompletion,
         body=ChatCompletionRequest,
         events=ChatCompletionChunk,
+        ends_with_done=True,
         parameters=STREAMS,
         errors=(*STREAMED, AnswerNotFoundError),
     ),
@@ -131,7 +132,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ChatCompletion, body=ConversationsRequest, parameters=NAMES, errors=(*GENERATION, AnswerNotFoundError)
     ),
     ("post", "/v1/completions"): Operation(
-        Completion, body=CompletionRequest, events=CompletionChunk, parameters=STREAMS, errors=STREAMED
+        Completion,
+        body=CompletionRequest,
+        events=CompletionChunk,
+        ends_with_done=True,
+        parameters=STREAMS,
+        errors=STREAMED,
     ),
     ("post", "/v1/embeddings"): Operation(EmbeddingList, body=EmbeddingsRequest, parameters=NAMES, errors=GENERATION),
     ("post", "/v1/responses"): Operation(
@@ -160,7 +166,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         TokenCount, body=CountRequest, errors=BODY, error=MessageError, statuses=ANTHROPIC.statuses
     ),
     ("post", "/invocations"): Operation(
-        Invoked, body=Invocation, events=InvokedEvent, parameters=NAMES, errors=(*GENERATION, AnswerNotFoundError)
+        Invoked,
+        body=Invocation,
+        events=InvokedEvent,
+        ends_with_done=True,
+        parameters=NAMES,
+        errors=(*GENERATION, AnswerNotFoundError),
     ),
     ("post", "/tokenize"): Operation(Tokenized, body=TokenizeRequest, errors=BODY),
     ("post", "/detokenize"): Operation(Detokenized, body=DetokenizeRequest, errors=BODY),
