@@ -56,6 +56,10 @@ class BatchStore:
         self._keep_s = keep_s
         self._clock = clock
 
+    def keep(self, keep_s: float) -> None:
+        """Erase ended batches after another number of seconds."""
+        self._keep_s = keep_s
+
     # For clients
 
     def create(self, tenant: str, model: str, request: BatchRequest) -> StoredBatch:

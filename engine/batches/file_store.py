@@ -89,6 +89,10 @@ class FileStore:
         self._limits = limits
         self._clock = clock
 
+    def limit(self, limits: StoreLimits) -> None:
+        """Take other limits. Files that are there stay until they are too old or erased."""
+        self._limits = limits
+
     # Uploads
 
     def begin(self, tenant: str) -> Upload:

@@ -51,6 +51,10 @@ class Tenants:
 
     def __init__(self, tenants: Iterable[Tenant] = (), name_of_key: Mapping[str, str] | None = None) -> None:
         """`name_of_key`: the tenant's name by `key_hash`."""
+        self.change(tenants, name_of_key)
+
+    def change(self, tenants: Iterable[Tenant], name_of_key: Mapping[str, str] | None = None) -> None:
+        """Know these tenants alone from now on. Requests under way keep their tenants."""
         known = {tenant.name: tenant for tenant in tenants}
         self._is_open = not known
         self._by_name = {ANONYMOUS.name: ANONYMOUS} | known

@@ -51,3 +51,17 @@ def test_never_more_than_allowed(steps: list[tuple[int, int]]) -> None:
             with suppress(OverloadedError):
                 room.grow(bodies[index], b"x" * size)
         room.check_integrity()
+
+
+def test_a_lower_limit_refuses_the_largest() -> None:
+    room = BodyRoom(100)
+    large, small = room.begin(), room.begin()
+    room.grow(large, b"x" * 60)
+    room.grow(small, b"y" * 30)
+    room.limit(50)
+    room.check_integrity()
+    assert large.is_refused and not small.is_refused
+    room.limit(200)
+    room.grow(small, b"y" * 100)
+    with pytest.raises(OverloadedError):
+        room.grow(large, b"x")

@@ -58,6 +58,7 @@ class EvictionMachine(RuleBasedStateMachine):
         self.waiting: list[Path] = []
         self.survival: Survival[str] = Survival(max_visits=5)
         self.duel = Duel(self.survival)
+        self.quotas = QUOTAS
         self.queue: EvictionQueue[str] = EvictionQueue(self.survival, QUOTAS)
 
     @initialize(policy=st.sampled_from([Duel, Survival, LeastRecent]), one_in=st.integers(1, 3))
@@ -72,6 +73,11 @@ class EvictionMachine(RuleBasedStateMachine):
         for index, ghost in enumerate(self.duel.ghosts):
             for score in ghost.scores:
                 score.lead, score.spread = float(index == order), 0.0
+
+    @rule(is_limited=st.booleans())
+    def limit(self, is_limited: bool) -> None:
+        self.quotas = QUOTAS if is_limited else {}
+        self.queue.limit(self.quotas)
 
     @rule(
         tenant=st.sampled_from("abc"),
@@ -146,9 +152,9 @@ class EvictionMachine(RuleBasedStateMachine):
     def respects_quotas(self, payer: str, before: set[str], leaves: set[str]) -> bool:
         counts = {tenant: sum(self.is_of(tenant, key) for key in before) for tenant in "abc"}
         able = {self.owners[leaf] for leaf in leaves}
-        if counts["b"] > 3 and "b" in able:
+        if counts["b"] > 3 and "b" in able and self.quotas:
             return payer == "b"
-        above = {tenant for tenant in able if counts[tenant] > QUOTAS.get(tenant, Quota()).floor}
+        above = {tenant for tenant in able if counts[tenant] > self.quotas.get(tenant, Quota()).floor}
         return payer in above or not above
 
     @invariant()
@@ -575,3 +581,15 @@ def test_the_ranking_hears_how_many_blocks_there_are() -> None:
     use(queue, "abcde")
     queue.visit(path_of("xyz"), 2.0)
     assert told == [(0, 4), (1, 7), (0, 8)], "who has paused has not used its new blocks yet"
+
+
+def test_other_quotas_hold_for_the_blocks_that_are_there(queue: EvictionQueue[str]) -> None:
+    use(queue, "cxyz", retention=Retention(tenant="c"))
+    use(queue, "dxyz", now=1, retention=Retention(tenant="d"))
+    queue.limit({"d": Quota(ceiling=1)})
+    queue.check_integrity()
+    assert [queue.evict_many(1, 2)[0] for _ in range(3)] == [
+        (key, EvictionReason.QUOTA) for key in ("dxyz", "dxy", "dx")
+    ]
+    queue.limit({})
+    assert queue.evict_many(1, 2) == [("cxyz", EvictionReason.FULL)]

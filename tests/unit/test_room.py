@@ -98,3 +98,17 @@ def test_what_is_let_in_never_exceeds_a_limit(room: Room) -> None:
         assert room.num_held == len(held)
     for permit in held:
         permit.release()
+
+
+def test_a_lower_limit_leaves_those_who_are_in(room: Room) -> None:
+    permits = room.acquire(3, ANYONE)
+    room.limit(1)
+    room.check_integrity()
+    assert not has_room(room, 1)
+    for permit in permits:
+        permit.release()
+    assert has_room(room, 1)
+    with pytest.raises(RequestError, match="2 answers are more than the 1"):
+        room.acquire(2, ANYONE)
+    room.limit(5)
+    assert has_room(room, 5)

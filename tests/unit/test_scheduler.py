@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.costs import WorkerCosts
 from engine.core.hashing import hash_block
+from engine.core.settings import SchedulerLimits
 from engine.core.types import BlockHash, FinishReason, Handover, Salt, Stage, TokenEvent
 from engine.core.worker.moves import CopyBlock
 from engine.core.worker.order import share_budget
@@ -697,3 +698,39 @@ def test_an_old_loss_says_nothing_of_a_new_promise(make_scheduler: MakeScheduler
     submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes), now=100.0)
     assert step(scheduler, FakeModel(scheduler.pool), now=100.0)[0].chunks == ()
     scheduler.abort("a", 0.0)
+
+
+# Other limits between steps
+
+
+def test_running_requests_outlive_lower_limits_and_all_decode(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(max_requests=4, token_budget=16)
+    model = FakeModel(scheduler.pool)
+    assignments = [make_assignment(str(index), (index % 4, 3), max_tokens=6) for index in range(5)]
+    for assignment in assignments:
+        submit(scheduler, assignment)
+    events = step(scheduler, model)[1].events
+    assert len(scheduler.running) == 4
+
+    scheduler.change_limits(SchedulerLimits(token_budget=2, max_requests=2), ())
+    output, outcome = step(scheduler, model)
+    assert scheduled(output).keys() == {"0", "1", "2", "3"}, "nobody is starved by a budget below the running requests"
+    seen: dict[str, list[TokenEvent]] = {str(index): [] for index in range(5)}
+    for event in (*events, *outcome.events):
+        seen[event.request_id].append(event)
+    for request_id, later in run_all(scheduler, model).items():
+        seen[request_id] += later
+    for assignment in assignments:
+        assert tokens_of(seen[assignment.request_id]) == answer_to(assignment)
+
+
+def test_other_limits_hold_from_the_next_step_on(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(max_requests=1, token_budget=4)
+    model = FakeModel(scheduler.pool)
+    for index in range(3):
+        submit(scheduler, make_assignment(str(index), (index, *PROMPT[1:]), max_tokens=3))
+    assert step(scheduler, model)[0].num_tokens == 4
+    scheduler.change_limits(SchedulerLimits(token_budget=32, max_requests=8), ())
+    output, _ = step(scheduler, model)
+    assert scheduled(output).keys() == {"0", "1", "2"} and output.num_tokens == 8 + 12 + 12
+    run_all(scheduler, model)

@@ -156,3 +156,12 @@ def test_a_mark_keeps_the_segments_before_it(make: MakeTier) -> None:
     assert {b"a", b"b"} <= tier.kept and not {b"c", b"d"} & tier.kept
     tier.put(*(bytes([number]) for number in range(20)), priority=1)
     assert not {b"a", b"b"} & tier.kept, "used less recently, with the same priority"
+
+
+def test_other_shares_hold_for_the_segments_that_are_there(make: MakeTier) -> None:
+    tier = make()
+    tier.put(b"1", b"2", tenant="a")
+    tier.put(b"3", b"4", tenant="b")
+    tier.store.limit([Tenant("a", cache_min=0.5)])
+    tier.put(b"5", b"6", tenant="b")
+    assert tier.kept == {b"1", b"2", b"5", b"6"}

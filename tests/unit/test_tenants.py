@@ -80,3 +80,17 @@ def test_the_longest_public_prefix_counts_if_it_is_there_as_a_whole() -> None:
 def test_fractions_become_blocks() -> None:
     tenants = [ALICE, BOB, Tenant("carol", cache_max=0.5), Tenant("dora", cache_min=0.1, cache_max=0.2)]
     assert quotas(tenants, 101) == {"alice": Quota(25), "carol": Quota(0, 50), "dora": Quota(10, 20)}
+
+
+def test_tenants_come_and_go() -> None:
+    known = Tenants()
+    assert known.authenticate(None) is EVERYONE
+    known.change([ALICE], {key_hash("one"): "alice"})
+    assert known.authenticate("Bearer one") == ALICE
+    known.change([BOB], {key_hash("two"): "bob"})
+    assert known.authenticate("Bearer two") == BOB and "alice" not in known.names
+    for header in ("Bearer one", None):
+        with pytest.raises(AuthenticationError):
+            known.authenticate(header)
+    with pytest.raises(RequestError, match="no tenant 'alice'"):
+        known.named("alice")

@@ -11,6 +11,10 @@ class Allowance:
         self._running: Counter[str] = Counter()
         """Running lines by batch, batches without running lines included."""
 
+    def change(self, limit: int) -> None:
+        """Take another limit; lines that run beyond a lower one run to their end."""
+        self._limit = limit
+
     @property
     def num_running(self) -> int:
         """Running lines of all batches."""

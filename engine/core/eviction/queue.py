@@ -67,6 +67,14 @@ class EvictionQueue(Generic[Key]):
         self._num_pushed = 0
         self._aged_at: float | None = None
 
+    def limit(self, quotas: Mapping[str, Quota]) -> None:
+        """Take other quotas, from the next eviction on."""
+        self._quotas = dict(quotas)
+        self._evictable = {}
+        for block in self._blocks.values():
+            if block.is_evictable:
+                self._count(block, 1)
+
     def __len__(self) -> int:
         """Number of evictable blocks."""
         return self._num_evictable

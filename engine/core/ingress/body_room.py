@@ -26,6 +26,11 @@ class BodyRoom:
         self._bodies: set[Body] = set()
         self._num_bytes = 0
 
+    def limit(self, max_bytes: int) -> None:
+        """Take another limit; above a lower one the largest bodies are refused."""
+        self._max_bytes = max_bytes
+        self._refuse_largest()
+
     @property
     def num_bytes(self) -> int:
         """Bytes held now."""
@@ -47,8 +52,7 @@ class BodyRoom:
             body.parts.append(part)
             body.num_bytes += len(part)
             self._num_bytes += len(part)
-        while self._num_bytes > self._max_bytes:
-            self._refuse(max(self._bodies, key=lambda each: each.num_bytes))
+        self._refuse_largest()
         if body.is_refused:
             raise OverloadedError(
                 f"The request bodies that are arriving have more than {self._max_bytes} bytes together; try again later"
@@ -64,6 +68,10 @@ class BodyRoom:
         """Assert that the sum is the bodies' and within the limit."""
         assert self._num_bytes == sum(body.num_bytes for body in self._bodies) <= self._max_bytes
         assert all(sum(map(len, body.parts)) == body.num_bytes for body in self._bodies)
+
+    def _refuse_largest(self) -> None:
+        while self._num_bytes > self._max_bytes:
+            self._refuse(max(self._bodies, key=lambda each: each.num_bytes))
 
     def _refuse(self, body: Body) -> None:
         body.is_refused = True

@@ -38,8 +38,15 @@ class Room:
 
     def __init__(self, max_requests: int) -> None:
         self.max_requests = max_requests
+        self._most_held = max_requests
+        """The limit, or the permits that were held already when the limit was lowered."""
         self._num_held: Counter[str] = Counter()
         """Permits by tenant."""
+
+    def limit(self, max_requests: int) -> None:
+        """Take another limit. Permits that are held beyond a lower one stay."""
+        self.max_requests = max_requests
+        self._most_held = max(max_requests, self.num_held)
 
     @property
     def num_held(self) -> int:
@@ -82,7 +89,7 @@ class Room:
     def check_integrity(self) -> None:
         """Assert that no tenant has released more permits than it acquired."""
         assert all(count >= 0 for count in self._num_held.values())
-        assert self.num_held <= self.max_requests
+        assert self.num_held <= self._most_held
 
     def _require(self, count: int, tenant: Tenant) -> None:
         most = self.most(tenant)

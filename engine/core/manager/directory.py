@@ -77,6 +77,17 @@ class Directory:
             keeps_segments=keeps_segments,
         )
 
+    @stimulus
+    def change_limits(self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant]) -> None:
+        """Place by another longest suffix for decode workers and other first costs, and give tenants other shares of
+        the segments' budgets, from now on."""
+        self.costs = replace(self.costs, piggyback_tokens=piggyback_tokens, prior=prior)
+        self._peers.prior = prior
+        for worker_id, worker in self.workers.items():
+            worker.costs = self._peers.costs_of(worker_id)
+        self.workers.regroup(self._groups, self.workers)
+        self.segments.limit(tenants)
+
     # Workers
 
     @stimulus
@@ -105,6 +116,7 @@ class Directory:
             epoch=epoch,
             costs=self._peers.costs_of(worker_id),
             token_budget=token_budget,
+            device=device,
             fingerprint=fingerprint,
         )
         self._supply.worker_joined(worker_id)
@@ -142,11 +154,13 @@ class Directory:
         num_empty_blocks: int | None = None,
         *,
         num_steps: int | None = None,
+        token_budget: int | None = None,
     ) -> None:
         """Record a worker's costs and room.
 
         `costs`: None before the first measurement. `num_free_blocks`: blocks without a holder; `num_empty_blocks`: the
         part without contents. `num_steps`: steps behind the fit of the costs so far; None stands for more than before.
+        `token_budget`: that of a step now; None: as before.
         """
         worker = self.workers.current(worker_id, epoch)
         if worker is None:
@@ -155,6 +169,10 @@ class Directory:
         worker.num_free_blocks, worker.num_empty_blocks = num_free_blocks, num_empty_blocks
         has_stepped = num_steps is None or num_steps != worker.num_steps
         worker.num_steps = num_steps
+        if token_budget not in (None, worker.token_budget):
+            assert token_budget is not None
+            worker.token_budget = token_budget
+            self._peers.add(worker_id, (worker.role, token_budget, worker.device))
 
         # A report may change the costs of all peers, by way of their median.
         changed = [worker_id] if costs is None else self._peers.report(worker_id, costs, has_stepped=has_stepped)

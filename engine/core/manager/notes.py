@@ -11,6 +11,7 @@ from engine.core.costs import WorkerCosts
 from engine.core.manager.block_index import Segment
 from engine.core.manager.segment_store import SegmentStore
 from engine.core.stimuli import Notes, as_it_is
+from engine.core.tenants import Tenant
 from engine.core.types import AdmitRequest, BlockHash, CacheHints, SegmentHeader
 
 
@@ -84,6 +85,7 @@ NOTES = Notes(
         AdmitRequest: _note_of_request,
         Segment: _note_of_segment,
         SegmentHeader: _note_of_header,
+        Tenant: as_it_is,
         WorkerCosts: as_it_is,
     }
 )

@@ -40,7 +40,7 @@ class PeerCosts:
     """The costs for placement. `prior`: costs while no peer has measured anything."""
 
     def __init__(self, prior: WorkerCosts) -> None:
-        self._prior = prior
+        self.prior = prior
         self._groups: dict[Hashable, _Group] = {}
         self._group_of: dict[str, _Group] = {}
 
@@ -81,7 +81,7 @@ class PeerCosts:
         group = self._group_of[worker_id]
         own, common = group.own[worker_id], group.median
         if own is None or common is None:
-            return own or common or self._prior
+            return own or common or self.prior
         margin = own.spread + common.spread
         if not _is_near(_typical_steps(own), _typical_steps(common), margin):
             return own

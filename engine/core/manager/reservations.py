@@ -20,6 +20,7 @@ class WorkerRecord:
     epoch: int
     costs: WorkerCosts
     token_budget: int
+    device: str = "cpu"
     fingerprint: str = ""
     """KV of another fingerprint has other bits."""
     num_free_blocks: int | None = None

@@ -95,6 +95,12 @@ class SegmentStore:
     def __len__(self) -> int:
         return len(self._segments)
 
+    def limit(self, tenants: Iterable[Tenant]) -> None:
+        """Take other quotas of each budget, from the next eviction on."""
+        tenants = tuple(tenants)
+        self._in_store.limit(quotas(tenants, self.store_budget_bytes))
+        self._on_disk.limit(quotas(tenants, self.disk_budget_bytes))
+
     def get(self, segment_id: int) -> Segment | None:
         return self._segments.get(segment_id)
 

@@ -10,11 +10,11 @@ A block gets its hash (is *sealed*) only after the forward pass or the import th
 the cached block to evict: a leaf of the prefix tree, of the least worth by the queue's ranking.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from engine.core.eviction.queue import EvictionQueue
+from engine.core.eviction.queue import EvictionQueue, Quota
 from engine.core.eviction.ranking import LeastRecent
 from engine.core.types import DEFAULT_RETENTION, BlockHash, EvictionReason, Retention
 
@@ -64,6 +64,10 @@ class BlockPool:
         self._queue: EvictionQueue[BlockHash] = EvictionQueue(LeastRecent()) if queue is None else queue
         self._sealed_journal: list[BlockHash] = []
         self._evicted_journal: list[tuple[BlockHash, EvictionReason]] = []
+
+    def limit(self, quotas: Mapping[str, Quota]) -> None:
+        """Give tenants other shares of the cached blocks, from the next eviction on."""
+        self._queue.limit(quotas)
 
     @property
     def num_available(self) -> int:

@@ -44,7 +44,7 @@ class IdleWork:
 
     def __init__(self, pool: BlockPool, token_budget: int, registry: MutableMapping[str, Request]) -> None:
         self._pool = pool
-        self._token_budget = token_budget
+        self.token_budget = token_budget
         self._registry = registry
         self._queue: deque[Request] = deque()
         self.counts = IdleCounts()
@@ -57,7 +57,7 @@ class IdleWork:
 
     def add(self, request: Request, now: float) -> None:
         """Add a request. The oldest is dropped above the limit; all are where no step could compute a block."""
-        if self._token_budget < self._pool.block_size:
+        if self.token_budget < self._pool.block_size:
             self.counts.num_dropped += 1
             return
         if len(self._queue) >= MAX_REQUESTS:
@@ -77,7 +77,7 @@ class IdleWork:
         computes nothing else.
         """
         block_size = self._pool.block_size
-        share = max(block_size, self._token_budget // SHARE) if is_alone else block_size
+        share = max(block_size, self.token_budget // SHARE) if is_alone else block_size
         num_blocks = min(share, num_left) // block_size
         while self._queue and num_blocks:
             request = self._queue[0]

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from engine.core.costs import WorkerCosts
 from engine.core.hashing import DIGEST_BYTES, BlockChain, hash_beginnings
+from engine.core.settings import SchedulerLimits
 from engine.core.stimuli import Notes, as_it_is
+from engine.core.tenants import Tenant
 from engine.core.types import (
     Assignment,
     BlockHash,
@@ -227,8 +229,10 @@ class SchedulerNotes:
                 Handover: self._note_of_handover,
                 IncomingBlocks: self._note_of_incoming,
                 RunnerOutput: self._note_of_computed,
+                SchedulerLimits: as_it_is,
                 SchedulerOutput: _note_of_output,
                 SegmentHeader: self._note_of_header,
+                Tenant: as_it_is,
                 WorkerCosts: as_it_is,
             }
         )

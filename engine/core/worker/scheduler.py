@@ -41,6 +41,7 @@ from engine.core.costs import WorkerCosts
 from engine.core.hashing import BlockChain
 from engine.core.settings import SchedulerLimits
 from engine.core.stimuli import stimulus
+from engine.core.tenants import Tenant, quotas
 from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, Salt, Stage, TokenEvent
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.contents import Contents
@@ -190,6 +191,15 @@ class Scheduler:
         """Decide by measured costs from now on: swapping or recomputing, and how much to prefill beside decodes."""
         self.swapping.costs = costs
 
+    @stimulus
+    def change_limits(self, limits: SchedulerLimits, tenants: Sequence[Tenant]) -> None:
+        """Take other bounds, and tenants other shares of the pool, from the next step on. Requests that run beyond a
+        lowered `max_requests` run to their end, and a step has room for all of them that decode."""
+        self.limits = limits
+        for part in (self.idle, self._swaps, self.drafting):
+            part.token_budget = limits.token_budget
+        self.pool.limit(quotas(tenants, self.pool.num_blocks))
+
     # One step
 
     @stimulus
@@ -200,12 +210,15 @@ class Scheduler:
     @stimulus
     def schedule(self, now: float, drafts: Sequence[Draft] = ()) -> SchedulerOutput:
         """Choose the next step's chunks, and allocate their blocks. `drafts`: guesses of decoding requests' tokens."""
-        budget = self.limits.token_budget
         preempted: list[str] = []
         chunks: list[ScheduledChunk] = []
 
-        # Decodes first.
-        for request in [request for request in self.running.values() if request.num_remaining == 1]:
+        # Decodes first: more than the budget only while more requests run than a lowered `max_requests`.
+        budget = self.limits.token_budget
+        decodes = [request for request in self.running.values() if request.num_remaining == 1]
+        if len(self.running) > self.limits.max_requests:
+            budget = max(budget, len(decodes))
+        for request in decodes:
             if budget > 0 and self._make_room(request, 1, preempted, now):
                 chunks.append(chunk_of(request, 1))
                 budget -= 1
@@ -332,7 +345,7 @@ class Scheduler:
             or any(is_ready(request, now) for request in self.waiting)
         ):
             return []
-        num_left = self.limits.token_budget - sum(chunk.num_tokens for chunk in chunks)
+        num_left = max(0, self.limits.token_budget - sum(chunk.num_tokens for chunk in chunks))
         taken = self.idle.take(now, num_left, self._room(), is_alone=not chunks)
         return [] if taken is None else [chunk_of(*taken)]
 

@@ -14,7 +14,7 @@ class Swaps:
     def __init__(self, pool: BlockPool, policy: SwapPolicy, token_budget: int) -> None:
         self._pool = pool
         self._policy = policy
-        self._token_budget = token_budget
+        self.token_budget = token_budget
         self._moves: list[Move] = []
 
     def take_moves(self) -> tuple[Move, ...]:
@@ -44,7 +44,7 @@ class Swaps:
         if (
             own
             and num_swapped_blocks(preempted) + len(own) <= self._policy.max_blocks
-            and self._policy.pays(len(own), request.num_computed - num_kept, num_kept, self._token_budget)
+            and self._policy.pays(len(own), request.num_computed - num_kept, num_kept, self.token_budget)
         ):
             request.swapped = Swapped(first, len(own), request.num_computed)
             self._moves.append(SwapOut(request.request_id, own))

@@ -24,7 +24,7 @@ class Drafting:
         """`policy`: has the measured costs of the worker."""
         self._pool = pool
         self._policy = policy
-        self._token_budget = token_budget
+        self.token_budget = token_budget
         self._max_model_len = max_model_len
         self.counts = {source: DraftCounts() for source in DraftSource}
 
@@ -44,7 +44,7 @@ class Drafting:
             return chunks
         by_id = {draft.request_id: draft for draft in drafts}
         decodes = [chunk for chunk in chunks if chunk.samples and chunk.num_tokens == 1]
-        costs, weigh = self._policy.costs, weigh_contexts(self._policy.costs, self._token_budget)
+        costs, weigh = self._policy.costs, weigh_contexts(self._policy.costs, self.token_budget)
         step = decode_step(costs, [chunk.start + 1 for chunk in decodes])
         drafted = [chunk for chunk in decodes if chunk.request.request_id in by_id]
         candidates = [
