@@ -32,7 +32,7 @@ def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
     try:
         return Config.model_validate(_merge(content, overrides or {}))
     except ValidationError as error:
-        raise StartupError(f"config {path}: {'; '.join(_explain(error))}") from None
+        raise StartupError(f"config {path}: {'; '.join(explain(error))}") from None
 
 
 def _find(name: str | Path) -> Path:
@@ -55,13 +55,13 @@ def _merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _explain(error: ValidationError) -> list[str]:
-    """One sentence per problem, with the key's path and, for an unknown key, the nearest valid one."""
+def explain(error: ValidationError, kind: type[BaseModel] = Config) -> list[str]:
+    """One sentence per problem, with the key's path in `kind` and, for an unknown key, the nearest valid one."""
     problems = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            valid = _keys_at(problem["loc"][:-1])
+            valid = _keys_at(problem["loc"][:-1], kind)
             near = difflib.get_close_matches(str(problem["loc"][-1]), valid, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
             problems.append(f"unknown key {path!r}, {hint}")
@@ -71,8 +71,8 @@ def _explain(error: ValidationError) -> list[str]:
     return problems
 
 
-def _keys_at(path: tuple[int | str, ...]) -> list[str]:
-    section: type[BaseModel] = Config
+def _keys_at(path: tuple[int | str, ...], kind: type[BaseModel]) -> list[str]:
+    section = kind
     for part in path:
         if isinstance(part, int):  # of a list, whose items all have the same keys
             continue

@@ -1,6 +1,9 @@
-"""From the configuration to the engine's settings."""
+"""From the configuration to the engine's settings, and to those of the manager and the tenants."""
+
+from collections.abc import Iterable
 
 from configs.schema import Config, WorkerSection
+from configs.sections import Share, WorkerArguments, WorkerLive, worker_arguments, worker_live
 from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant, Tenants
 from engine.core.types import DraftSource
@@ -14,31 +17,47 @@ PAST_SHARE = 4
 
 def engine_settings(config: Config, worker: WorkerSection) -> EngineSettings:
     """The engine of one of the configuration's worker sections."""
+    return settings_of(worker_arguments(config, worker), worker_live(config, worker))
+
+
+def settings_of(arguments: WorkerArguments, live: WorkerLive) -> EngineSettings:
+    """The engine of a worker."""
+    model, cache = arguments.model, arguments.cache
     return EngineSettings(
-        source=config.model.source,
-        dtype=config.model.dtype,
-        quantization=config.model.quantization,
-        device=worker.device,
-        max_model_len=config.model.max_model_len,
-        deterministic=config.model.deterministic,
-        block_size=config.cache.block_size,
-        num_blocks=config.cache.num_blocks,
-        pool_gib=config.cache.pool_gib,
-        prefix_caching=config.cache.prefix_caching,
-        eviction=config.cache.eviction,
-        tenants=configured_tenants(config),
-        limits=SchedulerLimits(worker.token_budget, worker.max_requests),
-        swap_bytes=int(config.cache.swap_gib * GIB),
-        drafts=_draft_limits(config),
+        source=model.source,
+        dtype=model.dtype,
+        quantization=model.quantization,
+        device=arguments.worker.device,
+        max_model_len=model.max_model_len,
+        deterministic=model.deterministic,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        pool_gib=cache.pool_gib,
+        prefix_caching=cache.prefix_caching,
+        eviction=cache.eviction,
+        tenants=sharing(live.shares),
+        limits=limits_of(live),
+        swap_bytes=int(cache.swap_gib * GIB),
+        drafts=_draft_limits(arguments),
     )
 
 
-def _draft_limits(config: Config) -> DraftLimits | None:
+def limits_of(live: WorkerLive) -> SchedulerLimits:
+    """Bounds of a worker's step."""
+    return SchedulerLimits(live.token_budget, live.max_requests)
+
+
+def sharing(shares: Iterable[Share]) -> tuple[Tenant, ...]:
+    """The tenants with shares of a cache, as its owner knows them."""
+    return tuple(Tenant(share.name, cache_min=share.cache_min, cache_max=share.cache_max) for share in shares)
+
+
+def _draft_limits(arguments: WorkerArguments) -> DraftLimits | None:
     """The bounds of drafts; None for none. Without prefix caching no request finds anything of an earlier one."""
-    speculation = config.speculation
+    speculation, keeps_kv = arguments.speculation, arguments.cache.prefix_caching
     if speculation.mode == "off":
         return None
-    kept = [source for source in speculation.sources if source is not DraftSource.PAST or config.cache.prefix_caching]
+    kept = [source for source in speculation.sources if source is not DraftSource.PAST or keeps_kv]
     num_tokens = (speculation.memory_mib << 20) // INDEX_TOKEN_BYTES
     past_tokens = num_tokens // PAST_SHARE if DraftSource.PAST in kept else 0
     return DraftLimits(speculation.depth, num_tokens - past_tokens, past_tokens, tuple(kept))
@@ -46,8 +65,12 @@ def _draft_limits(config: Config) -> DraftLimits | None:
 
 def tenants(config: Config) -> Tenants:
     """All tenants that may send requests, with their API keys' hashes."""
-    name_of_key = {key_hash: tenant.name for tenant in config.tenants for key_hash in tenant.key_hashes}
-    return Tenants(configured_tenants(config), name_of_key)
+    return Tenants(configured_tenants(config), names_of_keys(config))
+
+
+def names_of_keys(config: Config) -> dict[str, str]:
+    """Names of tenants by the hashes of their API keys."""
+    return {key_hash: tenant.name for tenant in config.tenants for key_hash in tenant.key_hashes}
 
 
 def configured_tenants(config: Config) -> tuple[Tenant, ...]:

@@ -1,0 +1,224 @@
+"""The parts of a configuration by deployment: what a constructor gets, and what changes in place.
+
+| deployment | `arguments`: a change restarts its replicas | `live`: applied by `reconfigure` while they run |
+|---|---|---|
+| ingress | the model, the parsers, the batches' folder | limits, tenants, trusted sites, log level |
+| manager | budgets of its stores, and their folder | first costs, tenants' shares, log level |
+| each role | the engine, its memory, its resources at Ray | bounds of a step, tenants' shares, log level |
+
+The ingress gets the whole configuration beside its arguments, because it shows the settings of the server.
+
+A part holds only what its deployment reads, so a change elsewhere changes nothing there; read back, it has defaults in
+place of the other keys. No part holds an API key; the ingress alone gets the hashes of them.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from configs.load import explain
+from configs.schema import (
+    CacheSection,
+    Config,
+    LoggingSection,
+    ModelSection,
+    PlacementSection,
+    SpeculationSection,
+    WorkerSection,
+)
+from engine.core.errors import StartupError
+
+Values: TypeAlias = dict[str, Any]
+"""Plain values, as JSON has them."""
+
+INGRESS, MANAGER = "ingress", "kv_cache_manager"
+"""Names of deployments; those of workers have the names of their roles."""
+
+S = TypeVar("S", bound=BaseModel)
+VERSION_DIGITS = 16
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Share(_Part):
+    """A tenant's share of caches."""
+
+    name: str
+    cache_min: float
+    cache_max: float
+
+
+class IngressArguments(_Part):
+    """An ingress replica's own, for its whole life."""
+
+    model: ModelSection
+    cache: CacheSection
+    speculation: SpeculationSection
+    logging: LoggingSection
+    hands_over: bool
+    """True if there are prefill workers."""
+    has_batches: bool
+    batches_folder: str | None
+    num_cpus: float
+    label_selector: dict[str, str]
+
+
+class ManagerArguments(_Part):
+    """The manager's own, for its whole life."""
+
+    cache: CacheSection
+    logging: LoggingSection
+
+
+class ManagerLive(_Part):
+    """What the manager changes in place."""
+
+    placement: PlacementSection
+    shares: tuple[Share, ...]
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+class WorkerArguments(_Part):
+    """The workers' of one role, for their whole lives."""
+
+    model: ModelSection
+    cache: CacheSection
+    worker: WorkerSection
+    speculation: SpeculationSection
+    logging: LoggingSection
+
+
+class WorkerLive(_Part):
+    """What the workers of one role change in place."""
+
+    token_budget: int
+    max_requests: int
+    shares: tuple[Share, ...]
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        WorkerSection(token_budget=self.token_budget, max_requests=self.max_requests)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentPart:
+    """A deployment as a configuration wants it."""
+
+    arguments: Values
+    live: Values
+    num_replicas: int
+
+    def version(self, code: str) -> str:
+        """A name for what its replicas are made of: the code and the arguments."""
+        dumped = json.dumps([code, self.arguments], sort_keys=True)
+        return hashlib.sha256(dumped.encode()).hexdigest()[:VERSION_DIGITS]
+
+
+def parts(config: Config) -> dict[str, DeploymentPart]:
+    """Every deployment of a configuration, by name."""
+    manager = _part(manager_arguments(config), manager_live(config), 1)
+    workers = {
+        role: _part(worker_arguments(config, section), worker_live(config, section), section.replicas)
+        for role, section in config.workers.sections.items()
+    }
+    return {MANAGER: manager, **workers, INGRESS: _part(ingress_arguments(config), config, config.ingress.replicas)}
+
+
+def ingress_arguments(config: Config) -> IngressArguments:
+    """The ingress replicas' constructor argument."""
+    return IngressArguments(
+        model=_only(config.model, *ModelSection.model_fields),
+        cache=_only(config.cache, "block_size", "prefix_caching", "await_timeout_s", "public_prefixes"),
+        speculation=_only(config.speculation, "mode", "sources"),
+        logging=_files_of(config.logging),
+        hands_over=config.workers.prefill is not None,
+        has_batches=config.batches.gib > 0,
+        batches_folder=config.batches.folder,
+        num_cpus=config.ingress.num_cpus,
+        label_selector=config.ingress.label_selector,
+    )
+
+
+def manager_arguments(config: Config) -> ManagerArguments:
+    """The manager's host's constructor argument."""
+    budgets = ("segment_gib", "transcript_mib", "response_mib", "response_ttl_s", "disk_gib", "disk_path")
+    cache = _only(config.cache, "block_size", "prefix_caching", "await_timeout_s", *budgets)
+    return ManagerArguments(cache=cache, logging=_files_of(config.logging))
+
+
+def manager_live(config: Config) -> ManagerLive:
+    """The manager's host's `user_config`."""
+    return ManagerLive(placement=config.placement, shares=_shares(config), level=config.logging.level)
+
+
+def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
+    """The constructor argument of the workers' hosts of one of the configuration's worker sections."""
+    resources = ("num_cpus", "num_gpus", "resources", "label_selector")
+    pool = ("num_blocks", "pool_gib", "eviction", "swap_gib")
+    return WorkerArguments(
+        model=_only(config.model, "source", "dtype", "quantization", "max_model_len", "deterministic"),
+        cache=_only(config.cache, "block_size", "prefix_caching", *pool),
+        worker=_only(worker, "device", "num_threads", *resources),
+        speculation=_only(config.speculation, *SpeculationSection.model_fields),
+        logging=_files_of(config.logging),
+    )
+
+
+def worker_live(config: Config, worker: WorkerSection) -> WorkerLive:
+    """The `user_config` of the workers' hosts of one of the configuration's worker sections."""
+    return WorkerLive(
+        token_budget=worker.token_budget,
+        max_requests=worker.max_requests,
+        shares=_shares(config),
+        level=config.logging.level,
+    )
+
+
+def read(kind: type[S], content: Mapping[str, Any]) -> S:
+    """A part from its plain values, all of which must be there: a default in the place of one that was forgotten could
+    let everybody in.
+
+    Raises:
+        StartupError: a value is missing, unknown or invalid.
+    """
+    missing = kind.model_fields.keys() - content.keys()
+    if missing:
+        raise StartupError(f"{kind.__name__} without {', '.join(sorted(missing))}: all keys are needed here")
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise StartupError(f"{kind.__name__}: {'; '.join(explain(error, kind))}") from None
+
+
+def _files_of(logging: LoggingSection) -> LoggingSection:
+    """What is opened at the start of a process."""
+    return _only(logging, "format", "stimuli", "stimuli_mib")
+
+
+def _shares(config: Config) -> tuple[Share, ...]:
+    """The tenants with a floor or a ceiling, which alone make a difference to a cache."""
+    return tuple(
+        Share(name=tenant.name, cache_min=tenant.cache_min, cache_max=tenant.cache_max)
+        for tenant in config.tenants
+        if (tenant.cache_min, tenant.cache_max) != (0, 1)
+    )
+
+
+def _only(section: S, *names: str) -> S:
+    """The section with the defaults in all fields but these."""
+    return type(section).model_validate({name: getattr(section, name) for name in names})
+
+
+def _part(arguments: BaseModel, live: BaseModel, num_replicas: int) -> DeploymentPart:
+    """The part of these values, of the arguments those that were given (`_only`)."""
+    return DeploymentPart(
+        arguments.model_dump(mode="json", exclude_unset=True), live.model_dump(mode="json"), num_replicas
+    )

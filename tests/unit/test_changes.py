@@ -1,0 +1,225 @@
+"""What each deployment gets of a configuration, and the table of what a change of each key does."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from configs.changes import KEYS, ROLE, Change, Effect, changes
+from configs.schema import Config, WorkersSection
+from configs.sections import (
+    INGRESS,
+    MANAGER,
+    IngressArguments,
+    ManagerArguments,
+    ManagerLive,
+    WorkerArguments,
+    WorkerLive,
+    parts,
+    read,
+)
+from configs.settings import settings_of
+from engine.core.errors import StartupError
+from engine.core.tenants import key_hash
+
+HASH = key_hash("rdx-secret")
+BASE: dict[str, Any] = {
+    "workers": {"prefill": {}, "decode": {"max_requests": 32}},
+    "tenants": [{"name": "alice", "key_hashes": [HASH], "cache_min": 0.25}],
+}
+CHANGED: dict[str, Any] = {
+    "model.source": "package:other/model.gguf",
+    "model.name": "another",
+    "model.dtype": "float32",
+    "model.quantization": "int8",
+    "model.tool_parser": "hermes",
+    "model.reasoning_parser": "think",
+    "model.pooling": "last",
+    "cache.eviction": "lru",
+    "cache.disk_path": "/elsewhere",
+    "cache.public_prefixes": ["You are kind."],
+    "cache.prefix_caching": False,
+    f"workers.{ROLE}.device": "cuda",
+    f"workers.{ROLE}.resources": {"rack": 1.0},
+    f"workers.{ROLE}.label_selector": {"zone": "a"},
+    "speculation.mode": "auto",
+    "speculation.sources": ["grammar"],
+    "ingress.label_selector": {"zone": "a"},
+    "http.host": "::1",
+    "http.allowed_hosts": ["raydix.example"],
+    "http.allowed_origins": ["https://app.example"],
+    "batches.folder": "/elsewhere",
+    "logging.level": "DEBUG",
+    "logging.format": "text",
+    "logging.stimuli": "/elsewhere",
+    "tenants.name": "bob",
+    "tenants.key_hashes": [key_hash("rdx-another")],
+}
+"""Other values of keys that are no numbers and no switches."""
+WORKERS = {"prefill", "decode"}
+RESTARTED: Mapping[Effect, set[str]] = {
+    Effect.INGRESS: {INGRESS},
+    Effect.MANAGER: {MANAGER},
+    Effect.ROLE: {"decode"},
+    Effect.WORKERS: WORKERS,
+    Effect.INGRESS_AND_MANAGER: {INGRESS, MANAGER},
+    Effect.INGRESS_AND_WORKERS: {INGRESS, *WORKERS},
+    Effect.EVERYTHING: {INGRESS, MANAGER, *WORKERS},
+}
+KEYS_OF_ROLES = {"workers.prefill", "workers.decode", "workers.mixed"}
+
+
+def schema_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of the schema by its path."""
+    for name, field in section.model_fields.items():
+        nested = next((kind for kind in _kinds(field.annotation) if issubclass(kind, BaseModel)), None)
+        if nested is None or section is WorkersSection:
+            yield f"{prefix}{name}"
+        if nested is not None:
+            yield from schema_keys(nested, f"workers.{ROLE}." if section is WorkersSection else f"{prefix}{name}.")
+
+
+def _kinds(annotation: Any) -> Iterator[type]:
+    if isinstance(annotation, type):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _kinds(argument)
+
+
+def changed(key: str) -> Config:
+    """The configuration with another value of one key."""
+    content = Config.model_validate(BASE).model_dump()
+    *path, name = key.replace(ROLE, "decode").split(".")
+    section: Any = content
+    for part in path:
+        section = section[part]
+    if key.startswith("tenants."):
+        section = section[0]
+    old = section[name]
+    if key in CHANGED:
+        section[name] = CHANGED[key]
+    elif isinstance(old, bool):
+        section[name] = not old
+    else:
+        section[name] = 64 if old is None else old / 2 if isinstance(old, float) and old else old + 1
+    if key == "cache.prefix_caching":
+        content["tenants"][0]["cache_min"] = 0
+    return Config.model_validate(content)
+
+
+def compared(new: Config, what: Callable[[Any], object]) -> set[str]:
+    """The deployments with a difference."""
+    old_parts, new_parts = parts(Config.model_validate(BASE)), parts(new)
+    return {name for name in new_parts if what(old_parts[name]) != what(new_parts[name])}
+
+
+def test_the_table_has_every_key_and_no_other() -> None:
+    assert set(schema_keys(Config)) == KEYS.keys()
+
+
+@pytest.mark.parametrize("key", sorted(KEYS.keys() - KEYS_OF_ROLES))
+def test_the_table_says_what_a_change_does(key: str) -> None:
+    new, effect = changed(key), KEYS[key]
+    assert compared(new, lambda part: part.version("code")) == RESTARTED.get(effect, set())
+    assert compared(new, lambda part: part.arguments) == RESTARTED.get(effect, set())
+    numbers = compared(new, lambda part: part.num_replicas)
+    assert numbers == ({key.split(".")[0].replace("workers", "decode")} if effect is Effect.NUMBER else set())
+    assert INGRESS in compared(new, lambda part: part.live), "the ingress shows the whole configuration"
+
+
+@pytest.mark.parametrize("key", sorted(KEYS.keys() - KEYS_OF_ROLES))
+def test_a_change_is_told_with_its_effect(key: str) -> None:
+    found = changes(Config.model_validate(BASE), changed(key))
+    if key == "cache.prefix_caching":
+        found = [change for change in found if change.key == key]
+    if key.startswith("tenants."):
+        assert {change.effect for change in found} == {Effect.IN_PLACE}
+        assert HASH not in repr(found) and found[0].key.startswith("tenants.")
+    else:
+        assert [(change.key, change.effect) for change in found] == [(key.replace(ROLE, "decode"), KEYS[key])]
+        assert found[0].was != found[0].becomes
+
+
+def test_in_place_is_where_no_argument_changes() -> None:
+    live = {key for key, effect in KEYS.items() if effect is Effect.IN_PLACE}
+    assert {"ingress.max_queued_requests", f"workers.{ROLE}.token_budget", "logging.level", "tenants.name"} <= live
+
+
+def test_batches_are_turned_off_and_on_by_a_restart() -> None:
+    off = Config.model_validate({**BASE, "batches": {"gib": 0}})
+    assert compared(off, lambda part: part.arguments) == {INGRESS}
+    assert "from or to 0" in KEYS["batches.gib"]
+
+
+def test_roles_come_and_go() -> None:
+    old, new = Config.model_validate(BASE), Config.model_validate({"workers": {"mixed": {}}})
+    assert parts(new).keys() == {MANAGER, "mixed", INGRESS}
+    assert {change.key for change in changes(old, new)} >= KEYS_OF_ROLES
+    assert all(KEYS[key] is Effect.ROLES for key in KEYS_OF_ROLES)
+    beside = Config.model_validate({**BASE, "workers": {**BASE["workers"], "mixed": {}}})
+    for name, part in parts(old).items():
+        assert parts(beside)[name].arguments == part.arguments
+
+
+def test_tenants_are_told_by_name_alone() -> None:
+    old = Config.model_validate(BASE)
+    tenants = [{"name": "alice", "max_requests": 3}, {"name": "bob", "key_hashes": [HASH]}]
+    found = changes(old, Config.model_validate({**BASE, "tenants": tenants}))
+    assert [(change.key, change.was, change.becomes) for change in found] == [
+        ("tenants.alice", "known", "changed"),
+        ("tenants.bob", "unknown", "known"),
+    ]
+    assert changes(old, Config.model_validate({**BASE, "tenants": []})) == [
+        Change("tenants.alice", "known", "unknown", Effect.IN_PLACE)
+    ]
+    assert changes(old, old) == []
+
+
+def test_key_hashes_go_to_the_ingress_alone() -> None:
+    found = parts(Config.model_validate(BASE))
+    assert [name for name, part in found.items() if HASH in repr(part)] == [INGRESS]
+    assert HASH not in repr(found[INGRESS].arguments)
+    assert found[MANAGER].live["shares"] == [{"name": "alice", "cache_min": 0.25, "cache_max": 1.0}]
+
+
+def test_a_tenant_without_a_share_changes_no_worker() -> None:
+    new = Config.model_validate({**BASE, "tenants": [*BASE["tenants"], {"name": "bob"}]})
+    assert compared(new, lambda part: part.live) == {INGRESS}
+
+
+def test_other_code_is_another_version_everywhere() -> None:
+    found = parts(Config.model_validate(BASE))
+    assert all(part.version("one") != part.version("other") for part in found.values())
+    assert all(part.version("one") == part.version("one") for part in found.values())
+
+
+@pytest.mark.parametrize(
+    "key", [key for key, effect in KEYS.items() if "workers" in effect and effect not in (Effect.ROLES, Effect.ROLE)]
+)
+def test_an_engine_gets_the_keys_that_restart_workers(key: str) -> None:
+    """None of them is left out of the part that an engine is made of."""
+    drafting = {"speculation": {} if key == "speculation.mode" else {"mode": "auto"}}
+    old = Config.model_validate({**BASE, **drafting})
+    content = changed(key).model_dump()
+    new = Config.model_validate({**content, "speculation": {**content["speculation"], **drafting["speculation"]}})
+    assert settings_of(*worker_parts(new)) != settings_of(*worker_parts(old))
+
+
+def worker_parts(config: Config) -> tuple[WorkerArguments, WorkerLive]:
+    part = parts(config)["decode"]
+    return read(WorkerArguments, part.arguments), read(WorkerLive, part.live)
+
+
+def test_parts_are_read_whole_or_not_at_all() -> None:
+    found = parts(Config.model_validate(BASE))
+    assert read(Config, found[INGRESS].live) == Config.model_validate(BASE)
+    assert read(IngressArguments, found[INGRESS].arguments).hands_over
+    assert read(ManagerArguments, found[MANAGER].arguments).cache.block_size == 16
+    without = {key: value for key, value in found[INGRESS].live.items() if key != "tenants"}
+    with pytest.raises(StartupError, match="Config without tenants: all keys are needed here"):
+        read(Config, without)
+    with pytest.raises(StartupError, match=r"ManagerLive: .*level"):
+        read(ManagerLive, {**found[MANAGER].live, "level": "LOUD"})
+    with pytest.raises(StartupError, match="greater than or equal to 16"):
+        read(WorkerLive, {**found["decode"].live, "token_budget": 8})
