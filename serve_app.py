@@ -2,24 +2,37 @@
 
 `serve run serve_app:app` serves the default configuration; `serve_app:build` takes arguments, as in
 `configs/serve.yaml`: `config` (the name or path of a YAML file) and `overrides` (merged over it).
+
+Each deployment gets its part of the configuration (`configs.sections`): arguments, which its version is made of, and a
+`user_config`, which Serve hands to `reconfigure`. Where Serve is told versions, as by `raydix serve` and `raydix
+deploy`, a deployment of the same version is not restarted. `serve deploy` and KubeRay give one version to all
+deployments, made of the application's `args`.
 """
 
+import hashlib
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
-from actors.host import CHECK_TIMEOUT_S, MANAGER_CPUS, ActorHost
+from actors.host import CHECK_TIMEOUT_S, ActorHost
+from actors.hosted import MANAGER_CPUS
 from actors.ingress.app import Ingress
-from actors.names import MANAGER
 from configs import Config, load_config
 from configs.schema import WorkerSection
+from configs.sections import INGRESS, MANAGER, DeploymentPart, parts
 
 HOST_CPUS = 0.01
 """CPUs of a host, which only starts and watches its child; the child holds the worker's own reservation."""
 MAX_ONGOING_REQUESTS = 100_000
 """Serve's own limit, set out of the way: the ingress has a limit of its own, and answers 429."""
+CODE = ("actors", "configs", "engine", "kernels", "serve_app.py")
+"""Parts of the project that run in replicas and their children."""
+SOURCES = {".py", ".cpp", ".h"}
 
 
 def build(args: Mapping[str, Any] | None = None) -> Application:
@@ -34,23 +47,48 @@ def build(args: Mapping[str, Any] | None = None) -> Application:
 
 def compose(config: Config) -> Application:
     """The application of a loaded configuration."""
-    content = config.model_dump()
-    hosts = [_host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}]).bind(MANAGER, content)]
-    for role, section in config.workers.sections.items():
-        hosts.append(_worker_host(role, section).bind(role, content))
+    found = parts(config)
+    hosts = [_host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}])]
+    hosts += [_worker_host(role, section) for role, section in config.workers.sections.items()]
+    bound = [_with(host, found[host.name]).bind(host.name, found[host.name].arguments) for host in hosts]
 
     deployment: Any = serve.deployment(Ingress)
     ingress = deployment.options(
-        name="ingress",
-        num_replicas=config.ingress.replicas,
+        name=INGRESS,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_actor_options(config.ingress.num_cpus, config.ingress.label_selector),
         logging_config={"enable_access_log": False},
         health_check_period_s=2,
         graceful_shutdown_timeout_s=60,
     )
-    application: Application = ingress.bind(content, *hosts)
+    application: Application = _with(ingress, found[INGRESS]).bind(found[INGRESS].arguments, *bound)
     return application
+
+
+def versions(config: Config) -> dict[str, str]:
+    """The version of each deployment: replicas of another version are restarted."""
+    return {name: part.version(code_digest()) for name, part in parts(config).items()}
+
+
+@cache
+def code_digest() -> str:
+    """A name for the code of this installation."""
+    digest = hashlib.sha256(version("raydix").encode())
+    root = Path(__file__).parent
+    for part in CODE:
+        files = [root / part] if part.endswith(".py") else sorted((root / part).rglob("*"))
+        for file in files:
+            if file.suffix in SOURCES:
+                digest.update(str(file.relative_to(root)).encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _with(deployment: Any, part: DeploymentPart) -> Any:
+    """The deployment with its number of replicas, its values that change in place, and its version. Serve makes a
+    version up where it is told none, and then restarts everything; there is no public way to tell one."""
+    live = deployment.options(num_replicas=part.num_replicas, user_config=part.live)
+    return live.options(version=part.version(code_digest()), _internal=True)
 
 
 def _worker_host(role: str, section: WorkerSection) -> Any:
@@ -60,7 +98,7 @@ def _worker_host(role: str, section: WorkerSection) -> Any:
     host = _host(role, [{"CPU": HOST_CPUS}, worker])
     if section.label_selector:
         host = host.options(placement_group_bundle_label_selector=[section.label_selector] * 2)
-    return host.options(num_replicas=section.replicas)
+    return host
 
 
 def _host(name: str, bundles: list[dict[str, float]]) -> Any:

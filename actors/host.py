@@ -8,41 +8,35 @@ calls the child directly.
 * An incarnation does not start: its host tries again, after growing pauses. While `MAX_FAILURES` or more have failed in
   a row the host is unhealthy, and Serve replaces it.
 * The host dies: Ray ends its child, whose owner is gone, and Serve starts another host.
+
+Serve calls `reconfigure` once before a host counts as started, and then for each change of the deployment's
+`user_config`. The host keeps the new values for the next incarnation and hands them to the child that runs: what is
+invalid is refused before anything has changed, a child that dies meanwhile is replaced by one with the new values, and
+one that answers nothing is killed for that end. A child that refuses them makes `reconfigure` fail, and Serve replaces
+the host. So a child never goes on with old values unnoticed.
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.calls import answer
-from actors.logs import log_to_ray
-from actors.manager.kv_cache_manager import KVCacheManager
+from actors.hosted import hosted
+from actors.logs import log_to_ray, set_level
 from actors.messages import STARTING_REPORT_S
-from actors.names import MANAGER, announce_manager, incarnation_name, namespace
+from actors.names import MANAGER, announce_manager, incarnation_name
 from actors.rpc import ActorClient, find_manager
-from actors.worker.worker import WORKER_CLASSES
-from configs.schema import Config, WorkerSection
-from configs.settings import configured_tenants, engine_settings
-from engine.core.costs import WorkerCosts
 from engine.core.log_fields import about
-from engine.core.manager.placement import CostModel
-from engine.core.settings import GIB
-from engine.core.types import Role
 
 logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
-MAX_CONCURRENT_CALLS = 10_000
 CHECK_TIMEOUT_S = 60
 """A child that answers nothing for so long hangs. An engine answers between two steps, and a step may take seconds."""
 RESTART_TIMEOUT_S = 1800
@@ -52,28 +46,60 @@ MAX_RETRY_S = 30.0
 """First pause before a child that did not start is started again; each further pause is twice as long."""
 MAX_FAILURES = 3
 """Starts in a row that may fail before Serve is to try with another host."""
-MANAGER_CPUS = 0.1
 
 
 class ActorHost:
     """Starts one actor, replaces the actor after its death, and reports its health to Serve."""
 
-    async def __init__(self, kind: str, config: Mapping[str, Any]) -> None:  # type: ignore[misc]
-        self._kind = kind
-        self._config = Config.model_validate(config)
-        log_to_ray(f"host-{kind}", self._config.logging)
+    def __init__(self, kind: str, arguments: Mapping[str, Any]) -> None:
         context = serve.get_replica_context()
+        self._kind = kind
         self._app_name = context.app_name
-        self._actor_id = MANAGER if kind == MANAGER else f"{kind}-{context.replica_id.unique_id}"
+        self._hosted = hosted(kind, arguments, context.replica_id.unique_id, context.app_name)
+        self._actor_id = self._hosted.actor_id
         self._num_failures = 0
         self._failure = ""
-        self._child = await self._start_first_child()
-        self._watch = asyncio.create_task(self._replace_when_dead())
+        self._num_changes = 0
+        self._child: ActorClient | None = None
+        self._changing = asyncio.Lock()
+
+    async def reconfigure(self, live: Mapping[str, Any]) -> None:
+        """Called by Serve with the values that change in place; the first call starts the child.
+
+        Raises:
+            StartupError: a value is invalid, and nothing has changed.
+            RayTaskError: the child cannot start with them, or refuses them.
+        """
+        async with self._changing:
+            self._hosted.take(live)
+            self._num_changes += 1
+            if self._child is None:
+                log_to_ray(f"host-{self._kind}", self._hosted.logs)
+                self._child = await self._start_first_child()
+                self._watch = asyncio.create_task(self._replace_when_dead(self._child))
+            else:
+                set_level(self._hosted.logs.level)
+                await self._tell(self._child)
+
+    async def _tell(self, child: ActorClient) -> None:
+        """Hand the present values to a child."""
+        try:
+            await answer(self._hosted.tell(child), CHECK_TIMEOUT_S)
+        except TimeoutError:
+            extra = about("child_hangs", child=self._actor_id)
+            logger.error("%s takes no changes for %d s and is killed", self._actor_id, CHECK_TIMEOUT_S, extra=extra)
+            child.kill()
+        except RayTaskError:
+            raise
+        except RayError:
+            pass  # The child died, and the next one has the values.
 
     async def check_health(self) -> None:
         """Called by Serve; kills a child that hangs, and raises while the child cannot be brought back."""
         if self._num_failures >= MAX_FAILURES:
             raise RuntimeError(self._failure)
+        if self._child is None:
+            raise RuntimeError(f"{self._actor_id} has no user_config, and so no limits yet")
         try:
             await answer(self._child.check(), CHECK_TIMEOUT_S)
         except TimeoutError:
@@ -99,22 +125,22 @@ class ActorHost:
         raise AssertionError("counting does not end")
 
     async def _start_child(self) -> ActorClient:
-        """Start a new incarnation; returns when it is ready. Raises RayError if the start fails."""
+        """Start a new incarnation; returns when it is ready, and nothing is awaited since it got the present values.
+        Raises RayError if the start fails."""
         began, epoch = time.monotonic(), time.time_ns()
         name = incarnation_name(self._actor_id, epoch)
-        if self._kind == MANAGER:
-            child = self._create_manager(name)
-        else:
-            child = self._create_worker(Role(self._kind), name, epoch)
-
+        num_changes = self._num_changes
+        child = self._hosted.create(name, epoch)
         try:
             await self._ready(child)
+            if self._kind == MANAGER:
+                await announce_manager(name, self._app_name)
+            while num_changes < self._num_changes:  # Changed since the child was made.
+                num_changes = self._num_changes
+                await self._tell(child)
         except BaseException:
             child.kill()
             raise
-
-        if self._kind == MANAGER:
-            await announce_manager(name, self._app_name)
 
         took_s = round(time.monotonic() - began, 3)
         extra = about("child_started", child=self._actor_id, epoch=epoch, took_s=took_s)
@@ -138,16 +164,16 @@ class ActorHost:
                 if manager is not None:
                     await answer(manager.worker_starting(self._actor_id), STARTING_REPORT_S)
 
-    async def _replace_when_dead(self) -> None:
+    async def _replace_when_dead(self, child: ActorClient) -> None:
         while True:
             try:
-                await self._child.join()
+                await child.join()
             except Exception as error:  # Of any kind: no other process would start another child.
                 reason = type(error).__name__
                 extra = about("child_died", child=self._actor_id, reason=reason)
                 logger.warning("%s died (%s) and is replaced", self._actor_id, reason, extra=extra)
-                self._child.kill()  # The child may be only out of reach.
-            self._child = await self._start_next_child()
+                child.kill()  # The child may be only out of reach.
+            self._child = child = await self._start_next_child()
 
     async def _start_next_child(self) -> ActorClient:
         """Start a new incarnation, with as many tries as needed."""
@@ -165,59 +191,3 @@ class ActorHost:
                 return child
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
-
-    def _options(self, name: str, **options: Any) -> dict[str, Any]:
-        group = ray.util.get_current_placement_group()
-        if group is not None:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=-1)
-        return {
-            "name": name,
-            "namespace": namespace(self._app_name),
-            "max_concurrency": MAX_CONCURRENT_CALLS,
-            **options,
-        }
-
-    def _create_manager(self, name: str) -> ActorClient:
-        placement, cache = self._config.placement, self._config.cache
-        costs = CostModel(
-            block_size=cache.block_size,
-            piggyback_tokens=placement.piggyback_tokens,
-            prior=WorkerCosts(import_byte_s=1 / (placement.import_gib_per_s * GIB)),
-        )
-
-        actor: Any = ray.remote(KVCacheManager).options(**self._options(name, num_cpus=MANAGER_CPUS))
-        handle = actor.remote(
-            costs,
-            segment_budget_bytes=int(cache.segment_gib * GIB),
-            transcript_budget_bytes=int(cache.transcript_mib * MIB),
-            response_budget_bytes=int(cache.response_mib * MIB),
-            response_ttl_s=cache.response_ttl_s,
-            await_timeout_s=cache.await_timeout_s,
-            disk_budget_bytes=int(cache.disk_gib * GIB),
-            disk_path=cache.disk_path,
-            tenants=configured_tenants(self._config),
-            prefix_caching=cache.prefix_caching,
-            logs=self._config.logging,
-        )
-        return ActorClient(handle)
-
-    def _create_worker(self, role: Role, name: str, epoch: int) -> ActorClient:
-        section: WorkerSection = getattr(self._config.workers, role)
-        actor: Any = ray.remote(WORKER_CLASSES[role]).options(
-            **self._options(
-                name,
-                num_cpus=section.num_cpus,
-                num_gpus=section.num_gpus,
-                resources=section.resources,
-                runtime_env={"env_vars": thread_environment(section.num_threads)},
-            )
-        )
-        settings = engine_settings(self._config, section)
-        logs = self._config.logging
-        return ActorClient(actor.remote(settings, role, self._actor_id, epoch, self._app_name, logs))
-
-
-def thread_environment(num_threads: int) -> dict[str, str]:
-    """Number of threads a worker computes with (Ray would set one). The threads of torch's own operations sleep between
-    them, because workers on one machine share its cores; the kernels have threads of their own."""
-    return {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(num_threads or len(os.sched_getaffinity(0)))}

@@ -39,15 +39,16 @@ class CounterInstrument(Instrument[Counter]):
     kind: Kind = "counter"
 
     def begin(self, **values: Sequence[str]) -> None:
-        """Report 0 for every combination of these tags' values, so that a counter exists before its first event.
+        """Report 0 for every new combination of these tags' values, so that a counter exists before its first event.
 
         Without a 0 an event that never happened looks like an event that is not measured, and the first event enters
         no rate. Ray's `inc` refuses 0.
         """
         for combination in product(*values.values()):
             tags = dict(zip(values, combination, strict=True))
-            self.metric._record(0, tags)
-            self._values[self._labels(tags)] = 0
+            if self._labels(tags) not in self._values:
+                self.metric._record(0, tags)
+                self._values[self._labels(tags)] = 0
 
     def inc(self, value: float = 1, tags: Mapping[str, str] = NO_TAGS) -> None:
         """Count `value` more, which is above 0."""

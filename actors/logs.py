@@ -193,6 +193,12 @@ def install(handler: logging.Handler, level: str) -> None:
         logger.setLevel(level)
 
 
+def set_level(level: str) -> None:
+    """Have this process write records from this level on."""
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(level)
+
+
 def timestamp(seconds: float) -> str:
     """A time since the epoch in UTC, to the millisecond."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"

@@ -70,3 +70,5 @@ class WorkerState:
     """Free blocks that contain nothing."""
     num_steps: int
     """Steps that `costs` were fitted to so far."""
+    token_budget: int
+    """Tokens of a step now."""

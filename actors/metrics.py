@@ -215,13 +215,17 @@ class IngressMetrics:
         )
         self._failovers = counter("raydix_failovers", "Requests that went on at another worker.")
 
+        self.know(tenants)
+        self._lookups.begin(result=("hit", "miss"))
+        self._failovers.begin()
+
+    def know(self, tenants: Iterable[str]) -> None:
+        """Begin the counts of these tenants that have none yet."""
         names = tuple(tenants)
         self._requests.begin(tenant=names, outcome=OUTCOMES)
         self._prompt.begin(tenant=names)
         self._generated.begin(tenant=names)
         self._hits.begin(tenant=names, source=("local", "imported"))
-        self._lookups.begin(result=("hit", "miss"))
-        self._failovers.begin()
 
     def finished(self, request: FinishedRequest) -> None:
         """Count one request at its end."""

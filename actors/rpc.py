@@ -15,7 +15,10 @@ from ray.actor import ActorHandle
 from actors.messages import Imported, Registration, WorkerState
 from actors.metric_values import Family
 from actors.names import incarnation_name, manager_name, named_actor
+from engine.core.costs import WorkerCosts
 from engine.core.manager.cache_events import CacheUpdate
+from engine.core.settings import SchedulerLimits
+from engine.core.tenants import Tenant
 from engine.core.types import (
     Admission,
     AdmitRequest,
@@ -63,6 +66,9 @@ class ActorClient:
 class WorkerClient(ActorClient):
     """One incarnation of a worker (`actors.worker.worker.Worker`)."""
 
+    def reconfigure(self, limits: SchedulerLimits, tenants: Sequence[Tenant], level: str) -> Awaitable[None]:
+        return _sent(self.handle.reconfigure.remote(limits, tenants, level))
+
     def submit(self, assignments: Sequence[Assignment]) -> Awaitable[None]:
         return _sent(self.handle.submit.remote(assignments))
 
@@ -99,6 +105,11 @@ class WorkerClient(ActorClient):
 
 class ManagerClient(ActorClient):
     """One incarnation of the manager (`actors.manager.kv_cache_manager.KVCacheManager`)."""
+
+    def reconfigure(
+        self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant], level: str
+    ) -> Awaitable[None]:
+        return _sent(self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, level))
 
     def register(self, registration: Registration, worker: Handle) -> Awaitable[str | None]:
         # In a list, because Ray would take a handle that is an argument by itself for a dependency of the call.

@@ -26,6 +26,8 @@ from engine.core.errors import StartupError
 from engine.core.settings import GIB
 
 APP_NAME = "raydix"
+LOCAL_NAMES = ("localhost",)
+"""Host names of a server on a loopback address, unless the configuration names others."""
 STORE_RESERVE_GIB = 0.5
 """Object store beyond the exported KV: segments in flight, and Ray's own objects."""
 READY_TIMEOUT_S = 900.0
@@ -194,18 +196,7 @@ class LocalCluster:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": self._config.http.host, "port": self._config.http.port})
         serve._run(compose(_named_local(self._config)), name=APP_NAME, _blocking=False)
-        deadline = time.monotonic() + READY_TIMEOUT_S
-
-        while not stop.wait(0.2):
-            application = serve.status().applications.get(APP_NAME)
-            if application is None:
-                continue
-            if application.status == "RUNNING":
-                return
-            if application.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline:
-                raise StartupError(_reason(application))
-            ready = [name for name, part in application.deployments.items() if part.status == "HEALTHY"]
-            progress(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
+        wait_until_running(APP_NAME, progress, stop)
 
     def stop(self) -> None:
         """End every process of the cluster. Ray leaves one behind: HAProxy survives the actor that started it."""
@@ -222,6 +213,27 @@ class LocalCluster:
             psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
         if reaper is not None:
             reaper.communicate()
+
+
+def wait_until_running(app_name: str, progress: Callable[[str], None], stop: threading.Event) -> None:
+    """Wait until every replica of an application is ready, or until told to stop.
+
+    Raises:
+        StartupError: a part of the application cannot start.
+    """
+    from ray import serve
+
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not stop.wait(0.2):
+        application = serve.status().applications.get(app_name)
+        if application is None:
+            continue
+        if application.status == "RUNNING":
+            return
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline:
+            raise StartupError(_reason(application))
+        ready = [name for name, part in application.deployments.items() if part.status == "HEALTHY"]
+        progress(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
 
 
 def own_places(folder: Path) -> dict[str, str]:
@@ -250,7 +262,7 @@ def _named_local(config: Config) -> Config:
     """Allow the name localhost on a loopback address, unless the configuration names hosts."""
     if config.http.allowed_hosts is not None or not haproxy.LOOPBACK.match(config.http.host):
         return config
-    http = config.http.model_copy(update={"allowed_hosts": ("localhost",)})
+    http = config.http.model_copy(update={"allowed_hosts": LOCAL_NAMES})
     return config.model_copy(update={"http": http})
 
 

@@ -37,6 +37,16 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(run=_serve)
 
+    deploy = commands.add_parser("deploy", help="deploy on a Ray cluster that runs, or change the server there")
+    deploy.add_argument("--config", required=True, help="name or path of a configuration")
+    deploy.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")
+    deploy.add_argument(
+        "--address", default="auto", help="Ray cluster, as raydix serve prints it (default: the only one here)"
+    )
+    deploy.add_argument("--name", default="raydix", help="name of the Serve application (default: %(default)s)")
+    deploy.add_argument("--dry-run", action="store_true", help="print what would change, and change nothing")
+    deploy.set_defaults(run=_deploy)
+
     batch = commands.add_parser("batch", help="answer a file of requests, with a server of its own or a running one")
     batch.add_argument("source", metavar="in.jsonl", help="requests, in OpenAI's form for batches")
     batch.add_argument("-o", "--output", required=True, metavar="out.jsonl", help="file for the answers")
@@ -71,6 +81,12 @@ def _serve(options: argparse.Namespace) -> int:
     from cli import serve  # Ray is slow to import, and its switches must be in the environment before
 
     return serve.run(options)
+
+
+def _deploy(options: argparse.Namespace) -> int:
+    from cli import deploy
+
+    return deploy.run(options)
 
 
 def _batch(options: argparse.Namespace) -> int:

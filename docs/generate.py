@@ -33,6 +33,7 @@ from actors.ingress.routes.described import api_document
 from actors.instruments import instruments_of
 from actors.metrics import IngressMetrics, ManagerMetrics, WorkerMetrics
 from cli.main import parser
+from configs.changes import KEYS, ROLE
 from configs.schema import Config
 from engine.api.anthropic.requests import MessagesRequest
 from engine.api.batches import BatchRequest
@@ -99,7 +100,9 @@ def configuration_page() -> str:
     return _page(
         "# Configuration",
         "Generated from `configs/schema.py`. A configuration is a YAML file of these sections; keys that are not named "
-        "here are refused. [Serving](../guides/serving.md) explains the choices.",
+        "here are refused. [Serving](../guides/serving.md) explains the choices. The column *a change* says what "
+        "`raydix deploy` does with another value ([changing a server that runs]"
+        "(../guides/serving.md#changing-a-server-that-runs)).",
         *_sections(schema, schema["properties"], prefix=""),
     )
 
@@ -114,11 +117,12 @@ def _sections(root: Schema, properties: Schema, prefix: str) -> Iterator[str]:
         if any(nested):
             roles = " ".join(f"`{prefix}{name}.{each}`: {field['description']}" for each, field in _fields(section))
             yield f"## `{prefix}{name}`\n\n{section['description']}\n\n{roles} Each has these keys:"
-            yield _field_table(root, next(each for each in nested if each is not None))
+            first = next(each for each in nested if each is not None)
+            yield _field_table(root, first, prefix=f"{prefix}{name}.{ROLE}.")
         else:
             note = ", a list of" if field.get("type") == "array" else ""
             yield f"## `{prefix}{name}`{note}\n\n{section['description']}"
-            yield _field_table(root, section)
+            yield _field_table(root, section, prefix=f"{prefix}{name}.")
 
 
 def _section(root: Schema, field: Schema) -> Schema | None:
@@ -135,10 +139,10 @@ def _fields(schema: Schema) -> Iterable[tuple[str, Schema]]:
     return fields.items()
 
 
-def _field_table(root: Schema, schema: Schema) -> str:
+def _field_table(root: Schema, schema: Schema, prefix: str) -> str:
     required = schema.get("required", ())
     return _table(
-        ("key", "type", "default", "bounds", ""),
+        ("key", "type", "default", "bounds", "", "a change"),
         (
             (
                 f"`{name}`",
@@ -146,6 +150,7 @@ def _field_table(root: Schema, schema: Schema) -> str:
                 "required" if name in required else default(field),
                 bounds(root, field),
                 field.get("description", ""),
+                KEYS[f"{prefix}{name}"],
             )
             for name, field in _fields(schema)
         ),

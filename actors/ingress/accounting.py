@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,6 +22,8 @@ class RequestMetrics(Protocol):
 
     def finished(self, request: FinishedRequest) -> None: ...
 
+    def know(self, tenants: Iterable[str]) -> None: ...
+
 
 class Accounting:
     """Accounts for the requests of one ingress replica."""
@@ -32,6 +34,10 @@ class Accounting:
         self._metrics = metrics
         self._refusals = refusals
         self._clock = clock
+
+    def know(self, tenants: Iterable[str]) -> None:
+        """Begin the metrics of these tenants, so far as they are new."""
+        self._metrics.know(tenants)
 
     @contextmanager
     def request(self, job: Job) -> Iterator[None]:

@@ -23,8 +23,9 @@ from starlette.responses import Response
 
 from actors.ingress.accounting import internal_error
 from actors.ingress.batches import ROUTES, Batches
-from actors.ingress.build import build_batches, build_frontend
+from actors.ingress.build import batch_settings, build_batches, build_frontend, limits_of
 from actors.ingress.cross_origin import CrossOrigin
+from actors.ingress.frontend import Frontend
 from actors.ingress.http import (
     ClientGoneError,
     EventStreamResponse,
@@ -36,8 +37,10 @@ from actors.ingress.http import (
 from actors.ingress.job import Job
 from actors.ingress.routes import OPEN_ROUTES, UNSUPPORTED_ROUTES, batches, description, operation, tokens
 from actors.ingress.routes.replica import replica
-from actors.logs import keep_refusals_out_of_serves_log, log_to_ray
+from actors.logs import keep_refusals_out_of_serves_log, log_to_ray, set_level
 from configs.schema import Config
+from configs.sections import IngressArguments, ingress_arguments, read
+from configs.settings import configured_tenants, names_of_keys
 from engine.api.anthropic.answers import count_body
 from engine.api.anthropic.errors import ANTHROPIC
 from engine.api.batches import LineAnswer
@@ -52,7 +55,7 @@ from engine.api.responses import (
 )
 from engine.api.routes import Route
 from engine.api.wire import OPENAI, WireFormat
-from engine.core.errors import RaydixError, RequestError
+from engine.core.errors import RaydixError, RequestError, StartupError
 from engine.core.ingress.body_room import BodyRoom
 from engine.core.log_fields import about
 from engine.core.tenants import Tenant
@@ -139,23 +142,66 @@ async def _unexpected_error(request: Request, error: Exception) -> Response:
 
 @serve.ingress(app)
 class Ingress:
-    """One replica of the front. The hosts are arguments so that Serve deploys them with it."""
+    """One replica of the front. The hosts are arguments so that Serve deploys them with it.
 
-    async def __init__(self, config: Mapping[str, Any], *hosts: object) -> None:  # type: ignore[misc]
-        self.config = Config.model_validate(config)
-        log_to_ray("ingress", self.config.logging)
+    Serve calls `reconfigure` once before a replica counts as started, and then for each change of the deployment's
+    `user_config`, which is the whole configuration. Before the first call a replica has no frontend, and lets nobody
+    in.
+    """
+
+    config: Config
+    frontend: Frontend
+    batches: Batches | None
+
+    def __init__(self, arguments: Mapping[str, Any], *hosts: object) -> None:
+        self._arguments = read(IngressArguments, arguments)
+        self._is_built = False
+
+    async def reconfigure(self, content: Mapping[str, Any]) -> None:
+        """Called by Serve: serve as this configuration says.
+
+        Raises:
+            StartupError: the configuration is not valid, or needs another replica; nothing has changed.
+        """
+        config = read(Config, content)
+        if ingress_arguments(config) != self._arguments:
+            raise StartupError("the user_config says otherwise than the replica's arguments: deploy both together")
+        if self._is_built:
+            self._change(config)
+        else:
+            await self._build(config)
+
+    async def check_health(self) -> None:
+        """Called by Serve; raises before the first configuration."""
+        if not self._is_built:
+            raise RuntimeError("the ingress has no user_config, and so neither limits nor tenants yet")
+
+    async def _build(self, config: Config) -> None:
+        self.config = config
+        log_to_ray("ingress", config.logging)
         keep_refusals_out_of_serves_log()
-        self._bodies = BodyRoom(self.config.ingress.max_waiting_mib << 20)
+        self._bodies = BodyRoom(config.ingress.max_waiting_mib << 20)
         context = serve.get_replica_context()
         await asyncio.to_thread(forgo_torch)
         self.frontend = await asyncio.to_thread(
             build_frontend, self.config, context.app_name, context.replica_id.unique_id
         )
         self.frontend.start()
-        self.batches: Batches | None = build_batches(self.config, self.frontend)
+        self.batches = build_batches(self.config, self.frontend)
         if self.batches is not None:
             self.batches.start()
+        self._is_built = True
         logger.info("ingress started", extra=about("started", replica=context.replica_id.unique_id))
+
+    def _change(self, config: Config) -> None:
+        """Take other limits, tenants and trusted sites. Nothing here waits or fails, so no request meets a half."""
+        self.config = config
+        set_level(config.logging.level)
+        self._bodies.limit(config.ingress.max_waiting_mib << 20)
+        self.frontend.change(limits_of(config), configured_tenants(config), names_of_keys(config))
+        if self.batches is not None:
+            self.batches.change(batch_settings(config))
+        logger.info("other limits for %d tenants", len(config.tenants), extra=about("reconfigured"))
 
     def require_trusted(self, request: Request) -> None:
         """Raises PermissionDeniedError for another host's name, and for a change that the page of a site asks for that

@@ -88,6 +88,14 @@ class Batches:
         """When to try a failed batch again."""
         self._num_uploads = 0
 
+    def change(self, settings: BatchSettings) -> None:
+        """Take other limits; the folder and the model stay. What is on the disk and what runs stays beyond lower
+        ones."""
+        self.files.limit(settings.stored)
+        self.store.keep(settings.stored.keep_s)
+        self._lines = settings.lines
+        self._allowance.change(settings.concurrency)
+
     def start(self) -> None:
         """Begin to look for batches; needs a running event loop."""
         self._background.start(self._watch())

@@ -12,7 +12,7 @@ from actors.ingress.cache_control import CacheControl
 from actors.ingress.chats import Chats
 from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from actors.ingress.dispatcher import Dispatcher
-from actors.ingress.frontend import Frontend, FrontendParts
+from actors.ingress.frontend import Frontend, FrontendParts, Limits
 from actors.ingress.manager_link import ManagerLink
 from actors.ingress.output import OutputProcessor
 from actors.ingress.preparation import Preparation, PreparationFacts
@@ -69,7 +69,8 @@ def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
     all_tenants = tenants(config)
     metrics = IngressMetrics(all_tenants.names, replica_id)
     manager = ManagerLink(app_name)
-    room = Room(config.ingress.max_queued_requests)
+    limits = limits_of(config)
+    room = Room(limits.max_requests)
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
     dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, app_name=app_name)
 
@@ -107,10 +108,15 @@ def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
 
 def build_batches(config: Config, frontend: Frontend) -> Batches | None:
     """Build files and batches of one replica, not started; None where the configuration turns them off."""
-    section = config.batches
-    if not section.gib:
+    if not config.batches.gib:
         return None
-    settings = BatchSettings(
+    return Batches(batch_settings(config), frontend, frontend.tenants)
+
+
+def batch_settings(config: Config) -> BatchSettings:
+    """Facts of a configuration for files and batches."""
+    section = config.batches
+    return BatchSettings(
         folder=cache_folder() / "batches" if section.folder is None else Path(section.folder).expanduser(),
         stored=StoreLimits(
             file_bytes=section.max_file_mib << 20,
@@ -123,10 +129,15 @@ def build_batches(config: Config, frontend: Frontend) -> Batches | None:
         concurrency=section.concurrency,
         model_name=config.model.name or model_name(config.model.source),
     )
-    return Batches(settings, frontend, frontend.tenants)
 
 
-def _identity(config: Config) -> ModelIdentity:
+def limits_of(config: Config) -> Limits:
+    """Limits of one replica."""
+    return Limits(config.ingress.max_queued_requests, config.ingress.max_waiting_mib << 20)
+
+
+def identity_of(config: Config) -> ModelIdentity:
+    """The served model, without its weights. Raises StartupError if it cannot be used."""
     model = config.model
     return identify(
         model.source,
@@ -170,7 +181,7 @@ def _cluster_metrics(
 
 def _model(config: Config) -> _Model:
     """Read the model's folder. Parsers are the configured ones, or those of the model's family."""
-    identity = _identity(config)
+    identity = identity_of(config)
     tokenizer = Tokenizer(identity.folder)
     name = config.model.name or model_name(config.model.source)
     reasoning = config.model.reasoning_parser or reasoning_format(tokenizer)
@@ -194,7 +205,7 @@ def _reader(config: Config, model: _Model) -> RequestReader:
         chat_templates_in_requests=config.model.chat_templates_in_requests,
         uses_predictions=config.speculation.uses(DraftSource.PREDICTION),
     )
-    return RequestReader(facts, model.tokenizer, config.ingress.max_waiting_mib << 20)
+    return RequestReader(facts, model.tokenizer, limits_of(config).max_waiting_bytes)
 
 
 def _model_facts(config: Config, identity: ModelIdentity) -> ModelFacts:

@@ -6,7 +6,7 @@ A request goes down once, through `Preparation`, and its answer comes up once, t
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -33,6 +33,15 @@ from engine.api.spec import Api
 from engine.core.errors import RaydixError, ServiceError
 from engine.core.ingress.room import Room
 from engine.core.tenants import Tenant, Tenants
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one replica."""
+
+    max_requests: int
+    max_waiting_bytes: int
+    """Bytes of the requests that wait to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,13 @@ class Frontend:
         """Begin to follow the workers; needs a running event loop."""
         self._reader.start()
         self._dispatcher.start()
+
+    def change(self, limits: Limits, tenants: Iterable[Tenant], name_of_key: Mapping[str, str]) -> None:
+        """Take other limits and know these tenants alone, from the next request on; requests under way go on."""
+        self._preparation.limit(limits.max_requests)
+        self._reader.limit(limits.max_waiting_bytes)
+        self.tenants.change(tenants, name_of_key)
+        self.accounting.know(self.tenants.names)
 
     async def check_ready(self) -> None:
         """Raises ServiceError unless a request could be served now."""

@@ -110,6 +110,11 @@ class Preparation:
         self._root = root
         self._clock = clock
 
+    def limit(self, max_requests: int) -> None:
+        """Take another limit of clients' requests, and of lines of batches."""
+        self._room.limit(max_requests)
+        self._line_room.limit(max_requests)
+
     async def of_body(
         self, route: Route, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
     ) -> Job:

@@ -83,6 +83,10 @@ class RequestReader:
         """Start the processes beside; needs a running event loop."""
         self._readers = Readers(self._facts, NUM_PROCESSES, self._max_waiting_bytes)
 
+    def limit(self, max_waiting_bytes: int) -> None:
+        """Take another limit; above a lower one the largest requests that wait are refused."""
+        self._readers.limit(max_waiting_bytes)
+
     async def close(self) -> None:
         """End the processes beside."""
         await self._readers.close()
@@ -196,6 +200,11 @@ class Readers:
     def num_waiting(self) -> int:
         """Number of requests that no process reads yet."""
         return len(self._waiting)
+
+    def limit(self, max_waiting_bytes: int) -> None:
+        """Take another limit; above a lower one the largest requests that wait are refused."""
+        self._max_waiting_bytes = max_waiting_bytes
+        self._refuse_largest()
 
     async def close(self) -> None:
         """End the processes."""

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from actors.calls import Background, quietly, sleep
 from actors.instruments import families_of
-from actors.logs import DEFAULTS, log_to_ray
+from actors.logs import DEFAULTS, log_to_ray, set_level
 from actors.manager.client_memory import ClientMemory
 from actors.manager.disk_tier import DiskTier
 from actors.manager.pool_resets import UNDER_WAY_S, PoolResets
@@ -34,6 +34,7 @@ from actors.names import MANAGER
 from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
 from configs.schema import LoggingSection
+from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.log_fields import about
 from engine.core.manager.block_index import GC_THRESHOLDS, Segment
@@ -141,6 +142,16 @@ class KVCacheManager(ClientMemory):
         """Never return: a caller learns of the manager's end by the error of this call."""
         await asyncio.Event().wait()
 
+    async def reconfigure(
+        self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant], level: str
+    ) -> None:
+        """Place by other first values, give tenants other shares of the segments' budgets, and log at another level,
+        all from now on."""
+        set_level(level)
+        self._directory.change_limits(piggyback_tokens, prior, tenants)
+        extra = about("reconfigured", piggyback_tokens=piggyback_tokens, tenants=len(tenants), level=level)
+        logger.info("other limits for placement and %d tenants' shares", len(tenants), extra=extra)
+
     # Workers
 
     async def register(self, registration: Registration, worker: list[Handle]) -> str | None:
@@ -187,7 +198,13 @@ class KVCacheManager(ClientMemory):
         if self._directory.is_current(worker_id, epoch):
             self._worker_signs.heard(worker_id, time.monotonic())
         self._directory.worker_measured(
-            worker_id, epoch, state.costs, state.num_free_blocks, state.num_empty_blocks, num_steps=state.num_steps
+            worker_id,
+            epoch,
+            state.costs,
+            state.num_free_blocks,
+            state.num_empty_blocks,
+            num_steps=state.num_steps,
+            token_budget=state.token_budget,
         )
         return self._directory.is_current(worker_id, epoch)
 

@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 
 from actors.calls import Background, answer, sleep
 from actors.instruments import families_of
-from actors.logs import DEFAULTS, log_to_ray
+from actors.logs import DEFAULTS, log_to_ray, set_level
 from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, Registration, WorkerState
 from actors.metric_values import Family
 from actors.metrics import WorkerMetrics
@@ -36,7 +36,8 @@ from actors.worker.token_streams import TokenStreams
 from configs.schema import LoggingSection
 from engine.core.costs import CostFit, WorkerCosts
 from engine.core.log_fields import about
-from engine.core.settings import EngineSettings
+from engine.core.settings import EngineSettings, SchedulerLimits
+from engine.core.tenants import Tenant
 from engine.core.types import Assignment, BlockHash, PromptEvent, Role, SegmentHeader, TokenEvent
 
 if TYPE_CHECKING:
@@ -109,6 +110,19 @@ class Worker:
     async def join(self) -> None:
         """Never return: a caller learns of the worker's end by the error of this call."""
         await asyncio.Event().wait()
+
+    async def reconfigure(self, limits: SchedulerLimits, tenants: Sequence[Tenant], level: str) -> None:
+        """Take other bounds of a step, tenants' shares of the pool, and log level; returns when the next step has
+        them."""
+        set_level(level)
+        await self._ask(lambda engine: engine.scheduler.change_limits(limits, tenants))
+        budget, most = limits.token_budget, limits.max_requests
+        logger.info(
+            "steps have up to %d tokens of %d requests",
+            budget,
+            most,
+            extra=about("reconfigured", token_budget=budget, max_requests=most, level=level),
+        )
 
     # Requests
 
@@ -312,7 +326,13 @@ class Worker:
         pool = self._engine.pool
         costs = self._costs.costs() if self._has_measured else None
         num_empty_blocks = pool.num_available - pool.num_cached
-        return WorkerState(costs, pool.num_available, num_empty_blocks, self._costs.num_steps)
+        return WorkerState(
+            costs,
+            pool.num_available,
+            num_empty_blocks,
+            self._costs.num_steps,
+            self._engine.scheduler.limits.token_budget,
+        )
 
     async def _stay_registered(self) -> None:
         """Register with the manager, and again with every new manager, which knows no worker at first."""

@@ -63,6 +63,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
     from ray import serve
 
     from actors.ingress.app import Ingress  # all of Serve, which other tests can spare
+    from configs import Config
+    from configs.sections import INGRESS, parts
 
     @asynccontextmanager
     async def serving(replica: "Replica", config: dict[str, Any]) -> AsyncGenerator[None]:
@@ -73,7 +75,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
         copied = as_written.__init__.__globals__  # Serve copies the module with the class
         monkeypatch.setitem(copied, "forgo_torch", lambda: None)
         monkeypatch.setitem(copied, "build_frontend", lambda *_: replica.frontend)
-        await ingress.__init__({"workers": {"mixed": {}}, "batches": {"gib": 0}} | config)
+        whole = Config.model_validate({"workers": {"mixed": {}}, "batches": {"gib": 0}} | config)
+        part = parts(whole)[INGRESS]
+        ingress.__init__(part.arguments)
+        await ingress.reconfigure(part.live)
         yield
 
     def run(replica: "Replica", work: Callable[[], Awaitable[Any]], **config: Any) -> Any:

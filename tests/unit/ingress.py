@@ -3,7 +3,7 @@ tests: what a request costs, which workers it has and whether it fails is said b
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -124,9 +124,13 @@ class FakeReader(RequestReader):
         self.failure: Exception | None = None
         self.next_turns: list[NextTurn] = []
         self.is_started = False
+        self.max_waiting_bytes: int | None = None
 
     def start(self) -> None:
         self.is_started = True
+
+    def limit(self, max_waiting_bytes: int) -> None:
+        self.max_waiting_bytes = max_waiting_bytes
 
     def check_model(self, name: str) -> None:
         if name != MODEL:
@@ -310,9 +314,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self.ended: list[FinishedRequest] = []
+        self.known: list[str] = []
+        """Tenants that came while the replica ran."""
 
     def finished(self, request: FinishedRequest) -> None:
         self.ended.append(request)
+
+    def know(self, tenants: Iterable[str]) -> None:
+        self.known += tenants
 
 
 class Replica:

@@ -13,13 +13,17 @@ import actors.manager.kv_cache_manager as manager_module
 from actors.ingress.dispatcher import Dispatcher
 from actors.logs import DEFAULTS
 from actors.manager.kv_cache_manager import KVCacheManager
+from actors.rpc import ManagerClient, WorkerClient
 from actors.worker.export_stream import ExportStream
 from actors.worker.worker import Worker
 from configs.schema import LoggingSection
+from engine.core.costs import WorkerCosts
 from engine.core.hashing import BlockChain
 from engine.core.ingress.dispatch import Dispatch
 from engine.core.manager.directory import Directory
+from engine.core.settings import SchedulerLimits
 from engine.core.stimuli import Record, replay
+from engine.core.tenants import Tenant
 from engine.core.types import Role, Salt, SamplingParams
 from engine.core.worker.replaying import replaying_scheduler
 from tests.unit.builders import ROOT, expected_answer
@@ -289,5 +293,45 @@ def test_what_was_recorded_is_replayed(scene: Scene, tmp_path: Path, monkeypatch
             again = replayed(name, replaying_scheduler)
             assert requests_of(again) == requests_of(scheduler) and again.pool.num_cached > 0
             assert blocks_of(again.pool) == blocks_of(scheduler.pool)
+
+    scene.run(play())
+
+
+def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path) -> None:
+    """Same tokens, same actors; the manager learns of the other budget; and a recording has the change."""
+    logs = LoggingSection(stimuli=str(tmp_path))
+    shares = (Tenant("alice", cache_min=0.5),)
+
+    async def play() -> None:
+        manager, dispatcher = await scene.start(logs=logs)
+        assert await answer_of(dispatcher, "before", prompt_of(0), NUM_TOKENS) == expected(prompt_of(0))
+        running = asyncio.ensure_future(answer_of(dispatcher, "r", prompt_of(1), 60))
+        await until(lambda: any(worker._engine.scheduler.running for worker in scene.workers.values()))
+        for worker_id in scene.workers:
+            handle: Any = scene.local.handles[f"{worker_id}:1"]
+            await WorkerClient(handle).reconfigure(SchedulerLimits(8, 4), shares, "DEBUG")
+        manager_handle: Any = scene.local.handles[str(scene.local.manager_name)]
+        await ManagerClient(manager_handle).reconfigure(7, WorkerCosts(import_byte_s=1e-6), shares, "INFO")
+        assert await running == expected(prompt_of(1), 60)
+        assert await answer_of(dispatcher, "after", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+
+        assert manager._directory.costs.piggyback_tokens == 7
+        await until(lambda: {worker.token_budget for worker in manager._directory.workers.values()} == {8})
+        for worker in scene.workers.values():
+            assert worker._engine.scheduler.limits == SchedulerLimits(8, 4)
+        await until(lambda: manager._directory.num_reservations == 0)
+        scene.stop()
+        [file] = tmp_path.glob("stimuli-kv_cache_manager-*.log")
+        record = Record.load(file.read_bytes())
+        fresh = Directory(*record.made.args, **record.made.kwargs)  # type: ignore[arg-type]
+        assert not [result for result in replay(record.stimuli, fresh) if isinstance(result, Exception)]
+        assert state_of(fresh) == state_of(manager._directory) and fresh.costs.piggyback_tokens == 7
+        for name, worker_id in (("prefill", "p0"), ("decode", "d0")):
+            [file] = tmp_path.glob(f"stimuli-{name}-*.log")
+            record = Record.load(file.read_bytes())
+            again = replaying_scheduler(*record.made.args, **record.made.kwargs)  # type: ignore[arg-type]
+            replay(record.stimuli, again)
+            assert again.limits == SchedulerLimits(8, 4)
+            assert requests_of(again) == requests_of(scene.workers[worker_id]._engine.scheduler)
 
     scene.run(play())

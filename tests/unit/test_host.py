@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 import actors.host as host_module
 from actors.host import MAX_FAILURES, ActorHost
+from actors.hosted import HostedManager, HostedWorker
 from actors.names import MANAGER, incarnation_name
 from actors.rpc import ActorClient
 from configs import Config
+from configs.sections import DeploymentPart, parts
+from engine.core.errors import StartupError
+from engine.core.settings import SchedulerLimits
 from tests.unit.local_actors import LocalHandle
 
 WORKER_ID = "decode-r1"
@@ -22,11 +26,16 @@ WORKER_ID = "decode-r1"
 class Child:
     """An actor that starts, or fails to, or hangs."""
 
-    def __init__(self, error: Exception | None = None, hangs: bool = False) -> None:
+    def __init__(self, error: Exception | None = None, hangs: bool = False, refuses: bool = False) -> None:
         self._error = error
         self._hangs = hangs
+        self._refuses = refuses
+        self.told: list[tuple[Any, ...]] = []
+        self.may_start = asyncio.Event()
+        self.may_start.set()
 
     async def start(self) -> None:
+        await self.may_start.wait()
         if self._error is not None:
             raise self._error
 
@@ -36,6 +45,13 @@ class Child:
 
     async def join(self) -> None:
         await asyncio.Event().wait()
+
+    async def reconfigure(self, *values: Any) -> None:
+        if self._hangs:
+            await asyncio.Event().wait()
+        if self._refuses:
+            raise RayTaskError("reconfigure", "no such tenant", ValueError())  # type: ignore[no-untyped-call]
+        self.told.append(values)
 
 
 class Scene:
@@ -72,15 +88,21 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     for name, value in (("RETRY_S", 0.005), ("STARTING_REPORT_S", 0.01), ("CHECK_TIMEOUT_S", 0.05)):
         monkeypatch.setattr(host_module, name, value)
     monkeypatch.setattr(ray, "kill", scene.kill)
-    monkeypatch.setattr(ActorHost, "_create_manager", lambda host, name: scene.create(name))
-    monkeypatch.setattr(ActorHost, "_create_worker", lambda host, role, name, epoch: scene.create(name))
+    for kind in (HostedManager, HostedWorker):
+        monkeypatch.setattr(kind, "create", lambda hosted, name, epoch: scene.create(name))
     yield scene
 
 
 async def start(kind: str) -> ActorHost:
-    host: Any = ActorHost.__new__(ActorHost)  # Serve awaits constructors; Python does not
-    await host.__init__(kind, Config.model_validate({"workers": {"prefill": {}, "decode": {}}}).model_dump())
-    return host  # type: ignore[no-any-return]
+    part = part_of(kind)
+    host = ActorHost(kind, part.arguments)
+    await host.reconfigure(part.live)
+    return host
+
+
+def part_of(kind: str, **sections: Any) -> DeploymentPart:
+    """The part of the host's deployment of a configuration."""
+    return parts(Config.model_validate({"workers": {"prefill": {}, "decode": {}}, **sections}))[kind]
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -154,6 +176,107 @@ def test_the_first_child_s_own_error_is_told_and_a_kill_is_not_its_own(scene: Sc
         scene.plan += [Child(ActorDiedError())] * MAX_FAILURES
         with pytest.raises(ActorDiedError):
             await start("decode")
+
+    asyncio.run(play())
+
+
+def live_of(kind: str, token_budget: int) -> dict[str, Any]:
+    """Other values that change in place."""
+    workers = {"prefill": {}, "decode": {"token_budget": token_budget}}
+    return part_of(kind, workers=workers, placement={"piggyback_tokens": token_budget}).live
+
+
+def test_a_change_is_handed_on_to_the_child(scene: Scene) -> None:
+    async def play() -> None:
+        host = await start("decode")
+        await host.reconfigure(live_of("decode", 100))
+        assert [handle.actor.told for handle in scene.handles] == [[(SchedulerLimits(100, 64), (), "INFO")]]  # type: ignore[attr-defined]
+
+        manager = await start(MANAGER)
+        await manager.reconfigure(live_of(MANAGER, 100))
+        [told] = scene.handles[-1].actor.told  # type: ignore[attr-defined]
+        assert (told[0], told[2], told[3]) == (100, (), "INFO")
+
+    asyncio.run(play())
+
+
+def test_the_next_incarnation_has_the_changed_values(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    async def play() -> None:
+        host = await start("decode")
+        create = HostedWorker.create
+
+        def create_and_look(hosted: HostedWorker, name: str, epoch: int) -> Any:
+            made.append(hosted._live)
+            return create(hosted, name, epoch)
+
+        monkeypatch.setattr(HostedWorker, "create", create_and_look)
+        await host.reconfigure(live_of("decode", 100))
+        scene.handles[-1].die()
+        await until(lambda: made)
+        assert made[0].token_budget == 100
+
+    asyncio.run(play())
+
+
+def test_a_change_reaches_a_child_that_is_starting(scene: Scene) -> None:
+    """Its values were those before the change."""
+
+    async def play() -> None:
+        host = await start("decode")
+        late = Child()
+        late.may_start.clear()
+        scene.plan.append(late)
+        scene.handles[-1].die()
+        await until(lambda: len(scene.handles) == 2)
+        await host.reconfigure(live_of("decode", 100))
+        assert late.told == []
+        late.may_start.set()
+        await until(lambda: late.told)
+        assert late.told == [(SchedulerLimits(100, 64), (), "INFO")]
+
+    asyncio.run(play())
+
+
+def test_an_invalid_change_changes_nothing(scene: Scene) -> None:
+    async def play() -> None:
+        host = await start("decode")
+        live = live_of("decode", 100)
+        for wrong in ({**live, "token_budget": 3}, {**live, "more": 1}, {"token_budget": 100}):
+            with pytest.raises(StartupError):
+                await host.reconfigure(wrong)
+        assert scene.handles[0].actor.told == []  # type: ignore[attr-defined]
+        assert host._hosted.logs.level == "INFO" and host._num_changes == 1
+        await host.check_health()
+
+    asyncio.run(play())
+
+
+def test_a_child_that_refuses_a_change_is_told_of_and_one_that_hangs_is_replaced(scene: Scene) -> None:
+    async def play() -> None:
+        scene.plan.append(Child(refuses=True))
+        host = await start("decode")
+        with pytest.raises(RayTaskError):
+            await host.reconfigure(live_of("decode", 100))
+
+        scene.plan.append(Child(hangs=True))
+        host = await start("decode")
+        await host.reconfigure(live_of("decode", 100))
+        assert scene.handles[1].is_dead
+        await until(lambda: len(scene.handles) == 3)
+        await host.check_health()
+
+    asyncio.run(play())
+
+
+def test_a_host_without_values_is_not_healthy(scene: Scene) -> None:
+    async def play() -> None:
+        host = ActorHost("decode", part_of("decode").arguments)
+        with pytest.raises(RuntimeError, match="no user_config"):
+            await host.check_health()
+        with pytest.raises(StartupError, match="unknown key 'worker"):
+            ActorHost("decode", {**part_of("decode").arguments, "workers": {}})
 
     asyncio.run(play())
 

@@ -158,7 +158,7 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
         await manager.start()
         await register(manager, "a")
         await register(manager, "b")
-        state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0)
+        state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0, token_budget=64)
         async with asyncio.timeout(20):
             while len(manager._directory.workers) == 2:
                 assert await manager.heartbeat("b", 1, state)

@@ -25,7 +25,9 @@ def test_every_key_of_the_configuration_has_a_line(written: dict[str, str]) -> N
     keys = {key for name, definition in sections.items() if "Section" in name for key in definition["properties"]}
     assert keys - names(page) == {"prefill", "decode", "mixed"}
     assert {"workers.prefill", "workers.decode", "workers.mixed", *Config.model_fields} <= names(page)
-    assert "| `block_size` | integer | `16` | ≥ 8, ≤ 128 | Token positions per KV block. |" in page
+    row = "| `block_size` | integer | `16` | ≥ 8, ≤ 128 | Token positions per KV block. | restarts everything |"
+    assert row in page
+    assert re.search(r"^\| `token_budget` .*\| applies in place \|$", page, re.M)
 
 
 def test_every_field_of_a_request_is_described_refused_or_ignored(written: dict[str, str]) -> None:

@@ -1,0 +1,166 @@
+"""The kinds of actors that hosts start: how each is made of its part of the configuration, and told a change.
+
+`take` keeps the values that the next incarnation is made with; `tell` hands the same to one that runs. So an actor that
+is replaced after a change has the changed values, too.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.manager.kv_cache_manager import KVCacheManager
+from actors.names import MANAGER, namespace
+from actors.rpc import ActorClient, ManagerClient, WorkerClient
+from actors.worker.worker import WORKER_CLASSES
+from configs.schema import LoggingSection
+from configs.sections import ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
+from configs.settings import limits_of, settings_of, sharing
+from engine.core.costs import WorkerCosts
+from engine.core.manager.placement import CostModel
+from engine.core.settings import GIB
+from engine.core.types import Role
+
+MIB = 1 << 20
+MAX_CONCURRENT_CALLS = 10_000
+MANAGER_CPUS = 0.1
+
+
+class Hosted(ABC):
+    """An actor of one host, through all its incarnations."""
+
+    def __init__(self, actor_id: str, app_name: str) -> None:
+        self.actor_id = actor_id
+        self._app_name = app_name
+
+    @property
+    @abstractmethod
+    def logs(self) -> LoggingSection:
+        """Settings of the log, of the actor's and the host's."""
+
+    @abstractmethod
+    def take(self, live: Mapping[str, Any]) -> None:
+        """Keep other values for this and all later incarnations. Raises StartupError for invalid ones, and keeps the
+        old."""
+
+    @abstractmethod
+    def create(self, name: str, epoch: int) -> ActorClient:
+        """Create an incarnation with the values kept last."""
+
+    @abstractmethod
+    def tell(self, child: ActorClient) -> Awaitable[None]:
+        """Hand the values kept last to an incarnation; answered when they are applied."""
+
+    def _options(self, name: str, **options: Any) -> dict[str, Any]:
+        group = ray.util.get_current_placement_group()
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=-1)
+        return {
+            "name": name,
+            "namespace": namespace(self._app_name),
+            "max_concurrency": MAX_CONCURRENT_CALLS,
+            **options,
+        }
+
+
+class HostedManager(Hosted):
+    """The manager."""
+
+    def __init__(self, arguments: Mapping[str, Any], app_name: str) -> None:
+        super().__init__(MANAGER, app_name)
+        self._arguments = read(ManagerArguments, arguments)
+        self._live: ManagerLive | None = None
+
+    @property
+    def logs(self) -> LoggingSection:
+        return _at_level(self._arguments.logging, self._live)
+
+    def take(self, live: Mapping[str, Any]) -> None:
+        self._live = read(ManagerLive, live)
+
+    def create(self, name: str, epoch: int) -> ManagerClient:
+        assert self._live is not None, "an actor is made after its host was configured"
+        cache = self._arguments.cache
+        costs = CostModel(cache.block_size, piggyback_tokens=self._live.placement.piggyback_tokens, prior=self._prior())
+        actor: Any = ray.remote(KVCacheManager).options(**self._options(name, num_cpus=MANAGER_CPUS))
+        handle = actor.remote(
+            costs,
+            segment_budget_bytes=int(cache.segment_gib * GIB),
+            transcript_budget_bytes=int(cache.transcript_mib * MIB),
+            response_budget_bytes=int(cache.response_mib * MIB),
+            response_ttl_s=cache.response_ttl_s,
+            await_timeout_s=cache.await_timeout_s,
+            disk_budget_bytes=int(cache.disk_gib * GIB),
+            disk_path=cache.disk_path,
+            tenants=sharing(self._live.shares),
+            prefix_caching=cache.prefix_caching,
+            logs=self.logs,
+        )
+        return ManagerClient(handle)
+
+    def tell(self, child: ActorClient) -> Awaitable[None]:
+        assert self._live is not None
+        placement, tenants = self._live.placement, sharing(self._live.shares)
+        manager = ManagerClient(child.handle)
+        return manager.reconfigure(placement.piggyback_tokens, self._prior(), tenants, self._live.level)
+
+    def _prior(self) -> WorkerCosts:
+        assert self._live is not None
+        return WorkerCosts(import_byte_s=1 / (self._live.placement.import_gib_per_s * GIB))
+
+
+class HostedWorker(Hosted):
+    """A worker of one role."""
+
+    def __init__(self, role: Role, arguments: Mapping[str, Any], worker_id: str, app_name: str) -> None:
+        super().__init__(worker_id, app_name)
+        self._role = role
+        self._arguments = read(WorkerArguments, arguments)
+        self._live: WorkerLive | None = None
+
+    @property
+    def logs(self) -> LoggingSection:
+        return _at_level(self._arguments.logging, self._live)
+
+    def take(self, live: Mapping[str, Any]) -> None:
+        self._live = read(WorkerLive, live)
+
+    def create(self, name: str, epoch: int) -> WorkerClient:
+        assert self._live is not None, "an actor is made after its host was configured"
+        section = self._arguments.worker
+        actor: Any = ray.remote(WORKER_CLASSES[self._role]).options(
+            **self._options(
+                name,
+                num_cpus=section.num_cpus,
+                num_gpus=section.num_gpus,
+                resources=section.resources,
+                runtime_env={"env_vars": thread_environment(section.num_threads)},
+            )
+        )
+        settings = settings_of(self._arguments, self._live)
+        return WorkerClient(actor.remote(settings, self._role, self.actor_id, epoch, self._app_name, self.logs))
+
+    def tell(self, child: ActorClient) -> Awaitable[None]:
+        assert self._live is not None
+        worker = WorkerClient(child.handle)
+        return worker.reconfigure(limits_of(self._live), sharing(self._live.shares), self._live.level)
+
+
+def hosted(kind: str, arguments: Mapping[str, Any], replica: str, app_name: str) -> Hosted:
+    """The actor of a host: the manager, or the worker of a role. Raises StartupError for invalid arguments."""
+    if kind == MANAGER:
+        return HostedManager(arguments, app_name)
+    return HostedWorker(Role(kind), arguments, f"{kind}-{replica}", app_name)
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Number of threads a worker computes with (Ray would set one). The threads of torch's own operations sleep between
+    them, because workers on one machine share its cores; the kernels have threads of their own."""
+    return {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(num_threads or len(os.sched_getaffinity(0)))}
+
+
+def _at_level(logs: LoggingSection, live: ManagerLive | WorkerLive | None) -> LoggingSection:
+    return logs if live is None else logs.model_copy(update={"level": live.level})

@@ -1,0 +1,186 @@
+"""`raydix deploy`: deploys a configuration on a Ray cluster that runs, or changes the application that runs there.
+
+The changes are printed before they are made, each with its effect, and then the deployments whose replicas restart.
+Without `http.*` of the server itself, which `raydix serve` reads at its start: those stay as they are.
+"""
+
+import argparse
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from cli.cluster import LOCAL_NAMES, SERVE_SWITCHES, wait_until_running
+from configs import Config, load_config
+from configs.changes import KEYS, Change, Effect, changes
+from configs.sections import INGRESS
+from engine.core.errors import StartupError
+from engine.core.settings import GIB
+
+SERVER_KEYS = tuple(key.removeprefix("http.") for key, effect in KEYS.items() if effect is Effect.SERVER)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An application that runs."""
+
+    versions: Mapping[str, str]
+    """Of its deployments, by name."""
+    config: Config | None
+    """None: the application is of another version of raydix, or no raydix."""
+
+
+NOTHING_RUNS = Running({}, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The difference that a deployment makes."""
+
+    changes: tuple[Change, ...]
+    started: tuple[str, ...]
+    restarted: tuple[str, ...]
+    ended: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """The plan for an operator."""
+        keys, values = [change.key for change in self.changes], [f"{c.was} -> {c.becomes}" for c in self.changes]
+        for change, value in zip(self.changes, values, strict=True):
+            yield f"{change.key:<{_width(keys)}}  {value:<{_width(values)}}  {change.effect}"
+        for what, names in (("starts", self.started), ("ends", self.ended)):
+            if names:
+                yield f"{what}: {', '.join(names)}"
+        yield f"restarts: {', '.join(self.restarted) or 'nothing'}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Deploy, and wait until all replicas are as they should be; returns the exit code.
+
+    Raises:
+        StartupError: the configuration is not valid, there is no cluster, or a replica does not start.
+    """
+    overrides = {} if options.model is None else {"model": {"source": options.model}}
+    config = load_config(options.config, overrides)
+    _connect(options.address)
+
+    from serve_app import versions
+
+    running = running_application(options.name)
+    served = as_served(config, running.config)
+    wanted = versions(served)
+    plan = planned(running, served, wanted)
+    told = [*plan.lines(), *ignored(config, running.config)]
+    print("\n".join(told), flush=True)
+    _check(served, running.config)
+    if options.dry_run or (running.versions == wanted and not plan.changes):
+        return 0
+
+    began = time.monotonic()
+    _deploy(served, options.name, is_new=not running.versions)
+    print(f"deployed after {time.monotonic() - began:.1f} s")
+    return 0
+
+
+def planned(running: Running, config: Config, wanted: Mapping[str, str]) -> Plan:
+    """The plan to get from what runs to a configuration, whose deployments have the `wanted` versions."""
+    known = running.versions
+    return Plan(
+        () if running.config is None else tuple(changes(running.config, config)),
+        started=tuple(name for name in wanted if name not in known),
+        restarted=tuple(name for name in wanted if name in known and known[name] != wanted[name]),
+        ended=tuple(name for name in known if name not in wanted),
+    )
+
+
+def as_served(config: Config, running: Config | None) -> Config:
+    """The configuration with the address and limits of the server that runs, which a deployment cannot change. A
+    server that answers to the name localhost alone, as `raydix serve` does by itself, goes on so."""
+    if running is None:
+        return config
+    kept: dict[str, Any] = {name: getattr(running.http, name) for name in SERVER_KEYS}
+    if config.http.allowed_hosts is None and running.http.allowed_hosts == LOCAL_NAMES:
+        kept["allowed_hosts"] = LOCAL_NAMES
+    return config.model_copy(update={"http": config.http.model_copy(update=kept)})
+
+
+def ignored(config: Config, running: Config | None) -> Iterator[str]:
+    """Lines about keys that the file has and this server cannot change."""
+    for name in SERVER_KEYS:
+        if running is not None and name in config.http.model_fields_set:
+            was, becomes = getattr(running.http, name), getattr(config.http, name)
+            if was != becomes:
+                yield f"http.{name} stays {was}: {becomes} {Effect.SERVER}"
+
+
+def running_application(name: str) -> Running:
+    """What runs under this name on the cluster that this process is connected to."""
+    import ray
+    from ray.serve import context
+
+    client: Any = context._get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return NOTHING_RUNS
+    infos = ray.get(client._controller.list_deployments_internal.remote())  # the public status has no user_config
+    found = {key.name: info for key, (info, _) in infos.items() if key.app_name == name}
+    config = None
+    if INGRESS in found:
+        config = _config_of(found[INGRESS].deployment_config.user_config)
+    return Running({deployment: info.version for deployment, info in found.items()}, config)
+
+
+def _config_of(user_config: object) -> Config | None:
+    try:
+        return Config.model_validate(user_config)
+    except ValidationError:
+        return None
+
+
+def _connect(address: str) -> None:
+    """Connect to a cluster that runs, with the switches with which `raydix serve` deploys."""
+    for name, value in SERVE_SWITCHES.items():
+        os.environ.setdefault(name, value)
+    import logging
+
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise StartupError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from None
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
+def _check(config: Config, running: Config | None) -> None:
+    """Refuse a configuration with which no replica could start."""
+    import ray
+
+    from actors.ingress.build import identity_of
+
+    if running is None or running.model != config.model:
+        identity_of(config)
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    has_gib = resources.get("object_store_memory", 0.0) / GIB
+    if config.stored_gib > has_gib:
+        raise StartupError(
+            f"cache.segment_gib and each worker's cache.swap_gib come to {config.stored_gib:,.1f} GiB; the object "
+            f"store of the cluster has {has_gib:,.1f} GiB"
+        )
+
+
+def _deploy(config: Config, name: str, *, is_new: bool) -> None:
+    from ray import serve
+
+    from serve_app import compose
+
+    if is_new:
+        serve.start(http_options={"host": config.http.host, "port": config.http.port})
+    serve._run(compose(config), name=name, _blocking=False)
+    wait_until_running(name, lambda _: None, threading.Event())
+
+
+def _width(texts: Iterable[str]) -> int:
+    return max(map(len, texts), default=0)

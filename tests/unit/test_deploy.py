@@ -1,0 +1,101 @@
+"""`raydix deploy`: the plan that an operator reads, and refusals. There is no cluster here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.cluster import LOCAL_NAMES
+from cli.deploy import NOTHING_RUNS, Running, as_served, ignored, planned
+from cli.main import main
+from configs import Config
+from configs.sections import INGRESS, MANAGER, parts
+from engine.core.tenants import key_hash
+
+BASE: dict[str, Any] = {"workers": {"prefill": {}, "decode": {}}}
+
+
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate({**BASE, **sections})
+
+
+def versions_of(config: Config, code: str = "code") -> dict[str, str]:
+    return {name: part.version(code) for name, part in parts(config).items()}
+
+
+def running(config: Config) -> Running:
+    return Running(versions_of(config), config)
+
+
+def plan_lines(old: Running, new: Config, code: str = "code") -> list[str]:
+    return [*planned(old, new, versions_of(new, code)).lines()]
+
+
+def test_changes_in_place_restart_nothing() -> None:
+    new = config_of(
+        ingress={"max_queued_requests": 100}, tenants=[{"name": "bob", "key_hashes": [key_hash("rdx-bob")]}]
+    )
+    assert plan_lines(running(config_of()), new) == [
+        "ingress.max_queued_requests  512 -> 100        applies in place",
+        "tenants.bob                  unknown -> known  applies in place",
+        "restarts: nothing",
+    ]
+
+
+def test_a_restart_is_told_before_it_happens() -> None:
+    new = config_of(model={"pooling": "last"}, workers={"prefill": {}, "decode": {"replicas": 2, "num_threads": 1}})
+    assert plan_lines(running(config_of()), new) == [
+        "model.pooling               mean -> last  restarts the ingress",
+        "workers.decode.replicas     1 -> 2        adds or removes replicas; the others go on",
+        "workers.decode.num_threads  0 -> 1        restarts the workers of the role",
+        "restarts: decode, ingress",
+    ]
+
+
+def test_deployments_start_and_end() -> None:
+    lines = plan_lines(running(config_of()), config_of(workers={"mixed": {}}))
+    assert lines[-3:] == ["starts: mixed", "ends: prefill, decode", "restarts: ingress"]
+    assert plan_lines(NOTHING_RUNS, config_of()) == [
+        f"starts: {MANAGER}, prefill, decode, {INGRESS}",
+        "restarts: nothing",
+    ]
+
+
+def test_other_code_restarts_everything() -> None:
+    assert plan_lines(running(config_of()), config_of(), code="new") == [
+        f"restarts: {MANAGER}, prefill, decode, {INGRESS}"
+    ]
+
+
+def test_the_server_itself_stays_as_it_is() -> None:
+    """`raydix deploy` does not move a server to another port, nor let names in that `raydix serve` keeps out."""
+    old = config_of(http={"port": 9000, "allowed_hosts": LOCAL_NAMES})
+    plain, moved = config_of(), config_of(http={"port": 9100, "header_timeout_s": 5})
+    for new in (plain, moved):
+        assert as_served(new, old) == old
+    assert [*ignored(plain, old)] == []
+    assert [*ignored(moved, old)] == ["http.port stays 9000: 9100 at the next start of raydix serve"]
+    named = config_of(http={"allowed_hosts": ["raydix.example"]})
+    assert as_served(named, old).http.allowed_hosts == ("raydix.example",)
+    assert as_served(plain, None) == plain
+    open_to_all = config_of(http={"port": 9000})
+    assert as_served(plain, open_to_all).http.allowed_hosts is None
+
+
+def test_bad_configurations_are_refused_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("workers: {mixed: {token_budgt: 3}}")
+    assert main(["deploy", "--config", str(file)]) == 2
+    assert "unknown key 'workers.mixed.token_budgt', did you mean 'token_budget'?" in capsys.readouterr().err
+    file.write_text("workers: {mixed: {token_budget: 16}}")
+    assert main(["deploy", "--config", str(file)]) == 2
+    assert "token_budget (16) must be at least max_requests (64)" in capsys.readouterr().err
+    assert main(["deploy", "--config", "nowhere.yaml"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_a_configuration_has_to_be_named() -> None:
+    with pytest.raises(SystemExit):
+        main(["deploy"])
