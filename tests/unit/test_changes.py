@@ -45,6 +45,7 @@ CHANGED: dict[str, Any] = {
     f"workers.{ROLE}.label_selector": {"zone": "a"},
     "speculation.mode": "auto",
     "speculation.sources": ["grammar"],
+    "cache.label_selector": {"zone": "a"},
     "ingress.label_selector": {"zone": "a"},
     "http.host": "::1",
     "http.allowed_hosts": ["raydix.example"],

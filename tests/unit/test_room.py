@@ -108,7 +108,7 @@ def test_a_lower_limit_leaves_those_who_are_in(room: Room) -> None:
     for permit in permits:
         permit.release()
     assert has_room(room, 1)
-    with pytest.raises(RequestError, match="2 answers are more than the 1"):
+    with pytest.raises(RequestError, match="needs 2 answers, but at most 1"):
         room.acquire(2, ANYONE)
     room.limit(5)
     assert has_room(room, 5)
