@@ -56,7 +56,7 @@ class Live:
         raydix = Path(sys.executable).with_name("raydix")
         return subprocess.run(
             [raydix, "deploy", "--config", str(self.file), "--address", address, *arguments],
-            env=own,
+            env={**own, "RAY_AUTH_MODE": "token"},
             capture_output=True,
             text=True,
             timeout=DEPLOY_S,
