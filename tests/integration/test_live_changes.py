@@ -1,0 +1,253 @@
+"""`raydix deploy` on a server that runs: what applies in place, what restarts alone, and what is refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from engine.core.errors import StartupError
+from engine.core.tenants import key_hash
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.integration.conftest import Server, eventually, random_prompt
+from tests.integration.test_serve_cli import READY_S, Terminal
+
+PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker)")
+DEPLOY_S = 300
+STREAM_TOKENS = 1500
+CONFIG: dict[str, Any] = {
+    "model": {"max_model_len": 4096},
+    "cache": {"num_blocks": 600, "segment_gib": 0.1, "swap_gib": 0.05},
+    "workers": {
+        "prefill": {"token_budget": 256, "max_requests": 8},
+        "decode": {"token_budget": 128, "max_requests": 8},
+    },
+    "ingress": {"max_queued_requests": 40},
+    "tenants": [
+        {"name": "alice", "key_hashes": [key_hash("rdx-alice")], "admin": True},
+        {"name": "carol", "key_hashes": [key_hash("rdx-carol")]},
+    ],
+}
+BOB = {"name": "bob", "key_hashes": [key_hash("rdx-bob")], "cache_min": 0.1}
+
+
+@dataclass(frozen=True)
+class Live:
+    """A server in a terminal, and the file of its configuration."""
+
+    terminal: Terminal
+    server: Server
+    file: Path
+
+    def deploy(self, config: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`raydix deploy` of another configuration."""
+        self.file.write_text(yaml.safe_dump(config))
+        [address] = re.findall(r"Ray at (\S+)", self.terminal.screen)
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        raydix = Path(sys.executable).with_name("raydix")
+        return subprocess.run(
+            [raydix, "deploy", "--config", str(self.file), "--address", address, *arguments],
+            env={**own, "RAY_AUTH_MODE": "token"},
+            capture_output=True,
+            text=True,
+            timeout=DEPLOY_S,
+        )
+
+    def parts(self) -> dict[int, str]:
+        """The replicas and actors by process id."""
+        found = {}
+        for process in self.terminal.processes():
+            try:
+                match = PARTS.match(" ".join(process.cmdline()))
+            except psutil.Error:
+                continue
+            if match:
+                found[process.pid] = match.group(1)
+        return found
+
+    def with_key(self, key: str) -> Server:
+        return replace(self.server, api_key=key)
+
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = json.loads(self.server.request("GET", "/server_info")[2])["raydix_config"]
+        return settings
+
+
+def changed(**sections: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with other values in some sections."""
+    return {**CONFIG, **{name: {**CONFIG.get(name, {}), **values} for name, values in sections.items()}}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    file = tmp_path_factory.mktemp("live") / "live.yaml"
+    file.write_text(yaml.safe_dump(CONFIG))
+    terminal = Terminal("--config", str(file))
+    try:
+        eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+        yield Live(terminal, Server("127.0.0.1", terminal.port, "rdx-alice"), file)
+    finally:
+        terminal.close()
+
+
+class Background:
+    """Work in a thread until it is stopped; what it raises is raised by `result`."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.token_ids: list[int] = []
+        self.statuses: list[int] = []
+        self._over = threading.Event()
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._guarded, args=(work,)) for work in (self._stream, self._ask)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop_asking(self) -> list[int]:
+        """The statuses of all short requests."""
+        self._over.set()
+        self._threads[1].join(60)
+        return self.statuses
+
+    def result(self) -> list[int]:
+        """All tokens of the stream."""
+        for thread in self._threads:
+            thread.join(120)
+        assert not self._errors, self._errors
+        return self.token_ids
+
+    def _guarded(self, work: Any) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._errors.append(error)
+
+    def _stream(self) -> None:
+        for token_ids in streamed(self._server):
+            self.token_ids += token_ids
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.02):
+            body = {"model": "SmolLM2-135M-Instruct", "prompt": [5, 6, 7], "max_tokens": 1}
+            self.statuses.append(self._server.request("POST", "/v1/completions", body)[0])
+
+
+def streamed(server: Server) -> Iterator[list[int]]:
+    """The tokens of a long answer as they come."""
+    for chunk in server.stream(random_prompt(1, 200), max_tokens=STREAM_TOKENS):
+        for choice in chunk["choices"]:
+            yield choice.get("token_ids") or []
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def test_limits_tenants_and_budgets_change_under_a_stream(live: Live) -> None:
+    alice, bob, carol = live.server, live.with_key("rdx-bob"), live.with_key("rdx-carol")
+    prompt = random_prompt(2, 160)
+    alice.complete(prompt, max_tokens=1)
+    expected = [token_id for token_ids in streamed(alice) for token_id in token_ids]
+    assert len(expected) == STREAM_TOKENS
+    assert carol.request("GET", "/load")[0] == 200 and bob.request("GET", "/load")[0] == 401
+    before = live.parts()
+    assert sorted({*before.values()}) == [
+        "DecodeWorker", "KVCacheManager", "PrefillWorker", *(f"ServeReplica:raydix:{name}" for name in (
+            "decode", "ingress", "kv_cache_manager", "prefill"))
+    ]  # fmt: skip
+
+    work = Background(alice)
+    eventually(lambda: work.token_ids, "the stream begins")
+    new = changed(
+        ingress={"max_queued_requests": 3},
+        placement={"piggyback_tokens": 0},
+        workers={"decode": {"token_budget": 96, "max_requests": 8}},
+        logging={"level": "DEBUG"},
+    )
+    done = live.deploy({**new, "tenants": [CONFIG["tenants"][0], BOB]})
+    num_streamed = len(work.token_ids)
+    assert done.returncode == 0, done.stderr
+    assert "restarts: nothing" in done.stdout and "tenants.carol" in done.stdout, done.stdout
+    assert re.search(r"ingress\.max_queued_requests +40 -> 3 +applies in place", done.stdout)
+    assert num_streamed < STREAM_TOKENS, "the stream should have gone on meanwhile"
+
+    assert {*work.stop_asking()} == {200}
+    assert bob.request("GET", "/load")[0] == 200 and carol.request("GET", "/load")[0] == 401
+    status, _, data = alice.request(
+        "POST", "/v1/completions", {"model": "SmolLM2-135M-Instruct", "prompt": "a", "n": 4}
+    )
+    assert status == 400 and b"more than the 3" in data, data
+    assert work.result() == expected
+    assert cached(alice.complete(prompt, max_tokens=1)) >= 144, "the cache is as before"
+    assert live.parts() == before
+
+    shown = live.settings()
+    assert shown["workers"]["decode"]["token_budget"] == 96 and shown["logging"]["level"] == "DEBUG"
+    told = {path.name.split("-")[1] for path in live.terminal.log_files() if '"reconfigured"' in path.read_text()}
+    assert told == {"ingress", "kv_cache_manager", "prefill", "decode"}
+
+
+def test_a_role_grows_and_shrinks_without_the_others(live: Live) -> None:
+    live.deploy(CONFIG)
+    before = live.parts()
+    done = live.deploy(changed(workers={"decode": {**CONFIG["workers"]["decode"], "replicas": 2}}))
+    assert done.returncode == 0, done.stderr
+    assert "restarts: nothing" in done.stdout
+    more = live.parts()
+    assert before.items() <= more.items()
+    assert sorted(more[pid] for pid in more.keys() - before.keys()) == ["DecodeWorker", "ServeReplica:raydix:decode"]
+
+    assert live.deploy(CONFIG).returncode == 0
+    stay = {pid: part for pid, part in before.items() if "ecode" not in part}
+    eventually(lambda: len(live.parts()) == len(before), "one decode worker less")
+    assert stay.items() <= live.parts().items()
+    assert len(live.server.complete(random_prompt(3, 40), max_tokens=4)["choices"][0]["token_ids"]) == 4
+
+
+def test_only_the_deployment_concerned_restarts(live: Live) -> None:
+    live.deploy(CONFIG)
+    prompt = random_prompt(4, 160)
+    live.server.complete(prompt, max_tokens=1)
+    before = live.parts()
+    done = live.deploy(changed(model={"pooling": "last"}))
+    assert done.returncode == 0, done.stderr
+    assert "restarts: ingress" in done.stdout.splitlines()
+    eventually(lambda: live.server.request("GET", "/health")[0] == 200, "the next ingress")
+    after = live.parts()
+    old, new = ({pid: part for pid, part in parts.items() if part.endswith(":ingress")} for parts in (before, after))
+    assert not old.keys() & new.keys()
+    assert before.items() - old.items() == after.items() - new.items()
+    assert cached(live.server.complete(prompt, max_tokens=1)) >= 144
+
+
+def test_bad_configurations_change_nothing(live: Live) -> None:
+    assert live.deploy(CONFIG).returncode == 0
+    before, settings = live.parts(), live.settings()
+    for wrong, words in (
+        (changed(ingress={"max_queued_requests": 0}), "ingress.max_queued_requests: "),
+        (changed(model={"source": "/nowhere"}), "there is no model at /nowhere"),
+        (changed(cache={"segment_gib": 10_000.0}), "the object store of the cluster has "),
+    ):
+        refused = live.deploy(wrong)
+        assert refused.returncode == 2 and words in refused.stderr, refused
+    dry = live.deploy(changed(ingress={"max_queued_requests": 9}), "--dry-run")
+    assert dry.returncode == 0 and "40 -> 9" in dry.stdout
+    assert live.deploy(CONFIG).stdout == "restarts: nothing\n"
+    assert live.parts() == before and live.settings() == settings
+
+    unknown = live.deploy(CONFIG, "--address", "127.0.0.1:9")
+    assert unknown.returncode == 2 and "there is no Ray cluster at 127.0.0.1:9" in unknown.stderr
