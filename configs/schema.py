@@ -33,11 +33,9 @@ class ModelSection(_Section):
         description="A local folder, a hub id (org/name), a GGUF file, or package:<package>/<file>. With the prefix "
         "null: only the tokenizer is used, and tokens are made up, to measure everything around the model.",
     )
-    name: str | None = Field(
-        default=None, min_length=1, description="The model's name in the API; by default the source's."
-    )
+    name: str | None = Field(default=None, min_length=1, description="Name in the API; by default the source's.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        default="bfloat16", description="Of weights, activations and KV."
+        default="bfloat16", description="Weights, activations, KV."
     )
     quantization: Quantization | None = Field(
         default=None,
@@ -155,20 +153,14 @@ class WorkerSection(_Section):
     """One pool of workers."""
 
     replicas: int = Field(default=1, ge=1, le=4096, description="Workers of this role.")
-    token_budget: int = Field(
-        default=512, ge=16, le=65536, description="Tokens computed in one step; at least max_requests."
-    )
+    token_budget: int = Field(default=512, ge=16, le=65536, description="Tokens of one step; at least max_requests.")
     max_requests: int = Field(default=64, ge=1, le=4096, description="Requests that run at the same time.")
     num_threads: int = Field(default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
     num_cpus: float = Field(default=0.1, gt=0, description="CPUs reserved at Ray for one worker.")
     num_gpus: float = Field(default=0.0, ge=0, description="GPUs reserved at Ray for one worker.")
-    resources: dict[str, float] = Field(
-        default_factory=dict, description="Other Ray resources reserved for one worker."
-    )
-    label_selector: dict[str, str] = Field(
-        default_factory=dict, description="Labels that a node must carry to host such a worker."
-    )
+    resources: dict[str, float] = Field(default_factory=dict, description="Other Ray resources of one worker.")
+    label_selector: dict[str, str] = Field(default_factory=dict, description="Labels of a node for such a worker.")
 
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Self:
@@ -246,7 +238,7 @@ class PlacementSection(_Section):
         default=1.0, gt=0, description="Rate of importing KV, in GiB per second, until workers have measured theirs."
     )
     piggyback_tokens: int = Field(
-        default=64, ge=0, description="Longest uncached suffix that a decode worker computes by itself."
+        default=64, ge=0, description="Longest uncached suffix that a decode worker computes."
     )
 
 
@@ -255,9 +247,7 @@ class IngressSection(_Section):
 
     replicas: int = Field(default=1, ge=1, le=1024, description="Ingress replicas.")
     num_cpus: float = Field(default=0.1, ge=0, description="CPUs reserved at Ray for one replica.")
-    max_queued_requests: int = Field(
-        default=512, ge=1, description="Requests a replica has under way before it answers 429."
-    )
+    max_queued_requests: int = Field(default=512, ge=1, description="Requests of a replica before it answers 429.")
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body; more gets 413.")
     body_timeout_s: float = Field(
         default=20.0, gt=0, le=3600, description="Seconds in which a request body must arrive; a slower one gets 408."
@@ -272,9 +262,7 @@ class IngressSection(_Section):
         default=False,
         description="Take bodies that are not declared to be JSON, which web pages of other sites can send, too.",
     )
-    label_selector: dict[str, str] = Field(
-        default_factory=dict, description="Labels that a node must carry to host a replica."
-    )
+    label_selector: dict[str, str] = Field(default_factory=dict, description="Labels of a node for a replica.")
 
 
 def _is_key_hash(value: str) -> str:
@@ -368,9 +356,7 @@ class HttpSection(_Section):
         description="Origins (https://app.example:8443) of web pages that may send requests and read the answers, "
         "CORS; * for all pages anywhere, which then can use a server without tenants.",
     )
-    tokenizer_info: bool = Field(
-        default=True, description="Whether /tokenizer_info describes the tokenizer, with the chat template."
-    )
+    tokenizer_info: bool = Field(default=True, description="Whether /tokenizer_info describes the tokenizer.")
     header_timeout_s: int = Field(
         default=5,
         ge=1,

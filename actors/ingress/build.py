@@ -71,8 +71,7 @@ def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
     all_tenants = tenants(config)
     metrics = IngressMetrics(all_tenants.names, replica_id)
     manager = ManagerLink(app_name)
-    limits = limits_of(config)
-    room = Room(limits.max_requests)
+    room = Room(limits_of(config).max_requests)
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
     dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, app_name=app_name)
 

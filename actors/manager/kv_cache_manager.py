@@ -212,7 +212,7 @@ class KVCacheManager(ClientMemory):
     async def worker_leaving(self, worker_id: str) -> bool:
         """Have a worker's requests and blocks go elsewhere, since its host is about to stop; returns whether nothing is
         left there. To be called again until then."""
-        if worker_id in self._directory.workers and worker_id not in self._directory.leaving:
+        if worker_id in self._directory.workers and worker_id not in self._directory.workers.leaving:
             logger.info("%s is leaving", worker_id, extra=about("worker_leaving", worker=worker_id))
         self._directory.leave(worker_id)
         self._carry_out(self._directory.save())
@@ -235,7 +235,10 @@ class KVCacheManager(ClientMemory):
         deadline = time.monotonic() - STARTING_SILENCE_S
         self._starting = {worker_id: said_at for worker_id, said_at in self._starting.items() if said_at > deadline}
         return Membership(
-            registered, len(self._starting), self._directory.workers.fingerprint, leaving=self._directory.leaving
+            registered,
+            len(self._starting),
+            self._directory.workers.fingerprint,
+            leaving=self._directory.workers.leaving,
         )
 
     # Requests

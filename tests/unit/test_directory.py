@@ -689,7 +689,7 @@ def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_direct
 
     directory.leave("m")
     directory.leave("m")
-    assert directory.leaving == {"m"}
+    assert directory.workers.leaving == {"m"}
     assert directory.save() == [Export("m", (A, B))]
     export(directory, "m", A, B)
     assert directory.save() == []
@@ -701,7 +701,7 @@ def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_direct
     assert (admission.prefill, admission.decode) == ("n", "n")
     assert delivered(instructions) == [("n", (A, B))]
     directory.remove_worker("m")
-    assert directory.leaving == frozenset() and directory.has_left("m")
+    assert directory.workers.leaving == frozenset() and directory.has_left("m")
 
 
 def test_a_leaving_worker_gives_away_as_much_as_the_store_holds(make_directory: MakeDirectory) -> None:
@@ -729,6 +729,6 @@ def test_a_worker_that_registers_again_is_not_leaving(make_directory: MakeDirect
     join(directory, "m", Role.MIXED)
     directory.leave("m")
     join(directory, "m", Role.MIXED, epoch=2)
-    assert directory.leaving == frozenset()
+    assert directory.workers.leaving == frozenset()
     directory.leave("unknown")
-    assert directory.leaving == frozenset()
+    assert directory.workers.leaving == frozenset()

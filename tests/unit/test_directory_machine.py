@@ -397,7 +397,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert admission.prefill_epoch == self.workers[prefill].epoch
         assert admission.decode_epoch == self.workers[decode].epoch
         reachable = self.workers.keys() - request.avoided
-        roles = {self.workers[each].role for each in reachable - self.directory.leaving or reachable or self.workers}
+        roles = {
+            self.workers[each].role for each in reachable - self.directory.workers.leaving or reachable or self.workers
+        }
         assert self.workers[decode].role is not Role.PREFILL or roles == {Role.PREFILL}
         assert set(admission.prefill_awaited + admission.decode_awaited) <= set(request.hashes)
         assert prefill != decode or not admission.decode_awaited

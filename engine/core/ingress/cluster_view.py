@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.core.hashing import preferred, root_hash
 from engine.core.signs_of_life import SignsOfLife
-from engine.core.types import Admission, BlockHash, Membership, Role, WorkerInfo
+from engine.core.types import Admission, AdmitRequest, BlockHash, Membership, Role, WorkerInfo
 
 MAX_LOST = 1000
 """Dead incarnations of workers that are remembered."""
@@ -137,6 +137,22 @@ class ClusterView:
         able = [each.worker_id for each in heard if each.role is not Role.PREFILL]
         worker_ids = able or [each.worker_id for each in heard] or [*self._registered]
         return self._registered[preferred(session, worker_ids)] if worker_ids else None
+
+    def alone(self, request: AdmitRequest) -> Admission | None:
+        """A placement without the manager: whole, on the worker that the session prefers. None without a worker."""
+        worker = self.preferred(request.session or request.request_id)
+        if worker is None:
+            return None
+        return Admission(
+            request.request_id,
+            request.attempt,
+            prefill=worker.worker_id,
+            decode=worker.worker_id,
+            prefill_epoch=worker.epoch,
+            decode_epoch=worker.epoch,
+            prefill_awaited=(),
+            decode_awaited=(),
+        )
 
     def absent(self, admission: Admission) -> dict[str, int]:
         """The epochs of the admitted workers that are not followed."""

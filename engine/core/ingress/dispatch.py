@@ -20,7 +20,6 @@ and their tokens are delivered. What goes wrong on the way:
 from collections.abc import Iterable, Sequence
 
 from engine.core.errors import NoWorkerError, ServiceError
-from engine.core.hashing import BlockChain
 from engine.core.ingress.cluster_view import ClusterView, ModelFacts, Timeouts
 from engine.core.ingress.entry import Entry
 from engine.core.ingress.generation import Generation
@@ -58,8 +57,6 @@ from engine.core.types import (
 )
 
 MAX_ATTEMPTS = 10
-NUM_PREVIEW_TOKENS = 32
-"""First tokens of a prompt that the manager keeps to show its prefix by."""
 
 
 class Dispatch:
@@ -176,7 +173,7 @@ class Dispatch:
                 self._outbox.ended.append(Ended(request.request_id, request.attempt))
             entry = self._current(request.request_id, request.attempt)
             if entry is not None:
-                instructions += self._place(entry, self._place_alone(request), now)
+                instructions += self._place(entry, self._view.alone(request), now)
         return instructions
 
     @stimulus
@@ -306,25 +303,9 @@ class Dispatch:
         if self._view.root is None:
             self._retry(entry, now)
             return [AskWorkers()]
-        generation = entry.generation
-        self._retries.drop(generation.request_id)
+        self._retries.drop(entry.generation.request_id)
         entry.avoided = tuple(sorted(self._view.silent))
-        token_ids = generation.token_ids
-        chain = BlockChain(self._view.root, generation.salt, self._model.block_size)
-        hashes = chain.hashes(token_ids) if self._model.names_blocks else []
-        request = AdmitRequest(
-            generation.request_id,
-            generation.attempt,
-            tuple(hashes),
-            len(token_ids),
-            session=generation.session,
-            ingress_id=self._ingress_id,
-            cache=generation.cache,
-            preview=generation.prompt[:NUM_PREVIEW_TOKENS],
-            generates=generation.sampling.max_tokens > 0,
-            avoided=entry.avoided,
-            answer_name=generation.named_answer(chain, hashes) if self._model.names_answers else b"",
-        )
+        request = entry.generation.admit_request(self._view.root, self._model, self._ingress_id, entry.avoided)
         return [Admit(request)]
 
     def _place(self, entry: Entry, admission: Admission | None, now: float) -> list[Instruction]:
@@ -333,22 +314,6 @@ class Dispatch:
             return []
         entry.admission = admission
         return self._send(entry, now)
-
-    def _place_alone(self, request: AdmitRequest) -> Admission | None:
-        """A placement without the manager: whole, on the worker that the session prefers."""
-        worker = self._view.preferred(request.session or request.request_id)
-        if worker is None:
-            return None
-        return Admission(
-            request.request_id,
-            request.attempt,
-            prefill=worker.worker_id,
-            decode=worker.worker_id,
-            prefill_epoch=worker.epoch,
-            decode_epoch=worker.epoch,
-            prefill_awaited=(),
-            decode_awaited=(),
-        )
 
     def _send(self, entry: Entry, now: float) -> list[Instruction]:
         """Submit to the admitted workers once all of them are followed. A worker that has fallen silent since the

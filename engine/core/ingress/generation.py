@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from engine.core.answers.continuations import BegunAnswer, packed
 from engine.core.errors import ModelFailedError, RaydixError, RequestError
 from engine.core.hashing import BlockChain
+from engine.core.ingress.cluster_view import ModelFacts
 from engine.core.types import (
     Admission,
+    AdmitRequest,
     Assignment,
     BlockHash,
     CacheHints,
@@ -31,6 +33,9 @@ from engine.core.types import (
     TokenEvent,
     TokenLogprobs,
 )
+
+NUM_PREVIEW_TOKENS = 32
+"""First tokens of a prompt that the manager keeps to show its prefix by."""
 
 
 @dataclass(slots=True, eq=False)
@@ -167,6 +172,28 @@ class Generation:
             salt=self.salt,
             cache=self.cache,
             is_idle=True,
+        )
+
+    def admit_request(
+        self, root: BlockHash, model: ModelFacts, ingress_id: str, avoided: tuple[str, ...]
+    ) -> AdmitRequest:
+        """What the manager is asked for this attempt. `root`: of the workers' block hashes; `avoided`: workers that are
+        silent."""
+        token_ids = self.token_ids
+        chain = BlockChain(root, self.salt, model.block_size)
+        hashes = chain.hashes(token_ids) if model.names_blocks else []
+        return AdmitRequest(
+            self.request_id,
+            self.attempt,
+            tuple(hashes),
+            len(token_ids),
+            session=self.session,
+            ingress_id=ingress_id,
+            cache=self.cache,
+            preview=self.prompt[:NUM_PREVIEW_TOKENS],
+            generates=self.sampling.max_tokens > 0,
+            avoided=avoided,
+            answer_name=self.named_answer(chain, hashes) if model.names_answers else b"",
         )
 
     def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:

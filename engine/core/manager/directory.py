@@ -27,10 +27,10 @@ from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
 from engine.core.manager.instructions import Deliver, Export, Instruction
 from engine.core.manager.integrity import check_records
-from engine.core.manager.matching import match
+from engine.core.manager.matching import demand_of, match
 from engine.core.manager.peers import PeerCosts
 from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGroups, place
-from engine.core.manager.reservations import US_PER_S, Reservation, WorkerRecord, Workers
+from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
 from engine.core.manager.saving import blocks_to_save, only_here
 from engine.core.manager.segment_store import DiskInstruction, SegmentStore
 from engine.core.manager.session_workers import Sessions, SessionWorkers
@@ -62,8 +62,6 @@ class Directory:
         self._blocks = BlockIndex(self.statistics)
         self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants)
         self.workers = Workers()
-        self.leaving: frozenset[str] = frozenset()
-        """The registered workers that are about to stop."""
         self._groups = WorkerGroups()
         """The registered workers by load, for placement."""
         self._peers = PeerCosts(costs.prior)
@@ -132,7 +130,7 @@ class Directory:
         worker = self.workers.get(worker_id)
         if worker is not None and not worker.is_leaving:
             worker.is_leaving = True
-            self.leaving |= {worker_id}
+            self.workers.leaving |= {worker_id}
             limit = self.segments.store_budget_bytes // max(1, self.costs.block_bytes)
             worker.unsaved = only_here(worker, self._blocks, limit if self.keeps_segments else 0)
 
@@ -148,7 +146,7 @@ class Directory:
         if worker is None:
             return []
         del self.workers[worker_id]
-        self.leaving -= {worker_id}
+        self.workers.leaving -= {worker_id}
         self._groups.remove(worker_id)
         self._peers.remove(worker_id)
         held = sorted(worker.blocks)
@@ -314,8 +312,7 @@ class Directory:
 
     @stimulus
     def save(self) -> list[Instruction]:
-        """Ask for the export of blocks without a segment, for the disk and of leaving workers; to be called
-        periodically."""
+        """Ask for exports to the disk and from leaving workers, of blocks without a segment; called periodically."""
         instructions: list[Instruction] = []
         for worker in self.workers.values():
             if hashes := blocks_to_save(worker, self._blocks):
@@ -343,50 +340,26 @@ class Directory:
 
         records = self._blocks.find(request.hashes)
         placement = place(*self._options(request, records), self.costs)
-        prefill = placement.prefill
-        decode = placement.decode if request.generates else prefill
-        involved = {prefill, decode}
+        self._explanations.record(request, records, placement)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
-        self._explanations.record(request, records, placement)
-        self._sessions.moved(request.cache.tenant, request.session, SessionWorkers(prefill, decode))
-
-        prefill_awaited = self.workers[prefill].lacking(request.hashes[num_local:num_cached])
-        decode_awaited = self.workers[decode].lacking(request.hashes) if decode != prefill else ()
-        admission = Admission(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            prefill=prefill,
-            decode=decode,
-            prefill_epoch=self.workers[prefill].epoch,
-            decode_epoch=self.workers[decode].epoch,
-            prefill_awaited=prefill_awaited,
-            decode_awaited=decode_awaited,
-        )
+        lacking = dict.fromkeys(request.hashes[num_local:])
 
         # The load on its workers.
-        lacking = dict.fromkeys(request.hashes[num_local:])
-        reservation = Reservation(
-            admission=admission,
-            hashes=request.hashes,
-            hints=request.cache,
-            queued_us=int(placement.chosen.compute_s * US_PER_S),
-            num_new_blocks=len(lacking),
-        )
+        reservation = reservation_of(request, placement, self.workers, num_new_blocks=len(lacking))
+        admission = reservation.admission
+        prefill, decode = admission.prefill, admission.decode
         self._reservations[request.request_id] = reservation
-        self.workers.queue(reservation)
-        self.workers[decode].decoding.add(request.request_id)
-        for worker_id in involved:
-            self.workers[worker_id].requests.add(request.request_id)
-        self.workers.regroup(self._groups, involved)
+        self._sessions.moved(request.cache.tenant, request.session, SessionWorkers(prefill, decode))
+        self.workers.regroup(self._groups, self.workers.take(reservation))
 
         # The blocks that it will compute and may be asked for, and the blocks that it gets.
-        computed = request.hashes[num_cached:]
-        self._supply.admitted(request.request_id, prefill, awaited=prefill_awaited, lacking=lacking, computed=computed)
-        instructions += self._supply_to(reservation, prefill, prefill_awaited)
-        instructions += self._supply_to(reservation, decode, decode_awaited)
+        awaited, computed = admission.prefill_awaited, request.hashes[num_cached:]
+        self._supply.admitted(request.request_id, prefill, awaited=awaited, lacking=lacking, computed=computed)
+        instructions += self._supply_to(reservation, prefill, awaited)
+        instructions += self._supply_to(reservation, decode, admission.decode_awaited)
         return admission, instructions
 
     @stimulus
@@ -413,12 +386,7 @@ class Directory:
         reservation = self._reservations.pop(request_id, None)
         if reservation is None:
             return []
-        self.workers.unqueue(reservation)
-        involved = {reservation.admission.prefill, reservation.admission.decode}
-        for worker_id in involved & self.workers.keys():
-            self.workers[worker_id].requests.discard(request_id)
-            self.workers[worker_id].decoding.discard(request_id)
-        self.workers.regroup(self._groups, involved)
+        self.workers.regroup(self._groups, self.workers.drop(reservation))
         self.segments.released(reservation.leased, reservation.hashes, reservation.hints, now)
         if not self.keeps_segments:
             self.segments.handed_over(reservation.hashes)
@@ -445,7 +413,6 @@ class Directory:
     def check_integrity(self) -> None:
         """Assert that blocks, workers, segments and reservations agree with each other."""
         check_records(self._blocks, self.workers, self._reservations, self._groups, self.segments, self._supply)
-        assert self.leaving == {worker.worker_id for worker in self.workers.values() if worker.is_leaving}
 
     # Inside
 
@@ -477,12 +444,6 @@ class Directory:
     def _options(self, request: AdmitRequest, records: Iterable[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.workers, self._reservations)
-        demand = Demand(
-            num_tokens=request.num_tokens,
-            num_reachable_blocks=prefix.num_reachable,
-            pending_s=prefix.pending_us / US_PER_S,
-            session=request.session or request.request_id,
-            return_rate=self.statistics.return_rate,
-            last_workers=self._sessions.of(request.cache.tenant, request.session),
-        )
-        return demand, self._groups.candidates(prefix.holders, request.avoided, self.leaving)
+        last_workers = self._sessions.of(request.cache.tenant, request.session)
+        demand = demand_of(request, prefix, last_workers, return_rate=self.statistics.return_rate)
+        return demand, self._groups.candidates(prefix.holders, request.avoided, self.workers.leaving)

@@ -29,6 +29,7 @@ def check_records(
         assert groups.load_of(worker.worker_id) == worker.load
         _check_load(worker, reservations.values())
 
+    assert workers.leaving == {worker.worker_id for worker in workers.values() if worker.is_leaving}
     supply.check_integrity(workers, reservations)
     segments.check_integrity([leased for r in reservations.values() for leased in r.leased])
 

@@ -4,7 +4,10 @@ from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from engine.core.manager.block_index import BlockRecord
-from engine.core.manager.reservations import Reservation, Workers
+from engine.core.manager.placement import Demand
+from engine.core.manager.reservations import US_PER_S, Reservation, Workers
+from engine.core.manager.session_workers import SessionWorkers
+from engine.core.types import AdmitRequest
 
 
 class Prefix(NamedTuple):
@@ -45,3 +48,15 @@ def match(records: Iterable[BlockRecord | None], workers: Workers, reservations:
     computing = [reservations[name].admission.prefill for name in producers if name in reservations]
     pending_us = max((workers[worker_id].queued_us for worker_id in computing), default=0)
     return Prefix(num_reachable, holders, pending_us)
+
+
+def demand_of(request: AdmitRequest, prefix: Prefix, last_workers: SessionWorkers, *, return_rate: float) -> Demand:
+    """The needs of a request for its placement."""
+    return Demand(
+        num_tokens=request.num_tokens,
+        num_reachable_blocks=prefix.num_reachable,
+        pending_s=prefix.pending_us / US_PER_S,
+        session=request.session or request.request_id,
+        return_rate=return_rate,
+        last_workers=last_workers,
+    )

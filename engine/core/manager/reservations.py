@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from engine.core.costs import WorkerCosts
 from engine.core.manager.block_index import Segment
-from engine.core.manager.placement import WorkerGroups, WorkerLoad
-from engine.core.types import Admission, BlockHash, CacheHints, Role
+from engine.core.manager.placement import Placement, WorkerGroups, WorkerLoad
+from engine.core.types import Admission, AdmitRequest, BlockHash, CacheHints, Role
 
 US_PER_S = 1_000_000
 
@@ -92,6 +92,9 @@ def _rounded(num_blocks: int) -> int:
 class Workers(dict[str, WorkerRecord]):
     """The registered workers, by id."""
 
+    leaving: frozenset[str] = frozenset()
+    """The workers that are about to stop."""
+
     def current(self, worker_id: str, epoch: int | None) -> WorkerRecord | None:
         """The worker if registered with this epoch (None: with any), else None."""
         worker = self.get(worker_id)
@@ -122,6 +125,26 @@ class Workers(dict[str, WorkerRecord]):
             if worker_id in self:
                 groups.put(worker_id, self[worker_id].load)
 
+    def take(self, reservation: Reservation) -> set[str]:
+        """Add a request to the load of its workers; returns the workers."""
+        admission = reservation.admission
+        involved = {admission.prefill, admission.decode}
+        self.queue(reservation)
+        self[admission.decode].decoding.add(admission.request_id)
+        for worker_id in involved:
+            self[worker_id].requests.add(admission.request_id)
+        return involved
+
+    def drop(self, reservation: Reservation) -> set[str]:
+        """Take a request off the load of its workers; returns the workers that are still registered."""
+        admission = reservation.admission
+        self.unqueue(reservation)
+        involved = {admission.prefill, admission.decode} & self.keys()
+        for worker_id in involved:
+            self[worker_id].requests.discard(admission.request_id)
+            self[worker_id].decoding.discard(admission.request_id)
+        return involved
+
     def queue(self, reservation: Reservation) -> None:
         """Add a prefill to the queue of its worker."""
         worker = self[reservation.admission.prefill]
@@ -137,3 +160,34 @@ class Workers(dict[str, WorkerRecord]):
             worker.num_queued -= 1
             worker.num_reserved_blocks -= reservation.num_new_blocks
         reservation.queued_us, reservation.is_queued = 0, False
+
+
+def reservation_of(
+    request: AdmitRequest, placement: Placement, workers: Workers, *, num_new_blocks: int
+) -> Reservation:
+    """Assign a request to the workers of its placement, with the blocks that each of them is to get from elsewhere.
+
+    `num_new_blocks`: blocks of the prompt that the prefill worker lacks. Changes nothing.
+    """
+    chosen, prefill = placement.chosen, placement.prefill
+    decode = placement.decode if request.generates else prefill
+    num_local = chosen.num_local_blocks
+    imported = request.hashes[num_local : num_local + chosen.num_imported_blocks]
+
+    admission = Admission(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prefill=prefill,
+        decode=decode,
+        prefill_epoch=workers[prefill].epoch,
+        decode_epoch=workers[decode].epoch,
+        prefill_awaited=workers[prefill].lacking(imported),
+        decode_awaited=workers[decode].lacking(request.hashes) if decode != prefill else (),
+    )
+    return Reservation(
+        admission=admission,
+        hashes=request.hashes,
+        hints=request.cache,
+        queued_us=int(chosen.compute_s * US_PER_S),
+        num_new_blocks=num_new_blocks,
+    )
