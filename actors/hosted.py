@@ -1,7 +1,7 @@
-"""The kinds of actors that hosts start: how each is made of its part of the configuration, and told a change.
+"""The kinds of actors that hosts start: how each is made of a part of the configuration, and told a change.
 
-`take` keeps the values that the next incarnation is made with; `tell` hands the same to one that runs. So an actor that
-is replaced after a change has the changed values, too.
+`take` keeps the values for the next incarnation; `tell` hands the same values to a running one. So an actor that is
+replaced after a change has the changed values, too.
 """
 
 import os

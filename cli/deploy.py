@@ -1,7 +1,7 @@
 """`raydix deploy`: deploys a configuration on a Ray cluster that runs, or changes the application that runs there.
 
-The changes are printed before they are made, each with its effect, and then the deployments whose replicas restart.
-Without `http.*` of the server itself, which `raydix serve` reads at its start: those stay as they are.
+The changes are printed first, each with the effect, and then the deployments whose replicas restart. Keys under
+`http.*` that `raydix serve` reads when the server starts stay unchanged.
 """
 
 import argparse

@@ -3,13 +3,13 @@
 | deployment | `arguments`: a change restarts its replicas | `live`: applied by `reconfigure` while they run |
 |---|---|---|
 | ingress | the model, the parsers, the batches' folder | limits, tenants, trusted sites, log level |
-| manager | budgets of its stores, and their folder | first costs, tenants' shares, log level |
-| each role | the engine, its memory, its resources at Ray | bounds of a step, tenants' shares, log level |
+| manager | budgets and folder of the stores | first costs, tenants' shares, log level |
+| each role | the engine, memory, resources at Ray | bounds of a step, tenants' shares, log level |
 
-The ingress gets the whole configuration beside its arguments, because it shows the settings of the server.
+The ingress gets the whole configuration beside the arguments, because the ingress shows the settings of the server.
 
-A part holds only what its deployment reads, so a change elsewhere changes nothing there; read back, it has defaults in
-place of the other keys. No part holds an API key; the ingress alone gets the hashes of them.
+A part holds only the keys that the deployment reads, so a change elsewhere changes nothing there; a part that is read
+back has defaults in place of the other keys. No part holds an API key; the ingress alone gets the keys' hashes.
 """
 
 import hashlib

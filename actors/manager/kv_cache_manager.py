@@ -17,6 +17,7 @@ from actors.calls import Background, quietly, sleep
 from actors.instruments import families_of
 from actors.logs import DEFAULTS, log_to_ray, set_level
 from actors.manager.client_memory import ClientMemory
+from actors.manager.directory_reports import DirectoryReports
 from actors.manager.disk_tier import DiskTier
 from actors.manager.pool_resets import UNDER_WAY_S, PoolResets
 from actors.messages import (
@@ -38,8 +39,6 @@ from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.log_fields import about
 from engine.core.manager.block_index import GC_THRESHOLDS, Segment
-from engine.core.manager.cache_events import CacheUpdate
-from engine.core.manager.cache_report import cache_report
 from engine.core.manager.directory import Directory
 from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
 from engine.core.manager.notes import NOTES
@@ -66,7 +65,7 @@ class _Ingress:
     """Requests that the last message did not name; requests missing from two messages in a row are over."""
 
 
-class KVCacheManager(ClientMemory):
+class KVCacheManager(ClientMemory, DirectoryReports):
     """Index of the cluster's prefixes and owner of its exported KV."""
 
     def __init__(
@@ -272,23 +271,6 @@ class KVCacheManager(ClientMemory):
 
     # What others may see and do
 
-    async def explain(self, name: str, tenant: str | None) -> list[dict[str, object]]:
-        """Decisions behind each choice of a request, by the request's name at its client (`Decisions.of`)."""
-        decisions = self._directory.decisions.of(name, tenant)
-        return [
-            {"id": request_id, "attempts": [attempt.as_json() for attempt in attempts]}
-            for request_id, attempts in decisions.items()
-        ]
-
-    async def cache_report(self, tenant: str, is_admin: bool) -> dict[str, object]:
-        """Sizes, hits and evictions of the cache; use of all tenants only for an administrator, of this tenant
-        otherwise. The tenant's own hottest prefixes come with their first token ids."""
-        return cache_report(self._directory, tenant, is_admin)
-
-    async def events_since(self, sequence: int | None) -> CacheUpdate:
-        """Events of stored and removed blocks (`Directory.events_since`)."""
-        return self._directory.events_since(sequence)
-
     async def reset_cache(self) -> dict[str, int]:
         """Forget the token ids of answers, and everywhere all KV that is neither held by nor promised to a request;
         returns the counts."""
@@ -307,18 +289,8 @@ class KVCacheManager(ClientMemory):
         return counts
 
     async def statistics(self) -> dict[str, int]:
-        """Process id and sizes of the index, after a check of its integrity."""
-        self._directory.check_integrity()
-        return {
-            "pid": os.getpid(),
-            "num_workers": len(self._directory.workers),
-            "num_blocks": self._directory.num_blocks,
-            "num_segments": len(self._directory.segments),
-            "segment_bytes": self._directory.segments.store_bytes,
-            "disk_bytes": self._directory.segments.disk_bytes,
-            "num_reservations": self._directory.num_reservations,
-            **self.memory_statistics(),
-        }
+        """Process id and sizes of the index and the memory, after a check of their integrity."""
+        return {"pid": os.getpid(), **self.directory_statistics(), **self.memory_statistics()}
 
     async def metrics(self) -> tuple[Family, ...]:
         """The manager's metrics."""

@@ -3,16 +3,16 @@
 | part of an id | |
 |---|---|
 | `17.1.9c1f22aa:5.2.00aa11bb:0` | the events that the client has: of each choice, then of the stream's end (`Place`) |
-| `6921a2b0.1f3a90.` | time of the answer, and the seed from which choices draw that have none |
+| `6921a2b0.1f3a90.` | time of the answer, and the seed of choices without a seed |
 | `5d…c0.fp_1234567890.` | seal of the request, and fingerprint of the model |
 | `4f2a…` | name of the answer |
 
 `/` stands behind the first part. Nothing is stored: an answer is a function of its request's body and the seed, so a
-replica that is given an id generates the answer again, and leaves out the events that the client has. For that the
-events must be a function of the tokens: each token is rendered by itself, however tokens come together in time.
+replica that is given an id generates the answer again, and leaves out the events that the client has. So the events
+must be a function of the tokens: each token is rendered alone, however tokens come together in time.
 
-An id is no secret and gives no right. A client can choose everything in an id in other ways, too, and the tenant is
-that of the request's key.
+An id is no secret and gives no right. A client can choose everything in an id in other ways, too, and the request's
+key decides about the tenant.
 """
 
 import re

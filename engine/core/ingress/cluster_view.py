@@ -1,12 +1,12 @@
 """The workers and the manager of a cluster, as one ingress replica knows them.
 
-| what is known of a worker | from | until |
+| state of a worker | from | until |
 |---|---|---|
-| it is registered | the manager's list | the manager drops it and its token stream ends, or it is not found |
-| it is followed | an answer under its name | its token stream ends |
-| it is leaving | the manager's list | the manager drops it |
-| it is silent | no token and no answer to a ping for some time | it is heard again |
-| it is dead | the error at the end of its token stream | for good: a successor has a higher epoch |
+| registered | the manager's list | the manager drops the worker and the token stream ends, or the worker is not found |
+| followed | an answer under the worker's name | the end of the token stream |
+| leaving | the manager's list | the manager drops the worker |
+| silent | no token and no answer to a ping for some time | the next sign of life |
+| dead | the error at the end of the token stream | for good: a successor has a higher epoch |
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
