@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
@@ -31,6 +30,7 @@ from actors.metrics import WorkerMetrics
 from actors.rpc import Handle, ManagerClient, find_manager
 from actors.worker.export_stream import ExportStream
 from actors.worker.recording import record_scheduler
+from actors.worker.statistics import engine_statistics
 from actors.worker.swap_space import ObjectStoreSwap
 from actors.worker.token_streams import TokenStreams
 from configs.schema import LoggingSection
@@ -222,27 +222,9 @@ class Worker:
 
     async def statistics(self) -> dict[str, Any]:
         """Process id, sizes and counts of the worker, after a check of its scheduler's integrity."""
-
-        def collect(engine: "Engine") -> dict[str, Any]:
-            engine.scheduler.check_integrity()
-            return {
-                "worker_id": self._worker_id,
-                "role": str(self._role),
-                "epoch": self._epoch,
-                "pid": os.getpid(),
-                "num_blocks": engine.pool.num_blocks,
-                "num_available_blocks": engine.pool.num_available,
-                "num_cached_blocks": engine.pool.num_cached,
-                "num_running": len(engine.scheduler.running),
-                "num_waiting": engine.scheduler.num_waiting,
-                "num_swapped": engine.scheduler.num_swapped,
-                "num_idle": len(engine.scheduler.idle),
-                "idle": asdict(engine.scheduler.idle.counts),
-                "preemptions": asdict(engine.preemptions),
-                "num_prefill_tokens": self._num_prefill_tokens,
-            }
-
-        return await self._ask(collect)
+        own = {"worker_id": self._worker_id, "role": str(self._role), "epoch": self._epoch, "pid": os.getpid()}
+        counts = await self._ask(engine_statistics)
+        return {**own, **counts, "num_prefill_tokens": self._num_prefill_tokens}
 
     async def metrics(self) -> tuple[Family, ...]:
         """The worker's metrics, as of the last report; answered while the engine computes or hangs, too."""
