@@ -12,10 +12,9 @@ calls the child directly.
 * The host dies: Ray ends its child, whose owner is gone, and Serve starts another host.
 
 Serve calls `reconfigure` once before a host counts as started, and then for each change of the deployment's
-`user_config`. The host keeps the new values for the next incarnation and hands them to the child that runs: what is
-invalid is refused before anything has changed, a child that dies meanwhile is replaced by one with the new values, and
-one that answers nothing is killed for that end. A child that refuses them makes `reconfigure` fail, and Serve replaces
-the host. So a child never goes on with old values unnoticed.
+`user_config`. The host keeps the new values for the next incarnation and hands them to the running child. A child that
+dies meanwhile is replaced by one with the new values; a child that answers nothing is killed and replaced. On any
+error, an invalid value too, Serve replaces the host. So no child goes on with old values unnoticed.
 """
 
 import asyncio
@@ -52,6 +51,9 @@ LEAVE_S = 0.2
 """Between two questions whether a worker's requests and blocks are elsewhere."""
 LEAVE_TIMEOUT_S = 50.0
 """Limit of a worker's leaving; less than Serve's `graceful_shutdown_timeout_s` of hosts."""
+UNKNOWN_S = 10.0
+"""A worker that no manager has known for so long is not waited for: the application may be ending."""
+ASK_TIMEOUT_S = 2.0
 
 
 class ActorHost:
@@ -122,17 +124,22 @@ class ActorHost:
         return None if is_over or self._kind == MANAGER else self._leave()
 
     async def _leave(self) -> None:
-        """Return when other workers have the child's requests and blocks, at the latest after `LEAVE_TIMEOUT_S`."""
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        while time.monotonic() < deadline:
+        """Return when other workers have the child's requests and blocks, at the latest after `LEAVE_TIMEOUT_S`, or
+        when no manager has known the child for `UNKNOWN_S`."""
+        began = known_at = time.monotonic()
+        while time.monotonic() - began < LEAVE_TIMEOUT_S and time.monotonic() - known_at < UNKNOWN_S:
             with contextlib.suppress(RayError, TimeoutError):  # the manager may be away and come back
                 manager = await find_manager(self._app_name)
-                if manager is None or await answer(manager.worker_leaving(self._actor_id), CHECK_TIMEOUT_S):
-                    break
+                if manager is not None:
+                    has_left = await answer(manager.worker_leaving(self._actor_id), ASK_TIMEOUT_S)
+                    if has_left:
+                        break
+                    known_at = known_at if has_left is None else time.monotonic()
             await asyncio.sleep(LEAVE_S)
+
         self._watch.cancel()
-        took_s = round(time.monotonic() - deadline + LEAVE_TIMEOUT_S, 3)
-        logger.info("%s leaves", self._actor_id, extra=about("child_leaves", child=self._actor_id, took_s=took_s))
+        extra = about("child_leaves", child=self._actor_id, took_s=round(time.monotonic() - began, 3))
+        logger.info("%s leaves", self._actor_id, extra=extra)
 
     async def _start_first_child(self) -> ActorClient:
         """Start a child. Raises the constructor's error, so that Serve can say why the application does not start. A

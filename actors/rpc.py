@@ -121,7 +121,7 @@ class ManagerClient(ActorClient):
     def worker_starting(self, worker_id: str) -> Awaitable[None]:
         return _sent(self.handle.worker_starting.remote(worker_id))
 
-    def worker_leaving(self, worker_id: str) -> Awaitable[bool]:
+    def worker_leaving(self, worker_id: str) -> Awaitable[bool | None]:
         return _sent(self.handle.worker_leaving.remote(worker_id))
 
     def workers(self, ingress_id: str, active: Sequence[str]) -> Awaitable[Membership]:

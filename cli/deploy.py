@@ -76,7 +76,9 @@ def run(options: argparse.Namespace) -> int:
     told = [*plan.lines(), *ignored(config, running.config)]
     print("\n".join(told), flush=True)
     _check(served, running.config)
-    if options.dry_run or (running.versions == wanted and not plan.changes):
+    _check_tenants(served, running.config, is_open=options.without_tenants)
+    is_unchanged = running.versions == wanted and not plan.changes
+    if options.dry_run or (is_unchanged and _is_running(options.name)):
         return 0
 
     began = time.monotonic()
@@ -152,6 +154,23 @@ def _connect(address: str) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartupError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from None
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
+def _check_tenants(config: Config, running: Config | None, *, is_open: bool) -> None:
+    """Refuse to open a server to everybody by a file that only lacks the tenants."""
+    if running is not None and running.tenants and not config.tenants and not is_open:
+        raise StartupError(
+            "the running application has tenants, and the configuration has none: every client would be an "
+            "administrator; --without-tenants deploys it all the same"
+        )
+
+
+def _is_running(name: str) -> bool:
+    """True if the application has no replica that failed or is still to start."""
+    from ray import serve
+
+    application = serve.status().applications.get(name)
+    return application is not None and application.status == "RUNNING"
 
 
 def _check(config: Config, running: Config | None) -> None:

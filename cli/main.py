@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
         "--address", default="auto", help="Ray cluster, as raydix serve prints it (default: the only one here)"
     )
     deploy.add_argument("--name", default="raydix", help="name of the Serve application (default: %(default)s)")
+    deploy.add_argument("--without-tenants", action="store_true", help="deploy a file that has none of the tenants")
     deploy.add_argument("--dry-run", action="store_true", help="print what would change, and change nothing")
     deploy.set_defaults(run=_deploy)
 

@@ -30,7 +30,8 @@ class _Hook:
         self._before = before
 
     def __call__(self, args: threading.ExceptHookArgs) -> None:
-        if not any(name.partition(".")[0] == "ray" for name in _modules(args.exc_traceback)):
+        own = next((name for name in _modules(args.exc_traceback) if name != threading.__name__), "")
+        if own.partition(".")[0] != "ray" or issubclass(args.exc_type, SystemExit):
             self._before(args)
             return
         thread = "a thread" if args.thread is None else args.thread.name

@@ -71,9 +71,11 @@ class ClientMemory:
 
     async def keep_response(self, name: bytes, parent: bytes | None, data: bytes) -> bool:
         """Keep a response that goes on from its parent; returns whether the response is kept."""
+        is_new = name not in self._responses
         is_kept = self._responses.keep(name, parent, data, time.monotonic())
         if is_kept and self._response_disk is not None:
-            self._response_disk.keep(name, parent, data)
+            if is_new:
+                self._response_disk.keep(name, parent, data)
             self._response_disk.use(self._responses.path(name))
         return is_kept
 

@@ -208,10 +208,12 @@ class KVCacheManager(ClientMemory, DirectoryReports):
         )
         return self._directory.is_current(worker_id, epoch)
 
-    async def worker_leaving(self, worker_id: str) -> bool:
+    async def worker_leaving(self, worker_id: str) -> bool | None:
         """Have a worker's requests and blocks go elsewhere, since its host is about to stop; returns whether nothing is
-        left there. To be called again until then."""
-        if worker_id in self._directory.workers and worker_id not in self._directory.workers.leaving:
+        left there, None for an unknown worker. To be called again until then."""
+        if worker_id not in self._directory.workers:
+            return None
+        if worker_id not in self._directory.workers.leaving:
             logger.info("%s is leaving", worker_id, extra=about("worker_leaving", worker=worker_id))
         self._directory.leave(worker_id)
         self._carry_out(self._directory.save())

@@ -20,6 +20,7 @@ from benchmarks.drafting.comparing import Answer, Step, Tally, take
 from benchmarks.drafting.drafters import Kind, kinds
 from benchmarks.drafting.engines import Workshop
 from benchmarks.drafting.questions import Question
+from engine.core.answers.continuations import packed
 from engine.core.costs import WorkerCosts
 from engine.core.types import Assignment, Stage
 from engine.model.engine import Engine, ExportedSegment, StepResult
@@ -108,9 +109,8 @@ def requests(questions: Mapping[str, Sequence[Question]], count: int, num_tokens
 
 
 def _predicted(assignment: Assignment, answer: Answer) -> Assignment:
-    """The request with a prediction, if it has none: its answer with some tokens left out, changed and put in."""
-    if assignment.prediction:
-        return assignment
+    """The request with an answer as the cluster would have kept it, and a prediction, if it has none: its answer with
+    some tokens left out, changed and put in."""
     chance = random.Random(assignment.request_id)
     guess = [token_id for token_id, _, _ in answer if token_id is not None]
     for _ in range(chance.randint(0, 3)):
@@ -118,7 +118,7 @@ def _predicted(assignment: Assignment, answer: Answer) -> Assignment:
         guess[place : place + chance.randint(0, 2)] = [
             chance.randrange(100, 40_000) for _ in range(chance.randint(0, 2))
         ]
-    return replace(assignment, prediction=tuple(guess))
+    return replace(assignment, prediction=assignment.prediction or tuple(guess), continuations=(packed(guess),))
 
 
 def groups(asked: Sequence[Assignment]) -> Iterator[Sequence[Assignment]]:

@@ -701,7 +701,29 @@ def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_direct
     assert (admission.prefill, admission.decode) == ("n", "n")
     assert delivered(instructions) == [("n", (A, B))]
     directory.remove_worker("m")
-    assert directory.workers.leaving == frozenset() and directory.has_left("m")
+    assert directory.workers.leaving == frozenset() and not directory.has_left("m"), "unknown"
+
+
+def test_a_leaving_prefill_worker_is_needed_up_to_the_first_token(split: Directory) -> None:
+    join(split, "p2", Role.PREFILL)
+    admission, _ = admit(split, "r", A)
+    leaving = admission.prefill
+    split.leave(leaving)
+    split.save()
+    assert not split.has_left(leaving)
+    split.first_token("r", 0, 0.1)
+    assert split.has_left(leaving), "its decode worker does not need it any more"
+
+
+def test_blocks_that_only_leaving_workers_hold_are_given_away_by_the_last(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED, A)
+    join(directory, "n", Role.MIXED, A)
+    join(directory, "o", Role.MIXED)
+    directory.leave("m")
+    assert directory.save() == []
+    directory.leave("n")
+    assert directory.save() == [Export("n", (A,))]
 
 
 def test_a_leaving_worker_gives_away_as_much_as_the_store_holds(make_directory: MakeDirectory) -> None:

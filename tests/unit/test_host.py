@@ -289,16 +289,17 @@ def test_names_of_incarnations() -> None:
 class Manager(ManagerClient):
     """Answers that a worker is still needed, so many times."""
 
-    def __init__(self, num_needed: int, is_away: bool = False) -> None:
+    def __init__(self, num_needed: int, is_away: bool = False, knows: bool = True) -> None:
         self.num_needed = num_needed
         self.is_away = is_away
+        self.knows = knows
         self.asked: list[str] = []
 
-    async def worker_leaving(self, worker_id: str) -> bool:
+    async def worker_leaving(self, worker_id: str) -> bool | None:
         self.asked.append(worker_id)
         if self.is_away:
             raise ActorDiedError
-        return len(self.asked) > self.num_needed
+        return len(self.asked) > self.num_needed if self.knows else None
 
 
 def test_a_host_that_is_stopped_ends_when_its_worker_is_not_needed_any_more(
@@ -319,10 +320,12 @@ def test_a_host_that_is_stopped_ends_when_its_worker_is_not_needed_any_more(
     asyncio.run(play())
 
 
-def test_a_host_waits_for_a_manager_that_is_away_only_so_long(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("manager", [Manager(0, is_away=True), Manager(0, knows=False)], ids=["away", "knows nothing"])
+def test_a_host_waits_for_a_manager_that_knows_its_worker_only_so_long(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, manager: Manager
+) -> None:
     monkeypatch.setattr(host_module, "LEAVE_S", 0.001)
-    monkeypatch.setattr(host_module, "LEAVE_TIMEOUT_S", 0.05)
-    manager = Manager(num_needed=0, is_away=True)
+    monkeypatch.setattr(host_module, "UNKNOWN_S", 0.05)
     monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0, manager))
 
     async def play() -> None:

@@ -70,6 +70,8 @@ class ClusterView:
         self._signs = SignsOfLife()
         """Of followed workers."""
         self._silent: set[str] = set()
+        self._listed: frozenset[str] = frozenset()
+        """Workers of the manager's last list."""
         self._leaving: frozenset[str] = frozenset()
         """Workers that are about to stop."""
         self._searched: set[tuple[str, int]] = set()
@@ -91,6 +93,7 @@ class ClusterView:
         self._manager_answered_at = now
         self._num_starting = membership.num_starting
         self._leaving = membership.leaving
+        self._listed = frozenset(worker.worker_id for worker in membership.workers)
         registered = {worker.worker_id: worker for worker in membership.workers if not self._is_dead(worker)}
         if membership.fingerprint is not None:
             self._check(membership.fingerprint)
@@ -225,7 +228,7 @@ class ClusterView:
     @property
     def to_be_left(self) -> Sequence[str]:
         """Followed workers that are about to stop, if another worker that is heard could take their requests."""
-        others = self._registered.keys() - self._leaving - self._silent
+        others = self._registered.keys() & self._listed - self._leaving - self._silent
         return sorted(self._leaving & self._followed.keys()) if others else ()
 
     # Inside

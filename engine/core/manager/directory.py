@@ -132,12 +132,16 @@ class Directory:
             worker.is_leaving = True
             self.workers.leaving |= {worker_id}
             limit = self.segments.store_budget_bytes // max(1, self.costs.block_bytes)
-            worker.unsaved = only_here(worker, self._blocks, limit if self.keeps_segments else 0)
+            leaving = self.workers.leaving
+            worker.unsaved = only_here(worker, self._blocks, leaving, limit if self.keeps_segments else 0)
 
     def has_left(self, worker_id: str) -> bool:
-        """True if a leaving worker has no request and no block to be exported any more, or is not registered."""
+        """True if no request needs a registered worker any more, and no block is to be exported. A request that decodes
+        elsewhere needs its prefill worker up to the first token."""
         worker = self.workers.get(worker_id)
-        return worker is None or not (worker.requests or worker.unsaved)
+        if worker is None or worker.unsaved:
+            return False
+        return not worker.decoding and not any(self._reservations[name].is_queued for name in worker.requests)
 
     @stimulus
     def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:

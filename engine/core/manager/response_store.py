@@ -37,10 +37,20 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._entries
+
     def keep(self, name: bytes, parent: bytes | None, data: bytes, now: float) -> bool:
-        """Keep a response under a new name; False if its data exceed the budget, or the parent is gone."""
-        assert name not in self._entries, "a name stands for one response for ever"
+        """Keep a response under a new name; False if its data exceed the budget, or the parent is gone.
+
+        A name stands for one response for ever: the end of a stream that was resumed may keep the response again, and
+        then the first one stays.
+        """
         self.forget_expired(now)
+        if name in self._entries:
+            self._use(name, now)
+            return True
+
         cost = ENTRY_BYTES + len(data)
         if cost > self._budget_bytes or (parent is not None and parent not in self._entries):
             return False

@@ -20,8 +20,12 @@ def blocks_to_save(worker: WorkerRecord, blocks: BlockIndex) -> list[BlockHash]:
     return [] if is_too_early else ready
 
 
-def only_here(worker: WorkerRecord, blocks: BlockIndex, limit: int) -> list[BlockHash]:
-    """At most `limit` blocks that a worker alone holds, the longest known first: a block comes before the blocks behind
-    it, and beginnings that many prompts share before what followed once."""
-    alone = (h for h, record in blocks.items() if record.workers == worker.alone and record.segment is None)
-    return list(islice(alone, limit))
+def only_here(worker: WorkerRecord, blocks: BlockIndex, leaving: frozenset[str], limit: int) -> list[BlockHash]:
+    """At most `limit` blocks of a leaving worker that no worker which stays holds, the longest known first: a block
+    comes before the blocks behind it, and beginnings that many prompts share before what followed once."""
+    found = (
+        block_hash
+        for block_hash, record in blocks.items()
+        if record.segment is None and block_hash in worker.blocks and record.workers <= leaving
+    )
+    return list(islice(found, limit))

@@ -118,9 +118,10 @@ def siblings_of(known: Sequence[tuple[Request, Suffixes]]) -> dict[str, list[Tex
     for request, suffixes in known:
         question = request.assignment.salt.private, request.assignment.num_prompt_tokens, suffixes.tail
         groups.setdefault(question, []).append((request.request_id, suffixes.text(request.token_ids)))
+    last = {question: group[-MAX_SIBLINGS - 1 :] for question, group in groups.items()}
     return {
-        name: [text for other, text in group if other != name][-MAX_SIBLINGS:]
-        for group in groups.values()
+        name: [text for other, text in last[question] if other != name][-MAX_SIBLINGS:]
+        for question, group in groups.items()
         for name, _ in group
     }
 
