@@ -6,6 +6,7 @@ The changes are printed first, each with the effect, and then the deployments wh
 
 import argparse
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from configs.sections import INGRESS
 from engine.core.errors import StartupError
 from engine.core.settings import GIB
 
+CONNECT_TIMEOUT_S = 5.0
 SERVER_KEYS = tuple(key.removeprefix("http.") for key, effect in KEYS.items() if effect is Effect.SERVER)
 
 
@@ -149,11 +151,23 @@ def _connect(address: str) -> None:
 
     import ray
 
+    _require_listener(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartupError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from None
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
+def _require_listener(address: str) -> None:
+    """Raise StartupError if nothing listens at `host:port`; Ray would wait for minutes. Other forms are left to Ray."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise StartupError(f"there is no Ray cluster at {address}: {error}") from None
 
 
 def _check_tenants(config: Config, running: Config | None, *, is_open: bool) -> None:

@@ -190,7 +190,7 @@ def test_limits_tenants_and_budgets_change_under_a_stream(live: Live) -> None:
     status, _, data = alice.request(
         "POST", "/v1/completions", {"model": "SmolLM2-135M-Instruct", "prompt": "a", "n": 4}
     )
-    assert status == 400 and b"more than the 3" in data, data
+    assert status == 400 and b"at most 3" in data, data
     assert work.result() == expected
     assert cached(alice.complete(prompt, max_tokens=1)) >= 144, "the cache is as before"
     assert live.parts() == before
