@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.core.types import DraftSource, Role
@@ -159,6 +159,7 @@ def test_a_worker_that_computes_stalls(roles: tuple[Role, ...], seed: int, num_s
     start(cluster, [PREFIX + suffix for suffix in SUFFIXES], random, at_once=True)
     while cluster.is_placing or cluster.num_prefill_tokens < num_steps * SIZES.token_budget:
         cluster.turn(random)
+    assume("r0" in cluster.active)  # its answer may be whole before the last request is placed
     computed = cluster.num_prefill_tokens
     stalled = cluster.active["r0"].prefill or ""
     cluster.stall(stalled)
