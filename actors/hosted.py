@@ -18,7 +18,7 @@ from actors.rpc import ActorClient, ManagerClient, WorkerClient
 from actors.worker.worker import WORKER_CLASSES
 from configs.schema import LoggingSection
 from configs.sections import ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
-from configs.settings import answer_bytes, limits_of, settings_of, sharing
+from configs.settings import answer_bytes, settings_of, sharing, step_limits
 from engine.core.costs import WorkerCosts
 from engine.core.manager.placement import CostModel
 from engine.core.settings import GIB
@@ -147,7 +147,7 @@ class HostedWorker(Hosted):
     def tell(self, child: ActorClient) -> Awaitable[None]:
         assert self._live is not None
         worker = WorkerClient(child.handle)
-        return worker.reconfigure(limits_of(self._live), sharing(self._live.shares), self._live.level)
+        return worker.reconfigure(step_limits(self._live), sharing(self._live.shares), self._live.level)
 
 
 def hosted(kind: str, arguments: Mapping[str, Any], replica: str, app_name: str) -> Hosted:

@@ -39,13 +39,13 @@ def settings_of(arguments: WorkerArguments, live: WorkerLive) -> EngineSettings:
         prefix_caching=cache.prefix_caching,
         eviction=cache.eviction,
         tenants=sharing(live.shares),
-        limits=limits_of(live),
+        limits=step_limits(live),
         swap_bytes=int(cache.swap_gib * GIB),
         drafts=_draft_limits(arguments),
     )
 
 
-def limits_of(live: WorkerLive) -> SchedulerLimits:
+def step_limits(live: WorkerLive) -> SchedulerLimits:
     """Bounds of a worker's step."""
     return SchedulerLimits(live.token_budget, live.max_requests)
 

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from actors.ingress.accounting import internal_error
 from actors.ingress.batches import ROUTES, Batches
-from actors.ingress.build import batch_settings, build_batches, build_frontend, limits_of
+from actors.ingress.build import batch_settings, build_batches, build_frontend, replica_limits
 from actors.ingress.cross_origin import CrossOrigin
 from actors.ingress.frontend import Frontend
 from actors.ingress.http import (
@@ -200,7 +200,7 @@ class Ingress:
         self.config = config
         set_level(config.logging.level)
         self._bodies.limit(config.ingress.max_waiting_mib << 20)
-        self.frontend.change(limits_of(config), configured_tenants(config), names_of_keys(config))
+        self.frontend.change(replica_limits(config), configured_tenants(config), names_of_keys(config))
         if self.batches is not None:
             self.batches.change(batch_settings(config))
         logger.info("other limits for %d tenants", len(config.tenants), extra=about("reconfigured"))

@@ -71,7 +71,7 @@ def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
     all_tenants = tenants(config)
     metrics = IngressMetrics(all_tenants.names, replica_id)
     manager = ManagerLink(app_name)
-    room = Room(limits_of(config).max_requests)
+    room = Room(replica_limits(config).max_requests)
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
     dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, app_name=app_name)
 
@@ -132,7 +132,7 @@ def batch_settings(config: Config) -> BatchSettings:
     )
 
 
-def limits_of(config: Config) -> Limits:
+def replica_limits(config: Config) -> Limits:
     """Limits of one replica."""
     return Limits(config.ingress.max_queued_requests, config.ingress.max_waiting_mib << 20)
 
@@ -211,7 +211,7 @@ def _reader(config: Config, model: _Model) -> RequestReader:
         chat_templates_in_requests=config.model.chat_templates_in_requests,
         uses_predictions=config.speculation.uses(DraftSource.PREDICTION),
     )
-    return RequestReader(facts, model.tokenizer, limits_of(config).max_waiting_bytes)
+    return RequestReader(facts, model.tokenizer, replica_limits(config).max_waiting_bytes)
 
 
 def _model_facts(config: Config, identity: ModelIdentity) -> ModelFacts:

@@ -63,7 +63,7 @@ class Origin:
 
 
 class Place(NamedTuple):
-    """A place in the events of a choice: behind `num_events` of those that its last token came to."""
+    """A place in the events of a choice: after the first `num_events` events of the choice's last token."""
 
     num_tokens: int = 0
     num_events: int = 0
@@ -210,7 +210,7 @@ class EventIds:
         self._head = head.encode()
 
     def mark(self, choice: int, token_ids: Sequence[int], data: bytes) -> bytes:
-        """The events, each with its id, to which the next token of a choice came, without those that the client has.
+        """Gives each event of the next tokens of a choice an id, and leaves out the events that the client has.
         Raises AnswerChangedError if the client has got other tokens."""
         state = self._choices[choice]
         state.add_tokens(token_ids)

@@ -44,8 +44,8 @@ class Outbox:
         )
 
     def not_settled(self, ended: Iterable[Ended]) -> None:
-        """Report ends again of which the manager did not hear, or heard too late to say so: without the answers, which
-        count."""
+        """Report ends again that the manager has not confirmed. Answers are left out: an answer that the manager did
+        hear would be counted twice."""
         self.ended += [replace(each, answer=None) if each.answer is not None else each for each in ended]
 
     def take_submits(self, followed: Container[str], is_current: Callable[[Assignment], bool]) -> list[Instruction]:

@@ -65,8 +65,8 @@ class AnswerStore:
             self.num_bytes -= _cost(self._answers.popitem(last=False)[1])
 
     def continuations(self, name: bytes) -> tuple[bytes, ...]:
-        """The answers under a name, the likeliest last: together at most `MAX_BYTES`, of which each has its share by
-        its count, and the likeliest the rest."""
+        """The answers under a name, the likeliest last, together at most `MAX_BYTES`. Each gets bytes in proportion to
+        the answer's count; the likeliest gets the remaining bytes, too."""
         variants = self._answers.get(name, [])
         if not variants:
             return ()

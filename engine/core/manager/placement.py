@@ -166,8 +166,8 @@ class WorkerGroups:
     def candidates(
         self, holders: Mapping[int, Set[str]], avoided: Collection[str] = (), leaving: Collection[str] = ()
     ) -> list[Candidate]:
-        """Group all workers for one request; `leaving` workers only if there are no others, and `avoided` ones only if
-        there are none but these.
+        """Group all workers for one request. `leaving` workers count only where all others are avoided, and `avoided`
+        workers only where no other worker is registered.
 
         `holders`: the workers by number of held leading blocks, each worker once.
         """

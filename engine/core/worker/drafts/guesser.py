@@ -15,15 +15,12 @@ from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.drafts.suffix import MAX_MATCH
 from engine.core.worker.drafts.suffixes import OwnTexts, Suffixes, num_wanted
-from engine.core.worker.drafts.texts import Text, TextMatch
+from engine.core.worker.drafts.texts import MAX_COMPARED, Text, TextMatch
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
 
 INDEXED_PER_STEP = 1024
 """Tokens of prompts indexed before one step, about a millisecond's work; a longer prompt takes several steps."""
-MAX_FOLLOWED = 64
-"""New tokens of a request with which its guesses are compared. More of them, after a while without drafts, are indexed
-as a prompt is."""
 MAX_SIBLINGS = 8
 """Answers under way in which one request looks for its last tokens."""
 
@@ -148,7 +145,7 @@ def _index(request: Request, suffixes: Suffixes, left: int) -> int:
     the known ones."""
     count = suffixes.index_volumes(left)
     index, token_ids = suffixes.index, request.token_ids
-    if len(token_ids) - index.num_indexed > MAX_FOLLOWED:
+    if len(token_ids) - index.num_indexed > MAX_COMPARED:
         suffixes.know(len(token_ids))
     num_new = min(suffixes.num_missing, left - count)
     if num_new:

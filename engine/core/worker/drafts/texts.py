@@ -13,8 +13,8 @@ from engine.core.worker.drafts.survival import Survival
 END = -1
 """In place of a token: the end of an answer in a text of several."""
 MAX_COMPARED = 64
-"""New tokens of a request with which its guesses are compared; of more, after a while without drafts, the last ones
-count alone."""
+"""New tokens of a request with which its guesses are compared; of more, after a while without drafts, only the last
+tokens count, and the others are indexed as a prompt is."""
 
 
 class Text(Protocol):
