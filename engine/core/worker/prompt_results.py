@@ -24,6 +24,8 @@ class PromptResults:
 
     def record(self, chunk: ScheduledChunk, computed: RunnerOutput) -> list[PromptEvent]:
         """Record and store the results of a chunk; returns the unreported scores of its request as events."""
+        if not chunk.request.has_prompt_results:
+            return []
         request_id = chunk.request.request_id
         keep_sums(self.sums, chunk, computed.sums.get(request_id, ()))
         return report_scores(self.scores, chunk.request, computed.scores.get(request_id, ()))

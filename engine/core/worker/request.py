@@ -28,6 +28,7 @@ class Request:
     """Names of its blocks."""
     arrival: int
     """Order of submission in this worker; the latest is preempted first."""
+    request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
@@ -61,6 +62,8 @@ class Request:
     """Positions from 0 on of a prompt that is pooled; 0 for none."""
     pooled_sum: bytes = b""
     """Sum of the hidden states of all pooled positions so far (`engine.core.worker.pooling`)."""
+    has_prompt_results: bool = field(init=False)
+    """True if the prompt is scored or pooled."""
     num_preemptions: int = 0
     swapped: Swapped | None = None
     """KV kept outside the pool, from a preemption until it is back in `blocks`."""
@@ -72,6 +75,7 @@ class Request:
     started_at: float | None = None
 
     def __post_init__(self) -> None:
+        self.request_id = self.assignment.request_id
         self.token_ids = list(self.assignment.token_ids)
         self.awaited = set(self.assignment.awaited)
         self.awaits_handover = self.assignment.stage is Stage.DECODE
@@ -82,10 +86,7 @@ class Request:
         assert pooling is None or not scores, "a position's result is wanted once"
         self.num_to_pool = 0 if pooling is None else self.assignment.num_prompt_tokens
         self.num_pooled = self.num_to_pool - 1 if pooling is Pooling.LAST else 0
-
-    @property
-    def request_id(self) -> str:
-        return self.assignment.request_id
+        self.has_prompt_results = self.num_to_score > 0 or self.num_to_pool > 0
 
     @property
     def block_size(self) -> int:

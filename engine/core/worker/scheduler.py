@@ -416,6 +416,8 @@ class Scheduler:
 
         block_size = self.pool.block_size
         missing = -(-(request.num_computed + num_tokens) // block_size) - len(request.blocks)
+        if missing <= 0:
+            return True
         while missing > self.pool.num_available:
             if self._imports.drop_all_holds(now):
                 continue
@@ -425,8 +427,7 @@ class Scheduler:
             if victim is request:
                 return False
 
-        if missing > 0:
-            request.blocks += self.pool.allocate(missing, now)
+        request.blocks += self.pool.allocate(missing, now)
         return True
 
     def _preempt(self, request: Request, now: float) -> None:

@@ -70,12 +70,14 @@ class Drafting:
     ) -> None:
         """Record the computed positions of a chunk: draft tokens sampled in their place, all `events` but the last,
         become tokens of the request, and blocks behind them are given back."""
-        request, num_accepted = chunk.request, max(0, len(events) - 1)
-        request.token_ids += [token.token_id for token in sampled[:num_accepted]]
-        request.num_computed = chunk.start + chunk.num_tokens - len(chunk.draft) + num_accepted
+        request = chunk.request
         if chunk.draft_source is None:
+            request.num_computed = chunk.start + chunk.num_tokens
             return
 
+        num_accepted = max(0, len(events) - 1)
+        request.token_ids += [token.token_id for token in sampled[:num_accepted]]
+        request.num_computed = chunk.start + chunk.num_tokens - len(chunk.draft) + num_accepted
         self.counts[chunk.draft_source].num_drafted += len(chunk.draft)
         self.counts[chunk.draft_source].num_accepted += num_accepted
         num_blocks = -(-request.num_computed // self._pool.block_size)

@@ -88,7 +88,10 @@ def sampled_by_request(
     left, first = iter(tokens), 0
     sampled: dict[str, Sequence[SampledToken]] = {}
     for chunk in chunks:
-        if chunk.samples:
+        if chunk.samples and not chunk.draft:  # its own row always has a token
+            sampled[chunk.request.request_id] = (next(left),)
+            first += 1
+        elif chunk.samples:
             found = tuple(islice(left, 1 + len(chunk.draft)))
             end = next((index for index in range(len(found)) if first + index in ended), len(found))
             sampled[chunk.request.request_id] = up_to_difference(chunk.draft, found[:end])
