@@ -29,7 +29,7 @@ chat: install
 # run once more by themselves and must pass then; the tests of kernels and of the model have no second try.
 PYTEST := $(BIN)/python -m pytest
 AGAIN := --last-failed --last-failed-no-failures=none
-CLUSTERS := -m "not gpu and not chaos" tests/integration tests/chaos
+CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos
 test: install
 	$(PYTEST) -m "not gpu" tests/unit --numprocesses=auto --cov=actors --cov=engine/core --cov-report= || \
 		$(PYTEST) -m "not gpu" tests/unit $(AGAIN)
