@@ -345,7 +345,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
 
     def _forget(self, worker_id: str) -> None:
         """Forget a worker whose export stream is read no more."""
-        self._resets.exports_over(worker_id)
+        self._resets.stream_over(worker_id)
         self._carry_out(self._directory.remove_worker(worker_id))
         del self._clients[worker_id]
         self._worker_signs.forget(worker_id)
@@ -391,8 +391,8 @@ class KVCacheManager(ClientMemory, DirectoryReports):
             self._carry_out(self._directory.export_failed(worker_id, epoch, item.missing))
         if item.unsent:
             self._carry_out(self._directory.blocks_unsent(worker_id, epoch, item.unsent))
-        if item.has_reset:
-            self._resets.exports_over(worker_id)
+        if item.reset is not None:
+            self._resets.exports_over(worker_id, item.reset)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

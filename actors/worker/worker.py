@@ -213,11 +213,11 @@ class Worker:
         now = time.monotonic()
         self._loop_thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
 
-    async def reset_cache(self) -> int:
-        """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells
-        when the exports of these blocks are over."""
+    async def reset_cache(self, number: int) -> int:
+        """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells,
+        with the `number` of this reset, when the exports of these blocks are over."""
         num_blocks = await self._ask(lambda engine: engine.reset_cache())
-        self._exports.put(ExportItem(has_reset=True))
+        self._exports.put(ExportItem(reset=number))
         return num_blocks
 
     async def statistics(self) -> dict[str, Any]:
