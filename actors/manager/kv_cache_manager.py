@@ -215,8 +215,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
             return None
         if worker_id not in self._directory.workers.leaving:
             logger.info("%s is leaving", worker_id, extra=about("worker_leaving", worker=worker_id))
-        self._directory.leave(worker_id)
-        self._carry_out(self._directory.save())
+        self._carry_out(self._directory.leave(worker_id))
         return self._directory.has_left(worker_id)
 
     async def worker_starting(self, worker_id: str) -> None:
