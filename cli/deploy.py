@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
         StartupError: the configuration is not valid, there is no cluster, or a replica does not start.
     """
     overrides = {} if options.model is None else {"model": {"source": options.model}}
-    config = load_config(options.config, overrides)
+    name, *files = options.config
+    config = load_config(name, overrides, files)
     _connect(options.address)
 
     from serve_app import versions

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from cli import deploy
 from cli.cluster import LOCAL_NAMES
 from cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, planned
 from cli.main import main
-from configs import Config
+from configs import Config, load_config
 from configs.sections import INGRESS, MANAGER, parts
+from engine.core.errors import StartupError
 from engine.core.tenants import key_hash
 
 BASE: dict[str, Any] = {"workers": {"prefill": {}, "decode": {}}}
@@ -98,6 +100,30 @@ def test_a_server_of_another_version_stays_as_it_is_too() -> None:
     assert [*ignored(config_of(http={"header_timeout_s": 7}), known.http)] == []
     for no_raydix in (None, {}, {"http": 3}):
         assert described({"a": "1"}, no_raydix) == Running({"a": "1"}, None)
+
+
+def test_files_are_merged_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main_file, tenants, more = (tmp_path / name for name in ("main.yaml", "tenants.yaml", "more.yaml"))
+    main_file.write_text("workers: {mixed: {token_budget: 128}}")
+    tenants.write_text(f"tenants: [{{name: bob, key_hashes: [{BOB['key_hashes'][0]}]}}]")
+    more.write_text("workers: {mixed: {token_budget: 256}}")
+    loaded: list[Config] = []
+
+    def connect(address: str) -> None:
+        raise StartupError("no cluster here")
+
+    def load(*arguments: Any) -> Config:
+        loaded.append(load_config(*arguments))
+        return loaded[-1]
+
+    monkeypatch.setattr(deploy, "_connect", connect)
+    monkeypatch.setattr(deploy, "load_config", load)
+    files = [argument for file in (main_file, tenants, more) for argument in ("--config", str(file))]
+    assert main(["deploy", *files, "--model", "named"]) == 2
+    [config] = loaded
+    assert config.workers.mixed is not None and config.workers.mixed.token_budget == 256
+    assert [tenant.name for tenant in config.tenants] == ["bob"]
+    assert config.model.source == "named"
 
 
 def test_bad_configurations_are_refused_before_anything_is_asked(
