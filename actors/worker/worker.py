@@ -115,7 +115,7 @@ class Worker:
         """Take other bounds of a step, tenants' shares of the pool, and log level; returns when the next step has
         them."""
         set_level(level)
-        await self._ask(lambda engine: engine.scheduler.change_limits(limits, tenants))
+        await self._ask(lambda engine: engine.change_limits(limits, tenants))
         budget, most = limits.token_budget, limits.max_requests
         logger.info(
             "steps have up to %d tokens of %d requests",

@@ -110,6 +110,9 @@ class FakeModel:
         """It always runs."""
 
     def export_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+    def warm_up(self, num_tokens: int) -> None:
+        """It is always warm."""
+
         return self.cells[list(block_ids)].reshape(-1).view(np.uint8)
 
     def start_export(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
