@@ -1,7 +1,7 @@
 """Resets of the workers' pools. A reset ends when everything that the worker exported before it is indexed.
 
-Resets may overlap, and one that was given up may be answered later. So each has a number, with which the worker's export
-stream names it.
+Resets may overlap, and one that was given up may be answered later. So each has a number, with which the worker's
+export stream names it.
 """
 
 import asyncio

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def play(story: Callable[[PoolResets, ForgetfulWorker, LocalHandle], Awaitable[N
     asyncio.run(run())
 
 
-def start(resets: PoolResets, handle: LocalHandle) -> asyncio.Task[int]:
+def start(resets: PoolResets, handle: Any) -> asyncio.Task[int]:
     return asyncio.create_task(resets.reset({"w": WorkerClient(handle)}))
 
 
