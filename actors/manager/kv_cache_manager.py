@@ -31,10 +31,10 @@ from actors.messages import (
 )
 from actors.metric_values import Family
 from actors.metrics import ManagerMetrics
-from actors.names import MANAGER
 from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
 from configs.schema import LoggingSection
+from configs.sections import MANAGER
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.log_fields import about
