@@ -29,8 +29,9 @@ class ExportItem:
     """Requested blocks that the pool does not hold any more."""
     unsent: tuple[BlockHash, ...] = ()
     """Blocks that could not be sent; `evicted` tells whether they leave the pool."""
-    has_reset: bool = False
-    """The worker has forgotten its cached blocks: whatever it had exported of them has come before."""
+    reset: int | None = None
+    """Number of the reset with which the worker has forgotten its cached blocks: whatever it had exported of them has
+    come before."""
 
 
 class Imported(Enum):

@@ -12,7 +12,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.experimental import internal_kv
 
-MANAGER = "kv_cache_manager"
+from configs.sections import MANAGER
+
 _STORE_NAMESPACE = b"raydix"
 
 

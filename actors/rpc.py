@@ -99,8 +99,8 @@ class WorkerClient(ActorClient):
     def blocks_lost(self, hashes: Sequence[BlockHash]) -> Awaitable[None]:
         return _sent(self.handle.blocks_lost.remote(hashes))
 
-    def reset_cache(self) -> Awaitable[int]:
-        return _sent(self.handle.reset_cache.remote())
+    def reset_cache(self, number: int) -> Awaitable[int]:
+        return _sent(self.handle.reset_cache.remote(number))
 
 
 class ManagerClient(ActorClient):

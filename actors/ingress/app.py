@@ -245,7 +245,7 @@ class Ingress:
     @app.post("/v1/chat/completions/batch")
     async def conversations(self, request: Request) -> Response:
         """Answer several chats that share all fields but their messages, with one choice for each, in their order; as
-        at vLLM."""
+        at vLLM. The decisions behind the choice 0 are explained as those of `<id>-0`."""
         jobs = await self.frontend.prepare_conversations(
             await self.body_of(request),
             request.state.tenant,

@@ -251,13 +251,18 @@ class Preparation:
         return reading
 
     def _named(self, spec: GenerationSpec, name: str | None, start: StreamStart | None) -> tuple[str, Origin]:
-        """Id of a request, and the origin of its answer: a new one, or that of the stream to go on with. A stored
-        response has a name of its own. Raises AnswerChangedError if the stream is of another model."""
+        """Id of a request, and the origin of its answer: a new one, or that of the stream to go on with.
+
+        A stored response has a name of its own. Where its stream has ids, so that there may be several attempts, the
+        name is the id of each: Serve gives every attempt another header. Raises AnswerChangedError if the stream is of
+        another model.
+        """
         unique = uuid.uuid4().hex
         request_id = _request_id(spec, name, unique)
         origin = self._new_origin(request_id if spec.turn is None else unique)
         if start is not None:
             origin = start.origin(origin)
+            request_id = spec.request_id or origin.name
         return origin.name if spec.turn is None else request_id, origin
 
     def _new_origin(self, name: str) -> Origin:

@@ -31,10 +31,10 @@ from actors.messages import (
 )
 from actors.metric_values import Family
 from actors.metrics import ManagerMetrics
-from actors.names import MANAGER
 from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
 from configs.schema import LoggingSection
+from configs.sections import MANAGER
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.log_fields import about
@@ -215,8 +215,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
             return None
         if worker_id not in self._directory.workers.leaving:
             logger.info("%s is leaving", worker_id, extra=about("worker_leaving", worker=worker_id))
-        self._directory.leave(worker_id)
-        self._carry_out(self._directory.save())
+        self._carry_out(self._directory.leave(worker_id))
         return self._directory.has_left(worker_id)
 
     async def worker_starting(self, worker_id: str) -> None:
@@ -345,7 +344,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
 
     def _forget(self, worker_id: str) -> None:
         """Forget a worker whose export stream is read no more."""
-        self._resets.exports_over(worker_id)
+        self._resets.stream_over(worker_id)
         self._carry_out(self._directory.remove_worker(worker_id))
         del self._clients[worker_id]
         self._worker_signs.forget(worker_id)
@@ -391,8 +390,8 @@ class KVCacheManager(ClientMemory, DirectoryReports):
             self._carry_out(self._directory.export_failed(worker_id, epoch, item.missing))
         if item.unsent:
             self._carry_out(self._directory.blocks_unsent(worker_id, epoch, item.unsent))
-        if item.has_reset:
-            self._resets.exports_over(worker_id)
+        if item.reset is not None:
+            self._resets.exports_over(worker_id, item.reset)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

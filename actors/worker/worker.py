@@ -115,7 +115,7 @@ class Worker:
         """Take other bounds of a step, tenants' shares of the pool, and log level; returns when the next step has
         them."""
         set_level(level)
-        await self._ask(lambda engine: engine.scheduler.change_limits(limits, tenants))
+        await self._ask(lambda engine: engine.change_limits(limits, tenants))
         budget, most = limits.token_budget, limits.max_requests
         logger.info(
             "steps have up to %d tokens of %d requests",
@@ -213,11 +213,11 @@ class Worker:
         now = time.monotonic()
         self._loop_thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
 
-    async def reset_cache(self) -> int:
-        """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells
-        when the exports of these blocks are over."""
+    async def reset_cache(self, number: int) -> int:
+        """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells,
+        with the `number` of this reset, when the exports of these blocks are over."""
         num_blocks = await self._ask(lambda engine: engine.reset_cache())
-        self._exports.put(ExportItem(has_reset=True))
+        self._exports.put(ExportItem(reset=number))
         return num_blocks
 
     async def statistics(self) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class CudaRunner(ModelRunner):
         super().__init__(decoder, kv_pool, grammars)
         self.shapes = tuple(sorted(shapes))
         self._graphs = graphs
+        self._warm_tokens = 0
         size = max((shape.size for shape in self.shapes), default=0)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=kv_pool.data.is_cuda)
         self._input = torch.zeros(size, dtype=torch.int32, device=kv_pool.device)
@@ -110,11 +111,13 @@ class CudaRunner(ModelRunner):
         return self._replays[shape]()[: len(chunks)]
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run a chunk of so many tokens that stores nothing: compiles the kernels of prefill and sampling before the
-        first request, and finds out whether the memory suffices."""
+        """Run a chunk of so many tokens that stores nothing, unless a chunk as long has run: compiles the kernels of
+        prefill and sampling before a request needs them, and finds out whether the memory suffices."""
         block_size = self.kv_pool.block_size
         num_tokens = min(num_tokens, self.decoder.max_position, self.kv_pool.num_blocks * block_size)
-        self.run(made_up_step(num_tokens, block_size, logprobs=1))
+        if num_tokens > self._warm_tokens:
+            self.run(made_up_step(num_tokens, block_size, logprobs=1))
+            self._warm_tokens = num_tokens
 
     @torch.inference_mode()
     def _decode(self, shape: GraphShape) -> Tensor:

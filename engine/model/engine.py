@@ -16,6 +16,7 @@ from engine.core.costs import StepShape
 from engine.core.hashing import root_hash
 from engine.core.log_fields import about
 from engine.core.settings import SchedulerLimits
+from engine.core.tenants import Tenant
 from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, SegmentHeader, TokenEvent
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.drafts.drafter import Drafter
@@ -135,6 +136,12 @@ class Engine:
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
         self.root = root_hash(fingerprint)
+
+    def change_limits(self, limits: SchedulerLimits, tenants: Sequence[Tenant]) -> None:
+        """Take other bounds from the next step on (`Scheduler.change_limits`), with a model that is warm for them. If
+        steps of that size cannot be, raises, and keeps the old bounds."""
+        self.runner.warm_up(limits.token_budget)
+        self.scheduler.change_limits(limits, tenants)
 
     def submit(self, assignment: Assignment, now: float) -> None:
         """Queue a request; its events come out of later steps."""

@@ -35,6 +35,10 @@ class Runner(Protocol):
         """Compute the least there is; raises if the model computes nothing any more."""
         ...
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Get ready for steps of so many tokens, between two steps; raises if there can be none."""
+        ...
+
 
 class ModelRunner:
     """The decoder over a paged KV pool."""
@@ -69,6 +73,9 @@ class ModelRunner:
     def check(self) -> None:
         """Run a step of one token that reads and stores no request's KV, and sample from it."""
         self.run(made_up_step(1, self.kv_pool.block_size))
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Nothing: the kernels of a CPU are the same for steps of any size."""
 
     def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Compute the rows for the step's logits (`rows_of` the chunks), then one per scored position, then one per
@@ -129,6 +136,9 @@ class NullRunner:
 
     def check(self) -> None:
         """Do nothing: no device could fail."""
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Do nothing: no kernel is to be compiled."""
 
 
 def made_up_step(num_tokens: int, block_size: int, logprobs: int | None = None) -> SchedulerOutput:

@@ -12,6 +12,7 @@ import torch
 from engine.core.settings import SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
 from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.step import RunnerOutput, SchedulerOutput
 from engine.model.cuda import CudaGraphs
 from engine.model.cuda_kv_pool import PIECE_BYTES, CudaKVPool
 from engine.model.cuda_runner import CudaRunner, graph_shapes
@@ -86,6 +87,21 @@ def test_steps_with_and_without_graphs_answer_alike() -> None:
     assert torch.equal(pools[0].data, pools[1].data), "padding stores nothing"
     runner.warm_up(10_000)
     assert torch.equal(pools[0].data, pools[1].data)
+
+
+def test_a_larger_budget_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = KVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16)
+    runner = CudaRunner(make_decoder("cpu"), pool, (), Repetition())
+    sizes: list[int] = []
+
+    def run(output: SchedulerOutput) -> RunnerOutput:
+        sizes.append(sum(chunk.num_tokens for chunk in output.chunks))
+        return RunnerOutput()
+
+    monkeypatch.setattr(runner, "run", run)
+    for budget in (64, 32, 256, 64, 256, 10_000, 20_000):
+        runner.warm_up(budget)
+    assert sizes == [64, 256, MAX_LEN]
 
 
 @pytest.mark.gpu

@@ -288,8 +288,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         """A worker is about to stop; it may be asked for blocks, and is not the end of any request."""
         worker_id, _ = self._draw_worker(data)
-        self.directory.leave(worker_id)
-        self._carry_out(self.directory.save())
+        self._carry_out(self.directory.leave(worker_id))
 
     # Time
 

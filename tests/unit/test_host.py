@@ -12,10 +12,10 @@ from ray.exceptions import ActorDiedError, RayTaskError
 import actors.host as host_module
 from actors.host import MAX_FAILURES, ActorHost
 from actors.hosted import HostedManager, HostedWorker
-from actors.names import MANAGER, incarnation_name
+from actors.names import incarnation_name
 from actors.rpc import ActorClient, ManagerClient
 from configs import Config
-from configs.sections import DeploymentPart, parts
+from configs.sections import MANAGER, DeploymentPart, parts
 from engine.core.errors import StartupError
 from engine.core.settings import SchedulerLimits
 from tests.unit.local_actors import LocalHandle

@@ -31,7 +31,7 @@ from engine.core.manager.matching import demand_of, match
 from engine.core.manager.peers import PeerCosts
 from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGroups, place
 from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
-from engine.core.manager.saving import blocks_to_save, only_here
+from engine.core.manager.saving import ask_for_blocks, give_away
 from engine.core.manager.segment_store import DiskInstruction, SegmentStore
 from engine.core.manager.session_workers import Sessions, SessionWorkers
 from engine.core.manager.supply import Supply
@@ -124,24 +124,26 @@ class Directory:
         return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
 
     @stimulus
-    def leave(self, worker_id: str) -> None:
-        """A worker is about to stop: place requests elsewhere, and note the blocks that nobody else has, as many as the
-        object store has room for. `save` asks for their export."""
+    def leave(self, worker_id: str) -> list[Instruction]:
+        """A worker is about to stop: place requests elsewhere, and ask for the next of its blocks that nobody else has,
+        as many in all as the object store has room for. To be called again until the worker `has_left`."""
         worker = self.workers.get(worker_id)
-        if worker is not None and not worker.is_leaving:
+        if worker is None:
+            return []
+        if not worker.is_leaving:
             worker.is_leaving = True
             self.workers.leaving |= {worker_id}
-            limit = self.segments.store_budget_bytes // max(1, self.costs.block_bytes)
-            leaving = self.workers.leaving
-            worker.unsaved = only_here(worker, self._blocks, leaving, limit if self.keeps_segments else 0)
+            limit = self.segments.store_budget_bytes // max(1, self.costs.block_bytes) if self.keeps_segments else 0
+            give_away(worker, self._blocks, self.workers.leaving, limit)
+        return ask_for_blocks([worker], self._blocks, self._supply)
 
     def has_left(self, worker_id: str) -> bool:
-        """True if no request needs a registered worker any more, and no block is to be exported. A request that decodes
-        elsewhere needs its prefill worker up to the first token."""
+        """True if no request needs a registered worker any more, and no block is to be exported or under way. A request
+        that decodes elsewhere needs its prefill worker up to the handover."""
         worker = self.workers.get(worker_id)
-        if worker is None or worker.unsaved:
+        if worker is None or worker.unsaved or worker.decoding or self._supply.is_sending(worker_id):
             return False
-        return not worker.decoding and not any(self._reservations[name].is_queued for name in worker.requests)
+        return not any(self._reservations[name].needs_prefill for name in worker.requests)
 
     @stimulus
     def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
@@ -186,10 +188,7 @@ class Directory:
         worker = self.workers.current(worker_id, epoch)
         if worker is None:
             return
-
-        worker.num_free_blocks, worker.num_empty_blocks = num_free_blocks, num_empty_blocks
-        has_stepped = num_steps is None or num_steps != worker.num_steps
-        worker.num_steps = num_steps
+        has_stepped = worker.measured(num_free_blocks, num_empty_blocks, num_steps)
         if token_budget not in (None, worker.token_budget):
             assert token_budget is not None
             worker.token_budget = token_budget
@@ -263,6 +262,7 @@ class Directory:
             reservation = self._reservations.get(header.handover.request_id)
             if reservation is not None and reservation.admission.attempt == header.handover.attempt:
                 receivers.add(reservation.admission.decode)
+                reservation.awaits_handover = False
                 instructions = self._supply.computes_no_more(header.handover.request_id)
 
         receivers.discard(worker_id)
@@ -316,12 +316,9 @@ class Directory:
 
     @stimulus
     def save(self) -> list[Instruction]:
-        """Ask for exports to the disk and from leaving workers, of blocks without a segment; called periodically."""
-        instructions: list[Instruction] = []
-        for worker in self.workers.values():
-            if hashes := blocks_to_save(worker, self._blocks):
-                instructions.append(self._supply.ask(worker.worker_id, hashes))
-        return instructions
+        """Ask the workers that stay for exports of blocks without a segment, to the disk; called periodically."""
+        staying = [worker for worker in self.workers.values() if not worker.is_leaving]
+        return ask_for_blocks(staying, self._blocks, self._supply)
 
     @stimulus
     def replace_stalled(self, now: float, patience_s: float) -> list[Instruction]:

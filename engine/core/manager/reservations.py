@@ -49,6 +49,12 @@ class WorkerRecord:
     def __post_init__(self) -> None:
         self.alone = frozenset((self.worker_id,))
 
+    def measured(self, num_free_blocks: int, num_empty_blocks: int | None, num_steps: int | None) -> bool:
+        """Take a report; returns whether the worker may have stepped since the last one."""
+        has_stepped = num_steps is None or num_steps != self.num_steps
+        self.num_free_blocks, self.num_empty_blocks, self.num_steps = num_free_blocks, num_empty_blocks, num_steps
+        return has_stepped
+
     def lacking(self, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
         """The part of `hashes` not held by the worker."""
         return tuple([block_hash for block_hash in hashes if block_hash not in self.blocks])
@@ -81,6 +87,16 @@ class Reservation:
     leased: list[Segment] = field(default_factory=list)
     is_queued: bool = True
     """True until the prefill is done."""
+    awaits_handover: bool = field(init=False)
+    """True until the prefill worker of a request that decodes elsewhere has handed over."""
+
+    def __post_init__(self) -> None:
+        self.awaits_handover = self.admission.prefill != self.admission.decode
+
+    @property
+    def needs_prefill(self) -> bool:
+        """True until the prefill worker has computed and sent what the request needs of it."""
+        return self.is_queued or self.awaits_handover
 
 
 def _rounded(num_blocks: int) -> int:
