@@ -18,7 +18,7 @@ from actors.rpc import ActorClient, ManagerClient, WorkerClient
 from actors.worker.worker import WORKER_CLASSES
 from configs.schema import LoggingSection
 from configs.sections import MANAGER, ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
-from configs.settings import answer_bytes, settings_of, sharing, step_limits
+from configs.settings import answer_bytes, objectives, settings_of, sharing, step_limits
 from engine.core.costs import WorkerCosts
 from engine.core.manager.placement import CostModel
 from engine.core.settings import GIB
@@ -102,6 +102,7 @@ class HostedManager(Hosted):
             disk_budget_bytes=int(cache.disk_gib * GIB),
             disk_path=cache.disk_path,
             tenants=sharing(self._live.shares),
+            objectives=objectives(self._live.slo),
             prefix_caching=cache.prefix_caching,
             logs=self.logs,
         )
@@ -109,8 +110,8 @@ class HostedManager(Hosted):
 
     def tell(self, child: ActorClient) -> Awaitable[None]:
         placement, tenants = self._live.placement, sharing(self._live.shares)
-        manager = ManagerClient(child.handle)
-        return manager.reconfigure(placement.piggyback_tokens, self._prior(), tenants, self._live.level)
+        manager, slo = ManagerClient(child.handle), objectives(self._live.slo)
+        return manager.reconfigure(placement.piggyback_tokens, self._prior(), tenants, slo, self._live.level)
 
     def _prior(self) -> WorkerCosts:
         return WorkerCosts(import_byte_s=1 / (self._live.placement.import_gib_per_s * GIB))

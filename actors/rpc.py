@@ -27,6 +27,7 @@ from engine.core.types import (
     Ended,
     FirstToken,
     Membership,
+    Objectives,
     PromptEvent,
     SegmentHeader,
     TokenEvent,
@@ -107,9 +108,14 @@ class ManagerClient(ActorClient):
     """One incarnation of the manager (`actors.manager.kv_cache_manager.KVCacheManager`)."""
 
     def reconfigure(
-        self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant], level: str
+        self,
+        piggyback_tokens: int,
+        prior: WorkerCosts,
+        tenants: Sequence[Tenant],
+        objectives: Objectives,
+        level: str,
     ) -> Awaitable[None]:
-        return _sent(self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, level))
+        return _sent(self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, objectives, level))
 
     def register(self, registration: Registration, worker: Handle) -> Awaitable[str | None]:
         # In a list, because Ray would take a handle that is an argument by itself for a dependency of the call.

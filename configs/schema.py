@@ -173,24 +173,33 @@ class WorkerSection(_Section):
 
 
 class WorkersSection(_Section):
-    """The worker pools. Prefill and decode belong together; mixed stands alone or beside them."""
+    """The worker pools. Prefill and decode belong together; mixed and elastic stand alone or beside them."""
 
     prefill: WorkerSection | None = Field(default=None, description="Workers that compute prompts.")
     decode: WorkerSection | None = Field(default=None, description="Workers that generate from imported KV.")
     mixed: WorkerSection | None = Field(default=None, description="Workers that do both.")
+    elastic: WorkerSection | None = Field(
+        default=None,
+        description="Workers that prefill, decode or do both as the load asks, to keep to the objectives of `slo`.",
+    )
 
     @property
     def sections(self) -> dict[str, WorkerSection]:
         """The configured pools, by role."""
-        pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+        pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed, "elastic": self.elastic}
         return {role: section for role, section in pools.items() if section is not None}
+
+    @property
+    def hands_over(self) -> bool:
+        """True if some workers may hand KV over to others that decode."""
+        return self.prefill is not None or self.elastic is not None
 
     @model_validator(mode="after")
     def _roles_complete(self) -> Self:
         if (self.prefill is None) != (self.decode is None):
             raise ValueError("prefill and decode workers belong together: configure both, or mixed")
-        if self.prefill is None and self.mixed is None:
-            raise ValueError("no workers: configure prefill and decode, or mixed")
+        if not self.sections:
+            raise ValueError("no workers: configure prefill and decode, mixed, or elastic")
         return self
 
 
@@ -239,6 +248,18 @@ class PlacementSection(_Section):
     )
     piggyback_tokens: int = Field(
         default=64, ge=0, description="Longest uncached suffix that a decode worker computes."
+    )
+
+
+class SloSection(_Section):
+    """Objectives for latencies, of requests that do not bring their own. Elastic workers divide prompts and answers to
+    keep to them."""
+
+    ttft_ms: float | None = Field(
+        default=None, gt=0, le=3_600_000, description="Time to the first token, in ms; by default no objective."
+    )
+    tpot_ms: float | None = Field(
+        default=None, gt=0, le=3_600_000, description="Mean time of each further token, in ms; by default no objective."
     )
 
 
@@ -395,6 +416,7 @@ class Config(_Section):
     workers: WorkersSection = Field(description="Worker pools.")
     speculation: SpeculationSection = Field(default_factory=SpeculationSection, description="Drafts.")
     placement: PlacementSection = Field(default_factory=PlacementSection, description="Cost model.")
+    slo: SloSection = Field(default_factory=SloSection, description="Objectives for latencies.")
     ingress: IngressSection = Field(default_factory=IngressSection, description="HTTP front.")
     http: HttpSection = Field(default_factory=HttpSection, description="Listening address.")
     batches: BatchesSection = Field(default_factory=BatchesSection, description="Files and batches.")

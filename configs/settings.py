@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from configs.schema import Config, WorkerSection
+from configs.schema import Config, SloSection, WorkerSection
 from configs.sections import ManagerArguments, Share, WorkerArguments, WorkerLive, worker_arguments, worker_live
 from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant, Tenants
-from engine.core.types import DraftSource
+from engine.core.types import DraftSource, Objectives
 
 INDEX_TOKEN_BYTES = 128
 """Memory of an indexed token: 100 bytes were measured, and more where token ids are no small integers."""
@@ -48,6 +48,11 @@ def settings_of(arguments: WorkerArguments, live: WorkerLive) -> EngineSettings:
 def step_limits(live: WorkerLive) -> SchedulerLimits:
     """Bounds of a worker's step."""
     return SchedulerLimits(live.token_budget, live.max_requests)
+
+
+def objectives(slo: SloSection) -> Objectives:
+    """The objectives of requests without their own."""
+    return Objectives(*(None if ms is None else ms / 1000 for ms in (slo.ttft_ms, slo.tpot_ms)))
 
 
 def sharing(shares: Iterable[Share]) -> tuple[Tenant, ...]:

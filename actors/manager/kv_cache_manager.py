@@ -46,12 +46,23 @@ from engine.core.manager.placement import CostModel
 from engine.core.manager.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
 from engine.core.signs_of_life import SignsOfLife
 from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, WorkerInfo
+from engine.core.types import (
+    NO_OBJECTIVES,
+    Admission,
+    AdmitRequest,
+    Ended,
+    FirstToken,
+    Membership,
+    Objectives,
+    WorkerInfo,
+)
 
 logger = logging.getLogger(__name__)
 
 SAVE_S = 1.0
 """Interval between two searches for blocks that are not on their way to disk."""
+DIVIDE_S = 1.0
+"""Interval between two looks at the load of the elastic workers."""
 NUM_STALL_CHECKS = 8
 """Checks for stalled producers in each `await_timeout_s`."""
 
@@ -82,11 +93,13 @@ class KVCacheManager(ClientMemory, DirectoryReports):
         response_budget_bytes: int = 0,
         response_ttl_s: float = 0.0,
         answer_budget_bytes: int = 0,
+        objectives: Objectives = NO_OBJECTIVES,
     ) -> None:
         """After `await_timeout_s` without a block its producer is stalled, and another worker takes over. `disk_path`
         is the folder of segments on disk, if `disk_budget_bytes` is not 0. `tenants` have shares of the object store's
         and the disk's budgets. Without `prefix_caching` segments are for hand-overs only. Stored responses that nobody
-        used for `response_ttl_s` are forgotten. With 0 `answer_budget_bytes` no answers are kept for drafts."""
+        used for `response_ttl_s` are forgotten. With 0 `answer_budget_bytes` no answers are kept for drafts.
+        `objectives` are those of requests without their own."""
         super().__init__(transcript_budget_bytes, response_budget_bytes, response_ttl_s, answer_budget_bytes)
         log_to_ray(MANAGER, logs)
         gc.set_threshold(*GC_THRESHOLDS)
@@ -101,6 +114,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
             disk_budget_bytes,
             tenants,
             keeps_segments=prefix_caching,
+            objectives=objectives,
         )
         self._disk = DiskTier(disk_path) if disk_budget_bytes else None
         self._await_timeout_s = await_timeout_s
@@ -125,6 +139,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
             self._background.start(self._watch_ingresses())
             self._background.start(self._watch_senders())
             self._background.start(self._watch_workers())
+            self._background.start(self._watch_load())
             if self._disk is not None:
                 files = await self._disk.open()
                 self._carry_out(self._directory.files_found(files, time.time()))
@@ -143,12 +158,17 @@ class KVCacheManager(ClientMemory, DirectoryReports):
         await asyncio.Event().wait()
 
     async def reconfigure(
-        self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant], level: str
+        self,
+        piggyback_tokens: int,
+        prior: WorkerCosts,
+        tenants: Sequence[Tenant],
+        objectives: Objectives,
+        level: str,
     ) -> None:
-        """Place by other first values, give tenants other shares of the segments' budgets, and log at another level,
-        all from now on."""
+        """Place by other first values and objectives, give tenants other shares of the segments' budgets, and log at
+        another level, all from now on."""
         set_level(level)
-        self._directory.change_limits(piggyback_tokens, prior, tenants)
+        self._directory.change_limits(piggyback_tokens, prior, tenants, objectives)
         extra = about("reconfigured", piggyback_tokens=piggyback_tokens, tenants=len(tenants), level=level)
         logger.info("other limits for placement and %d tenants' shares", len(tenants), extra=extra)
 
@@ -341,6 +361,16 @@ class KVCacheManager(ClientMemory, DirectoryReports):
                 )
                 self._followers.pop(worker_id).cancel()
                 self._forget(worker_id)
+
+    async def _watch_load(self) -> None:
+        """Divide the elastic workers between prompts and answers as the load asks."""
+        while True:
+            await asyncio.sleep(DIVIDE_S)
+            plan = self._directory.divide(time.time()) if self._directory.workers.elastic else None
+            self._metrics.duties([worker.duty for worker in self._directory.workers.elastic])
+            for worker_id, duty in plan.duties.items() if plan is not None else ():
+                extra = about("duty", worker=worker_id, duty=duty)
+                logger.info("%s now has the duty %s", worker_id, duty, extra=extra)
 
     def _forget(self, worker_id: str) -> None:
         """Forget a worker whose export stream is read no more."""

@@ -1,4 +1,4 @@
-"""The actor that owns one engine: prefill, decode or mixed.
+"""The actor that owns one engine: prefill, decode, mixed or elastic.
 
 Three streams leave a worker. Each ingress replica reads one *token stream*: a list of token events per engine step, for
 any number of requests. The manager reads the one *export stream*: changes of the pool, and segments, each a header
@@ -440,8 +440,13 @@ class MixedWorker(Worker):
     """Prefills and decodes, without hand-over."""
 
 
+class ElasticWorker(Worker):
+    """Prefills, decodes, or does both, as each request asks."""
+
+
 WORKER_CLASSES: dict[Role, type[Worker]] = {
     Role.PREFILL: PrefillWorker,
     Role.DECODE: DecodeWorker,
     Role.MIXED: MixedWorker,
+    Role.ELASTIC: ElasticWorker,
 }

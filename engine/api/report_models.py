@@ -72,7 +72,8 @@ class CachedWorker(Shape):
     """Cache of a worker."""
 
     id: str = Field(description="Its name.")
-    role: str = Field(description="prefill, decode or mixed.")
+    role: str = Field(description="prefill, decode, mixed or elastic.")
+    duty: str | None = Field(description="Main work of an elastic worker now: prefill, decode or mixed; else null.")
     cached_blocks: int = Field(description="Blocks with a name.")
     available_blocks: int | None = Field(description="Blocks that no request holds; null before its first report.")
     costs: dict[str, float] = Field(description="Seconds per unit, as measured.")
@@ -153,6 +154,9 @@ class Attempt(Shape):
     note: str | None = Field(description="Why there are no blocks.")
     prefill_worker: str | None = Field(description="Worker of the prompt, if another one than the answer's.")
     decode_worker: str = Field(description="Worker of the answer.")
+    duties: dict[str, str] = Field(
+        description="Main work, at the placement, of the elastic ones among these workers and the candidates."
+    )
     candidates: list[Candidate] = Field(description="Workers that were compared.")
     predicted_ttft_s: float = Field(description="Predicted time to the first token, in seconds.")
     actual_ttft_s: float | None = Field(description="Measured time to the first token, in seconds.")

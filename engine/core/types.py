@@ -22,6 +22,8 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+    ELASTIC = "elastic"
+    """Any of the others, as the load asks."""
 
 
 class EvictionReason(StrEnum):
@@ -352,6 +354,26 @@ class SegmentHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class Objectives:
+    """Latencies that requests are to have; None: no objective."""
+
+    ttft_s: float | None = None
+    """From the admission to the first token."""
+    tpot_s: float | None = None
+    """Mean time of each further token."""
+
+    def over(self, others: "Objectives") -> "Objectives":
+        """These objectives, and the others where there is none."""
+        return Objectives(
+            others.ttft_s if self.ttft_s is None else self.ttft_s,
+            others.tpot_s if self.tpot_s is None else self.tpot_s,
+        )
+
+
+NO_OBJECTIVES = Objectives()
+
+
+@dataclass(frozen=True, slots=True)
 class AdmitRequest:
     """Facts about a request for its placement."""
 
@@ -372,6 +394,8 @@ class AdmitRequest:
     """Workers that the ingress cannot reach: the request goes to others, if there are others."""
     answer_name: bytes = b""
     """Name of the place where the answer begins (`BlockChain.answer_name`); empty for no drafts from others."""
+    objectives: Objectives = NO_OBJECTIVES
+    """The request's own, which go before those of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ RESTARTED: Mapping[Effect, set[str]] = {
     Effect.INGRESS_AND_WORKERS: {INGRESS, *WORKERS},
     Effect.EVERYTHING: {INGRESS, MANAGER, *WORKERS},
 }
-KEYS_OF_ROLES = {"workers.prefill", "workers.decode", "workers.mixed"}
+KEYS_OF_ROLES = {"workers.prefill", "workers.decode", "workers.mixed", "workers.elastic"}
 
 
 def schema_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -154,8 +154,8 @@ def test_batches_are_turned_off_and_on_by_a_restart() -> None:
 
 
 def test_roles_come_and_go() -> None:
-    old, new = Config.model_validate(BASE), Config.model_validate({"workers": {"mixed": {}}})
-    assert parts(new).keys() == {MANAGER, "mixed", INGRESS}
+    old, new = Config.model_validate(BASE), Config.model_validate({"workers": {"mixed": {}, "elastic": {}}})
+    assert parts(new).keys() == {MANAGER, "mixed", "elastic", INGRESS}
     assert {change.key for change in changes(old, new)} >= KEYS_OF_ROLES
     assert all(KEYS[key] is Effect.ROLES for key in KEYS_OF_ROLES)
     beside = Config.model_validate({**BASE, "workers": {**BASE["workers"], "mixed": {}}})

@@ -166,6 +166,21 @@ def test_the_manager_s_metrics_are_there() -> None:
     assert values(text, "raydix_process_up", "process")["kv_cache_manager"] == 1
 
 
+def test_duties_of_elastic_workers_are_counted_once_there_are_some() -> None:
+    metrics = ManagerMetrics()
+
+    def shown() -> dict[str, object]:
+        [family] = [each for each in families_of(metrics) if each.name == "raydix_elastic_workers"]
+        return {dict(labels)["duty"]: value for labels, value in family.values.items()}
+
+    metrics.duties([])
+    assert shown() == {}
+    metrics.duties([Role.PREFILL, Role.PREFILL, Role.DECODE])
+    assert shown() == {"prefill": 2, "decode": 1, "mixed": 0}
+    metrics.duties([])
+    assert set(shown().values()) == {0}
+
+
 def test_the_route_is_for_administrators(served: Served) -> None:
     reply = served(Replica(), lambda: call(app, "GET", "/metrics"))
     assert (reply.status, reply.headers["content-type"]) == (200, CONTENT_TYPE)

@@ -24,7 +24,7 @@ from engine.core.manager.directory import Directory
 from engine.core.settings import DraftLimits, SchedulerLimits
 from engine.core.stimuli import Record, replay
 from engine.core.tenants import Tenant
-from engine.core.types import Role, Salt, SamplingParams
+from engine.core.types import Objectives, Role, Salt, SamplingParams
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.replaying import replaying_scheduler
@@ -358,11 +358,13 @@ def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path) -> None:
             handle: Any = scene.local.handles[f"{worker_id}:1"]
             await WorkerClient(handle).reconfigure(SchedulerLimits(8, 4), shares, "DEBUG")
         manager_handle: Any = scene.local.handles[str(scene.local.manager_name)]
-        await ManagerClient(manager_handle).reconfigure(7, WorkerCosts(import_byte_s=1e-6), shares, "INFO")
+        objectives = Objectives(ttft_s=2.0, tpot_s=0.05)
+        await ManagerClient(manager_handle).reconfigure(7, WorkerCosts(import_byte_s=1e-6), shares, objectives, "INFO")
         assert await running == expected(prompt_of(1), 60)
         assert await answer_of(dispatcher, "after", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
 
         assert manager._directory.costs.piggyback_tokens == 7
+        assert manager._directory.objectives == objectives
         await until(lambda: {worker.token_budget for worker in manager._directory.workers.values()} == {8})
         for worker in scene.workers.values():
             assert worker._engine.scheduler.limits == SchedulerLimits(8, 4)
@@ -373,6 +375,7 @@ def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path) -> None:
         fresh = Directory(*record.made.args, **record.made.kwargs)  # type: ignore[arg-type]
         assert not [result for result in replay(record.stimuli, fresh) if isinstance(result, Exception)]
         assert state_of(fresh) == state_of(manager._directory) and fresh.costs.piggyback_tokens == 7
+        assert fresh.objectives == objectives
         for name, worker_id in (("prefill", "p0"), ("decode", "d0")):
             [file] = tmp_path.glob(f"stimuli-{name}-*.log")
             record = Record.load(file.read_bytes())

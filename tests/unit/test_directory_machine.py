@@ -28,6 +28,7 @@ from engine.core.types import (
     CacheHints,
     EvictionReason,
     Handover,
+    Objectives,
     Retention,
     Role,
     SegmentHeader,
@@ -124,6 +125,17 @@ class DirectoryMachine(RuleBasedStateMachine):
     def start_worker(self, worker_id: str, role: Role, blocks: set[BlockHash]) -> None:
         """A first incarnation, or one that takes over from another."""
         self._register(worker_id, role, self.last_epoch.get(worker_id, 0) + 1, blocks)
+
+    @rule(tpot_s=st.sampled_from([None, 1e-3, 0.05]))
+    def divide(self, tpot_s: float | None) -> None:
+        """Look at the load of the elastic workers."""
+        self.directory.change_limits(0, self.directory.costs.prior, TENANTS, Objectives(ttft_s=1.0, tpot_s=tpot_s))
+        plan = self.directory.divide(self.epoch_s)
+        elastic = [worker for worker in self.directory.workers.elastic if not worker.is_leaving]
+        assert (plan is None) == (not elastic)
+        if plan is not None and plan.division.is_split:
+            duties = [worker.duty for worker in elastic]
+            assert (duties.count(Role.PREFILL), duties.count(Role.DECODE)) == plan.division
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), comes_back=st.booleans())

@@ -13,8 +13,9 @@ import actors.manager.kv_cache_manager as manager_module
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.messages import Imported, Registration, WorkerState
 from engine.core.answers.continuations import BegunAnswer
+from engine.core.costs import WorkerCosts
 from engine.core.manager.placement import CostModel
-from engine.core.types import AdmitRequest, BlockHash, Ended, FirstToken, Retention, Role, SegmentHeader
+from engine.core.types import AdmitRequest, BlockHash, Ended, FirstToken, Objectives, Retention, Role, SegmentHeader
 from engine.model.segment_files import SegmentFiles
 from engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT
@@ -59,10 +60,16 @@ def make_manager(
     )
 
 
-async def register(manager: KVCacheManager, worker_id: str, epoch: int = 1, fingerprint: str = FINGERPRINT) -> Any:
+async def register(
+    manager: KVCacheManager,
+    worker_id: str,
+    epoch: int = 1,
+    fingerprint: str = FINGERPRINT,
+    role: Role = Role.MIXED,
+) -> Any:
     """Register a worker that does nothing; returns the worker, or the reason why the manager refuses it."""
     worker = SilentWorker()
-    registration = Registration(worker_id, epoch, Role.MIXED, 10, 64, "cpu", fingerprint, ())
+    registration = Registration(worker_id, epoch, role, 10, 64, "cpu", fingerprint, ())
     refusal = await manager.register(registration, [LocalHandle(worker)])  # type: ignore[list-item]
     return refusal or worker
 
@@ -88,6 +95,26 @@ def test_those_who_wait_for_a_worker_that_stalls_are_told() -> None:
         assert first is not None and second is not None
         assert (first.prefill, second.prefill) == ("a", "b")
         await until(lambda: workers["b"].lost == [b"1", b"2"])
+
+    asyncio.run(play())
+
+
+def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts beyond what one worker prefills in time; two divisions stand a while apart."""
+    monkeypatch.setattr(manager_module, "DIVIDE_S", 0.01)
+
+    async def play() -> None:
+        manager = make_manager()
+        await manager.reconfigure(0, WorkerCosts(), (), Objectives(ttft_s=1.0, tpot_s=0.01), "INFO")
+        await manager.start()
+        for name in ("a", "b", "c"):
+            await register(manager, name, role=Role.ELASTIC)
+        for number in range(6):
+            await manager.admit([replace(request(f"r{number}"), hashes=(), num_tokens=800)])
+        workers = manager._directory.workers
+        await until(lambda: {worker.duty for worker in workers.values()} == {Role.PREFILL, Role.DECODE})
+        [metric] = [each for each in await manager.metrics() if each.name == "raydix_elastic_workers"]
+        assert sum(value for value in metric.values.values() if isinstance(value, float | int)) == 3
 
     asyncio.run(play())
 

@@ -290,7 +290,7 @@ COSTS = [
 
 LOADS = st.builds(
     WorkerLoad,
-    role=st.sampled_from(Role),
+    role=st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED]),
     costs=st.sampled_from(COSTS),
     token_budget=st.sampled_from([64, 512]),
     queued_s=st.sampled_from([0.0, 0.0, 4e-4, 0.01, 0.1, 0.5, 2.0]),

@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 from actors.ingress.exposition import CONTENT_TYPE
+from actors.ingress.http import TPOT_HEADER, TTFT_HEADER
 from actors.ingress.routes import OPEN_ROUTES
 from engine.api.anthropic.errors import ANTHROPIC
 from engine.api.anthropic.requests import CountRequest, MessagesRequest
@@ -86,6 +87,12 @@ NAMES = (
         "x-session-id",
         "header",
         "Requests of one session prefer one worker; up to 512 characters; behind the body's `session_id`.",
+    ),
+    Parameter(
+        TTFT_HEADER, "header", "Objective for the time to the first token, in ms; behind the body's `slo_ttft_ms`."
+    ),
+    Parameter(
+        TPOT_HEADER, "header", "Objective for the time of each further token, in ms; behind the body's `slo_tpot_ms`."
     ),
 )
 STREAMS = (

@@ -18,6 +18,7 @@ from engine.core.errors import ModelFailedError, RaydixError, RequestError
 from engine.core.hashing import BlockChain
 from engine.core.ingress.cluster_view import ModelFacts
 from engine.core.types import (
+    NO_OBJECTIVES,
     Admission,
     AdmitRequest,
     Assignment,
@@ -26,6 +27,7 @@ from engine.core.types import (
     DraftSource,
     DraftUse,
     FinishReason,
+    Objectives,
     PromptEvent,
     Salt,
     SamplingParams,
@@ -50,6 +52,7 @@ class Generation:
     session: str | None = None
     priority: int = 0
     """As `Assignment.priority`."""
+    objectives: Objectives = NO_OBJECTIVES
     prediction: tuple[int, ...] = ()
     """As `Assignment.prediction`."""
     answer_name: bytes = b""
@@ -194,6 +197,7 @@ class Generation:
             generates=self.sampling.max_tokens > 0,
             avoided=avoided,
             answer_name=self.named_answer(chain, hashes) if model.names_answers else b"",
+            objectives=self.objectives,
         )
 
     def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:

@@ -47,6 +47,7 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
             {
                 "id": worker.worker_id,
                 "role": str(worker.role),
+                "duty": str(worker.duty) if worker.is_elastic else None,
                 "cached_blocks": len(worker.blocks),
                 "available_blocks": worker.num_free_blocks,
                 "costs": asdict(worker.costs),

@@ -23,6 +23,7 @@ from engine.core.errors import NoWorkerError
 from engine.core.manager.block_index import BlockIndex, BlockRecord, Segment
 from engine.core.manager.cache_events import CacheUpdate
 from engine.core.manager.cache_statistics import CacheStatistics
+from engine.core.manager.elastic import Elastic, Plan
 from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
 from engine.core.manager.instructions import Deliver, Export, Instruction
@@ -31,13 +32,23 @@ from engine.core.manager.matching import demand_of, match
 from engine.core.manager.peers import PeerCosts
 from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGroups, place
 from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
+from engine.core.manager.roles import with_roles
 from engine.core.manager.saving import ask_for_blocks, give_away
 from engine.core.manager.segment_store import DiskInstruction, SegmentStore
 from engine.core.manager.session_workers import Sessions, SessionWorkers
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Role, SegmentHeader
+from engine.core.types import (
+    NO_OBJECTIVES,
+    Admission,
+    AdmitRequest,
+    BlockHash,
+    EvictionReason,
+    Objectives,
+    Role,
+    SegmentHeader,
+)
 
 
 class Directory:
@@ -54,9 +65,12 @@ class Directory:
         tenants: Iterable[Tenant] = (),
         *,
         keeps_segments: bool = True,
+        objectives: Objectives = NO_OBJECTIVES,
     ) -> None:
-        """`keeps_segments`: False drops a segment at the end of the request behind the export."""
+        """`keeps_segments`: False drops a segment at the end of the request behind the export. `objectives`: those of
+        requests without their own."""
         self.costs = costs
+        self.objectives = objectives
         self.keeps_segments = keeps_segments
         self.statistics = CacheStatistics(costs.block_size)
         self._blocks = BlockIndex(self.statistics)
@@ -64,6 +78,9 @@ class Directory:
         self.workers = Workers()
         self._groups = WorkerGroups()
         """The registered workers by load, for placement."""
+        self._elastic = Elastic()
+        self.plan: Plan | None = None
+        """Outcome of the last look at the elastic workers' load; None without such workers."""
         self._peers = PeerCosts(costs.prior)
         self._reservations: dict[str, Reservation] = {}
         self._supply = Supply(self._blocks)
@@ -78,9 +95,16 @@ class Directory:
         )
 
     @stimulus
-    def change_limits(self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant]) -> None:
-        """Place by another longest suffix for decode workers and other first costs, and give tenants other shares of
-        the segments' budgets, from now on."""
+    def change_limits(
+        self,
+        piggyback_tokens: int,
+        prior: WorkerCosts,
+        tenants: Sequence[Tenant],
+        objectives: Objectives = NO_OBJECTIVES,
+    ) -> None:
+        """Place by another longest suffix for decode workers, other first costs and other objectives, and give tenants
+        other shares of the segments' budgets, from now on."""
+        self.objectives = objectives
         self.costs = replace(self.costs, piggyback_tokens=piggyback_tokens, prior=prior)
         self._peers.prior = prior
         for worker_id, worker in self.workers.items():
@@ -163,6 +187,17 @@ class Directory:
             if reservation.admission.prefill == worker_id:
                 reservation.queued_us, reservation.is_queued = 0, False
         return self._supply.worker_left(worker_id, held)
+
+    @stimulus
+    def divide(self, now: float, most: int = 1) -> Plan | None:
+        """Give the elastic workers the duties that suit the load; to be called every second or so. `most`: limit of
+        their number, for `Plan.num_wanted`."""
+        self.plan = self._elastic.plan(self.workers.elastic, self.objectives, most, now)
+        if self.plan is not None:
+            for worker_id, duty in self.plan.duties.items():
+                self.workers[worker_id].duty = duty
+            self.workers.regroup(self._groups, self.plan.duties)
+        return self.plan
 
     def is_current(self, worker_id: str, epoch: int) -> bool:
         return self.workers.current(worker_id, epoch) is not None
@@ -340,8 +375,9 @@ class Directory:
         instructions = self.end_request(request.request_id, now)
 
         records = self._blocks.find(request.hashes)
-        placement = place(*self._options(request, records), self.costs)
-        self._explanations.record(request, records, placement)
+        demand, candidates = self._options(request, records)
+        placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
+        self._explanations.record(request, records, placement, self.workers)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
         num_local = placement.chosen.num_local_blocks
@@ -349,9 +385,13 @@ class Directory:
         lacking = dict.fromkeys(request.hashes[num_local:])
 
         # The load on its workers.
-        reservation = reservation_of(request, placement, self.workers, num_new_blocks=len(lacking))
+        reservation = reservation_of(
+            request, placement, self.workers, num_new_blocks=len(lacking), objectives=demand.objectives
+        )
         admission = reservation.admission
         prefill, decode = admission.prefill, admission.decode
+        if self.workers[prefill].is_elastic:
+            self._elastic.admitted(placement.chosen.compute_s, now)
         self._reservations[request.request_id] = reservation
         self._sessions.moved(request.cache.tenant, request.session, SessionWorkers(prefill, decode))
         self.workers.regroup(self._groups, self.workers.take(reservation))
@@ -446,5 +486,7 @@ class Directory:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.workers, self._reservations)
         last_workers = self._sessions.of(request.cache.tenant, request.session)
-        demand = demand_of(request, prefix, last_workers, return_rate=self.statistics.return_rate)
+        objectives = request.objectives.over(self.objectives)
+        return_rate = self.statistics.return_rate
+        demand = demand_of(request, prefix, last_workers, return_rate=return_rate, objectives=objectives)
         return demand, self._groups.candidates(prefix.holders, request.avoided, self.workers.leaving)

@@ -4,14 +4,14 @@ Bounded: the oldest requests are forgotten first.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import nsmallest
 from itertools import groupby
 
 from engine.core.manager.placement import Placement, Prediction
-from engine.core.types import DraftUse, Ended, Outcome
+from engine.core.types import DraftUse, Ended, Outcome, Role
 
 MAX_CONSIDERED = 16
 """Workers kept per decision, the best ones."""
@@ -63,6 +63,8 @@ class Decision:
     """Draft tokens computed in the attempt's steps, by source."""
     prefix_caching: bool = True
     """True if KV was kept for later requests."""
+    duties: Mapping[str, Role] = field(default_factory=dict)
+    """Of the elastic ones among the workers."""
 
     @property
     def regret_s(self) -> float | None:
@@ -93,6 +95,7 @@ class Decision:
             "note": self._note,
             "prefill_worker": self.prefill,
             "decode_worker": self.decode,
+            "duties": {worker_id: str(duty) for worker_id, duty in self.duties.items()},
             "candidates": [
                 _candidate(worker_id, prediction)
                 for prediction in self.considered

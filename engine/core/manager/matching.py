@@ -7,7 +7,7 @@ from engine.core.manager.block_index import BlockRecord
 from engine.core.manager.placement import Demand
 from engine.core.manager.reservations import US_PER_S, Reservation, Workers
 from engine.core.manager.session_workers import SessionWorkers
-from engine.core.types import AdmitRequest
+from engine.core.types import NO_OBJECTIVES, AdmitRequest, Objectives
 
 
 class Prefix(NamedTuple):
@@ -50,8 +50,15 @@ def match(records: Iterable[BlockRecord | None], workers: Workers, reservations:
     return Prefix(num_reachable, holders, pending_us)
 
 
-def demand_of(request: AdmitRequest, prefix: Prefix, last_workers: SessionWorkers, *, return_rate: float) -> Demand:
-    """The needs of a request for its placement."""
+def demand_of(
+    request: AdmitRequest,
+    prefix: Prefix,
+    last_workers: SessionWorkers,
+    *,
+    return_rate: float,
+    objectives: Objectives = NO_OBJECTIVES,
+) -> Demand:
+    """The needs of a request for its placement. `objectives`: the request's, or of all requests."""
     return Demand(
         num_tokens=request.num_tokens,
         num_reachable_blocks=prefix.num_reachable,
@@ -59,4 +66,5 @@ def demand_of(request: AdmitRequest, prefix: Prefix, last_workers: SessionWorker
         session=request.session or request.request_id,
         return_rate=return_rate,
         last_workers=last_workers,
+        objectives=objectives,
     )

@@ -31,7 +31,7 @@ from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.hashing import preferred
 from engine.core.manager.session_workers import NO_WORKERS, SessionWorkers
-from engine.core.types import Role
+from engine.core.types import NO_OBJECTIVES, Objectives, Role
 
 MAX_DELAYED = 3
 """Limit of the requests assumed to wait for one computation: behind a longer queue, requests go elsewhere."""
@@ -75,12 +75,14 @@ class Demand:
     """Share of evicted blocks requested again."""
     last_workers: SessionWorkers = NO_WORKERS
     """Workers of the session's last request."""
+    objectives: Objectives = NO_OBJECTIVES
 
 
 class WorkerLoad(NamedTuple):
     """Role, costs and load of a worker; equal loads make workers equal for requests without held blocks there."""
 
     role: Role
+    """Of an elastic worker its duty."""
     costs: WorkerCosts
     token_budget: int = 512
     queued_s: float = 0.0
@@ -92,6 +94,10 @@ class WorkerLoad(NamedTuple):
     """Promised requests with an unfinished prefill."""
     num_empty_blocks: int | None = None
     """Blocks to be filled without an eviction; None if unknown."""
+    is_elastic: bool = False
+    """True if `role` is a duty, with exceptions (`engine.core.manager.roles`)."""
+    tpot_s: float | None = None
+    """The strictest objective of the streams of an elastic worker; None without one."""
 
 
 class Candidate(NamedTuple):
