@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from engine.core.costs import WorkerCosts
 from engine.core.types import BlockHash, EvictionReason, Role, SegmentHeader
@@ -9,8 +10,9 @@ from engine.core.types import BlockHash, EvictionReason, Role, SegmentHeader
 INGRESS_SILENCE_S = 10.0
 """Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""
 
-WORKER_SILENCE_S = 4.0
-"""Silence of a worker after which the manager forgets the worker until it registers again."""
+WORKER_SILENCE_S = 3.0
+"""Silence of a worker after which the manager forgets the worker until it registers again; no more than an ingress
+replica's patience, so that requests that go on elsewhere do not wait for the worker's blocks."""
 
 STARTING_REPORT_S = 1.0
 """Interval at which a host tells the manager that its worker is starting."""
@@ -44,6 +46,15 @@ class Imported(Enum):
     """The content contradicts the header."""
 
 
+class ImportReport(NamedTuple):
+    """A worker's answer to a segment."""
+
+    fate: Imported
+    seconds: float | None = None
+    """Time of fetching and unpacking the segment, without the wait for a running step, or of trying in vain; None if
+    nothing was to be fetched, or the segment is gone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Registration:
     """Introduction of a worker to the manager."""
@@ -57,6 +68,8 @@ class Registration:
     fingerprint: str
     """Two workers share KV only if their fingerprints are equal."""
     hashes: tuple[BlockHash, ...]
+    node: str = ""
+    """Ray's id of the node that the worker runs on."""
 
 
 @dataclass(frozen=True, slots=True)

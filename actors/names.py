@@ -27,6 +27,11 @@ def incarnation_name(actor_id: str, epoch: int) -> str:
     return f"{actor_id}:{epoch}"
 
 
+def own_node() -> str:
+    """Ray's id of the node that this process runs on."""
+    return ray.get_runtime_context().get_node_id()
+
+
 async def named_actor(name: str, app_name: str) -> ActorHandle[Any] | None:
     """Find the actor of this name, alive or not; None if there is none. Asks Ray's control store beside the event
     loop."""

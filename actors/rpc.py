@@ -12,7 +12,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from actors.messages import Imported, Registration, WorkerState
+from actors.messages import ImportReport, Registration, WorkerState
 from actors.metric_values import Family
 from actors.names import incarnation_name, manager_name, named_actor
 from engine.core.costs import WorkerCosts
@@ -89,7 +89,7 @@ class WorkerClient(ActorClient):
         """References to `ExportItem`s, each followed by a reference to its payload if there is one."""
         return _streamed(self.handle.export_stream.remote())
 
-    def import_segment(self, header: SegmentHeader, payload: Sequence[object]) -> Awaitable[Imported]:
+    def import_segment(self, header: SegmentHeader, payload: Sequence[object]) -> Awaitable[ImportReport]:
         """`payload` holds one reference, or none for no bytes; Ray does not fetch a reference inside a list before the
         call."""
         return _sent(self.handle.import_segment.remote(header, payload))

@@ -91,7 +91,9 @@ class CacheSection(_Section):
         "one of them learns when prefixes are requested again. lru: the least recently used first.",
     )
     segment_gib: float = Field(
-        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; must be less than the store."
+        default=1.0,
+        ge=0,
+        description="Exported KV kept in each node's object store, in GiB; must be less than the store of one node.",
     )
     swap_gib: float = Field(
         default=0.25,
@@ -427,7 +429,7 @@ class Config(_Section):
 
     @property
     def stored_gib(self) -> float:
-        """Limit of the object store for all parts together, in GiB."""
+        """Limit of the object store for all parts together, in GiB, if all workers are on one node."""
         num_workers = sum(section.replicas for section in self.workers.sections.values())
         return self.cache.segment_gib + num_workers * self.cache.swap_gib
 

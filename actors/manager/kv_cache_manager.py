@@ -31,6 +31,7 @@ from actors.messages import (
 )
 from actors.metric_values import Family
 from actors.metrics import ManagerMetrics
+from actors.names import own_node
 from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
 from configs.schema import LoggingSection
@@ -115,6 +116,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
             tenants,
             keeps_segments=prefix_caching,
             objectives=objectives,
+            node=own_node(),
         )
         self._disk = DiskTier(disk_path) if disk_budget_bytes else None
         self._await_timeout_s = await_timeout_s
@@ -199,6 +201,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
             registration.token_budget,
             registration.device,
             registration.fingerprint,
+            registration.node,
         )
         client = self._clients[worker_id] = WorkerClient(worker[0])
         self._carry_out(instructions)
@@ -427,7 +430,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
         for instruction in instructions:
             match instruction:
                 case Deliver(worker_id=worker_id, segment=segment):
-                    self._deliveries.start(self._deliver(self._clients[worker_id], segment))
+                    self._deliveries.start(self._deliver(worker_id, self._clients[worker_id], segment))
                 case Export(worker_id=worker_id, hashes=hashes):
                     self._background.start(quietly(self._clients[worker_id].export_blocks(hashes)))
                 case Lost(worker_id=worker_id, hashes=hashes):
@@ -435,17 +438,21 @@ class KVCacheManager(ClientMemory, DirectoryReports):
                 case _:
                     self._background.start(self._use_disk(instruction))
 
-    async def _deliver(self, client: WorkerClient, segment: Segment) -> None:
-        """Hand a segment to a worker; after a failure, the segment is promised from this source to no other worker."""
+    async def _deliver(self, worker_id: str, client: WorkerClient, segment: Segment) -> None:
+        """Hand a segment to a worker, and note the time of the import; after a failure, the segment is promised from
+        this source to no other worker."""
+        header, node = segment.header, segment.node
         try:
-            outcome = await client.import_segment(segment.header, [] if segment.ref is None else [segment.ref])
+            report = await client.import_segment(header, [] if segment.ref is None else [segment.ref])
         except RayError as error:  # the worker is gone; its stream tells
             logger.debug("segment not delivered: %s", type(error).__name__)
             return
-        if outcome is Imported.NOT_FETCHED:
+        if report.fate is Imported.NOT_FETCHED:
             self._directory.segment_undelivered(segment, time.time())
-        elif outcome is Imported.DAMAGED:
+        elif report.fate is Imported.DAMAGED:
             self._carry_out(self._directory.segment_lost(segment.segment_id, time.time()))
+        if report.seconds is not None:
+            self._directory.imported(worker_id, node, header.num_bytes, report.seconds, time.time())
 
     async def _use_disk(self, instruction: DiskInstruction) -> None:
         assert self._disk is not None

@@ -24,9 +24,10 @@ from ray.exceptions import RayError
 from actors.calls import Background, answer, sleep
 from actors.instruments import families_of
 from actors.logs import DEFAULTS, log_to_ray, set_level
-from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, Registration, WorkerState
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, Registration, WorkerState
 from actors.metric_values import Family
 from actors.metrics import WorkerMetrics
+from actors.names import own_node
 from actors.rpc import Handle, ManagerClient, find_manager
 from actors.worker.export_stream import ExportStream
 from actors.worker.recording import record_scheduler
@@ -161,9 +162,9 @@ class Worker:
         async for item in self._exports.read():
             yield item
 
-    async def import_segment(self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]") -> Imported:
+    async def import_segment(self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]") -> ImportReport:
         """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
-        content = None
+        content, is_late = None, False
         started = time.monotonic()
 
         try:
@@ -172,6 +173,7 @@ class Worker:
                 self._metrics.imported_bytes(header.num_bytes)
         except (RayError, TimeoutError) as error:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
+            is_late = isinstance(error, TimeoutError)
 
         fetched = time.monotonic()
 
@@ -181,13 +183,15 @@ class Worker:
 
         intact, take_s = await self._ask(take)
         if payload and content is None:
-            return Imported.NOT_FETCHED
+            return ImportReport(Imported.NOT_FETCHED, fetched - started if is_late else None)
         if not intact:
-            return Imported.DAMAGED
-        if content is not None:
-            self._costs.imported(header.num_bytes, fetched - started + take_s)
+            return ImportReport(Imported.DAMAGED)
+        if content is None:
+            return ImportReport(Imported.TAKEN)
 
-        return Imported.TAKEN
+        seconds = fetched - started + take_s
+        self._costs.imported(header.num_bytes, seconds)
+        return ImportReport(Imported.TAKEN, seconds)
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Export blocks of the pool; tells the manager of blocks that are missing or could not be sent."""
@@ -385,6 +389,7 @@ class Worker:
             device=self._device,
             fingerprint=self._engine.fingerprint,
             hashes=await taken,
+            node=own_node(),
         )
 
     async def _report(self) -> None:

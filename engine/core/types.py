@@ -464,3 +464,5 @@ class Ended:
     num_preemptions: int = 0
     drafts: tuple[DraftUse, ...] = ()
     answer: BegunAnswer | None = None
+    handover_s: float | None = None
+    """Time from the first token to the second one, where another worker computed the second one."""

@@ -38,6 +38,8 @@ from tests.unit.replaying import Recording, check_directory
 BLOCK_SIZE = 4
 BLOCK_BYTES = 10
 WORKERS = ["w0", "w1", "w2", "w3"]
+IMPORT_S = 0.5
+"""Time of each import, which is far more than computing takes."""
 PATIENCE_S = 30.0
 
 
@@ -109,7 +111,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
 
         def make() -> Directory:
-            return Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS)
+            return Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS, node="a")
 
         self.make = make
         self.directory = self.make()
@@ -325,9 +327,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         for known in self.admitted.values():
             assert all(segment in kept for segment in known.leased), "a leased segment was dropped"
         busy = {id(segment) for segment in self.writing}
-        assert directory.segments.store_bytes <= directory.segments.store_budget_bytes or all(
-            segment.leases or id(segment) in busy for segment in kept if segment.is_in_store
-        )
+        for node in sorted({"a", *directory.workers.nodes}):
+            here = [segment for segment in kept if segment.is_in_store and segment.node == node]
+            num_bytes = sum(segment.num_bytes for segment in here)
+            is_pinned = all(segment.leases or id(segment) in busy for segment in here)
+            assert num_bytes <= directory.segments.store_budget_bytes or is_pinned
 
     @invariant()
     def check_promises(self) -> None:
@@ -388,7 +392,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     def _register(self, worker_id: str, role: Role, epoch: int, blocks: set[BlockHash]) -> None:
         self.workers[worker_id] = FakeWorker(role, epoch, set(blocks))
         self.last_epoch[worker_id] = epoch
-        self._carry_out(self.directory.register(worker_id, role, epoch, BLOCK_BYTES, blocks))
+        node = "a" if worker_id in WORKERS[:2] else "b"
+        self._carry_out(self.directory.register(worker_id, role, epoch, BLOCK_BYTES, blocks, node=node))
 
     def _report(self, worker_id: str) -> None:
         worker = self.workers[worker_id]
@@ -479,6 +484,8 @@ class DirectoryMachine(RuleBasedStateMachine):
                     worker.owed -= arrived
                     worker.unreported |= arrived - worker.pool
                     worker.pool |= arrived
+                    num_bytes = segment.header.num_bytes
+                    self.directory.imported(instruction.worker_id, segment.node, num_bytes, IMPORT_S, self.epoch_s)
                 case Export(hashes=hashes):
                     worker.orders.append(hashes)
                 case Lost(hashes=hashes):

@@ -11,7 +11,7 @@ import pytest
 
 import actors.manager.kv_cache_manager as manager_module
 from actors.manager.kv_cache_manager import KVCacheManager
-from actors.messages import Imported, Registration, WorkerState
+from actors.messages import Imported, ImportReport, Registration, WorkerState
 from engine.core.answers.continuations import BegunAnswer
 from engine.core.costs import WorkerCosts
 from engine.core.manager.placement import CostModel
@@ -22,6 +22,11 @@ from tests.unit.builders import FINGERPRINT
 from tests.unit.local_actors import LocalHandle, LocalReference
 
 PAYLOAD = np.arange(10, dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "own_node", lambda: "node")
 
 
 class SilentWorker:
@@ -39,9 +44,9 @@ class SilentWorker:
     async def blocks_lost(self, hashes: tuple[BlockHash, ...]) -> None:
         self.lost += hashes
 
-    async def import_segment(self, header: SegmentHeader, payload: list[object]) -> Imported:
+    async def import_segment(self, header: SegmentHeader, payload: list[object]) -> ImportReport:
         self.imported.append(header)
-        return self.answer
+        return ImportReport(self.answer, 0.25)
 
 
 def make_manager(

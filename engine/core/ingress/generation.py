@@ -73,6 +73,10 @@ class Generation:
     placed_at: float = 0.0
     is_answered: bool = False
     """True once this attempt has delivered a token."""
+    answered_at: float = 0.0
+    """Time of this attempt's first token."""
+    handover_s: float | None = None
+    """From this attempt's first token to the second one, where another worker computed the second one."""
     num_preemptions: int = 0
     accepted: list[int] = field(default_factory=list)
     """Positions of the tokens that were in a draft, ascending."""
@@ -214,6 +218,13 @@ class Generation:
             return None
         return BegunAnswer(self.answer_name, packed(self.tokens))
 
+    def delivered(self, num_tokens: int, now: float, *, is_first: bool) -> None:
+        """Note the time of delivered tokens, as far as the first two of an attempt go."""
+        if is_first:
+            self.answered_at = now
+        if self.handover_s is None and self.prefill != self.decode and (num_tokens > 1 or not is_first):
+            self.handover_s = now - self.answered_at
+
     def take(self, event: TokenEvent, worker_id: str) -> list[TokenEvent]:
         """Accept an event from `worker_id`; returns the events that are due now, in order."""
         if event.attempt != self.attempt or self.is_over:
@@ -282,6 +293,7 @@ class Generation:
         self.drafts.clear()
         self.attempt += 1
         self.is_answered = False
+        self.handover_s = None
         return workers
 
     def workers_to_abort(self) -> set[str]:

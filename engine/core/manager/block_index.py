@@ -35,6 +35,8 @@ class Segment:
     """Number of copies that have left the object store before: another one needs another reference."""
     requested_by: frozenset[str] = frozenset()
     """Workers that get the segment once read from disk."""
+    node: str = ""
+    """Node of the object store that holds the bytes, or that the file is read into; empty if unknown."""
 
     @property
     def num_bytes(self) -> int:

@@ -28,7 +28,8 @@ from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
 from engine.core.manager.instructions import Deliver, Export, Instruction
 from engine.core.manager.integrity import check_records
-from engine.core.manager.matching import demand_of, match
+from engine.core.manager.links import Links
+from engine.core.manager.matching import demand_of, match, sources_of
 from engine.core.manager.peers import PeerCosts
 from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGroups, place
 from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
@@ -66,16 +67,20 @@ class Directory:
         *,
         keeps_segments: bool = True,
         objectives: Objectives = NO_OBJECTIVES,
+        node: str = "",
     ) -> None:
         """`keeps_segments`: False drops a segment at the end of the request behind the export. `objectives`: those of
-        requests without their own."""
-        self.costs = costs
+        requests without their own. `node`: that of the manager, into whose object store files are read."""
+        self.links = Links()
+        self.costs = replace(costs, links=self.links)
         self.objectives = objectives
         self.keeps_segments = keeps_segments
         self.statistics = CacheStatistics(costs.block_size)
         self._blocks = BlockIndex(self.statistics)
-        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants)
+        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants, node)
         self.workers = Workers()
+        self._is_spread = False
+        """True if the workers are on several nodes."""
         self._groups = WorkerGroups()
         """The registered workers by load, for placement."""
         self._elastic = Elastic()
@@ -125,6 +130,7 @@ class Directory:
         token_budget: int = 512,
         device: str = "cpu",
         fingerprint: str = "",
+        node: str = "",
     ) -> list[Instruction]:
         """Register a worker incarnation with the blocks of its pool, in place of an older incarnation."""
         known = self.workers.get(worker_id)
@@ -142,7 +148,9 @@ class Directory:
             token_budget=token_budget,
             device=device,
             fingerprint=fingerprint,
+            node=node,
         )
+        self._nodes_changed()
         self._supply.worker_joined(worker_id)
         self.workers.regroup(self._groups, [worker_id])
         return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
@@ -176,6 +184,7 @@ class Directory:
         if worker is None:
             return []
         del self.workers[worker_id]
+        self._nodes_changed()
         self.workers.leaving -= {worker_id}
         self._groups.remove(worker_id)
         self._peers.remove(worker_id)
@@ -278,6 +287,14 @@ class Directory:
         self.segments.undelivered(segment, now)
 
     @stimulus
+    def imported(self, worker_id: str, source: str, num_bytes: int, seconds: float, now: float) -> None:
+        """A worker has fetched `num_bytes` of KV from a node's object store."""
+        worker = self.workers.get(worker_id)
+        if worker is not None and source and worker.node and num_bytes:
+            self.links.look(now)
+            self.links.imported(source, worker.node, num_bytes, seconds, worker.costs)
+
+    @stimulus
     def reset_segments(self) -> tuple[int, list[DiskInstruction]]:
         """Drop every segment without a lease, from disk too; returns the number of their blocks."""
         return self.segments.reset()
@@ -301,7 +318,7 @@ class Directory:
                 instructions = self._supply.computes_no_more(header.handover.request_id)
 
         receivers.discard(worker_id)
-        segment, disk_instructions = self.segments.exported(header, ref, now)
+        segment, disk_instructions = self.segments.exported(header, ref, now, self.workers[worker_id].node)
         return instructions + disk_instructions + self._deliver(receivers, segment)
 
     @stimulus
@@ -374,6 +391,7 @@ class Directory:
             raise NoWorkerError("no worker is ready")
         instructions = self.end_request(request.request_id, now)
 
+        self.links.look(now)
         records = self._blocks.find(request.hashes)
         demand, candidates = self._options(request, records)
         placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
@@ -478,15 +496,28 @@ class Directory:
                 instructions.append(Deliver(worker_id, segment))
         return [*instructions, *exports]
 
+    def _nodes_changed(self) -> None:
+        """A worker has come or gone, and maybe its node."""
+        nodes = self.workers.nodes
+        self._is_spread = len(nodes) > 1
+        self.segments.keep_nodes(nodes)
+
     def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
         """Hand a segment to the registered workers among `receivers`."""
         return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
 
-    def _options(self, request: AdmitRequest, records: Iterable[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
+    def _options(self, request: AdmitRequest, records: Sequence[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.workers, self._reservations)
         last_workers = self._sessions.of(request.cache.tenant, request.session)
         objectives = request.objectives.over(self.objectives)
-        return_rate = self.statistics.return_rate
-        demand = demand_of(request, prefix, last_workers, return_rate=return_rate, objectives=objectives)
+        sources = sources_of(records, self.workers, self._reservations) if self._is_spread else None
+        demand = demand_of(
+            request,
+            prefix,
+            last_workers,
+            return_rate=self.statistics.return_rate,
+            objectives=objectives,
+            sources=sources,
+        )
         return demand, self._groups.candidates(prefix.holders, request.avoided, self.workers.leaving)

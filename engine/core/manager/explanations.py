@@ -55,6 +55,7 @@ class Explanations:
             prefill=placement.prefill,
             decode=placement.decode,
             predicted_ttft_s=placement.chosen.ttft_s,
+            predicted_handover_s=placement.handover_s if request.generates else None,
             considered=considered,
             prefix_caching=self._keeps_segments,
             duties=_duties(placement, considered, workers),

@@ -23,6 +23,8 @@ class WorkerRecord:
     device: str = "cpu"
     fingerprint: str = ""
     """KV of another fingerprint has other bits."""
+    node: str = ""
+    """Node that the worker runs on, in whose object store its exports stay."""
     num_free_blocks: int | None = None
     """Blocks without a holder at the last report."""
     num_empty_blocks: int | None = None
@@ -81,6 +83,7 @@ class WorkerRecord:
             num_empty_blocks=None if num_empty is None else _rounded(num_empty - self.num_reserved_blocks),
             is_elastic=self.is_elastic,
             tpot_s=min(self.tpots.values(), default=None),
+            node=self.node,
         )
 
 
@@ -132,6 +135,11 @@ class Workers(dict[str, WorkerRecord]):
         """The worker if registered with this epoch (None: with any), else None."""
         worker = self.get(worker_id)
         return worker if worker is not None and epoch in (None, worker.epoch) else None
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The nodes with workers."""
+        return frozenset(worker.node for worker in self.values())
 
     @property
     def fingerprint(self) -> str | None:
