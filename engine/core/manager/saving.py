@@ -16,9 +16,12 @@ MAX_SAVED_BLOCKS = 64
 
 
 def ask_for_blocks(workers: Iterable[WorkerRecord], blocks: BlockIndex, supply: Supply) -> list[Instruction]:
-    """Ask each of the workers for the next blocks that are to be exported."""
-    wanted = [(worker.worker_id, blocks_to_save(worker, blocks)) for worker in workers]
-    return [supply.ask(worker_id, hashes) for worker_id, hashes in wanted if hashes]
+    """Ask each of the workers for the next blocks that are to be exported, no two of them for the same block."""
+    instructions: list[Instruction] = []
+    for worker in workers:
+        if hashes := blocks_to_save(worker, blocks):
+            instructions.append(supply.ask(worker.worker_id, hashes))
+    return instructions
 
 
 def blocks_to_save(worker: WorkerRecord, blocks: BlockIndex) -> list[BlockHash]:
