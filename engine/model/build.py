@@ -9,6 +9,7 @@ import torch
 
 from engine.core.errors import StartupError
 from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
+from engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.replaying import pool_of
 from engine.model.config import ModelConfig
@@ -70,7 +71,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
             deterministic=settings.deterministic,
         )
         grammars = make_grammars(identity.folder, config.vocab_size)
-        runner = make_runner(decoder, kv_pool, settings.limits, grammars)
+        runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts)
         drafter = make_drafter(decoder, settings.drafts, grammars)
 
     return Engine(
@@ -128,12 +129,20 @@ def make_pool(
 
 
 def make_runner(
-    decoder: Decoder, kv_pool: KVPool, limits: SchedulerLimits, grammars: Grammars | None = None
+    decoder: Decoder,
+    kv_pool: KVPool,
+    limits: SchedulerLimits,
+    grammars: Grammars | None = None,
+    drafts: DraftLimits | None = None,
 ) -> ModelRunner:
-    """The runner for the device; on a GPU warm, and with the graphs that steps within `limits` may take."""
+    """The runner for the device; on a GPU warm, and with the graphs that steps within `limits`, with drafts within
+    `drafts`, may take."""
     if decoder.device.type != "cuda":
         return ModelRunner(decoder, kv_pool, grammars)
-    shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size)
+    max_drafted = 0
+    if drafts is not None and decoder.has_independent_rows:
+        max_drafted = min(MAX_DRAFT_TOKENS, limits.max_requests * drafts.depth)
+    shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size, max_drafted)
     runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars)
     runner.warm_up(limits.token_budget)
     return runner
