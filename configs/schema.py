@@ -223,7 +223,8 @@ class SpeculationSection(_Section):
     sources: tuple[DraftSource, ...] = Field(
         default=tuple(DraftSource),
         description="Origins of drafts: a request's own prompt and answer, a chat's `prediction`, past answers of the "
-        "same salt, on the same worker or to the same prompt on any (`cluster`), and tokens that a grammar forces.",
+        "same salt, on the same worker or to the same prompt on any (`cluster`), the `draft_model`, and tokens that a "
+        "grammar forces.",
     )
     depth: int = Field(default=8, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
     memory_mib: int = Field(
@@ -235,6 +236,17 @@ class SpeculationSection(_Section):
 
     cluster_mib: int = Field(
         default=16, ge=1, description="Memory of the manager for how answers of all workers began (`cluster`), in MiB."
+    )
+    draft_model: str | None = Field(
+        default=None,
+        description="A smaller model whose guesses are drafts, named as model.source is; of the same vocabulary. Each "
+        "worker holds its weights beside the model's own.",
+    )
+    draft_pool_mib: int = Field(
+        default=256,
+        ge=1,
+        description="Memory of a worker for the KV of the draft model, in MiB; a request that finds no room there has "
+        "no drafts of the model until another request ends.",
     )
 
     def uses(self, source: DraftSource) -> bool:

@@ -170,11 +170,12 @@ def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
     """The constructor argument of the workers' hosts of one of the configuration's worker sections."""
     resources = ("num_cpus", "num_gpus", "resources", "label_selector")
     pool = ("num_blocks", "pool_gib", "eviction", "swap_gib")
+    draft_model = ("draft_model", "draft_pool_mib")
     return WorkerArguments(
         model=_only(config.model, "source", "dtype", "quantization", "max_model_len", "deterministic"),
         cache=_only(config.cache, "block_size", "prefix_caching", *pool),
         worker=_only(worker, "device", "num_threads", *resources),
-        speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib"),
+        speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib", *draft_model),
         logging=_files_of(config.logging),
     )
 
