@@ -11,6 +11,8 @@ INGRESS_SILENCE_S = 10.0
 
 WORKER_SILENCE_S = 4.0
 """Silence of a worker after which the manager forgets the worker until it registers again."""
+DOUBTED_SILENCE_S = 2.0
+"""The same for a worker that an ingress replica takes for silent, too."""
 
 STARTING_REPORT_S = 1.0
 """Interval at which a host tells the manager that its worker is starting."""

@@ -28,7 +28,7 @@ class Timeouts:
     """Between two admissions of a request that no worker could take."""
     dispatch_s: float = 30.0
     """Longest wait of a request for a worker, since the last sign that one may come."""
-    worker_silent_s: float = 5.0
+    worker_silent_s: float = 3.0
     """A worker that has sent no token and answered no ping for so long is silent: its requests go to others, if there
     are others."""
     manager_missed_s: float = 4.0

@@ -122,9 +122,11 @@ class SegmentStore:
                 unused += self._erase(header)
         return unused + self._make_room_on_disk(0, "", now)  # all can go, and floors add up to no more than the budget
 
-    def exported(self, header: SegmentHeader, ref: object, now: float) -> tuple[Segment, list[DiskInstruction]]:
+    def exported(
+        self, header: SegmentHeader, ref: object, now: float, *, exporter: str = ""
+    ) -> tuple[Segment, list[DiskInstruction]]:
         """Index a new segment in the object store, and keep it if it has full blocks."""
-        segment = self._new(header, ref)
+        segment = self._new(header, ref, exporter=exporter)
         is_new = self._blocks.stored(segment)
         instructions: list[DiskInstruction] = []
         if header.full_hashes and header.num_bytes:
@@ -169,6 +171,18 @@ class SegmentStore:
         written."""
         if segment.segment_id not in self._writing and self._segments.get(segment.segment_id) is segment:
             self._leave_store(segment, EvictionReason.SEGMENT_LOST, now)
+
+    def out_of_reach(self, exporter: str, now: float) -> list[Segment]:
+        """A worker may be cut off with its node: drop the bytes in the object store that it exported, unless they are
+        being written; returns their segments."""
+        gone = [
+            segment
+            for segment in self._segments.values()
+            if segment.exporter == exporter and segment.is_in_store and segment.segment_id not in self._writing
+        ]
+        for segment in gone:
+            self._leave_store(segment, EvictionReason.SEGMENT_LOST, now)
+        return gone
 
     def lost(self, segment: Segment) -> list[DiskInstruction]:
         """Forget a segment that is damaged, or whose file is gone.
@@ -242,10 +256,16 @@ class SegmentStore:
     # Inside
 
     def _new(
-        self, header: SegmentHeader, ref: object, *, is_in_store: bool = True, file: SegmentHeader | None = None
+        self,
+        header: SegmentHeader,
+        ref: object,
+        *,
+        exporter: str = "",
+        is_in_store: bool = True,
+        file: SegmentHeader | None = None,
     ) -> Segment:
         self._num_ever += 1
-        return Segment(self._num_ever - 1, header, ref, is_in_store=is_in_store, file=file)
+        return Segment(self._num_ever - 1, header, ref, exporter, is_in_store=is_in_store, file=file)
 
     def _can_leave_store(self, segment: Segment) -> bool:
         return segment.is_in_store and segment.leases == 0 and segment.segment_id not in self._writing
