@@ -10,9 +10,10 @@ from engine.core.types import BlockHash, EvictionReason, Role, SegmentHeader
 INGRESS_SILENCE_S = 10.0
 """Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""
 
-WORKER_SILENCE_S = 3.0
-"""Silence of a worker after which the manager forgets the worker until it registers again; no more than an ingress
-replica's patience, so that requests that go on elsewhere do not wait for the worker's blocks."""
+WORKER_SILENCE_S = 4.0
+"""Silence of a worker after which the manager forgets the worker until it registers again."""
+DOUBTED_SILENCE_S = 2.0
+"""The same for a worker that an ingress replica takes for silent, too."""
 
 STARTING_REPORT_S = 1.0
 """Interval at which a host tells the manager that its worker is starting."""

@@ -21,6 +21,7 @@ from actors.manager.directory_reports import DirectoryReports
 from actors.manager.disk_tier import DiskTier
 from actors.manager.pool_resets import UNDER_WAY_S, PoolResets
 from actors.messages import (
+    DOUBTED_SILENCE_S,
     INGRESS_SILENCE_S,
     STARTING_SILENCE_S,
     WORKER_SILENCE_S,
@@ -268,6 +269,9 @@ class KVCacheManager(ClientMemory, DirectoryReports):
 
     async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | None]:
         """Place requests, each in one atomic step; None for a request that no worker could take."""
+        doubted = {worker_id for request in requests for worker_id in request.avoided}
+        if doubted:
+            self._forget_silent(DOUBTED_SILENCE_S, doubted)
         admissions: list[Admission | None] = []
         for request in requests:
             try:
@@ -354,16 +358,7 @@ class KVCacheManager(ClientMemory, DirectoryReports):
         """Forget workers that are silent, as long as others are there: nobody is to wait for their blocks."""
         while True:
             self._worker_signs.stood_still(await sleep(WORKER_SILENCE_S / 4))
-            silent = self._worker_signs.silent(time.monotonic(), WORKER_SILENCE_S)
-            for worker_id in silent if set(self._worker_signs) - set(silent) else ():
-                logger.warning(
-                    "no heartbeat of %s for %g s: forgotten until it registers again",
-                    worker_id,
-                    WORKER_SILENCE_S,
-                    extra=about("worker_silent", worker=worker_id),
-                )
-                self._followers.pop(worker_id).cancel()
-                self._forget(worker_id)
+            self._forget_silent(WORKER_SILENCE_S, set(self._worker_signs))
 
     async def _watch_load(self) -> None:
         """Divide the elastic workers between prompts and answers as the load asks."""
@@ -375,10 +370,25 @@ class KVCacheManager(ClientMemory, DirectoryReports):
                 extra = about("duty", worker=worker_id, duty=duty)
                 logger.info("%s now has the duty %s", worker_id, duty, extra=extra)
 
-    def _forget(self, worker_id: str) -> None:
-        """Forget a worker whose export stream is read no more."""
+    def _forget_silent(self, silence_s: float, among: set[str]) -> None:
+        """Forget the workers of `among` that are silent for so long, and what only their nodes have."""
+        silent = self._worker_signs.silent(time.monotonic(), silence_s)
+        for worker_id in among.intersection(silent) if set(self._worker_signs) - set(silent) else ():
+            logger.warning(
+                "no heartbeat of %s for %g s: forgotten until it registers again",
+                worker_id,
+                silence_s,
+                extra=about("worker_silent", worker=worker_id),
+            )
+            self._followers.pop(worker_id).cancel()
+            self._forget(worker_id, is_silent=True)
+
+    def _forget(self, worker_id: str, *, is_silent: bool = False) -> None:
+        """Forget a worker whose export stream is read no more. `is_silent`: with its node out of reach, perhaps."""
         self._resets.stream_over(worker_id)
-        self._carry_out(self._directory.remove_worker(worker_id))
+        directory = self._directory
+        now = time.time()
+        self._carry_out(directory.worker_silent(worker_id, now) if is_silent else directory.remove_worker(worker_id))
         del self._clients[worker_id]
         self._worker_signs.forget(worker_id)
 

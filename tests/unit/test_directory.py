@@ -247,6 +247,26 @@ def test_segments_outlive_their_worker(split: Directory) -> None:
     assert delivered(instructions) == [("d", (A, B))]
 
 
+def test_segments_of_a_silent_worker_are_out_of_reach(make_directory: MakeDirectory) -> None:
+    """Its node may be cut off: a worker that is to get them computes, and later requests find others' segments only."""
+    directory = make_directory()
+    for worker_id, block in (("a", A), ("c", B)):
+        join(directory, worker_id, Role.MIXED)
+        export(directory, worker_id, block)
+    join(directory, "b", Role.MIXED)
+    admission, instructions = directory.admit(AdmitRequest("r", 0, (A, B), 10, avoided=("a", "c")), 0.0)
+    assert admission.prefill == "b" and delivered(instructions) == [("b", (A,)), ("b", (B,))]
+
+    assert directory.worker_silent("a", 0.0) == [Lost("b", (A,))]
+    assert "a" not in directory.workers and len(directory.segments) == 1
+    directory.check_integrity()
+    _, instructions = directory.admit(AdmitRequest("s", 0, (B,), 6, avoided=("c",)), 0.0)
+    assert delivered(instructions) == [("b", (B,))]
+    for request_id in ("r", "s"):
+        directory.end_request(request_id, 0.0)
+    directory.check_integrity()
+
+
 def test_nothing_is_delivered_to_the_dead(split: Directory) -> None:
     admit(split, "r", A)
     split.remove_worker("d", 1)

@@ -140,15 +140,18 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert (duties.count(Role.PREFILL), duties.count(Role.DECODE)) == plan.division
 
     @precondition(lambda self: self.workers)
-    @rule(data=st.data(), comes_back=st.booleans())
-    def lose_worker(self, data: st.DataObject, comes_back: bool) -> None:
-        """It dies, or the same incarnation registers again because it had lost touch."""
+    @rule(data=st.data(), comes_back=st.booleans(), is_silent=st.booleans())
+    def lose_worker(self, data: st.DataObject, comes_back: bool, is_silent: bool) -> None:
+        """It dies, or is cut off, or the same incarnation registers again because it had lost touch."""
         worker_id, worker = self._draw_worker(data)
         if comes_back:
             self._register(worker_id, worker.role, worker.epoch, worker.pool)
         else:
             del self.workers[worker_id]
-            self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
+            if is_silent:
+                self._carry_out(self.directory.worker_silent(worker_id, self.epoch_s))
+            else:
+                self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), blocks=ANY_BLOCKS)

@@ -213,6 +213,27 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
     asyncio.run(play())
 
 
+def test_a_worker_that_an_ingress_doubts_too_is_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "DOUBTED_SILENCE_S", 0.05)
+
+    async def play() -> None:
+        manager = make_manager()
+        state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0, token_budget=64)
+        for worker_id in ("a", "b", "c"):
+            await register(manager, worker_id)
+        await asyncio.sleep(0.1)
+        for worker_id in ("b", "c"):
+            assert await manager.heartbeat(worker_id, 1, state)
+        doubting = AdmitRequest("r", 0, (), 5, ingress_id="i", avoided=("a", "b"))
+        [admission] = await manager.admit([request("s")])
+        assert set(manager._directory.workers) == {"a", "b", "c"}, "nobody doubts them"
+        [admission] = await manager.admit([doubting])
+        assert admission is not None and admission.prefill == "c"
+        assert set(manager._directory.workers) == {"b", "c"}, "the manager hears of b"
+
+    asyncio.run(play())
+
+
 def test_older_incarnations_and_other_models_are_refused() -> None:
     async def play() -> None:
         manager = make_manager()

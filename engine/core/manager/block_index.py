@@ -26,6 +26,8 @@ class Segment:
     segment_id: int
     header: SegmentHeader
     ref: object
+    exporter: str = ""
+    """Worker with the bytes in its node's part of the object store, for a segment that a worker exported."""
     leases: int = 0
     """Admitted requests with a lease of the segment, which is not dropped meanwhile."""
     is_in_store: bool = True

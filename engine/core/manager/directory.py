@@ -26,7 +26,7 @@ from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.elastic import Elastic, Plan
 from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
-from engine.core.manager.instructions import Deliver, Export, Instruction
+from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
 from engine.core.manager.integrity import check_records
 from engine.core.manager.links import Links
 from engine.core.manager.matching import demand_of, match, sources_of
@@ -208,6 +208,18 @@ class Directory:
             self.workers.regroup(self._groups, self.plan.duties)
         return self.plan
 
+    @stimulus
+    def worker_silent(self, worker_id: str, now: float) -> list[Instruction]:
+        """Forget a worker that may be cut off with its node, and what it exported: a fetch would wait for the node. The
+        workers that were to get these segments compute the blocks."""
+        instructions = self.remove_worker(worker_id)
+        for segment in self.segments.out_of_reach(worker_id, now):
+            leasing = [r.admission for r in self._reservations.values() if segment in r.leased]
+            receivers = {each for admission in leasing for each in (admission.prefill, admission.decode)}
+            hashes = segment.header.full_hashes
+            instructions += [Lost(receiver, hashes) for receiver in sorted(receivers & self.workers.keys())]
+        return instructions
+
     def is_current(self, worker_id: str, epoch: int) -> bool:
         return self.workers.current(worker_id, epoch) is not None
 
@@ -318,7 +330,8 @@ class Directory:
                 instructions = self._supply.computes_no_more(header.handover.request_id)
 
         receivers.discard(worker_id)
-        segment, disk_instructions = self.segments.exported(header, ref, now, self.workers[worker_id].node)
+        node = self.workers[worker_id].node
+        segment, disk_instructions = self.segments.exported(header, ref, now, node=node, exporter=worker_id)
         return instructions + disk_instructions + self._deliver(receivers, segment)
 
     @stimulus

@@ -143,10 +143,10 @@ class SegmentStore:
         return unused + self._make_room_on_disk(0, "", now)  # all can go, and floors add up to no more than the budget
 
     def exported(
-        self, header: SegmentHeader, ref: object, now: float, node: str = ""
+        self, header: SegmentHeader, ref: object, now: float, *, node: str = "", exporter: str = ""
     ) -> tuple[Segment, list[DiskInstruction]]:
         """Index a new segment in the object store of a node, and keep it if it has full blocks."""
-        segment = self._new(header, ref, node=node)
+        segment = self._new(header, ref, node=node, exporter=exporter)
         is_new = self._blocks.stored(segment)
         instructions: list[DiskInstruction] = []
         if header.full_hashes and header.num_bytes:
@@ -191,6 +191,18 @@ class SegmentStore:
         written."""
         if segment.segment_id not in self._writing and self._segments.get(segment.segment_id) is segment:
             self._leave_store(segment, EvictionReason.SEGMENT_LOST, now)
+
+    def out_of_reach(self, exporter: str, now: float) -> list[Segment]:
+        """A worker may be cut off with its node: drop the bytes in the object store that it exported, unless they are
+        being written; returns their segments."""
+        gone = [
+            segment
+            for segment in self._segments.values()
+            if segment.exporter == exporter and segment.is_in_store and segment.segment_id not in self._writing
+        ]
+        for segment in gone:
+            self._leave_store(segment, EvictionReason.SEGMENT_LOST, now)
+        return gone
 
     def lost(self, segment: Segment) -> list[DiskInstruction]:
         """Forget a segment that is damaged, or whose file is gone.
@@ -274,9 +286,11 @@ class SegmentStore:
         is_in_store: bool = True,
         file: SegmentHeader | None = None,
         node: str = "",
+        exporter: str = "",
     ) -> Segment:
         self._num_ever += 1
-        return Segment(self._num_ever - 1, header, ref, is_in_store=is_in_store, file=file, node=node)
+        segment_id = self._num_ever - 1
+        return Segment(segment_id, header, ref, exporter, is_in_store=is_in_store, file=file, node=node)
 
     def _part(self, node: str) -> EvictionQueue[int]:
         """The queue of the segments in a node's object store."""
