@@ -179,7 +179,7 @@ def make_runner(
     if drafts is not None and decoder.has_independent_rows:
         max_drafted = min(MAX_DRAFT_TOKENS, limits.max_requests * drafts.depth)
     shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size, max_drafted)
-    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars)
+    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars=grammars)
     runner.warm_up(limits.token_budget)
     return runner
 

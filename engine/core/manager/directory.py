@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
-from engine.core.manager.block_index import BlockIndex, BlockRecord, Segment
+from engine.core.manager.block_index import BlockIndex, BlockRecord
 from engine.core.manager.cache_events import CacheUpdate
 from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.elastic import Elastic, Plan
@@ -35,7 +35,8 @@ from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGr
 from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
 from engine.core.manager.roles import with_roles
 from engine.core.manager.saving import ask_for_blocks, give_away
-from engine.core.manager.segment_store import DiskInstruction, SegmentStore
+from engine.core.manager.segment_events import SegmentEvents
+from engine.core.manager.segment_store import SegmentStore
 from engine.core.manager.session_workers import Sessions, SessionWorkers
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
@@ -48,11 +49,10 @@ from engine.core.types import (
     EvictionReason,
     Objectives,
     Role,
-    SegmentHeader,
 )
 
 
-class Directory:
+class Directory(SegmentEvents):
     """The index, the reservations and the segments of one cluster.
 
     `now`, of all methods but `replace_stalled`: seconds since the epoch, for the expiry of segments.
@@ -77,7 +77,7 @@ class Directory:
         self.keeps_segments = keeps_segments
         self.statistics = CacheStatistics(costs.block_size)
         self._blocks = BlockIndex(self.statistics)
-        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants, node)
+        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants, node=node)
         self.workers = Workers()
         self._is_spread = False
         """True if the workers are on several nodes."""
@@ -281,58 +281,7 @@ class Directory:
             instructions.append(Export(worker_id, awaited))
         return instructions
 
-    # Segments
-
-    @stimulus
-    def files_found(self, headers: Sequence[SegmentHeader], now: float) -> list[DiskInstruction]:
-        """Take up the segments that an earlier process has written (`SegmentStore.files_found`)."""
-        return self.segments.files_found(headers, now)
-
-    @stimulus
-    def segment_written(self, segment_id: int, file: SegmentHeader | None, now: float) -> list[DiskInstruction]:
-        """A segment was written under `file`; None if writing failed."""
-        return self.segments.written(segment_id, file, now)
-
-    @stimulus
-    def segment_undelivered(self, segment: Segment, now: float) -> None:
-        """A worker could not fetch a segment from the object store (`SegmentStore.undelivered`)."""
-        self.segments.undelivered(segment, now)
-
-    @stimulus
-    def imported(self, worker_id: str, source: str, num_bytes: int, seconds: float, now: float) -> None:
-        """A worker has fetched `num_bytes` of KV from a node's object store."""
-        worker = self.workers.get(worker_id)
-        if worker is not None and source and worker.node and num_bytes:
-            self.links.look(now)
-            self.links.imported(source, worker.node, num_bytes, seconds, worker.costs)
-
-    @stimulus
-    def reset_segments(self) -> tuple[int, list[DiskInstruction]]:
-        """Drop every segment without a lease, from disk too; returns the number of their blocks."""
-        return self.segments.reset()
-
-    @stimulus
-    def segment_exported(
-        self, worker_id: str, epoch: int, header: SegmentHeader, ref: object, now: float
-    ) -> list[Instruction]:
-        """Index a new segment and deliver it to every worker awaiting one of the blocks."""
-        if self.workers.current(worker_id, epoch) is None:
-            return []
-        receivers = self._supply.exported(header.full_hashes)
-        instructions: list[Instruction] = []
-
-        # A handover ends the prefill: its decode worker gets the segment, awaited or not.
-        if header.handover is not None:
-            reservation = self._reservations.get(header.handover.request_id)
-            if reservation is not None and reservation.admission.attempt == header.handover.attempt:
-                receivers.add(reservation.admission.decode)
-                reservation.awaits_handover = False
-                instructions = self._supply.computes_no_more(header.handover.request_id)
-
-        receivers.discard(worker_id)
-        node = self.workers[worker_id].node
-        segment, disk_instructions = self.segments.exported(header, ref, now, node=node, exporter=worker_id)
-        return instructions + disk_instructions + self._deliver(receivers, segment)
+    # Exports
 
     @stimulus
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
@@ -352,32 +301,6 @@ class Directory:
         if self.workers.current(worker_id, epoch) is None:
             return []
         return self._supply.fail(self._supply.take_back(worker_id, hashes), asks_holders=False)
-
-    @stimulus
-    def segment_lost(self, segment_id: int, now: float) -> list[Instruction]:
-        """Forget a segment with a damaged or missing file."""
-        segment = self.segments.get(segment_id)
-        if segment is None:
-            return []
-        return [*self.segments.lost(segment), *self.segment_unread(segment, now)]
-
-    @stimulus
-    def segment_unread(self, segment: Segment, now: float) -> list[Instruction]:
-        """A segment could not be read from disk now: supply its blocks from other places. Later requests may try the
-        file again."""
-        # The waiting workers await the blocks, instead of the segment.
-        waiting = frozenset(self.segments.unread(segment, now) & self.workers.keys())
-        hashes = segment.header.full_hashes
-        records = zip(hashes, self._blocks.find(hashes), strict=True)
-        return self._supply.unread([h for h, r in records if r is None or r.segment in (segment, None)], waiting)
-
-    @stimulus
-    def segment_read(self, segment_id: int, ref: object, now: float) -> list[Instruction]:
-        """A segment was copied from disk into the object store: deliver it."""
-        segment = self.segments.get(segment_id)
-        if segment is None or segment.is_in_store:
-            return []
-        return self._deliver(self.segments.read(segment, ref, now), segment)
 
     @stimulus
     def save(self) -> list[Instruction]:
@@ -514,10 +437,6 @@ class Directory:
         nodes = self.workers.nodes
         self._is_spread = len(nodes) > 1
         self.segments.keep_nodes(nodes)
-
-    def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
-        """Hand a segment to the registered workers among `receivers`."""
-        return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
 
     def _options(self, request: AdmitRequest, records: Sequence[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
         """The needs of a request, and the workers grouped by load and held blocks."""

@@ -254,7 +254,7 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
         decode, decoder = _decode_worker(decoders, demand, model, load.node)
         step_s = decoder.load.costs.decode_step_s(decoder.load.num_decoding + 1)
         handover_s = _transfer_s(chosen, load, decoder, demand, model) + step_s
-    return Placement(prefill, decode, chosen, sums.predictions, handover_s)
+    return Placement(prefill, decode, chosen, sums.predictions, handover_s=handover_s)
 
 
 class _Sums:
