@@ -109,7 +109,7 @@ def test_draft_tokens_are_counted_by_source() -> None:
         return families_of(metrics)
 
     text = asyncio.run(Cluster(w=answer).metrics.text())
-    none = {"request": 0, "prediction": 0, "cluster": 0}
+    none = {"request": 0, "prediction": 0, "cluster": 0, "model": 0}
     assert values(text, "raydix_draft_tokens_total", "source") == {**none, "past": 9, "grammar": 5}
     assert values(text, "raydix_accepted_draft_tokens_total", "source") == {**none, "past": 7, "grammar": 5}
 
