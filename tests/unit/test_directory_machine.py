@@ -150,6 +150,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             del self.workers[worker_id]
             if is_silent:
                 self._carry_out(self.directory.worker_silent(worker_id, self.epoch_s))
+                self._forget_exports_of(worker_id)
             else:
                 self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
 
@@ -391,6 +392,12 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def _draw_request(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(list(self.admitted)))
+
+    def _forget_exports_of(self, worker_id: str) -> None:
+        """What a worker out of reach exported is leased no more; a segment that is being written stays."""
+        kept = {id(segment) for segment in self.directory.segments._segments.values()}
+        for known in self.admitted.values():
+            known.leased = [each for each in known.leased if each.exporter != worker_id or id(each) in kept]
 
     def _register(self, worker_id: str, role: Role, epoch: int, blocks: set[BlockHash]) -> None:
         self.workers[worker_id] = FakeWorker(role, epoch, set(blocks))
