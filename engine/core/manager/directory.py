@@ -34,6 +34,7 @@ from engine.core.manager.reservations import Reservation, WorkerRecord, Workers,
 from engine.core.manager.saving import blocks_to_save, only_here
 from engine.core.manager.segment_store import DiskInstruction, SegmentStore
 from engine.core.manager.session_workers import Sessions, SessionWorkers
+from engine.core.manager.succession import Offer
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant
@@ -270,6 +271,32 @@ class Directory:
         return instructions + disk_instructions + self._deliver(receivers, segment)
 
     @stimulus
+    def segment_taken_over(self, header: SegmentHeader, ref: object, now: float) -> tuple[int, list[Instruction]]:
+        """Index the copy of a segment of an earlier manager's, and deliver it to every worker awaiting one of the
+        blocks; returns the segment's id."""
+        receivers = self._supply.exported(header.full_hashes)
+        segment, disk_instructions = self.segments.exported(header, ref, now)
+        return segment.segment_id, [*disk_instructions, *self._deliver(receivers, segment)]
+
+    @stimulus
+    def segment_refreshed(self, segment_id: int, now: float) -> None:
+        """Make a segment the most recent one."""
+        self.segments.refresh(segment_id, now)
+
+    @stimulus
+    def segment_moved_away(self, segment_id: int) -> None:
+        """A successor has a copy of a segment in the object store."""
+        self.segments.moved_away(segment_id)
+
+    @stimulus
+    def segments_offered(self, now: float) -> list[Offer]:
+        """The segments in the object store, for a successor: the one that eviction would keep longest first."""
+        return [
+            Offer(segment.segment_id, replace(segment.header, retention=retention))
+            for segment, retention in self.segments.by_worth(now)
+        ]
+
+    @stimulus
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
         if self.workers.current(worker_id, epoch) is None:
@@ -405,6 +432,11 @@ class Directory:
     def leading(self, hashes: Sequence[BlockHash]) -> Iterator[BlockRecord]:
         """The records of the leading blocks that are held or being computed anywhere."""
         return self._blocks.leading(hashes)
+
+    def lacks(self, block_hash: BlockHash) -> bool:
+        """True if no segment has a block."""
+        record = self._blocks.get(block_hash)
+        return record is None or record.segment is None
 
     @property
     def num_blocks(self) -> int:

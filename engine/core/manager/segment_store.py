@@ -211,6 +211,32 @@ class SegmentStore:
             if record is not None and record.segment is not None and record.segment.leases == 0:
                 self._drop(record.segment, EvictionReason.HANDED_OVER)
 
+    def by_worth(self, now: float) -> list[tuple[Segment, Retention]]:
+        """The segments in the object store, each with its retention: leased ones first, then the others, the next one
+        to be evicted last. Takes no leases and evicts nothing."""
+        evictable = [segment_id for segment_id in self._segments if segment_id in self._in_store]
+        retention_of = {segment_id: self._in_store.retention_of(segment_id) for segment_id in evictable}
+        order = [segment_id for segment_id, _ in self._in_store.evict_many(len(evictable), now)]
+        for segment_id in order:
+            segment = self._segments[segment_id]
+            self._use([segment], retention_of[segment_id] or segment.header.retention, now)
+
+        held = [each for each in self._segments.values() if each.is_in_store and each.segment_id not in retention_of]
+        found = held + [self._segments[segment_id] for segment_id in reversed(order)]
+        return [(segment, self._retention_of(segment)) for segment in found]
+
+    def refresh(self, segment_id: int, now: float) -> None:
+        """Make a segment the most recent one."""
+        segment = self._segments.get(segment_id)
+        if segment is not None:
+            self._use([segment], self._retention_of(segment), now)
+
+    def moved_away(self, segment_id: int) -> None:
+        """Another manager has a copy of a segment in the object store: forget the segment; a file stays."""
+        segment = self._segments.get(segment_id)
+        if segment is not None and segment.is_in_store and segment_id not in self._writing:
+            self._drop(segment, EvictionReason.HANDED_OVER)
+
     def reset(self) -> tuple[int, list[DiskInstruction]]:
         """Drop every segment without a lease, from disk too; returns the number of their blocks."""
         unused = [s for s in self._segments.values() if s.leases == 0 and not s.requested_by]
