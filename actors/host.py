@@ -32,8 +32,9 @@ from actors.calls import answer
 from actors.hosted import hosted
 from actors.logs import log_to_ray, set_level
 from actors.messages import STARTING_REPORT_S
-from actors.names import MANAGER, announce_manager, incarnation_name
+from actors.names import announce_manager, incarnation_name
 from actors.rpc import ActorClient, ManagerClient, find_manager
+from configs.sections import MANAGER
 from engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)

@@ -7,18 +7,18 @@ replaced after a change has the changed values, too.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.manager.kv_cache_manager import KVCacheManager
-from actors.names import MANAGER, namespace
+from actors.names import namespace
 from actors.rpc import ActorClient, ManagerClient, WorkerClient
 from actors.worker.worker import WORKER_CLASSES
 from configs.schema import LoggingSection
-from configs.sections import ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
-from configs.settings import answer_bytes, settings_of, sharing, step_limits
+from configs.sections import MANAGER, ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
+from configs.settings import answer_bytes, objectives, settings_of, sharing, step_limits
 from engine.core.costs import WorkerCosts
 from engine.core.manager.placement import CostModel
 from engine.core.settings import GIB
@@ -27,6 +27,8 @@ from engine.core.types import Role
 MIB = 1 << 20
 MAX_CONCURRENT_CALLS = 10_000
 MANAGER_CPUS = 0.1
+
+L = TypeVar("L", ManagerLive, WorkerLive)
 
 
 class Hosted(ABC):
@@ -72,17 +74,20 @@ class HostedManager(Hosted):
     def __init__(self, arguments: Mapping[str, Any], app_name: str) -> None:
         super().__init__(MANAGER, app_name)
         self._arguments = read(ManagerArguments, arguments)
-        self._live: ManagerLive | None = None
+        self._taken: ManagerLive | None = None
 
     @property
     def logs(self) -> LoggingSection:
-        return _at_level(self._arguments.logging, self._live)
+        return _at_level(self._arguments.logging, self._taken)
 
     def take(self, live: Mapping[str, Any]) -> None:
-        self._live = read(ManagerLive, live)
+        self._taken = read(ManagerLive, live)
+
+    @property
+    def _live(self) -> ManagerLive:
+        return _present(self._taken)
 
     def create(self, name: str, epoch: int) -> ManagerClient:
-        assert self._live is not None, "an actor is made after its host was configured"
         cache = self._arguments.cache
         costs = CostModel(cache.block_size, piggyback_tokens=self._live.placement.piggyback_tokens, prior=self._prior())
         actor: Any = ray.remote(KVCacheManager).options(**self._options(name, num_cpus=MANAGER_CPUS))
@@ -97,19 +102,18 @@ class HostedManager(Hosted):
             disk_budget_bytes=int(cache.disk_gib * GIB),
             disk_path=cache.disk_path,
             tenants=sharing(self._live.shares),
+            objectives=objectives(self._live.slo),
             prefix_caching=cache.prefix_caching,
             logs=self.logs,
         )
         return ManagerClient(handle)
 
     def tell(self, child: ActorClient) -> Awaitable[None]:
-        assert self._live is not None
         placement, tenants = self._live.placement, sharing(self._live.shares)
-        manager = ManagerClient(child.handle)
-        return manager.reconfigure(placement.piggyback_tokens, self._prior(), tenants, self._live.level)
+        manager, slo = ManagerClient(child.handle), objectives(self._live.slo)
+        return manager.reconfigure(placement.piggyback_tokens, self._prior(), tenants, slo, self._live.level)
 
     def _prior(self) -> WorkerCosts:
-        assert self._live is not None
         return WorkerCosts(import_byte_s=1 / (self._live.placement.import_gib_per_s * GIB))
 
 
@@ -120,17 +124,20 @@ class HostedWorker(Hosted):
         super().__init__(worker_id, app_name)
         self._role = role
         self._arguments = read(WorkerArguments, arguments)
-        self._live: WorkerLive | None = None
+        self._taken: WorkerLive | None = None
 
     @property
     def logs(self) -> LoggingSection:
-        return _at_level(self._arguments.logging, self._live)
+        return _at_level(self._arguments.logging, self._taken)
 
     def take(self, live: Mapping[str, Any]) -> None:
-        self._live = read(WorkerLive, live)
+        self._taken = read(WorkerLive, live)
+
+    @property
+    def _live(self) -> WorkerLive:
+        return _present(self._taken)
 
     def create(self, name: str, epoch: int) -> WorkerClient:
-        assert self._live is not None, "an actor is made after its host was configured"
         section = self._arguments.worker
         actor: Any = ray.remote(WORKER_CLASSES[self._role]).options(
             **self._options(
@@ -145,7 +152,6 @@ class HostedWorker(Hosted):
         return WorkerClient(actor.remote(settings, self._role, self.actor_id, epoch, self._app_name, self.logs))
 
     def tell(self, child: ActorClient) -> Awaitable[None]:
-        assert self._live is not None
         worker = WorkerClient(child.handle)
         return worker.reconfigure(step_limits(self._live), sharing(self._live.shares), self._live.level)
 
@@ -161,6 +167,11 @@ def thread_environment(num_threads: int) -> dict[str, str]:
     """Number of threads a worker computes with (Ray would set one). The threads of torch's own operations sleep between
     them, because workers on one machine share its cores; the kernels have threads of their own."""
     return {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(num_threads or len(os.sched_getaffinity(0)))}
+
+
+def _present(live: L | None) -> L:
+    assert live is not None, "an actor is made after its host was configured"
+    return live
 
 
 def _at_level(logs: LoggingSection, live: ManagerLive | WorkerLive | None) -> LoggingSection:

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from ray.exceptions import RayError
 
@@ -14,6 +15,8 @@ INGRESS_SILENCE_S = 10.0
 
 WORKER_SILENCE_S = 4.0
 """Silence of a worker after which the manager forgets the worker until it registers again."""
+DOUBTED_SILENCE_S = 2.0
+"""The same for a worker that an ingress replica takes for silent, too."""
 
 STARTING_REPORT_S = 1.0
 """Interval at which a host tells the manager that its worker is starting."""
@@ -32,8 +35,9 @@ class ExportItem:
     """Requested blocks that the pool does not hold any more."""
     unsent: tuple[BlockHash, ...] = ()
     """Blocks that could not be sent; `evicted` tells whether they leave the pool."""
-    has_reset: bool = False
-    """The worker has forgotten its cached blocks: whatever it had exported of them has come before."""
+    reset: int | None = None
+    """Number of the reset with which the worker has forgotten its cached blocks: whatever it had exported of them has
+    come before."""
 
 
 class Imported(Enum):
@@ -44,6 +48,15 @@ class Imported(Enum):
     """The object store could not provide the segment, or not in time."""
     DAMAGED = auto()
     """The content contradicts the header."""
+
+
+class ImportReport(NamedTuple):
+    """A worker's answer to a segment."""
+
+    fate: Imported
+    seconds: float | None = None
+    """Time of fetching and unpacking the segment, without the wait for a running step, or of trying in vain; None if
+    nothing was to be fetched, or the segment is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,8 @@ class Registration:
     fingerprint: str
     """Two workers share KV only if their fingerprints are equal."""
     hashes: tuple[BlockHash, ...]
+    node: str = ""
+    """Ray's id of the node that the worker runs on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Declarations of all metrics. Ray exports them under these names with the prefix `ray_`, `/metrics` without it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("stop", "length", "aborted", "failed")
 """Ways in which a request may end."""
+DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 
 
@@ -159,6 +160,7 @@ class ManagerMetrics:
     """Metrics of the manager's decisions."""
 
     def __init__(self) -> None:
+        self._has_elastic = False
         error_s = Histogram(
             "raydix_ttft_prediction_error_seconds",
             description="Difference of predicted and actual time from admission to first token.",
@@ -171,6 +173,18 @@ class ManagerMetrics:
             boundaries=_LATENCY_S,
         )
         self._error_s, self._regret_s = HistogramInstrument(error_s), HistogramInstrument(regret_s)
+        elastic = Gauge(
+            "raydix_elastic_workers",
+            description="Elastic workers by what they mainly do now: prefill, decode, or both (mixed).",
+            tag_keys=("duty",),
+        )
+        self._elastic = GaugeInstrument(elastic)
+
+    def duties(self, duties: Sequence[Role]) -> None:
+        """Report the duties of the elastic workers, once there have been such workers."""
+        self._has_elastic = self._has_elastic or bool(duties)
+        for duty in DUTIES if self._has_elastic else ():
+            self._elastic.set(duties.count(duty), {"duty": str(duty)})
 
     def first_token(self, decision: "Decision") -> None:
         """Compare the prediction of a first token with the measurement."""

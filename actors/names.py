@@ -12,7 +12,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.experimental import internal_kv
 
-MANAGER = "kv_cache_manager"
+from configs.sections import MANAGER
+
 _STORE_NAMESPACE = b"raydix"
 
 
@@ -24,6 +25,11 @@ def namespace(app_name: str) -> str:
 def incarnation_name(actor_id: str, epoch: int) -> str:
     """The name in Ray of one incarnation of an actor."""
     return f"{actor_id}:{epoch}"
+
+
+def own_node() -> str:
+    """Ray's id of the node that this process runs on."""
+    return ray.get_runtime_context().get_node_id()
 
 
 async def named_actor(name: str, app_name: str) -> ActorHandle[Any] | None:

@@ -12,7 +12,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from actors.messages import Imported, Memory, Registration, WorkerState
+from actors.messages import ImportReport, Memory, Registration, WorkerState
 from actors.metric_values import Family
 from actors.names import incarnation_name, manager_name, named_actor
 from engine.core.costs import WorkerCosts
@@ -28,6 +28,7 @@ from engine.core.types import (
     Ended,
     FirstToken,
     Membership,
+    Objectives,
     PromptEvent,
     SegmentHeader,
     TokenEvent,
@@ -89,7 +90,7 @@ class WorkerClient(ActorClient):
         """References to `ExportItem`s, each followed by a reference to its payload if there is one."""
         return _streamed(self.handle.export_stream.remote())
 
-    def import_segment(self, header: SegmentHeader, payload: Sequence[object]) -> Awaitable[Imported]:
+    def import_segment(self, header: SegmentHeader, payload: Sequence[object]) -> Awaitable[ImportReport]:
         """`payload` holds one reference, or none for no bytes; Ray does not fetch a reference inside a list before the
         call."""
         return _sent(self.handle.import_segment.remote(header, payload))
@@ -103,17 +104,22 @@ class WorkerClient(ActorClient):
     def register_again(self) -> Awaitable[None]:
         return _sent(self.handle.register_again.remote())
 
-    def reset_cache(self) -> Awaitable[int]:
-        return _sent(self.handle.reset_cache.remote())
+    def reset_cache(self, number: int) -> Awaitable[int]:
+        return _sent(self.handle.reset_cache.remote(number))
 
 
 class ManagerClient(ActorClient):
     """One incarnation of the manager (`actors.manager.kv_cache_manager.KVCacheManager`)."""
 
     def reconfigure(
-        self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant], level: str
+        self,
+        piggyback_tokens: int,
+        prior: WorkerCosts,
+        tenants: Sequence[Tenant],
+        objectives: Objectives,
+        level: str,
     ) -> Awaitable[None]:
-        return _sent(self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, level))
+        return _sent(self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, objectives, level))
 
     def register(self, registration: Registration, worker: Handle) -> Awaitable[str | None]:
         # In a list, because Ray would take a handle that is an argument by itself for a dependency of the call.

@@ -135,7 +135,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     if not 0 <= options.jitter < 1:
         raise ReplayError("--jitter must be from 0 to below 1")
 
-    speeds = _speeds(options)
+    speeds = speeds_of(options)
     trace = read_trace(options.trace, options.requests)
     if options.shared_cache:
         _compare_policies(trace, options.shared_cache, options.json, arguments)
@@ -165,7 +165,12 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         draw(result, bounds, f"{label}, {policy}, {options.router}", options.plot)
 
 
-def _speeds(options: argparse.Namespace) -> Speeds:
+def speeds_of(options: argparse.Namespace) -> Speeds:
+    """The machine that the options describe (`add_machine`).
+
+    Raises:
+        ReplayError: an option is out of range, or the costs cannot be read.
+    """
     given = {name: getattr(options, name) for name in RATES if getattr(options, name) is not None}
     rates = RATES | given
     if min(options.kv_kib_per_token, *rates.values()) <= 0:
@@ -207,6 +212,20 @@ def _compare_policies(
         path.write_text(json.dumps(report, indent=2) + "\n")
 
 
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The options that describe a worker, and the objectives."""
+    parser.add_argument("--prefill-rate", type=float, help="tokens per second and worker (10000)")
+    parser.add_argument("--decode-step-ms", type=float, help="one step without prefill beside it (20)")
+    parser.add_argument("--handover-gib-per-s", type=float, help="rate of hand-overs (10)")
+    parser.add_argument("--costs", type=Path, help="instead of these three: a worker's costs as /v1/cache shows them")
+    parser.add_argument(
+        "--token-budget", type=int, default=TOKEN_BUDGET, help="prefill tokens that ride along in a decode step"
+    )
+    parser.add_argument("--kv-kib-per-token", type=float, default=KV_KIB_PER_TOKEN, help="size of KV, for hand-overs")
+    parser.add_argument("--ttft-slo-ms", type=float, default=5000.0, help="objective for the first token")
+    parser.add_argument("--tpot-slo-ms", type=float, default=100.0, help="objective for each further token")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.replay", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("trace", type=Path, help="Mooncake's JSON lines or Azure's CSV")
@@ -220,16 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         "--jitter", type=float, default=0.0, help="each worker is off by up to this share, its fit by as much again"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the jitter")
-    parser.add_argument("--prefill-rate", type=float, help="tokens per second and worker (10000)")
-    parser.add_argument("--decode-step-ms", type=float, help="one step without prefill beside it (20)")
-    parser.add_argument("--handover-gib-per-s", type=float, help="rate of hand-overs (10)")
-    parser.add_argument("--costs", type=Path, help="instead of these three: a worker's costs as /v1/cache shows them")
-    parser.add_argument(
-        "--token-budget", type=int, default=TOKEN_BUDGET, help="prefill tokens that ride along in a decode step"
-    )
-    parser.add_argument("--kv-kib-per-token", type=float, default=KV_KIB_PER_TOKEN, help="size of KV, for hand-overs")
-    parser.add_argument("--ttft-slo-ms", type=float, default=5000.0, help="objective for the first token")
-    parser.add_argument("--tpot-slo-ms", type=float, default=100.0, help="objective for each further token")
+    add_machine(parser)
     parser.add_argument("--shared-cache", type=int, nargs="+", help="only compare policies in one cache of these sizes")
     parser.add_argument("--no-bounds", action="store_true", help="skip the comparison with one shared cache")
     parser.add_argument("--json", type=Path, help="where to write the figures")

@@ -1,10 +1,11 @@
 """`raydix chat`: a conversation in the terminal with any server that speaks OpenAI's chat completions.
 
 Answers go to stdout, all else to stderr, so that a pipe carries answers alone; then each line of stdin is a question. A
-question joins the conversation together with its answer: whole, or as far as it came before Ctrl-C. A failed question
-leaves no trace. An answer whose connection breaks goes on at the next try where the server gives events ids
-(`engine.api.reconnecting`). Each question has its own connection: the server would often have closed an open one before
-the next question is typed, and closing a connection is the way to tell the server to stop.
+question joins the conversation together with its answer: whole, or as far as it came before Ctrl-C or before the
+connection ended. A question that the server refuses, or fails to answer, leaves no trace. An answer whose connection
+breaks goes on at the next try where the server gives events ids (`engine.api.reconnecting`). Each question has its own
+connection: the server would often have closed an open one before the next question is typed, and closing a connection
+is the way to tell the server to stop.
 """
 
 import argparse
@@ -41,6 +42,10 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 class AnswerError(Exception):
     """Failure of an answer; the message is one line for the user."""
+
+
+class LostAnswerError(AnswerError):
+    """End of the connection before the end of the stream: what came of the answer is right."""
 
 
 class BrokenStreamError(Exception):
@@ -118,21 +123,29 @@ class Chat:
         messages = [*self._messages, {"role": "user", "content": question}]
         answer = Answer()
         ending = ""
+        is_kept = True
 
         try:
             asyncio.run(self._stream(messages, answer))
         except KeyboardInterrupt:
             ending = "stopped"
         except AnswerError as error:
-            self._has_failed = True
-            ending = f"error: {error}"
+            is_kept = answer.finish_reason is not None or isinstance(error, LostAnswerError)
+            ending = self._failure(error, answer, is_kept=is_kept)
 
         if answer.text:
             print(flush=True)
-        if answer.text and not ending.startswith("error"):
+        if answer.text and is_kept:
             self._messages = [*messages, {"role": "assistant", "content": answer.text}]
 
         _note("; ".join(part for part in (ending, answer.summary()) if part))
+
+    def _failure(self, error: AnswerError, answer: "Answer", *, is_kept: bool) -> str:
+        """The error in words, with what becomes of the answer. A whole answer is no failure."""
+        if answer.finish_reason is not None:
+            return f"the answer is complete, but the end of the stream is missing: {error}"
+        self._has_failed = True
+        return f"error: {error}" + ("; what came of the answer is kept" if answer.text and is_kept else "")
 
     async def _stream(self, messages: list[Message], answer: "Answer") -> None:
         body = {
@@ -253,7 +266,8 @@ class Server:
         behind the last event, where the server gives events ids.
 
         Raises:
-            AnswerError: the server cannot be reached, refuses, fails, or sends something unreadable.
+            LostAnswerError: the connection ended before the answer did, or cannot be made.
+            AnswerError: the server refuses, fails, or sends something unreadable.
         """
         place = Reconnecting()
         while True:
@@ -265,7 +279,7 @@ class Server:
             except BrokenStreamError as error:
                 pause_s = place.pause_s(time.monotonic())
                 if pause_s is None:
-                    raise AnswerError(str(error)) from None
+                    raise LostAnswerError(str(error)) from None
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, body: dict[str, Any], place: Reconnecting) -> AsyncGenerator[Event, None]:

@@ -5,6 +5,7 @@ The changes are printed first, each with the effect, and then the deployments wh
 """
 
 import argparse
+import contextlib
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from cli.cluster import LOCAL_NAMES, SERVE_SWITCHES, wait_until_running
 from configs import Config, load_config
 from configs.changes import KEYS, Change, Effect, changes
+from configs.schema import HttpSection
 from configs.sections import INGRESS
 from engine.core.errors import StartupError
 from engine.core.settings import GIB
@@ -34,6 +36,9 @@ class Running:
     """Of its deployments, by name."""
     config: Config | None
     """None: the application is of another version of raydix, or no raydix."""
+    http: HttpSection | None = None
+    """The server's own keys, as far as this version reads them; None: there is no server of raydix."""
+    has_tenants: bool = False
 
 
 NOTHING_RUNS = Running({}, None)
@@ -66,19 +71,20 @@ def run(options: argparse.Namespace) -> int:
         StartupError: the configuration is not valid, there is no cluster, or a replica does not start.
     """
     overrides = {} if options.model is None else {"model": {"source": options.model}}
-    config = load_config(options.config, overrides)
+    name, *files = options.config
+    config = load_config(name, overrides, files)
     _connect(options.address)
 
     from serve_app import versions
 
     running = running_application(options.name)
-    served = as_served(config, running.config)
+    served = as_served(config, running.http)
     wanted = versions(served)
     plan = planned(running, served, wanted)
-    told = [*plan.lines(), *ignored(config, running.config)]
+    told = [*plan.lines(), *ignored(config, running.http)]
     print("\n".join(told), flush=True)
     _check(served, running.config)
-    _check_tenants(served, running.config, is_open=options.without_tenants)
+    _check_tenants(served, running, is_open=options.without_tenants)
     is_unchanged = running.versions == wanted and not plan.changes
     if options.dry_run or (is_unchanged and _is_running(options.name)):
         return 0
@@ -100,22 +106,22 @@ def planned(running: Running, config: Config, wanted: Mapping[str, str]) -> Plan
     )
 
 
-def as_served(config: Config, running: Config | None) -> Config:
+def as_served(config: Config, running: HttpSection | None) -> Config:
     """The configuration with the address and limits of the server that runs, which a deployment cannot change. A
     server that answers to the name localhost alone, as `raydix serve` does by itself, goes on so."""
     if running is None:
         return config
-    kept: dict[str, Any] = {name: getattr(running.http, name) for name in SERVER_KEYS}
-    if config.http.allowed_hosts is None and running.http.allowed_hosts == LOCAL_NAMES:
+    kept: dict[str, Any] = {name: getattr(running, name) for name in SERVER_KEYS if name in running.model_fields_set}
+    if config.http.allowed_hosts is None and running.allowed_hosts == LOCAL_NAMES:
         kept["allowed_hosts"] = LOCAL_NAMES
     return config.model_copy(update={"http": config.http.model_copy(update=kept)})
 
 
-def ignored(config: Config, running: Config | None) -> Iterator[str]:
+def ignored(config: Config, running: HttpSection | None) -> Iterator[str]:
     """Lines about keys that the file has and this server cannot change."""
     for name in SERVER_KEYS:
-        if running is not None and name in config.http.model_fields_set:
-            was, becomes = getattr(running.http, name), getattr(config.http, name)
+        if running is not None and name in config.http.model_fields_set & running.model_fields_set:
+            was, becomes = getattr(running, name), getattr(config.http, name)
             if was != becomes:
                 yield f"http.{name} stays {was}: {becomes} {Effect.SERVER}"
 
@@ -130,17 +136,31 @@ def running_application(name: str) -> Running:
         return NOTHING_RUNS
     infos = ray.get(client._controller.list_deployments_internal.remote())  # the public status has no user_config
     found = {key.name: info for key, (info, _) in infos.items() if key.app_name == name}
-    config = None
-    if INGRESS in found:
-        config = _config_of(found[INGRESS].deployment_config.user_config)
-    return Running({deployment: info.version for deployment, info in found.items()}, config)
+    versions = {deployment: info.version for deployment, info in found.items()}
+    return described(versions, found[INGRESS].deployment_config.user_config if INGRESS in found else None)
 
 
-def _config_of(user_config: object) -> Config | None:
+def described(versions: Mapping[str, str], user_config: object) -> Running:
+    """The application with the ingress's `user_config`, which another version of raydix may have written."""
+    if not isinstance(user_config, Mapping):
+        return Running(versions, None)
     try:
-        return Config.model_validate(user_config)
+        config = Config.model_validate(user_config)
     except ValidationError:
+        config = None
+    return Running(versions, config, _http_of(user_config.get("http")), bool(user_config.get("tenants")))
+
+
+def _http_of(section: object) -> HttpSection | None:
+    """The keys of the section `http` that this version of raydix reads; the others count as not set."""
+    if not isinstance(section, Mapping):
         return None
+    known: dict[str, Any] = {}
+    for name, value in section.items():
+        with contextlib.suppress(ValidationError):
+            HttpSection.model_validate({name: value})
+            known[name] = value
+    return HttpSection.model_validate(known)
 
 
 def _connect(address: str) -> None:
@@ -170,9 +190,9 @@ def _require_listener(address: str) -> None:
         raise StartupError(f"there is no Ray cluster at {address}: {error}") from None
 
 
-def _check_tenants(config: Config, running: Config | None, *, is_open: bool) -> None:
+def _check_tenants(config: Config, running: Running, *, is_open: bool) -> None:
     """Refuse to open a server to everybody by a file that only lacks the tenants."""
-    if running is not None and running.tenants and not config.tenants and not is_open:
+    if running.has_tenants and not config.tenants and not is_open:
         raise StartupError(
             "the running application has tenants, and the configuration has none: every client would be an "
             "administrator; --without-tenants deploys it all the same"

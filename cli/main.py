@@ -38,7 +38,12 @@ def parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     deploy = commands.add_parser("deploy", help="deploy on a Ray cluster that runs, or change the server there")
-    deploy.add_argument("--config", required=True, help="name or path of a configuration")
+    deploy.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        help="name or path of a configuration; given again: paths of more files, merged over it in order",
+    )
     deploy.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")
     deploy.add_argument(
         "--address", default="auto", help="Ray cluster, as raydix serve prints it (default: the only one here)"

@@ -31,7 +31,7 @@ class Effect(StrEnum):
     INGRESS_AND_WORKERS = "restarts the ingress and all workers"
     EVERYTHING = "restarts everything"
     NUMBER = "adds or removes replicas; the others go on"
-    ROLES = "starts or ends the workers of the role; with prefill the ingress restarts"
+    ROLES = "starts or ends the workers of the role; with prefill or elastic the ingress may restart"
     SERVER = "at the next start of raydix serve"
 
 
@@ -48,7 +48,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
         Effect.INGRESS_AND_MANAGER: "await_timeout_s",
         Effect.INGRESS: "public_prefixes",
     },
-    "workers": {Effect.ROLES: "prefill decode mixed"},
+    "workers": {Effect.ROLES: "prefill decode mixed elastic"},
     f"workers.{ROLE}": {
         Effect.NUMBER: "replicas",
         Effect.IN_PLACE: "token_budget max_requests",
@@ -56,10 +56,11 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
     },
     "speculation": {
         Effect.EVERYTHING: "mode sources",
-        Effect.WORKERS: "depth memory_mib",
+        Effect.WORKERS: "depth memory_mib draft_model draft_pool_mib",
         Effect.MANAGER: "cluster_mib",
     },
     "placement": {Effect.IN_PLACE: "import_gib_per_s piggyback_tokens"},
+    "slo": {Effect.IN_PLACE: "ttft_ms tpot_ms"},
     "ingress": {
         Effect.NUMBER: "replicas",
         Effect.IN_PLACE: "max_queued_requests max_body_bytes body_timeout_s max_waiting_mib any_content_type",

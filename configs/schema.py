@@ -91,7 +91,9 @@ class CacheSection(_Section):
         "one of them learns when prefixes are requested again. lru: the least recently used first.",
     )
     segment_gib: float = Field(
-        default=1.0, ge=0, description="Exported KV kept in the object store, in GiB; must be less than the store."
+        default=1.0,
+        ge=0,
+        description="Exported KV kept in each node's object store, in GiB; must be less than the store of one node.",
     )
     swap_gib: float = Field(
         default=0.25,
@@ -173,24 +175,33 @@ class WorkerSection(_Section):
 
 
 class WorkersSection(_Section):
-    """The worker pools. Prefill and decode belong together; mixed stands alone or beside them."""
+    """The worker pools. Prefill and decode belong together; mixed and elastic stand alone or beside them."""
 
     prefill: WorkerSection | None = Field(default=None, description="Workers that compute prompts.")
     decode: WorkerSection | None = Field(default=None, description="Workers that generate from imported KV.")
     mixed: WorkerSection | None = Field(default=None, description="Workers that do both.")
+    elastic: WorkerSection | None = Field(
+        default=None,
+        description="Workers that prefill, decode or do both as the load asks, to keep to the objectives of `slo`.",
+    )
 
     @property
     def sections(self) -> dict[str, WorkerSection]:
         """The configured pools, by role."""
-        pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+        pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed, "elastic": self.elastic}
         return {role: section for role, section in pools.items() if section is not None}
+
+    @property
+    def hands_over(self) -> bool:
+        """True if some workers may hand KV over to others that decode."""
+        return self.prefill is not None or self.elastic is not None
 
     @model_validator(mode="after")
     def _roles_complete(self) -> Self:
         if (self.prefill is None) != (self.decode is None):
             raise ValueError("prefill and decode workers belong together: configure both, or mixed")
-        if self.prefill is None and self.mixed is None:
-            raise ValueError("no workers: configure prefill and decode, or mixed")
+        if not self.sections:
+            raise ValueError("no workers: configure prefill and decode, mixed, or elastic")
         return self
 
 
@@ -212,7 +223,8 @@ class SpeculationSection(_Section):
     sources: tuple[DraftSource, ...] = Field(
         default=tuple(DraftSource),
         description="Origins of drafts: a request's own prompt and answer, a chat's `prediction`, past answers of the "
-        "same salt, on the same worker or to the same prompt on any (`cluster`), and tokens that a grammar forces.",
+        "same salt, on the same worker or to the same prompt on any (`cluster`), the `draft_model`, and tokens that a "
+        "grammar forces.",
     )
     depth: int = Field(default=8, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
     memory_mib: int = Field(
@@ -224,6 +236,17 @@ class SpeculationSection(_Section):
 
     cluster_mib: int = Field(
         default=16, ge=1, description="Memory of the manager for how answers of all workers began (`cluster`), in MiB."
+    )
+    draft_model: str | None = Field(
+        default=None,
+        description="A smaller model whose guesses are drafts, named as model.source is; of the same vocabulary. Each "
+        "worker holds its weights beside the model's own.",
+    )
+    draft_pool_mib: int = Field(
+        default=256,
+        ge=1,
+        description="Memory of a worker for the KV of the draft model, in MiB; a request that finds no room there has "
+        "no drafts of the model until another request ends.",
     )
 
     def uses(self, source: DraftSource) -> bool:
@@ -239,6 +262,18 @@ class PlacementSection(_Section):
     )
     piggyback_tokens: int = Field(
         default=64, ge=0, description="Longest uncached suffix that a decode worker computes."
+    )
+
+
+class SloSection(_Section):
+    """Objectives for latencies, of requests that do not bring their own. Elastic workers divide prompts and answers to
+    keep to them."""
+
+    ttft_ms: float | None = Field(
+        default=None, gt=0, le=3_600_000, description="Time to the first token, in ms; by default no objective."
+    )
+    tpot_ms: float | None = Field(
+        default=None, gt=0, le=3_600_000, description="Mean time of each further token, in ms; by default no objective."
     )
 
 
@@ -395,6 +430,7 @@ class Config(_Section):
     workers: WorkersSection = Field(description="Worker pools.")
     speculation: SpeculationSection = Field(default_factory=SpeculationSection, description="Drafts.")
     placement: PlacementSection = Field(default_factory=PlacementSection, description="Cost model.")
+    slo: SloSection = Field(default_factory=SloSection, description="Objectives for latencies.")
     ingress: IngressSection = Field(default_factory=IngressSection, description="HTTP front.")
     http: HttpSection = Field(default_factory=HttpSection, description="Listening address.")
     batches: BatchesSection = Field(default_factory=BatchesSection, description="Files and batches.")
@@ -405,7 +441,7 @@ class Config(_Section):
 
     @property
     def stored_gib(self) -> float:
-        """Limit of the object store for all parts together, in GiB."""
+        """Limit of the object store for all parts together, in GiB, if all workers are on one node."""
         num_workers = sum(section.replicas for section in self.workers.sections.values())
         return self.cache.segment_gib + num_workers * self.cache.swap_gib
 

@@ -3,7 +3,7 @@
 | deployment | `arguments`: a change restarts its replicas | `live`: applied by `reconfigure` while they run |
 |---|---|---|
 | ingress | the model, the parsers, the batches' folder | limits, tenants, trusted sites, log level |
-| manager | budgets and folder of the stores | first costs, tenants' shares, log level |
+| manager | budgets and folder of the stores | first costs, objectives, tenants' shares, log level |
 | each role | the engine, memory, resources at Ray | bounds of a step, tenants' shares, log level |
 
 The ingress gets the whole configuration beside the arguments, because the ingress shows the settings of the server.
@@ -27,6 +27,7 @@ from configs.schema import (
     LoggingSection,
     ModelSection,
     PlacementSection,
+    SloSection,
     SpeculationSection,
     WorkerSection,
 )
@@ -62,7 +63,7 @@ class IngressArguments(_Part):
     speculation: SpeculationSection
     logging: LoggingSection
     hands_over: bool
-    """True if there are prefill workers."""
+    """True if workers may hand KV over to others."""
     has_tokenizer_info: bool
     has_batches: bool
     batches_folder: str | None
@@ -82,6 +83,7 @@ class ManagerLive(_Part):
     """What the manager changes in place."""
 
     placement: PlacementSection
+    slo: SloSection
     shares: tuple[Share, ...]
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -141,7 +143,7 @@ def ingress_arguments(config: Config) -> IngressArguments:
         cache=_only(config.cache, "block_size", "prefix_caching", "await_timeout_s", "public_prefixes"),
         speculation=_only(config.speculation, "mode", "sources"),
         logging=_files_of(config.logging),
-        hands_over=config.workers.prefill is not None,
+        hands_over=config.workers.hands_over,
         has_tokenizer_info=config.http.tokenizer_info,
         has_batches=config.batches.gib > 0,
         batches_folder=config.batches.folder,
@@ -160,18 +162,20 @@ def manager_arguments(config: Config) -> ManagerArguments:
 
 def manager_live(config: Config) -> ManagerLive:
     """The manager's host's `user_config`."""
-    return ManagerLive(placement=config.placement, shares=_shares(config), level=config.logging.level)
+    shares = _shares(config)
+    return ManagerLive(placement=config.placement, slo=config.slo, shares=shares, level=config.logging.level)
 
 
 def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
     """The constructor argument of the workers' hosts of one of the configuration's worker sections."""
     resources = ("num_cpus", "num_gpus", "resources", "label_selector")
     pool = ("num_blocks", "pool_gib", "eviction", "swap_gib")
+    draft_model = ("draft_model", "draft_pool_mib")
     return WorkerArguments(
         model=_only(config.model, "source", "dtype", "quantization", "max_model_len", "deterministic"),
         cache=_only(config.cache, "block_size", "prefix_caching", *pool),
         worker=_only(worker, "device", "num_threads", *resources),
-        speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib"),
+        speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib", *draft_model),
         logging=_files_of(config.logging),
     )
 

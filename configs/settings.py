@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from configs.schema import Config, WorkerSection
+from configs.schema import Config, SloSection, SpeculationSection, WorkerSection
 from configs.sections import ManagerArguments, Share, WorkerArguments, WorkerLive, worker_arguments, worker_live
-from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
+from engine.core.settings import GIB, DraftLimits, DraftModelSettings, EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant, Tenants
-from engine.core.types import DraftSource
+from engine.core.types import DraftSource, Objectives
 
 INDEX_TOKEN_BYTES = 128
 """Memory of an indexed token: 100 bytes were measured, and more where token ids are no small integers."""
@@ -50,6 +50,11 @@ def step_limits(live: WorkerLive) -> SchedulerLimits:
     return SchedulerLimits(live.token_budget, live.max_requests)
 
 
+def objectives(slo: SloSection) -> Objectives:
+    """The objectives of requests without their own."""
+    return Objectives(*(None if ms is None else ms / 1000 for ms in (slo.ttft_ms, slo.tpot_ms)))
+
+
 def sharing(shares: Iterable[Share]) -> tuple[Tenant, ...]:
     """The tenants with shares of a cache, as its owner knows them."""
     return tuple(Tenant(share.name, cache_min=share.cache_min, cache_max=share.cache_max) for share in shares)
@@ -63,7 +68,19 @@ def _draft_limits(arguments: WorkerArguments) -> DraftLimits | None:
     kept = [source for source in speculation.sources if source not in EARLIER or keeps_kv]
     num_tokens = (speculation.memory_mib << 20) // INDEX_TOKEN_BYTES
     past_tokens = num_tokens // PAST_SHARE if DraftSource.PAST in kept else 0
-    return DraftLimits(speculation.depth, num_tokens - past_tokens, past_tokens, tuple(kept))
+    return DraftLimits(
+        depth=speculation.depth,
+        index_tokens=num_tokens - past_tokens,
+        past_tokens=past_tokens,
+        sources=tuple(kept),
+        model=_draft_model(speculation),
+    )
+
+
+def _draft_model(speculation: SpeculationSection) -> DraftModelSettings | None:
+    if speculation.draft_model is None or not speculation.uses(DraftSource.MODEL):
+        return None
+    return DraftModelSettings(speculation.draft_model, speculation.draft_pool_mib << 20)
 
 
 def answer_bytes(arguments: ManagerArguments) -> int:

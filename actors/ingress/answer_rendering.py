@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from actors.ingress.job import Answer, Job
 from actors.ingress.renderer import Renderer
-from actors.ingress.rendering import Pieces, Rendering
+from actors.ingress.rendering import Pieces, Rendering, stream_of
 from actors.ingress.stored_responses import StoredResponses
 from engine.api.answers import AnswerContext, AnswerWriter
 from engine.api.anthropic.answers import MessageWriter
@@ -48,18 +48,19 @@ class AnswerRenderer:
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Run the job; yields its events but the last. Errors as `pieces`."""
-        is_first, has_logprobs = True, self._job.spec.sampling.logprobs is not None
-        async with aclosing(self._pieces(self._answer)) as pieces:
-            async for piece in pieces:
-                if has_logprobs:
-                    self._answer.logprobs += piece.logprobs
-                opening = self._writer.first(self._answer.usage()) if is_first else b""
-                is_first = False
-                data = opening + self._writer.piece(piece)
-                if self._job.event_ids is not None:
-                    data = self._job.event_ids.mark(self._answer.index, piece.token_ids, data)
-                if data:
-                    yield data
+        answer, has_logprobs = self._answer, self._job.spec.sampling.logprobs is not None
+
+        def opening() -> bytes:
+            return self._writer.first(answer.usage())
+
+        def event(piece: Piece) -> bytes:
+            if has_logprobs:
+                answer.logprobs += piece.logprobs
+            return self._writer.piece(piece)
+
+        async with aclosing(stream_of(self._job, answer, self._pieces(answer), opening=opening, event=event)) as stream:
+            async for data in stream:
+                yield data
 
         if self._on_end is not None:
             await self._on_end()

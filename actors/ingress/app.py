@@ -32,6 +32,7 @@ from actors.ingress.http import (
     error_response,
     json_response,
     label_header,
+    objective_headers,
     read_body,
     while_connected,
 )
@@ -245,11 +246,12 @@ class Ingress:
     @app.post("/v1/chat/completions/batch")
     async def conversations(self, request: Request) -> Response:
         """Answer several chats that share all fields but their messages, with one choice for each, in their order; as
-        at vLLM."""
+        at vLLM. The decisions behind the choice 0 are explained as those of `<id>-0`."""
         jobs = await self.frontend.prepare_conversations(
             await self.body_of(request),
             request.state.tenant,
             session=label_header(request, "x-session-id"),
+            objectives=objective_headers(request),
             name=request.headers.get("x-request-id"),
         )
         with self.frontend.all_accounted(jobs):
@@ -400,6 +402,7 @@ class Ingress:
             await self.body_of(request),
             request.state.tenant,
             session=label_header(request, "x-session-id"),
+            objectives=objective_headers(request),
             name=request.headers.get("x-request-id"),
             last_event_id=request.headers.get(HEADER) or None,
         )

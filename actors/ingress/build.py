@@ -220,7 +220,7 @@ def _model_facts(config: Config, identity: ModelIdentity) -> ModelFacts:
         identity.fingerprint,
         cache.block_size,
         cache.await_timeout_s,
-        names_blocks=cache.prefix_caching or config.workers.prefill is not None,
+        names_blocks=cache.prefix_caching or config.workers.hands_over,
         names_answers=cache.prefix_caching and config.speculation.uses(DraftSource.CLUSTER),
     )
 

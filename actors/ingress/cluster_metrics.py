@@ -10,8 +10,8 @@ from actors.calls import answer, run_detached
 from actors.ingress.exposition import exposition
 from actors.ingress.manager_link import ManagerLink
 from actors.metric_values import Family, labels_of, merged
-from actors.names import MANAGER
 from actors.rpc import WorkerClient
+from configs.sections import MANAGER
 from engine.core.errors import ServiceError
 from engine.core.types import WorkerInfo
 

@@ -33,6 +33,7 @@ from engine.api.spec import Api
 from engine.core.errors import RaydixError, ServiceError
 from engine.core.ingress.room import Room
 from engine.core.tenants import Tenant, Tenants
+from engine.core.types import NO_OBJECTIVES, Objectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +121,32 @@ class Frontend:
         tenant: Tenant,
         *,
         session: str | None = None,
+        objectives: Objectives = NO_OBJECTIVES,
         name: str | None = None,
         last_event_id: str | None = None,
     ) -> Job:
         """The job of a request in an HTTP body; arguments and errors as `Preparation.of_body`."""
         return await self._preparation.of_body(
-            route, body, tenant, session=session, name=name, last_event_id=last_event_id
+            route,
+            body,
+            tenant,
+            session=session,
+            objectives=objectives,
+            name=name,
+            last_event_id=last_event_id,
         )
 
     async def prepare_conversations(
-        self, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+        self,
+        body: bytes,
+        tenant: Tenant,
+        *,
+        session: str | None = None,
+        objectives: Objectives = NO_OBJECTIVES,
+        name: str | None = None,
     ) -> list[Job]:
         """A job for each conversation in an HTTP body; arguments and errors as `Preparation.of_conversations`."""
-        return await self._preparation.of_conversations(body, tenant, session=session, name=name)
+        return await self._preparation.of_conversations(body, tenant, session=session, objectives=objectives, name=name)
 
     async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
         """Number of tokens of the prompt in an HTTP body; errors as `Preparation.of_body`."""

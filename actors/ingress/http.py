@@ -1,9 +1,9 @@
 """Small ASGI pieces: reading a bounded body, streaming server-sent events, watching for a client that leaves."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.api.prompts import MAX_LABEL_LEN
+from engine.api.spec import MAX_OBJECTIVE_MS, objectives_of
 from engine.api.wire import OPENAI, WireFormat
 from engine.core.errors import (
     AuthenticationError,
@@ -21,10 +22,15 @@ from engine.core.errors import (
     ServiceError,
 )
 from engine.core.ingress.body_room import BodyRoom
+from engine.core.types import Objectives
 
 T = TypeVar("T")
 
 JSON = "application/json"
+TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
+"""Objectives of a request, by the names that llm-d and GKE's gateways have for them."""
+MAX_SHOWN = 40
+"""Characters of a header's value in an error."""
 QUIET_S = 10.0
 """Seconds without an event, and without a status line, after which a stream gets `WireFormat.waiting`."""
 
@@ -74,6 +80,25 @@ def label_header(request: Request, name: str) -> str | None:
             f"The header '{name}' must have at most {MAX_LABEL_LEN} characters, got {len(value)}.", param=name
         )
     return value or None
+
+
+def objective_headers(request: Request) -> Objectives:
+    """The objectives in a request's headers. Raises RequestError naming the header."""
+    return objectives_of(_milliseconds(request, TTFT_HEADER), _milliseconds(request, TPOT_HEADER))
+
+
+def _milliseconds(request: Request, name: str) -> float | None:
+    value = request.headers.get(name)
+    if not value:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(value)) <= MAX_OBJECTIVE_MS:
+            return number
+    raise RequestError(
+        f"The header '{name}' must be a number of milliseconds above 0, at most {MAX_OBJECTIVE_MS:,}, "
+        f"got {value[:MAX_SHOWN]!r}.",
+        param=name,
+    )
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -152,7 +177,7 @@ class EventStreamResponse(Response):
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self._events) as events:
+            async with contextlib.aclosing(self._events) as events:
                 async for data in events:
                     await self._send(send, data)
         except RaydixError as error:

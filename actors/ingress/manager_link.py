@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from actors.calls import answer
 from actors.messages import RetiredError
@@ -60,18 +60,18 @@ class ManagerLink:
 
     async def probe(self, call: Call[T], *, timeout_s: float = TIMEOUT_S, is_prompt: bool = False) -> T:
         """The result of a call, made to a silent manager too; otherwise as `ask`. The successor of a manager that has
-        retired is asked at once."""
+        retired, and perhaps ended since, is asked at once."""
         try:
             return await self._ask_once(call, timeout_s, is_prompt)
-        except RetiredError:
+        except (RetiredError, ActorDiedError):
             pass
         try:
             return await self._ask_once(call, timeout_s, is_prompt)
-        except RetiredError as error:
+        except (RetiredError, ActorDiedError) as error:
             raise _out_of_reach() from error
 
     async def _ask_once(self, call: Call[T], timeout_s: float, is_prompt: bool) -> T:
-        """As `probe`. Raises RetiredError, too."""
+        """As `probe`. Raises RetiredError and ActorDiedError, too."""
         manager = await self.find()
         try:
             result = await answer(call(manager), timeout_s)
@@ -82,7 +82,7 @@ class ManagerLink:
         except RayError as error:
             if manager is self.client:
                 self._forget(error)
-            if isinstance(error, RetiredError):
+            if isinstance(error, (RetiredError, ActorDiedError)):
                 raise
             raise _out_of_reach() from error
         self._is_silent = False

@@ -34,7 +34,7 @@ from engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
 from engine.core.ingress.room import Permit, Room
 from engine.core.tenants import Tenant, num_public_tokens, salt_of
-from engine.core.types import BlockHash, CacheHints, CacheMark, ChatEnd, Pooling, Salt
+from engine.core.types import NO_OBJECTIVES, BlockHash, CacheHints, CacheMark, ChatEnd, Objectives, Pooling, Salt
 
 MARKED_PRIORITY = 1
 """`cache_priority` of the KV before a mark, unless the request has a higher one."""
@@ -73,9 +73,9 @@ def _as_line(spec: GenerationSpec) -> GenerationSpec:
     return replace(spec, priority=LINE_PRIORITY)
 
 
-def _with_session(spec: GenerationSpec, session: str | None) -> GenerationSpec:
-    """The request with the session of its header, unless its body names one."""
-    return replace(spec, session_id=spec.session_id or session)
+def _with_headers(spec: GenerationSpec, session: str | None, objectives: Objectives) -> GenerationSpec:
+    """The request with the session and the objectives of its headers, unless its body names them."""
+    return replace(spec, session_id=spec.session_id or session, objectives=spec.objectives.over(objectives))
 
 
 def _request_id(spec: GenerationSpec, name: str | None, unique: str) -> str:
@@ -137,24 +137,33 @@ class Preparation:
         tenant: Tenant,
         *,
         session: str | None = None,
+        objectives: Objectives = NO_OBJECTIVES,
         name: str | None = None,
         last_event_id: str | None = None,
     ) -> Job:
         """The job of a request in an HTTP body. The caller closes the job.
 
-        `session` counts where the body names none. `name` is an id for requests whose body has none, and need not
-        be unique; in place of a name of invalid form there is a new one. With `last_event_id` the events of the
-        answer's stream have ids (`engine.api.resuming`).
+        `session` and `objectives` count where the body names none. `name` is an id for requests whose body has none,
+        and need not be unique; in place of a name of invalid form there is a new one. With `last_event_id` the events
+        of the answer's stream have ids (`engine.api.resuming`).
 
         Raises:
             RequestError: the request is not valid; names the field.
             ServiceError: there is no room for the request, or the reading failed.
         """
         wanted = None if last_event_id is None else StreamStart.read(last_event_id)
-        return await self._prepare((route, body), len(body), tenant, session=session, name=name, start=wanted)
+        return await self._prepare(
+            (route, body), len(body), tenant, session=session, objectives=objectives, name=name, start=wanted
+        )
 
     async def of_conversations(
-        self, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+        self,
+        body: bytes,
+        tenant: Tenant,
+        *,
+        session: str | None = None,
+        objectives: Objectives = NO_OBJECTIVES,
+        name: str | None = None,
     ) -> list[Job]:
         """A job for each of several conversations in an HTTP body, which find room together or not at all; arguments
         and errors as `of_body`."""
@@ -166,7 +175,7 @@ class Preparation:
         with self._room.reserve(len(readings), tenant) as permits:
             try:
                 for number, reading in enumerate(readings):
-                    spec = _with_session(reading.spec, session)
+                    spec = _with_headers(reading.spec, session, objectives)
                     tenant.require_priority(spec.priority)
                     own = _request_id(spec, name, unique)
                     origin = self._new_origin(own)
@@ -184,11 +193,11 @@ class Preparation:
     async def of_line(self, route: Route, body: bytes, tenant: Tenant, name: str) -> Job:
         """The job of a line of a batch, with a name of the server's; errors as `of_body`, and RequestError for a
         stream."""
-        return await self._prepare((route, body), len(body), tenant, session=None, name=name, is_line=True)
+        return await self._prepare((route, body), len(body), tenant, name=name, is_line=True)
 
     async def of_spec(self, spec: GenerationSpec, tenant: Tenant) -> Job:
         """The job of the Python handle's request; errors as `of_body`."""
-        return await self._prepare(spec, size_of(spec), tenant, session=None, name=None)
+        return await self._prepare(spec, size_of(spec), tenant, name=None)
 
     async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
         """Number of tokens of the prompt in an HTTP body; errors as `of_body`."""
@@ -202,7 +211,8 @@ class Preparation:
         size: int,
         tenant: Tenant,
         *,
-        session: str | None,
+        session: str | None = None,
+        objectives: Objectives = NO_OBJECTIVES,
         name: str | None,
         is_line: bool = False,
         start: StreamStart | None = None,
@@ -210,7 +220,7 @@ class Preparation:
         arrived_at = self._clock()
         room = self._line_room if is_line else self._room
         reading = await self._read(request, size, tenant, room)
-        spec = _with_session(reading.spec, session)
+        spec = _with_headers(reading.spec, session, objectives)
         if is_line:
             spec = _as_line(spec)
         self._check(spec, tenant, start)
@@ -251,13 +261,18 @@ class Preparation:
         return reading
 
     def _named(self, spec: GenerationSpec, name: str | None, start: StreamStart | None) -> tuple[str, Origin]:
-        """Id of a request, and the origin of its answer: a new one, or that of the stream to go on with. A stored
-        response has a name of its own. Raises AnswerChangedError if the stream is of another model."""
+        """Id of a request, and the origin of its answer: a new one, or that of the stream to go on with.
+
+        A stored response has a name of its own. Where its stream has ids, so that there may be several attempts, the
+        name is the id of each: Serve gives every attempt another header. Raises AnswerChangedError if the stream is of
+        another model.
+        """
         unique = uuid.uuid4().hex
         request_id = _request_id(spec, name, unique)
         origin = self._new_origin(request_id if spec.turn is None else unique)
         if start is not None:
             origin = start.origin(origin)
+            request_id = spec.request_id or origin.name
         return origin.name if spec.turn is None else request_id, origin
 
     def _new_origin(self, name: str) -> Origin:
@@ -329,6 +344,7 @@ class Preparation:
             cache=hints,
             session=spec.session_id or spec.user,
             priority=spec.priority,
+            objectives=spec.objectives,
             prediction=prediction,
         )
 

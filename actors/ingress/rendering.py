@@ -161,34 +161,24 @@ class Rendering:
             message_id=answer.message_id,
         )
 
-    async def _choice_events(self, job: Job, answer: Answer) -> AsyncGenerator[bytes]:
+    def _choice_events(self, job: Job, answer: Answer) -> AsyncGenerator[bytes]:
         spec = job.spec
         writer = ChunkWriter(job.head, answer.index, include_usage=spec.include_usage)
         render = self.logprobs_renderer(spec)
         has_text_alone = answer.message is None and render is None
         is_plain = has_text_alone and not (spec.return_token_ids or spec.continuous_usage)
-        opening = b""
-        is_first = True
 
-        async with aclosing(self._pieces(answer)) as pieces:
-            async for piece in pieces:
-                usage = answer.usage() if spec.continuous_usage else None
-                if is_first:
-                    writer.usage = None if usage is None else usage.of_prompt
-                    opening = _opening(writer, spec, answer, render)
+        def opening() -> bytes:
+            writer.usage = answer.usage().of_prompt if spec.continuous_usage else None
+            return _opening(writer, spec, answer, render)
 
-                is_first = False
-                writer.usage = usage
-                if is_plain and piece.finish is None:
-                    data = writer.text(piece.text) if piece.text else b""
-                else:
-                    data = _event(writer, spec, answer, piece, render)
+        def event(piece: Piece) -> bytes:
+            writer.usage = answer.usage() if spec.continuous_usage else None
+            if is_plain and piece.finish is None:
+                return writer.text(piece.text) if piece.text else b""
+            return _event(writer, spec, answer, piece, render)
 
-                data, opening = opening + data, b""
-                if job.event_ids is not None:
-                    data = job.event_ids.mark(answer.index, piece.token_ids, data)
-                if data:
-                    yield data
+        return stream_of(job, answer, self._pieces(answer), opening=opening, event=event)
 
     async def _merged_events(self, job: Job) -> AsyncGenerator[bytes]:
         """Events of several choices, each as it comes."""
@@ -229,6 +219,28 @@ class Rendering:
         if spec.kind == "chat":
             return partial(chat_logprobs, token_bytes=self.bytes_of, num_top=num_top, names_ids=spec.tokens_as_ids)
         return CompletionLogprobs(self.bytes_of, num_top, names_ids=spec.tokens_as_ids).add
+
+
+async def stream_of(
+    job: Job,
+    answer: Answer,
+    pieces: AsyncGenerator[Piece],
+    *,
+    opening: Callable[[], bytes],
+    event: Callable[[Piece], bytes],
+) -> AsyncGenerator[bytes]:
+    """Run a choice; yields the events of each piece, before those of the first the `opening`, with ids where the stream
+    has any. Errors as `pieces`."""
+    is_first = True
+    async with aclosing(pieces):
+        async for piece in pieces:
+            data = opening() if is_first else b""
+            is_first = False
+            data += event(piece)
+            if job.event_ids is not None:
+                data = job.event_ids.mark(answer.index, piece.token_ids, data)
+            if data:
+                yield data
 
 
 def _opening(writer: ChunkWriter, spec: GenerationSpec, answer: Answer, render: LogprobsRenderer | None) -> bytes:

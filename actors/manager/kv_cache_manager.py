@@ -21,6 +21,7 @@ from actors.manager.disk_tier import DiskTier
 from actors.manager.pool_resets import UNDER_WAY_S, PoolResets
 from actors.manager.succession import Succession
 from actors.messages import (
+    DOUBTED_SILENCE_S,
     INGRESS_SILENCE_S,
     STARTING_SILENCE_S,
     WORKER_SILENCE_S,
@@ -31,10 +32,11 @@ from actors.messages import (
 )
 from actors.metric_values import Family
 from actors.metrics import ManagerMetrics
-from actors.names import MANAGER
+from actors.names import own_node
 from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
 from configs.schema import LoggingSection
+from configs.sections import MANAGER
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.log_fields import about
@@ -46,12 +48,23 @@ from engine.core.manager.placement import CostModel
 from engine.core.manager.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
 from engine.core.signs_of_life import SignsOfLife
 from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, WorkerInfo
+from engine.core.types import (
+    NO_OBJECTIVES,
+    Admission,
+    AdmitRequest,
+    Ended,
+    FirstToken,
+    Membership,
+    Objectives,
+    WorkerInfo,
+)
 
 logger = logging.getLogger(__name__)
 
 SAVE_S = 1.0
 """Interval between two searches for blocks that are not on their way to disk."""
+DIVIDE_S = 1.0
+"""Interval between two looks at the load of the elastic workers."""
 NUM_STALL_CHECKS = 8
 """Checks for stalled producers in each `await_timeout_s`."""
 
@@ -82,11 +95,13 @@ class KVCacheManager(Succession, DirectoryReports):
         response_budget_bytes: int = 0,
         response_ttl_s: float = 0.0,
         answer_budget_bytes: int = 0,
+        objectives: Objectives = NO_OBJECTIVES,
     ) -> None:
         """After `await_timeout_s` without a block its producer is stalled, and another worker takes over. `disk_path`
         is the folder of segments on disk, if `disk_budget_bytes` is not 0. `tenants` have shares of the object store's
         and the disk's budgets. Without `prefix_caching` segments are for hand-overs only. Stored responses that nobody
-        used for `response_ttl_s` are forgotten. With 0 `answer_budget_bytes` no answers are kept for drafts."""
+        used for `response_ttl_s` are forgotten. With 0 `answer_budget_bytes` no answers are kept for drafts.
+        `objectives` are those of requests without their own."""
         super().__init__(transcript_budget_bytes, response_budget_bytes, response_ttl_s, answer_budget_bytes)
         log_to_ray(MANAGER, logs)
         gc.set_threshold(*GC_THRESHOLDS)
@@ -101,6 +116,8 @@ class KVCacheManager(Succession, DirectoryReports):
             disk_budget_bytes,
             tenants,
             keeps_segments=prefix_caching,
+            objectives=objectives,
+            node=own_node(),
         )
         self._disk = DiskTier(disk_path) if disk_budget_bytes else None
         self._await_timeout_s = await_timeout_s
@@ -125,6 +142,7 @@ class KVCacheManager(Succession, DirectoryReports):
             self._background.start(self._watch_ingresses())
             self._background.start(self._watch_senders())
             self._background.start(self._watch_workers())
+            self._background.start(self._watch_load())
             if self._disk is not None:
                 files = await self._disk.open()
                 self._carry_out(self._directory.files_found(files, time.time()))
@@ -143,12 +161,17 @@ class KVCacheManager(Succession, DirectoryReports):
         await asyncio.Event().wait()
 
     async def reconfigure(
-        self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant], level: str
+        self,
+        piggyback_tokens: int,
+        prior: WorkerCosts,
+        tenants: Sequence[Tenant],
+        objectives: Objectives,
+        level: str,
     ) -> None:
-        """Place by other first values, give tenants other shares of the segments' budgets, and log at another level,
-        all from now on."""
+        """Place by other first values and objectives, give tenants other shares of the segments' budgets, and log at
+        another level, all from now on."""
         set_level(level)
-        self._directory.change_limits(piggyback_tokens, prior, tenants)
+        self._directory.change_limits(piggyback_tokens, prior, tenants, objectives)
         extra = about("reconfigured", piggyback_tokens=piggyback_tokens, tenants=len(tenants), level=level)
         logger.info("other limits for placement and %d tenants' shares", len(tenants), extra=extra)
 
@@ -181,6 +204,7 @@ class KVCacheManager(Succession, DirectoryReports):
             registration.token_budget,
             registration.device,
             registration.fingerprint,
+            registration.node,
         )
         client = self._clients[worker_id] = WorkerClient(worker[0])
         self._carry_out(instructions)
@@ -219,8 +243,7 @@ class KVCacheManager(Succession, DirectoryReports):
             return None
         if worker_id not in self._directory.workers.leaving:
             logger.info("%s is leaving", worker_id, extra=about("worker_leaving", worker=worker_id))
-        self._directory.leave(worker_id)
-        self._carry_out(self._directory.save())
+        self._carry_out(self._directory.leave(worker_id))
         return self._directory.has_left(worker_id)
 
     async def worker_starting(self, worker_id: str) -> None:
@@ -252,6 +275,9 @@ class KVCacheManager(Succession, DirectoryReports):
     async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | None]:
         """Place requests, each in one atomic step; None for a request that no worker could take."""
         self.check_not_retired()
+        doubted = {worker_id for request in requests for worker_id in request.avoided}
+        if doubted:
+            self._forget_silent(DOUBTED_SILENCE_S, doubted)
         admissions: list[Admission | None] = []
         for request in requests:
             try:
@@ -339,21 +365,37 @@ class KVCacheManager(Succession, DirectoryReports):
         """Forget workers that are silent, as long as others are there: nobody is to wait for their blocks."""
         while True:
             self._worker_signs.stood_still(await sleep(WORKER_SILENCE_S / 4))
-            silent = self._worker_signs.silent(time.monotonic(), WORKER_SILENCE_S)
-            for worker_id in silent if set(self._worker_signs) - set(silent) else ():
-                logger.warning(
-                    "no heartbeat of %s for %g s: forgotten until it registers again",
-                    worker_id,
-                    WORKER_SILENCE_S,
-                    extra=about("worker_silent", worker=worker_id),
-                )
-                self._followers.pop(worker_id).cancel()
-                self._forget(worker_id)
+            self._forget_silent(WORKER_SILENCE_S, set(self._worker_signs))
 
-    def _forget(self, worker_id: str) -> None:
-        """Forget a worker whose export stream is read no more."""
-        self._resets.exports_over(worker_id)
-        self._carry_out(self._directory.remove_worker(worker_id))
+    async def _watch_load(self) -> None:
+        """Divide the elastic workers between prompts and answers as the load asks."""
+        while True:
+            await asyncio.sleep(DIVIDE_S)
+            plan = self._directory.divide(time.time()) if self._directory.workers.elastic else None
+            self._metrics.duties([worker.duty for worker in self._directory.workers.elastic])
+            for worker_id, duty in plan.duties.items() if plan is not None else ():
+                extra = about("duty", worker=worker_id, duty=duty)
+                logger.info("%s now has the duty %s", worker_id, duty, extra=extra)
+
+    def _forget_silent(self, silence_s: float, among: set[str]) -> None:
+        """Forget the workers of `among` that are silent for so long, and what only their nodes have."""
+        silent = self._worker_signs.silent(time.monotonic(), silence_s)
+        for worker_id in among.intersection(silent) if set(self._worker_signs) - set(silent) else ():
+            logger.warning(
+                "no heartbeat of %s for %g s: forgotten until it registers again",
+                worker_id,
+                silence_s,
+                extra=about("worker_silent", worker=worker_id),
+            )
+            self._followers.pop(worker_id).cancel()
+            self._forget(worker_id, is_silent=True)
+
+    def _forget(self, worker_id: str, *, is_silent: bool = False) -> None:
+        """Forget a worker whose export stream is read no more. `is_silent`: with its node out of reach, perhaps."""
+        self._resets.stream_over(worker_id)
+        directory = self._directory
+        now = time.time()
+        self._carry_out(directory.worker_silent(worker_id, now) if is_silent else directory.remove_worker(worker_id))
         del self._clients[worker_id]
         self._worker_signs.forget(worker_id)
 
@@ -398,14 +440,14 @@ class KVCacheManager(Succession, DirectoryReports):
             self._carry_out(self._directory.export_failed(worker_id, epoch, item.missing))
         if item.unsent:
             self._carry_out(self._directory.blocks_unsent(worker_id, epoch, item.unsent))
-        if item.has_reset:
-            self._resets.exports_over(worker_id)
+        if item.reset is not None:
+            self._resets.exports_over(worker_id, item.reset)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Deliver(worker_id=worker_id, segment=segment):
-                    self._deliveries.start(self._deliver(self._clients[worker_id], segment))
+                    self._deliveries.start(self._deliver(worker_id, self._clients[worker_id], segment))
                 case Export(worker_id=worker_id, hashes=hashes):
                     self._background.start(quietly(self._clients[worker_id].export_blocks(hashes)))
                 case Lost(worker_id=worker_id, hashes=hashes):
@@ -413,17 +455,21 @@ class KVCacheManager(Succession, DirectoryReports):
                 case _:
                     self._background.start(self._use_disk(instruction))
 
-    async def _deliver(self, client: WorkerClient, segment: Segment) -> None:
-        """Hand a segment to a worker; after a failure, the segment is promised from this source to no other worker."""
+    async def _deliver(self, worker_id: str, client: WorkerClient, segment: Segment) -> None:
+        """Hand a segment to a worker, and note the time of the import; after a failure, the segment is promised from
+        this source to no other worker."""
+        header, node = segment.header, segment.node
         try:
-            outcome = await client.import_segment(segment.header, [] if segment.ref is None else [segment.ref])
+            report = await client.import_segment(header, [] if segment.ref is None else [segment.ref])
         except RayError as error:  # the worker is gone; its stream tells
             logger.debug("segment not delivered: %s", type(error).__name__)
             return
-        if outcome is Imported.NOT_FETCHED:
+        if report.fate is Imported.NOT_FETCHED:
             self._directory.segment_undelivered(segment, time.time())
-        elif outcome is Imported.DAMAGED:
+        elif report.fate is Imported.DAMAGED:
             self._carry_out(self._directory.segment_lost(segment.segment_id, time.time()))
+        if report.seconds is not None:
+            self._directory.imported(worker_id, node, header.num_bytes, report.seconds, time.time())
 
     async def _use_disk(self, instruction: DiskInstruction) -> None:
         assert self._disk is not None

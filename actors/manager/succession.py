@@ -143,7 +143,8 @@ class Succession(ClientMemory):
         """Copy the predecessor's segments, the most valuable first; returns their number."""
         segments, now = self._directory.segments, time.time()
         offers = await answer(client.offers(), ANSWER_S)
-        room_bytes = segments.store_budget_bytes - segments.store_bytes
+        node = offers[0].node if offers else ""
+        room_bytes = segments.store_budget_bytes - segments.node_bytes[node]
         fingerprint = self._directory.workers.fingerprint
         taken: list[int] = []
         try:
@@ -165,7 +166,9 @@ class Succession(ClientMemory):
         for offer in batch:
             ref = await anext(stream)
             if await ref is not None:
-                segment_id, instructions = self._directory.segment_taken_over(offer.header, ref, time.time())
+                segment_id, instructions = self._directory.segment_taken_over(
+                    offer.header, ref, offer.node, time.time()
+                )
                 self._carry_out(instructions)
                 taken.append(segment_id)
         await client.moved_away(segment_ids)

@@ -1,1 +1,1 @@
-"""The prefill, decode and mixed worker actors."""
+"""The prefill, decode, mixed and elastic worker actors."""

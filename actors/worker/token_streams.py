@@ -16,6 +16,8 @@ class _Outbox:
     events: list[PromptEvent | TokenEvent] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     reader: int = 0
+    is_over: bool = False
+    """True once the replica is given up: its reader, if it comes back, gets what is here, and then the end."""
 
 
 class TokenStreams:
@@ -63,8 +65,12 @@ class TokenStreams:
             await outbox.filled.wait()
             if outbox.reader == reader:
                 events, outbox.events = outbox.events, []
+                is_over = outbox.is_over  # before the yield: events may come until the reader goes on
                 outbox.filled.clear()
-                yield events
+                if events:
+                    yield events
+                if is_over:
+                    return
 
     # Replicas
 
@@ -78,12 +84,13 @@ class TokenStreams:
         self._signs.stood_still(late_s)
 
     def drop_silent(self, silence_s: float) -> dict[str, list[str]]:
-        """End the streams of replicas that were not seen for so long; returns the requests of each."""
+        """End the streams of replicas that were not seen for so long, behind the events that wait there; returns the
+        requests of each."""
         silent = self._signs.silent(time.monotonic(), silence_s)
         for ingress_id in silent:
             self._signs.forget(ingress_id)
             outbox = self._outboxes.pop(ingress_id)
-            outbox.reader += 1
+            outbox.is_over = True
             outbox.filled.set()
         return {
             ingress_id: [request for request, (_, ingress) in self._reply_to.items() if ingress == ingress_id]

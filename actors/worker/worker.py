@@ -1,4 +1,4 @@
-"""The actor that owns one engine: prefill, decode or mixed.
+"""The actor that owns one engine: prefill, decode, mixed or elastic.
 
 Three streams leave a worker. Each ingress replica reads one *token stream*: a list of token events per engine step, for
 any number of requests. The manager reads the one *export stream*: changes of the pool, and segments, each a header
@@ -25,9 +25,10 @@ from ray.exceptions import RayError
 from actors.calls import Background, answer, sleep
 from actors.instruments import families_of
 from actors.logs import DEFAULTS, log_to_ray, set_level
-from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, Registration, WorkerState
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, Registration, WorkerState
 from actors.metric_values import Family
 from actors.metrics import WorkerMetrics
+from actors.names import own_node
 from actors.rpc import Handle, ManagerClient, find_manager
 from actors.worker.export_stream import ExportStream
 from actors.worker.recording import record_scheduler
@@ -118,7 +119,7 @@ class Worker:
         """Take other bounds of a step, tenants' shares of the pool, and log level; returns when the next step has
         them."""
         set_level(level)
-        await self._ask(lambda engine: engine.scheduler.change_limits(limits, tenants))
+        await self._ask(lambda engine: engine.change_limits(limits, tenants))
         budget, most = limits.token_budget, limits.max_requests
         logger.info(
             "steps have up to %d tokens of %d requests",
@@ -168,9 +169,9 @@ class Worker:
         async for item in self._exports.read():
             yield item
 
-    async def import_segment(self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]") -> Imported:
+    async def import_segment(self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]") -> ImportReport:
         """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
-        content = None
+        content, is_late = None, False
         started = time.monotonic()
 
         try:
@@ -179,6 +180,7 @@ class Worker:
                 self._metrics.imported_bytes(header.num_bytes)
         except (RayError, TimeoutError) as error:
             logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
+            is_late = isinstance(error, TimeoutError)
 
         fetched = time.monotonic()
 
@@ -188,13 +190,15 @@ class Worker:
 
         intact, take_s = await self._ask(take)
         if payload and content is None:
-            return Imported.NOT_FETCHED
+            return ImportReport(Imported.NOT_FETCHED, fetched - started if is_late else None)
         if not intact:
-            return Imported.DAMAGED
-        if content is not None:
-            self._costs.imported(header.num_bytes, fetched - started + take_s)
+            return ImportReport(Imported.DAMAGED)
+        if content is None:
+            return ImportReport(Imported.TAKEN)
 
-        return Imported.TAKEN
+        seconds = fetched - started + take_s
+        self._costs.imported(header.num_bytes, seconds)
+        return ImportReport(Imported.TAKEN, seconds)
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Export blocks of the pool; tells the manager of blocks that are missing or could not be sent."""
@@ -220,11 +224,11 @@ class Worker:
         now = time.monotonic()
         self._loop_thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
 
-    async def reset_cache(self) -> int:
-        """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells
-        when the exports of these blocks are over."""
+    async def reset_cache(self, number: int) -> int:
+        """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells,
+        with the `number` of this reset, when the exports of these blocks are over."""
         num_blocks = await self._ask(lambda engine: engine.reset_cache())
-        self._exports.put(ExportItem(has_reset=True))
+        self._exports.put(ExportItem(reset=number))
         return num_blocks
 
     async def statistics(self) -> dict[str, Any]:
@@ -302,12 +306,12 @@ class Worker:
             self._tokens.end(request_id, attempt)
 
     def _measure(self, step: "StepResult", step_s: float) -> None:
-        """Count the step, and fit the cost model to its time."""
+        """Count the step, and fit the cost model to its time, but for a draft model's, which has a fit of its own."""
         for request in step.finished:
             self._metrics.finished(request)
         self._metrics.step(step.shape)
         if step.is_typical:
-            self._costs.step(step.shape, step_s)
+            self._costs.step(step.shape, step_s - step.drafting_s)
             self._has_measured = True
         self._num_prefill_tokens += step.shape.num_prefill_tokens
 
@@ -398,6 +402,7 @@ class Worker:
             device=self._device,
             fingerprint=self._engine.fingerprint,
             hashes=await taken,
+            node=own_node(),
         )
 
     async def _report(self) -> None:
@@ -453,8 +458,13 @@ class MixedWorker(Worker):
     """Prefills and decodes, without hand-over."""
 
 
+class ElasticWorker(Worker):
+    """Prefills, decodes, or does both, as each request asks."""
+
+
 WORKER_CLASSES: dict[Role, type[Worker]] = {
     Role.PREFILL: PrefillWorker,
     Role.DECODE: DecodeWorker,
     Role.MIXED: MixedWorker,
+    Role.ELASTIC: ElasticWorker,
 }

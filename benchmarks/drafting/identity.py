@@ -79,7 +79,7 @@ def check(workshop: Workshop, questions: Mapping[str, Sequence[Question]], count
     asked = [_predicted(each, expected[each.request_id]) for each in asked]
 
     report: Report = {}
-    for kind in kinds(workshop.draft_limits, workshop.vocab_size, expected):
+    for kind in kinds(workshop.draft_limits, workshop.vocab_size, expected, workshop.draft_model()):
         for name, answer in CIRCUMSTANCES.items():
             tally = Tally()
             tally.compare(expected, answer(Bench(workshop, kind, tally), asked))

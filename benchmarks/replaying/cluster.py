@@ -9,26 +9,51 @@ from benchmarks.replaying.rules import Router
 from benchmarks.replaying.traces import TraceRequest
 from benchmarks.replaying.worker import Job, ReplayWorker
 
+LOOK_S = 1.0
+"""Between two looks at the load, as in the manager."""
+
 
 class Cluster:
-    """Runs a trace on workers behind a router."""
+    """Runs a trace on workers behind a router. Workers may come and go (`look`)."""
 
-    def __init__(self, workers: Sequence[ReplayWorker], router: Router) -> None:
+    def __init__(
+        self, workers: Sequence[ReplayWorker], router: Router, look: Callable[[Cluster, float], None] | None = None
+    ) -> None:
+        """`look`: called each `LOOK_S`, as long as there are jobs."""
         self.workers = {worker.worker_id: worker for worker in workers}
         self.router = router
+        self.num_active = 0
+        """Jobs that have arrived and not ended."""
+        self._look = look
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
+        self._has_more = True
 
     def run(self, trace: Sequence[TraceRequest]) -> Iterator[Job]:
         """Yields each job on its arrival; at the end all have ended (or are refused: no blocks)."""
+        self._at(0.0, self._look_again)
         for number, request in enumerate(trace):
             while self._events and self._events[0][0] <= request.arrival_s:
                 self._next()
             job = Job(number, request)
             self._arrive(job)
             yield job
+        self._has_more = False
         while self._events:
             self._next()
+
+    def at(self, when: float, happen: Callable[[float], None]) -> None:
+        """Have something happen later."""
+        self._at(when, happen)
+
+    def is_idle(self, worker_id: str) -> bool:
+        """True if a worker has nothing to do."""
+        return self.workers[worker_id].is_idle
+
+    def _look_again(self, now: float) -> None:
+        if self._look is not None and (self._has_more or self.num_active):
+            self._look(self, now)
+            self._at(now + LOOK_S, self._look_again)
 
     def _next(self) -> None:
         now, _, happen = heapq.heappop(self._events)
@@ -44,6 +69,7 @@ class Cluster:
         num_blocks = len(job.request.hashes) - (-job.request.num_output_tokens // pool.block_size)
         if num_blocks > pool.num_blocks:
             return
+        self.num_active += 1
         job.prefill, job.decode = self.router.route(job)
         worker = self.workers[job.prefill]
         worker.waiting.append(job)
@@ -103,6 +129,7 @@ class Cluster:
         job = worker.pop_decoded(now)
         worker.give_back(job, now)
         job.finished_s = now
+        self.num_active -= 1
         self.router.ended(job)
         self._set_timer(worker, now)
         self._start(worker, now)

@@ -12,23 +12,56 @@ from benchmarks.replaying.traces import ReplayError
 from benchmarks.replaying.worker import Job, ReplayWorker
 from engine.core.costs import WorkerCosts
 from engine.core.manager.directory import Directory
+from engine.core.manager.elastic import Plan
 from engine.core.manager.instructions import Export, Instruction
-from engine.core.types import AdmitRequest, SegmentHeader
+from engine.core.manager.reservations import WorkerRecord
+from engine.core.types import NO_OBJECTIVES, AdmitRequest, Objectives, SegmentHeader
 
 
 class Managed:
     """The manager: `Directory.admit`, by predicted time to first token."""
 
-    def __init__(self, workers: Sequence[ReplayWorker], speeds: Speeds, spread: float = 0.0) -> None:
-        block_size = workers[0].pool.block_size
-        model, self._block_bytes = speeds.cost_model(block_size)
-        self._directory = Directory(model, segment_budget_bytes=0)
+    def __init__(
+        self,
+        workers: Sequence[ReplayWorker],
+        speeds: Speeds,
+        spread: float = 0.0,
+        objectives: Objectives = NO_OBJECTIVES,
+    ) -> None:
+        self._block_size = workers[0].pool.block_size
+        model, self._block_bytes = speeds.cost_model(self._block_size)
+        self._directory = Directory(model, segment_budget_bytes=0, objectives=objectives)
         self._imports = speeds.imports
+        self._token_budget = speeds.token_budget
+        self._spread = spread
         for worker in workers:
-            self._directory.register(worker.worker_id, worker.role, 0, self._block_bytes, (), speeds.token_budget)
+            self._register(worker)
         for worker in workers:
-            fitted = worker.fitted.cost_model(block_size)[0].prior
-            self._measured(worker, replace(fitted, spread=max(fitted.spread, spread)))
+            self._report_costs(worker)
+
+    @property
+    def workers(self) -> Mapping[str, WorkerRecord]:
+        """The directory's own records."""
+        return self._directory.workers
+
+    def divide(self, now: float, most: int) -> Plan | None:
+        """Have the directory look at the load of its elastic workers."""
+        return self._directory.divide(now, most)
+
+    def add(self, worker: ReplayWorker) -> None:
+        """A worker has started."""
+        self._register(worker)
+        self._report_costs(worker)
+
+    def leave(self, worker_id: str) -> None:
+        """A worker is to stop, and gets no new requests."""
+        self._directory.leave(worker_id)
+
+    def has_left(self, worker_id: str) -> bool:
+        return self._directory.has_left(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        self._export(self._directory.remove_worker(worker_id))
 
     def route(self, job: Job) -> tuple[str, str]:
         request = job.request
@@ -40,7 +73,7 @@ class Managed:
                 num_tokens=request.num_prompt_tokens,
                 session=request.session,
             ),
-            0.0,
+            request.arrival_s,
         )
         self._export(instructions)
         if self._imports:
@@ -67,6 +100,13 @@ class Managed:
         if sealed or evicted:
             self._export(self._directory.blocks_changed(worker.worker_id, 0, sealed, evicted))
             self._measured(worker, None)
+
+    def _register(self, worker: ReplayWorker) -> None:
+        self._directory.register(worker.worker_id, worker.role, 0, self._block_bytes, (), self._token_budget)
+
+    def _report_costs(self, worker: ReplayWorker) -> None:
+        fitted = worker.fitted.cost_model(self._block_size)[0].prior
+        self._measured(worker, replace(fitted, spread=max(fitted.spread, self._spread)))
 
     def _measured(self, worker: ReplayWorker, costs: WorkerCosts | None) -> None:
         num_available = worker.pool.num_available

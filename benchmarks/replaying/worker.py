@@ -60,6 +60,10 @@ class ReplayWorker:
         self._decoded = 0.0
         self._since = 0.0
 
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.incoming or self._decoding) and self.prefilling is None
+
     def take_blocks(self, job: Job, now: float, num_reachable: int = 0) -> bool:
         """Give a job the cached prefix and room for the remaining blocks, its answer included where it decodes; False
         if full.

@@ -48,6 +48,7 @@ class EmbeddingFields(PromptFields):
             user=self.user or None,
             session_id=self.session_id,
             priority=self.priority or 0,
+            objectives=self.objectives(),
             cache_salt=self.cache_salt,
             cache_priority=self.cache_priority or 0,
             cache_ttl_s=self.cache_ttl_s,

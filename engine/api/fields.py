@@ -20,10 +20,19 @@ from pydantic import (
 
 from engine.api.formats import FormatFields
 from engine.api.prompts import MAX_TOKEN_ID, Label, Message, continued_answers, require_unicode
-from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, Prompt, ReasoningUse, ToolUse, Truncation
+from engine.api.spec import (
+    DEFAULT_SAMPLING,
+    MAX_OBJECTIVE_MS,
+    GenerationSpec,
+    Prompt,
+    ReasoningUse,
+    ToolUse,
+    Truncation,
+    objectives_of,
+)
 from engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
 from engine.core.errors import RequestError
-from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, Grammar, SamplingParams
+from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, Grammar, Objectives, SamplingParams
 
 T = TypeVar("T")
 
@@ -149,6 +158,9 @@ def _given(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
+Milliseconds = Annotated[float, Field(gt=0, le=MAX_OBJECTIVE_MS)]
+
+
 class PromptFields(StrictModel):
     """Fields of every request that say nothing of an answer: part of the prompt, place in the queue, use of caches."""
 
@@ -164,6 +176,12 @@ class PromptFields(StrictModel):
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63), INTEGRAL] | None = Field(
         default=None, description="Requests of a lower priority start before, and are preempted after, others; 0."
     )
+    slo_ttft_ms: Milliseconds | None = Field(
+        default=None, description="Objective for the time to the first token; the server's `slo.ttft_ms`."
+    )
+    slo_tpot_ms: Milliseconds | None = Field(
+        default=None, description="Objective for the mean time of each further token; the server's `slo.tpot_ms`."
+    )
     cache_salt: Label | None = Field(
         default=None, description="Share cached prefixes only with requests of the same salt."
     )
@@ -173,6 +191,10 @@ class PromptFields(StrictModel):
     cache_ttl_s: Annotated[float, Field(gt=0, le=MAX_TTL_S)] | None = Field(
         default=None, description="So many seconds after the request its KV is evicted before any other."
     )
+
+    def objectives(self) -> Objectives:
+        """Objectives of the request's own."""
+        return objectives_of(self.slo_ttft_ms, self.slo_tpot_ms)
 
     def truncated_to(self) -> Truncation | None:
         """Part of the prompt to keep; None for all of the prompt."""
@@ -381,6 +403,7 @@ def build_spec(
         user=fields.user or None,
         session_id=session_id or fields.session_id,
         priority=fields.priority or 0,
+        objectives=fields.objectives(),
         cache_salt=fields.cache_salt,
         cache_priority=fields.cache_priority or 0,
         cache_ttl_s=fields.cache_ttl_s,

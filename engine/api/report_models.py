@@ -72,7 +72,9 @@ class CachedWorker(Shape):
     """Cache of a worker."""
 
     id: str = Field(description="Its name.")
-    role: str = Field(description="prefill, decode or mixed.")
+    role: str = Field(description="prefill, decode, mixed or elastic.")
+    duty: str | None = Field(description="Main work of an elastic worker now: prefill, decode or mixed; else null.")
+    node: str = Field(description="Ray's id of its node.")
     cached_blocks: int = Field(description="Blocks with a name.")
     available_blocks: int | None = Field(description="Blocks that no request holds; null before its first report.")
     costs: dict[str, float] = Field(description="Seconds per unit, as measured.")
@@ -83,7 +85,17 @@ class ObjectStore(Shape):
 
     segments: int = Field(description="Exported segments.")
     bytes: int = Field(description="Their size.")
-    budget_bytes: int = Field(description="The most that are kept.")
+    budget_bytes: int = Field(description="The most that are kept on each node.")
+    nodes: dict[str, int] = Field(description="Their size on each node.")
+
+
+class Link(Shape):
+    """Measured imports from the object store of a node to the workers on a node."""
+
+    source: str = Field(description="Ray's id of the one node.")
+    target: str = Field(description="Ray's id of the other node, or of the same one.")
+    import_s: float = Field(description="Seconds of an import, besides its bytes.")
+    import_byte_s: float = Field(description="Seconds of a byte.")
 
 
 class Disk(Shape):
@@ -106,6 +118,7 @@ class CacheReport(Shape):
     known_blocks: int | None = Field(default=None, description="Blocks anywhere.")
     workers: list[CachedWorker] | None = Field(default=None, description="Each worker's cache.")
     object_store: ObjectStore | None = Field(default=None, description="KV in the object store.")
+    links: list[Link] | None = Field(default=None, description="What imports between nodes take.")
     disk: Disk | None = Field(default=None, description="KV on disk.")
     hit_blocks: dict[str, int] | None = Field(default=None, description="Hits by source.")
     missed_blocks: dict[str, int] | None = Field(default=None, description="Misses by reason.")
@@ -132,6 +145,7 @@ class Candidate(Shape):
     ttft_s: Seconds
     others_s: Seconds
     room_s: Seconds
+    transfer_s: Seconds
     cost_s: Seconds
 
 
@@ -153,9 +167,17 @@ class Attempt(Shape):
     note: str | None = Field(description="Why there are no blocks.")
     prefill_worker: str | None = Field(description="Worker of the prompt, if another one than the answer's.")
     decode_worker: str = Field(description="Worker of the answer.")
+    duties: dict[str, str] = Field(
+        description="Main work, at the placement, of the elastic ones among these workers and the candidates."
+    )
     candidates: list[Candidate] = Field(description="Workers that were compared.")
     predicted_ttft_s: float = Field(description="Predicted time to the first token, in seconds.")
     actual_ttft_s: float | None = Field(description="Measured time to the first token, in seconds.")
+    predicted_handover_s: float | None = Field(
+        description="Predicted time from the first token to the second one, in seconds; null unless one worker "
+        "computes the prompt and another one the answer."
+    )
+    actual_handover_s: float | None = Field(description="Measured, at the end.")
     regret_s: float | None = Field(description="How much sooner the best other candidate was predicted to be.")
     preemptions: int = Field(description="How often it had to make room.")
     drafts: dict[str, DraftedTokens] = Field(description="Drafts by source, at the end.")

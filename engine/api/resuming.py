@@ -27,7 +27,7 @@ from engine.api.fields import REQUEST_ID_PATTERN
 from engine.api.reconnecting import BEGINNING, HEADER
 from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
 from engine.core.errors import AnswerChangedError, RequestError
-from engine.core.types import MODEL_TEMPLATE
+from engine.core.types import MODEL_TEMPLATE, NO_OBJECTIVES
 
 MAX_CHOICES = 64
 """Choices of a stream with ids: each id has a place of every choice."""
@@ -126,7 +126,7 @@ def _place(text: str) -> Place:
 def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable[Sequence[int]]) -> bytes:
     """A digest of a request, equal for two that have the same answer in the same events; `prompts` by their ids.
 
-    Who else asks, when and how soon it runs (`priority`, `session_id`, `cache_*`, drafts) is left out.
+    Who else asks, when and how soon it runs (`priority`, `slo_*`, `session_id`, `cache_*`, drafts) is left out.
     """
     shown = replace(
         spec,
@@ -143,6 +143,7 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
         user=None,
         session_id=None,
         priority=0,
+        objectives=NO_OBJECTIVES,
         cache_salt=None,
         cache_priority=0,
         cache_ttl_s=None,

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from engine.api.validation import name_all
 from engine.core.errors import ContextLengthError, RequestError
-from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, SamplingParams
+from engine.core.types import MODEL_TEMPLATE, NO_OBJECTIVES, ChatEnd, ChatTemplate, Objectives, SamplingParams
 
 Prompt: TypeAlias = str | tuple[int, ...]
 Api: TypeAlias = Literal["openai", "messages", "responses"]
@@ -22,11 +22,19 @@ ChatMessage: TypeAlias = Mapping[str, object]
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's `max_tokens` of a completion that does not say; a chat may fill the context."""
 
+MAX_OBJECTIVE_MS = 3_600_000
+"""Bound of an objective: an hour."""
+
 MAX_LISTED = 2**20
 """Log-probabilities of a response that lists all tokens at each position."""
 
 _SEED_MASK = 2**63 - 1
 _ODD = 0x9E3779B97F4A7C15
+
+
+def objectives_of(ttft_ms: float | None, tpot_ms: float | None) -> Objectives:
+    """Objectives in milliseconds, as clients give them."""
+    return Objectives(*(None if ms is None else ms / 1000 for ms in (ttft_ms, tpot_ms)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +244,7 @@ class GenerationSpec:
     session_id: str | None = None
     priority: int = 0
     """Of lower numbers first."""
+    objectives: Objectives = NO_OBJECTIVES
     cache_salt: str | None = None
     cache_priority: int = 0
     cache_ttl_s: float | None = None

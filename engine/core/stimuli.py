@@ -110,7 +110,8 @@ def events_of(machine: object) -> dict[str, object]:
 
 
 def _marked(owner: object) -> list[str]:
-    return [name for name, method in vars(type(owner)).items() if hasattr(method, MARK)]
+    classes = reversed(type(owner).__mro__)
+    return [name for each in classes for name, method in vars(each).items() if hasattr(method, MARK)]
 
 
 class Recorder:

@@ -22,6 +22,8 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+    ELASTIC = "elastic"
+    """Any of the others, as the load asks."""
 
 
 class EvictionReason(StrEnum):
@@ -116,6 +118,8 @@ class DraftSource(StrEnum):
     """Answers of the same salt on the same worker: to earlier requests, and to others of the same prompt under way."""
     CLUSTER = "cluster"
     """Answers of the same salt to the same prompt, of any worker, as the manager keeps them."""
+    MODEL = "model"
+    """A smaller model of the same vocabulary, on the same worker."""
     GRAMMAR = "grammar"
     """Tokens about which the request's grammar leaves no choice."""
 
@@ -352,6 +356,26 @@ class SegmentHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class Objectives:
+    """Latencies that requests are to have; None: no objective."""
+
+    ttft_s: float | None = None
+    """From the admission to the first token."""
+    tpot_s: float | None = None
+    """Mean time of each further token."""
+
+    def over(self, others: "Objectives") -> "Objectives":
+        """These objectives, and the others where there is none."""
+        return Objectives(
+            others.ttft_s if self.ttft_s is None else self.ttft_s,
+            others.tpot_s if self.tpot_s is None else self.tpot_s,
+        )
+
+
+NO_OBJECTIVES = Objectives()
+
+
+@dataclass(frozen=True, slots=True)
 class AdmitRequest:
     """Facts about a request for its placement."""
 
@@ -372,6 +396,8 @@ class AdmitRequest:
     """Workers that the ingress cannot reach: the request goes to others, if there are others."""
     answer_name: bytes = b""
     """Name of the place where the answer begins (`BlockChain.answer_name`); empty for no drafts from others."""
+    objectives: Objectives = NO_OBJECTIVES
+    """The request's own, which go before those of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,3 +466,5 @@ class Ended:
     num_preemptions: int = 0
     drafts: tuple[DraftUse, ...] = ()
     answer: BegunAnswer | None = None
+    handover_s: float | None = None
+    """Time from the first token to the second one, where another worker computed the second one."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ import torch
 
 from engine.core.errors import StartupError
 from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
+from engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
+from engine.core.worker.drafts.draft_model import DraftModel
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.replaying import pool_of
 from engine.model.config import ModelConfig
@@ -16,6 +19,8 @@ from engine.model.cuda import CudaGraphs
 from engine.model.cuda_kv_pool import CudaKVPool
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
+from engine.model.draft_model import PagedDraftModel
+from engine.model.draft_sources import draft_folder
 from engine.model.engine import Engine
 from engine.model.families import read_config
 from engine.model.grammars import Grammars
@@ -33,15 +38,17 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) -> None:
-    """Do the slow parts of every worker's start beforehand, once and with progress shown: find the model (fetch or
-    convert it), check that each engine's pool suits it, build the CPU kernels.
+    """Do the slow parts of every worker's start beforehand, once and with progress shown: find the model and its draft
+    model (fetch or convert them), check that each engine's pool suits it, build the CPU kernels.
 
     Raises:
         StartupError: as `build_engine`.
     """
     for settings in engines:
         progress("looking at the model")
-        pool_blocks(read_config(resolve_model(settings.source, progress)), settings)
+        folder = resolve_model(settings.source, progress)
+        pool_blocks(read_config(folder), settings)
+        draft_folder(settings, folder, progress)
     progress("building the CPU kernels, once per machine")
     cpu_ops()
 
@@ -70,8 +77,8 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
             deterministic=settings.deterministic,
         )
         grammars = make_grammars(identity.folder, config.vocab_size)
-        runner = make_runner(decoder, kv_pool, settings.limits, grammars)
-        drafter = make_drafter(decoder, settings.drafts, grammars)
+        runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts)
+        drafter = make_drafter(decoder, settings.drafts, grammars, partial(make_draft_model, settings, decoder))
 
     return Engine(
         runner=runner,
@@ -87,14 +94,44 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     )
 
 
-def make_drafter(decoder: Decoder, limits: DraftLimits | None, grammars: Grammars | None = None) -> Drafter | None:
-    """The drafter of a worker; None without limits, or where drafts might change an answer's bits."""
+def make_drafter(
+    decoder: Decoder,
+    limits: DraftLimits | None,
+    grammars: Grammars | None = None,
+    make_model: Callable[[], DraftModel | None] = lambda: None,
+) -> Drafter | None:
+    """The drafter of a worker; None without limits, or where drafts might change an answer's bits. `make_model`: makes
+    the draft model, if there are drafts."""
     if limits is None:
         return None
     if not decoder.has_independent_rows:
-        logger.warning("no drafts: the bits of a row of this model here depend on the number of rows")
+        hint = "; with model.deterministic they do not" if decoder.device.type == "cuda" else ""
+        logger.warning("no drafts: the bits of a row of this model here depend on the number of rows%s", hint)
         return None
-    return Drafter(limits, grammars)
+    return Drafter(limits, grammars, make_model())
+
+
+def make_draft_model(settings: EngineSettings, decoder: Decoder) -> PagedDraftModel | None:
+    """Load the draft model of an engine, beside the `decoder` of its own model; None if it has none.
+
+    Raises:
+        StartupError: the draft model cannot be found or used, or its pool is smaller than a block.
+    """
+    limits = settings.drafts
+    folder = draft_folder(settings, resolve_model(settings.source), logger.info)
+    if limits is None or limits.model is None or folder is None:
+        return None
+    config = read_config(folder)
+    block_bytes = kv_block_bytes(config, settings.block_size, settings.dtype)
+    num_blocks = limits.model.pool_bytes // block_bytes
+    if not num_blocks:
+        raise StartupError(f"speculation.draft_pool_mib holds no block of the draft model: one has {block_bytes} bytes")
+    draft_decoder = Decoder.from_folder(
+        folder, decoder.dtype, decoder.device, decoder.max_position, settings.quantization
+    )
+    kv_pool = make_pool(config, num_blocks, settings.block_size, decoder.dtype, decoder.device)
+    logger.info("draft model %s: %d blocks", limits.model.source, num_blocks)
+    return PagedDraftModel(draft_decoder, kv_pool, decoder.config.vocab_size)
 
 
 def make_grammars(folder: Path, vocab_size: int) -> Grammars:
@@ -128,13 +165,21 @@ def make_pool(
 
 
 def make_runner(
-    decoder: Decoder, kv_pool: KVPool, limits: SchedulerLimits, grammars: Grammars | None = None
+    decoder: Decoder,
+    kv_pool: KVPool,
+    limits: SchedulerLimits,
+    grammars: Grammars | None = None,
+    drafts: DraftLimits | None = None,
 ) -> ModelRunner:
-    """The runner for the device; on a GPU warm, and with the graphs that steps within `limits` may take."""
+    """The runner for the device; on a GPU warm, and with the graphs that steps within `limits`, with drafts within
+    `drafts`, may take."""
     if decoder.device.type != "cuda":
         return ModelRunner(decoder, kv_pool, grammars)
-    shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size)
-    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars)
+    max_drafted = 0
+    if drafts is not None and decoder.has_independent_rows:
+        max_drafted = min(MAX_DRAFT_TOKENS, limits.max_requests * drafts.depth)
+    shapes = graph_shapes(limits.max_requests, decoder.max_position, kv_pool.block_size, max_drafted)
+    runner = CudaRunner(decoder, kv_pool, shapes, CudaGraphs(decoder.device), grammars=grammars)
     runner.warm_up(limits.token_budget)
     return runner
 

@@ -1,8 +1,11 @@
 """The runner of a GPU: a step in which every request decodes is the replay of a CUDA graph.
 
-A graph is the decoder's work on so many rows of so many blocks each; a step takes the smallest graph that fits. The
-remaining rows are padding: a token that sees itself only, is stored nowhere, and whose result is ignored. A graph has
-one input, an int32 matrix that one copy from pinned memory fills, [rows, 4 + max_blocks]:
+A graph is the decoder's work on so many rows of so many blocks each; a step takes the smallest graph that fits. A
+request has 1 + k rows, for its last token and the k tokens of its draft: each row is a sequence of one query that ends
+there. In each layer the KV of all rows is stored before any row attends, so a row sees those of its request before it,
+and in deterministic mode its bits are those of a chunk of 1 + k positions. The remaining rows are padding: a token that
+sees itself only, is stored nowhere, and whose result is ignored. A graph has one input, an int32 matrix that one copy
+from pinned memory fills, [rows, 4 + max_blocks]:
 
     token id, position, slot, context length, block table
 
@@ -46,9 +49,12 @@ class GraphShape:
         return self.rows * (FIELDS + self.max_blocks)
 
 
-def graph_shapes(max_requests: int, max_model_len: int, block_size: int) -> tuple[GraphShape, ...]:
-    """The graphs of an engine, smallest first: rows by powers of two, contexts by powers of four."""
-    rows = _up_to(min(max_requests, MAX_ROWS), first=1, factor=2)
+def graph_shapes(
+    max_requests: int, max_model_len: int, block_size: int, max_drafted: int = 0
+) -> tuple[GraphShape, ...]:
+    """The graphs of an engine, smallest first: rows by powers of two, contexts by powers of four. `max_drafted`: most
+    draft tokens of a step."""
+    rows = _up_to(min(max_requests + max_drafted, MAX_ROWS), first=1, factor=2)
     contexts = _up_to(max_model_len, first=MIN_TOKENS, factor=4)
     return tuple(
         GraphShape(num_rows, -(-context // block_size))
@@ -60,9 +66,9 @@ def graph_shapes(max_requests: int, max_model_len: int, block_size: int) -> tupl
 
 def smallest_fitting(shapes: Sequence[GraphShape], chunks: Sequence[ScheduledChunk]) -> GraphShape | None:
     """The smallest of `shapes`, given in ascending order, that takes the step; None if none does."""
-    if not all(chunk.samples and chunk.num_tokens == 1 and not chunk.scored for chunk in chunks):
+    if not all(chunk.samples and chunk.num_tokens == 1 + len(chunk.draft) and not chunk.scored for chunk in chunks):
         return None
-    num_rows, num_blocks = len(chunks), max(len(chunk.request.blocks) for chunk in chunks)
+    num_rows, num_blocks = _num_rows(chunks), max(len(chunk.request.blocks) for chunk in chunks)
     return next((shape for shape in shapes if shape.rows >= num_rows and shape.max_blocks >= num_blocks), None)
 
 
@@ -80,6 +86,7 @@ class CudaRunner(ModelRunner):
         super().__init__(decoder, kv_pool, grammars)
         self.shapes = tuple(sorted(shapes))
         self._graphs = graphs
+        self._warm_tokens = 0
         size = max((shape.size for shape in self.shapes), default=0)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=kv_pool.data.is_cuda)
         self._input = torch.zeros(size, dtype=torch.int32, device=kv_pool.device)
@@ -107,14 +114,16 @@ class CudaRunner(ModelRunner):
             return super().hidden(chunks)
         fill(self._host, shape, chunks, self.kv_pool.block_size)
         self._input[: shape.size].copy_(self._host[: shape.size], non_blocking=True)
-        return self._replays[shape]()[: len(chunks)]
+        return self._replays[shape]()[: _num_rows(chunks)]
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run a chunk of so many tokens that stores nothing: compiles the kernels of prefill and sampling before the
-        first request, and finds out whether the memory suffices."""
+        """Run a chunk of so many tokens that stores nothing, unless a chunk as long has run: compiles the kernels of
+        prefill and sampling before a request needs them, and finds out whether the memory suffices."""
         block_size = self.kv_pool.block_size
         num_tokens = min(num_tokens, self.decoder.max_position, self.kv_pool.num_blocks * block_size)
-        self.run(made_up_step(num_tokens, block_size, logprobs=1))
+        if num_tokens > self._warm_tokens:
+            self.run(made_up_step(num_tokens, block_size, logprobs=1))
+            self._warm_tokens = num_tokens
 
     @torch.inference_mode()
     def _decode(self, shape: GraphShape) -> Tensor:
@@ -137,14 +146,24 @@ class CudaRunner(ModelRunner):
 def fill(host: Tensor, shape: GraphShape, chunks: Sequence[ScheduledChunk], block_size: int) -> None:
     """Write a step's decodes and the padding to the beginning of `host`. Behind a row's blocks anything may stay."""
     rows = host[: shape.size].numpy().reshape(shape.rows, FIELDS + shape.max_blocks)
-    for row, chunk in zip(rows, chunks, strict=False):
-        request, position = chunk.request, chunk.start
-        slot = request.blocks[position // block_size] * block_size + position % block_size
-        stored = slot if chunk.store_from <= position else -1
-        row[:FIELDS] = request.token_ids[position], position, stored, position + 1
-        row[FIELDS : FIELDS + len(request.blocks)] = request.blocks
-    rows[len(chunks) :, :FIELDS] = PADDING
-    rows[len(chunks) :, FIELDS] = 0
+    left = iter(rows)
+    for chunk in chunks:
+        blocks = chunk.request.blocks
+        token_ids = (chunk.request.token_ids[chunk.start], *chunk.draft)
+        for position, token_id in enumerate(token_ids, start=chunk.start):
+            slot = blocks[position // block_size] * block_size + position % block_size
+            stored = slot if chunk.store_from <= position else -1
+            row = next(left)
+            row[:FIELDS] = token_id, position, stored, position + 1
+            row[FIELDS : FIELDS + len(blocks)] = blocks
+    padding = rows[_num_rows(chunks) :]
+    padding[:, :FIELDS] = PADDING
+    padding[:, FIELDS] = 0
+
+
+def _num_rows(chunks: Sequence[ScheduledChunk]) -> int:
+    """Rows of a step in which every request decodes, drafts included."""
+    return sum(chunk.num_tokens for chunk in chunks)
 
 
 def _up_to(largest: int, *, first: int, factor: int) -> list[int]:

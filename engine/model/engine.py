@@ -16,6 +16,7 @@ from engine.core.costs import StepShape
 from engine.core.hashing import root_hash
 from engine.core.log_fields import about
 from engine.core.settings import SchedulerLimits
+from engine.core.tenants import Tenant
 from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, SegmentHeader, TokenEvent
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.drafts.drafter import Drafter
@@ -88,6 +89,8 @@ class StepResult:
     """Ends of requests that the model cannot compute."""
     is_typical: bool = True
     """True if the step's time is typical of a step of its shape."""
+    drafting_s: float = 0.0
+    """Seconds of a draft model, before the step was scheduled."""
 
 
 @dataclass(slots=True)
@@ -135,6 +138,12 @@ class Engine:
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
         self.root = root_hash(fingerprint)
+
+    def change_limits(self, limits: SchedulerLimits, tenants: Sequence[Tenant]) -> None:
+        """Take other bounds from the next step on (`Scheduler.change_limits`), with a model that is warm for them. If
+        steps of that size cannot be, raises, and keeps the old bounds."""
+        self.runner.warm_up(limits.token_budget)
+        self.scheduler.change_limits(limits, tenants)
 
     def submit(self, assignment: Assignment, now: float) -> None:
         """Queue a request; its events come out of later steps."""
@@ -208,6 +217,7 @@ class Engine:
             Exception: a decision could not be carried out, or the model computes nothing any more (`still_runs`).
         """
         drafts = () if self.drafter is None else self.drafter.propose(self.scheduler)
+        drafting_s = 0.0 if self.drafter is None else self.drafter.take_model_s()
         output = self.scheduler.schedule(now, drafts)
         for move in output.moves:
             output = self._move(move, output, now)
@@ -232,6 +242,7 @@ class Engine:
             shape=_shape(output, self.store.block_bytes),
             failures=failures,
             is_typical=step.is_whole,
+            drafting_s=drafting_s,
         )
 
     def still_runs(self) -> bool:

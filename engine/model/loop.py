@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _SPIN_S = 0.001
 """Pause while requests exist but none can move: exports that hold blocks are about to release them."""
 
-NICENESS = {Role.PREFILL: 5, Role.MIXED: 5, Role.DECODE: 10}
+NICENESS = {Role.PREFILL: 5, Role.MIXED: 5, Role.ELASTIC: 5, Role.DECODE: 10}
 """Niceness of an engine's thread and its child threads, on top of the process's.
 
 While all cores compute, threads that handle messages go first. Where a prefill and a decode worker share cores, the

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ class Runner(Protocol):
 
     def check(self) -> None:
         """Compute the least there is; raises if the model computes nothing any more."""
+        ...
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Get ready for steps of so many tokens, between two steps; raises if there can be none."""
         ...
 
 
@@ -69,6 +73,9 @@ class ModelRunner:
     def check(self) -> None:
         """Run a step of one token that reads and stores no request's KV, and sample from it."""
         self.run(made_up_step(1, self.kv_pool.block_size))
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Nothing: the kernels of a CPU are the same for steps of any size."""
 
     def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Compute the rows for the step's logits (`rows_of` the chunks), then one per scored position, then one per
@@ -130,6 +137,9 @@ class NullRunner:
     def check(self) -> None:
         """Do nothing: no device could fail."""
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Do nothing: no kernel is to be compiled."""
+
 
 def made_up_step(num_tokens: int, block_size: int, logprobs: int | None = None) -> SchedulerOutput:
     """Make a step of one made-up request: a chunk of so many tokens, of which nothing is stored."""
@@ -148,28 +158,54 @@ def made_up_step(num_tokens: int, block_size: int, logprobs: int | None = None) 
     return SchedulerOutput((ScheduledChunk(request, 0, num_tokens, num_tokens, samples=True),), ())
 
 
+class Span(NamedTuple):
+    """Consecutive positions of a sequence to be computed."""
+
+    token_ids: Sequence[int]
+    """Tokens of these positions."""
+    start: int
+    blocks: Sequence[int]
+    """Blocks of the sequence, from its first position on."""
+    store_from: int = 0
+    """Positions below are computed for their output, not stored."""
+
+
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> ForwardBatch:
     """Lay out the tensors of one step. Positions in shared blocks get slot -1: computed, not stored."""
-    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    spans = [
+        Span(
+            [*chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens], *chunk.draft],
+            chunk.start,
+            chunk.request.blocks,
+            chunk.store_from,
+        )
+        for chunk in chunks
+    ]
+    return lay_out(spans, _wanted_rows(chunks), block_size, device)
+
+
+def lay_out(spans: Sequence[Span], wanted_rows: Sequence[int], block_size: int, device: torch.device) -> ForwardBatch:
+    """Lay out the tensors of a forward pass. `wanted_rows`: tokens of the batch whose results are wanted."""
+    num_tokens = sum(len(span.token_ids) for span in spans)
     token_ids = np.empty(num_tokens, np.int64)
     positions = np.empty(num_tokens, np.int64)
     slots = np.empty(num_tokens, np.int64)
-    block_tables = np.zeros((len(chunks), max(len(chunk.request.blocks) for chunk in chunks)), np.int32)
-    query_start = np.zeros(len(chunks) + 1, np.int32)
-    context_lens = np.empty(len(chunks), np.int32)
+    block_tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int32)
+    query_start = np.zeros(len(spans) + 1, np.int32)
+    context_lens = np.empty(len(spans), np.int32)
     row = 0
 
-    for index, chunk in enumerate(chunks):
-        request, start, end = chunk.request, chunk.start, chunk.start + chunk.num_tokens
-        rows = slice(row, row + chunk.num_tokens)
-        block_tables[index, : len(request.blocks)] = request.blocks
-        token_ids[rows] = [*request.token_ids[start:end], *chunk.draft]
+    for index, span in enumerate(spans):
+        start, end = span.start, span.start + len(span.token_ids)
+        rows = slice(row, row + end - start)
+        block_tables[index, : len(span.blocks)] = span.blocks
+        token_ids[rows] = span.token_ids
         positions[rows] = at = np.arange(start, end)
         slots[rows] = block_tables[index, at // block_size].astype(np.int64) * block_size + at % block_size
-        if chunk.store_from > start:
-            slots[rows][: chunk.store_from - start] = -1
+        if span.store_from > start:
+            slots[rows][: span.store_from - start] = -1
 
-        row += chunk.num_tokens
+        row += end - start
         query_start[index + 1] = row
         context_lens[index] = end
 
@@ -180,8 +216,8 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         block_tables=upload(block_tables, torch.int32, device),
         query_start=upload(query_start, torch.int32, device),
         context_lens=upload(context_lens, torch.int32, device),
-        logits_rows=upload(_wanted_rows(chunks), torch.int64, device),
-        max_query_len=max(chunk.num_tokens for chunk in chunks),
+        logits_rows=upload(wanted_rows, torch.int64, device),
+        max_query_len=max(len(span.token_ids) for span in spans),
     )
 
 

@@ -39,6 +39,19 @@ def sample_requests(
     ]
 
 
+def choose_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    """The tokens that `sample_requests` takes where no row has a grammar, without their log-probabilities."""
+    output = sample(
+        logits,
+        _controls(rows, logits.device),
+        penalties=_penalties(rows, logits.device),
+        bias=_bias(rows, logits.device),
+        mask=_mask(rows, None, num_words(logits.shape[1]), logits.device),
+    )
+    token_ids: list[int] = download([output.token_ids])[0].tolist()
+    return token_ids
+
+
 def _sample(logits: torch.Tensor, requests: Sequence[Row], masks: StepMasks | None) -> list[SampledToken]:
     params = [request.assignment.sampling for request in requests]
     device = logits.device

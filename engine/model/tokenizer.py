@@ -66,6 +66,11 @@ class Tokenizer:
         """Number of ids that have text; the model's own vocabulary may be padded beyond it."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def vocabulary(self) -> dict[int, str]:
+        """Return the name of each id that has text."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return {token_id: name for name, token_id in vocabulary.items()}
+
     @property
     def border_token(self) -> str | None:
         """Name of a special token that takes no spaces beside it; None if there is none."""

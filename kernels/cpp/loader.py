@@ -3,8 +3,11 @@
 The shared object lies in a per-user cache under a name that hashes sources, torch, Python and instruction set, so
 another version never meets it. A folder with objects built elsewhere (`kernels.cpp.prebuild`) is looked through first;
 their names hash the same facts, so an object of another version counts as absent. The build runs under a file lock in a
-temporary folder and is moved into place, so several processes may start at once and none sees half a file. Nothing here
-raises: an error is one warning, and every operation then runs on its PyTorch reference.
+temporary folder and is moved into place, so several processes may start at once and none sees half a file.
+
+A finished build from elsewhere that does not load (another C library, another machine) is a warning, and the kernels
+are built here. `cpu_ops` raises nothing: an error is one warning, and every operation then runs on its PyTorch
+reference.
 """
 
 import functools
@@ -59,7 +62,7 @@ def cpu_ops() -> Any | None:
     if chosen() == REFERENCE:
         return None
     try:
-        return load(library(chosen()))
+        return kernels(chosen())
     except (BuildError, OSError, ImportError) as error:
         logger.warning("CPU kernels unavailable, running on the slow PyTorch reference: %s", error)
         return None
@@ -100,14 +103,26 @@ def load(path: Path) -> Any:
     return module
 
 
-def library(instructions: str) -> Path:
-    """The shared object for one instruction set, built if neither the prebuilt folder nor the cache has one."""
+def kernels(instructions: str) -> Any:
+    """The extension module for one instruction set: the prebuilt one, or where there is none that loads, the cache's.
+
+    Raises:
+        BuildError: the instruction set is unknown or not there, or no finished build loads and none can be made.
+    """
     if instructions not in INSTRUCTION_SETS:
         raise BuildError(f"unknown instruction set {instructions!r}; known are {', '.join(INSTRUCTION_SETS)}")
     if instructions == "amx_bf16" and not _has_tiles():
         raise BuildError("this CPU has no matrix tiles (AMX), or the system keeps them")
     if (prebuilt := prebuilt_library(instructions)) is not None:
-        return prebuilt
+        try:
+            return load(prebuilt)
+        except (OSError, ImportError) as error:
+            logger.warning("prebuilt kernels not loaded, building them here: %s: %s", prebuilt, error)
+    return load(library(instructions))
+
+
+def library(instructions: str) -> Path:
+    """The shared object in the cache for one instruction set, built if it is not there."""
     folder = cache_folder()
     path = folder / file_name(instructions)
     if not path.exists():
@@ -191,9 +206,9 @@ def build(instructions: str, path: Path) -> None:
 
 
 def _missing_from_prebuilt(name: str) -> str:
-    """Half a sentence about the folder of finished builds, where there is one."""
+    """Half a sentence about the folder of finished builds, where there is one without a fitting object."""
     folder = os.environ.get(PREBUILT)
-    return f", and {folder} has no {name}" if folder else ""
+    return f", and {folder} has no {name}" if folder and not (Path(folder).expanduser() / name).exists() else ""
 
 
 def start(command: list[str]) -> "subprocess.Popen[str]":

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from actors.names import MANAGER, incarnation_name, namespace
+from actors.names import incarnation_name, namespace
 from actors.rpc import find_manager
 from cli.cluster import APP_NAME, LocalCluster, free_port
 from configs import Config
+from configs.sections import MANAGER
 from engine.core.errors import StartupError
 from engine.model.sources import resolve_model
 

@@ -98,6 +98,28 @@ def test_prebuilt_kernels_of_another_version_are_left(tmp_path: Path) -> None:
     assert f"{tmp_path} has no {loader.file_name(loader.instruction_set())}" in complaint
 
 
+@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+def test_prebuilt_kernels_that_do_not_load_are_built_here(tmp_path: Path) -> None:
+    compiler, prebuilt = tmp_path / "compiler", tmp_path / "prebuilt"
+    prebuilt.mkdir()
+    damaged = prebuilt / loader.file_name(loader.instruction_set())
+    damaged.write_bytes(b"made for another machine")
+    compiler.write_text(COMPILER.format(log=tmp_path / "log", built=loader.library(loader.instruction_set())))
+    compiler.chmod(0o755)
+    environment = {"RAYDIX_PREBUILT_KERNELS": str(prebuilt), "RAYDIX_KERNELS": ""}
+    out, complaint = start(tmp_path / "cache", CXX=str(compiler), **environment).communicate(timeout=240)
+    assert out == "kernels\n"
+    assert complaint.count("WARNING") == 1
+    assert str(damaged) in complaint and "file too short" in complaint
+
+    # Without a compiler both reasons are told.
+    without = WITHOUT_COMPILER | environment
+    out, complaint = start(tmp_path / "empty", **without).communicate(timeout=120)
+    assert out == "reference\n"
+    assert complaint.count("WARNING") == 2
+    assert str(damaged) in complaint and "no C++ compiler" in complaint
+
+
 def prebuild(folder: Path, *sets: str, compiler: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "kernels.cpp.prebuild", str(folder), *sets]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CXX": str(compiler)}

@@ -162,6 +162,36 @@ def test_bits_do_not_depend_on_chunks_or_splits_in_deterministic_mode(
         assert torch.equal(attend(case, [Chunk(0, 0, length)], **options), whole)
 
 
+DRAFTED = [(1, 70), (4, 65), (9, 140), (2, 2), (6, 64), (3, 33)]
+"""Queries and context of each sequence: decodes, most of them with a draft behind, some across a block's edge."""
+
+
+@pytest.mark.usefixtures("device_size")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 50, "soft_cap": 5.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matches_reference_for_decodes_with_drafts(
+    dtype: torch.dtype, options: dict[str, Any], mode: dict[str, Any]
+) -> None:
+    case = case_of([context for _, context in DRAFTED], num_heads=6, num_kv_heads=2, dtype=dtype)
+    chunks = [Chunk(index, context - count, context) for index, (count, context) in enumerate(DRAFTED)]
+    check(case, chunks, mode | {"max_query_len": 9}, **options)
+
+
+@pytest.mark.usefixtures("device_size")
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 50, "soft_cap": 5.0}])
+def test_a_query_of_a_draft_has_the_bits_of_a_decode(options: dict[str, Any]) -> None:
+    """As a chunk of 1 + k queries, or each in a row of its own as in a graph: in deterministic mode no bit differs."""
+    case = case_of([context for _, context in DRAFTED], num_heads=3, num_kv_heads=1, dtype=torch.bfloat16)
+    options = options | {"deterministic": True}
+    chunks = [Chunk(index, context - count, context) for index, (count, context) in enumerate(DRAFTED)]
+    rows = [Chunk(each.sequence, end - 1, end) for each in chunks for end in range(each.begin + 1, each.end + 1)]
+    together = attend(case, chunks, max_query_len=9, **options)
+    assert torch.equal(attend(case, rows, max_query_len=1, **options), together)
+    for row in (0, 3, 12, len(rows) - 1):
+        assert torch.equal(attend(case, rows[row : row + 1], max_query_len=1, **options)[0], together[row])
+
+
 def test_rejects_what_it_cannot_do() -> None:
     case = case_of([20])
     query, keys, *rest = batch(case, [Chunk(0, 0, 20)])

@@ -12,12 +12,16 @@ import engine.model.decoder
 import engine.model.sampler
 import kernels.linear
 import kernels.sample
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage
+from engine.core.costs import WorkerCosts
+from engine.core.settings import DraftLimits, SchedulerLimits
+from engine.core.types import Assignment, DraftSource, SamplingParams, Stage
 from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.drafts.draft_model import ModelCosts
+from engine.core.worker.drafts.drafter import Drafter
 from engine.model.build import make_pool, make_runner
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
+from engine.model.draft_model import PagedDraftModel
 from engine.model.engine import Engine
 from engine.model.families import config_of
 from engine.model.runner import ModelRunner
@@ -36,6 +40,7 @@ from tests.kernels.triton_cases import DEVICE
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 24, 96
 LIMITS = SchedulerLimits(token_budget=96, max_requests=4)
+CHEAP = WorkerCosts(step_s=8e-3, decode_token_s=3e-4, draft_token_s=1e-5)
 CONFIG = config_of(
     {
         "architectures": ["Qwen3ForCausalLM"],
@@ -60,7 +65,7 @@ def invariant(
 
 
 def sample_on_device(logits: Tensor, controls: Controls, **given: object) -> object:
-    wanted = given.pop("num_logprobs") or ()
+    wanted = given.pop("num_logprobs", None) or [None] * len(logits)
     return sample_triton(logits, controls, wanted=[-1 if n is None else n for n in wanted], **given)  # type: ignore
 
 
@@ -99,10 +104,11 @@ def assignments() -> list[Assignment]:
     ]
 
 
-def run(runner: ModelRunner, wanted: Iterable[Assignment], budget: int = 96) -> Outputs:
+def run(runner: ModelRunner, wanted: Iterable[Assignment], budget: int = 96, drafter: Drafter | None = None) -> Outputs:
     limits = replace(LIMITS, token_budget=budget)
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    worker = Engine(runner, runner.kv_pool, pool, limits, MAX_LEN, "model")
+    worker = Engine(runner, runner.kv_pool, pool, limits, MAX_LEN, "model", drafter=drafter)
+    worker.scheduler.learn_costs(CHEAP)
     outputs: Outputs = {}
     for assignment in wanted:
         worker.submit(assignment, 0.0)
@@ -114,11 +120,24 @@ def run(runner: ModelRunner, wanted: Iterable[Assignment], budget: int = 96) -> 
     return outputs
 
 
-def make(decoder: Decoder) -> ModelRunner:
+def make(decoder: Decoder, drafts: DraftLimits | None = None) -> ModelRunner:
     pool = make_pool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
     if decoder.device.type == "cuda":
-        return make_runner(decoder, pool, LIMITS)
-    return CudaRunner(decoder, pool, graph_shapes(LIMITS.max_requests, MAX_LEN, BLOCK_SIZE), Repetition())
+        return make_runner(decoder, pool, LIMITS, drafts=drafts)
+    max_drafted = 0 if drafts is None else drafts.depth
+    shapes = graph_shapes(LIMITS.max_requests, MAX_LEN, BLOCK_SIZE, max_drafted)
+    return CudaRunner(decoder, pool, shapes, Repetition())
+
+
+class Asked(PagedDraftModel):
+    """A draft model that seems to cost next to nothing, so that it is asked in each step."""
+
+    @property
+    def costs_learnt(self) -> ModelCosts:
+        return super().costs()
+
+    def costs(self) -> ModelCosts:
+        return ModelCosts(1e-9, 1e-9, 1e-9)
 
 
 def test_the_same_bits_alone_in_chunks_and_together(decoder: Decoder) -> None:
@@ -127,6 +146,19 @@ def test_the_same_bits_alone_in_chunks_and_together(decoder: Decoder) -> None:
         alone |= run(make(decoder), [assignment])
     assert run(make(decoder), assignments()) == alone
     assert run(make(decoder), reversed(assignments()), budget=16) == alone
+
+
+def test_the_same_bits_with_the_drafts_of_a_model(decoder: Decoder) -> None:
+    """Of the model itself, all of whose guesses are right, and of one with other weights."""
+    limits, wanted = DraftLimits(sources=(DraftSource.MODEL,), depth=3), assignments()[:2]
+    plain = run(make(decoder), wanted)
+    other = Decoder(CONFIG, RandomTensors(CONFIG, seed=1), torch.bfloat16, DEVICE, deterministic=True)
+    for draft in (decoder, other):
+        runner = make(decoder, limits)
+        pool = make_pool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device)
+        drafter = Drafter(limits, model=(model := Asked(draft, pool, CONFIG.vocab_size)))
+        assert run(runner, wanted, drafter=drafter) == plain
+        assert model.costs_learnt != ModelCosts(), "the model was asked"
 
 
 def test_close_to_the_cpu(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
+from engine.core.costs import WorkerCosts
+from engine.core.settings import DraftLimits, SchedulerLimits
+from engine.core.types import Assignment, DraftSource, SamplingParams, Stage, TokenEvent
 from engine.core.worker.block_pool import BlockPool
-from engine.model.cuda import CudaGraphs
+from engine.core.worker.drafts.draft import Draft
+from engine.core.worker.drafts.drafter import Drafter
+from engine.core.worker.request import Request
+from engine.core.worker.scheduler import Scheduler
+from engine.core.worker.step import RunnerOutput, SchedulerOutput
+from engine.model.build import make_pool
+from engine.model.cuda import CudaGraphs, Graphs
 from engine.model.cuda_kv_pool import PIECE_BYTES, CudaKVPool
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
@@ -39,6 +46,7 @@ CONFIG = config_of(
         "max_position_embeddings": MAX_LEN,
     }
 )
+CHEAP = WorkerCosts(step_s=8e-3, decode_token_s=3e-4, draft_token_s=1e-5)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
@@ -64,10 +72,12 @@ def assignments() -> Iterator[Assignment]:
         yield Assignment(f"r{index}", 0, Stage.WHOLE, prompt, length, sampling, "ingress")
 
 
-def answers(runner: ModelRunner) -> list[TokenEvent]:
+def answers(runner: ModelRunner, drafter: Drafter | None = None) -> list[TokenEvent]:
     """Everything that the engine says, in order."""
     limits = SchedulerLimits(token_budget=256, max_requests=5)
-    engine = Engine(runner, runner.kv_pool, BlockPool(NUM_BLOCKS, BLOCK_SIZE), limits, MAX_LEN, "model")
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    engine = Engine(runner, runner.kv_pool, pool, limits, MAX_LEN, "model", drafter=drafter)
+    engine.scheduler.learn_costs(CHEAP)
     for assignment in assignments():
         engine.submit(assignment, 0.0)
     events: list[TokenEvent] = []
@@ -86,6 +96,72 @@ def test_steps_with_and_without_graphs_answer_alike() -> None:
     assert torch.equal(pools[0].data, pools[1].data), "padding stores nothing"
     runner.warm_up(10_000)
     assert torch.equal(pools[0].data, pools[1].data)
+
+
+def test_a_larger_budget_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = KVPool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16)
+    runner = CudaRunner(make_decoder("cpu"), pool, (), Repetition())
+    sizes: list[int] = []
+
+    def run(output: SchedulerOutput) -> RunnerOutput:
+        sizes.append(sum(chunk.num_tokens for chunk in output.chunks))
+        return RunnerOutput()
+
+    monkeypatch.setattr(runner, "run", run)
+    for budget in (64, 32, 256, 64, 256, 10_000, 20_000):
+        runner.warm_up(budget)
+    assert sizes == [64, 256, MAX_LEN]
+
+
+class Known(Drafter):
+    """Drafts of what the answers are known to be, every third of them wrong from somewhere on."""
+
+    def __init__(self, events: list[TokenEvent]) -> None:
+        super().__init__(DraftLimits())
+        self._answers: dict[str, list[int]] = {}
+        for event in events:
+            if event.token_id is not None:
+                self._answers.setdefault(event.request_id, []).append(event.token_id)
+        self._chance = random.Random(7)
+
+    def propose(self, scheduler: Scheduler) -> list[Draft]:
+        return [self._draft_of(request) for request in scheduler.running.values()]
+
+    def _draft_of(self, request: Request) -> Draft:
+        guess = self._answers[request.request_id][request.num_output :][: self._chance.randint(0, 6)]
+        if guess and self._chance.random() < 1 / 3:
+            guess[self._chance.randrange(len(guess))] ^= 1
+        return Draft(request.request_id, DraftSource.REQUEST, tuple(guess), (1.0,) * len(guess))
+
+
+def by_request(events: list[TokenEvent]) -> list[tuple[object, ...]]:
+    """Tokens and log-probabilities, whatever the steps were."""
+    return sorted((each.request_id, each.position, each.token_id, each.logprobs, each.finish) for each in events)
+
+
+def check_drafts(device: str, graphs: Graphs) -> None:
+    """Steps with drafts take graphs, too, and give the bits of steps without drafts or graphs."""
+    decoder = make_decoder(device, deterministic=True)
+    if not decoder.has_independent_rows:
+        pytest.skip("rows depend on their number here")
+    pools = [make_pool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device) for _ in range(2)]
+    plain = answers(ModelRunner(decoder, pools[0]))
+    runner = CudaRunner(decoder, pools[1], graph_shapes(5, MAX_LEN, BLOCK_SIZE, max_drafted=30), graphs)
+    drafted = answers(runner, Known(plain))
+    assert by_request(drafted) == by_request(plain)
+    assert sum(event.num_accepted for event in drafted) > 40
+
+
+def test_steps_with_drafts_take_graphs_and_change_no_bit() -> None:
+    graphs = Repetition()
+    check_drafts("cpu", graphs)
+    assert graphs.num_replays > 10
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_steps_with_drafts_change_no_bit_on_a_gpu() -> None:
+    check_drafts("cuda", CudaGraphs(torch.device("cuda")))
 
 
 @pytest.mark.gpu

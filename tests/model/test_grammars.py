@@ -155,7 +155,6 @@ def test_a_request_goes_on_elsewhere() -> None:
         {"presence_penalty": 2.0, "frequency_penalty": 1.0, "repetition_penalty": 1.3},
         {"logit_bias": ((2, 100.0), (5, -100.0))},
         {"logprobs": 5},
-        {"prompt_logprobs": 2},
         {"min_tokens": 20},
         {"stop_token_ids": ()},
         {"min_tokens": 20, "stop_token_ids": (), "logprobs": 0, "top_k": 3, "presence_penalty": 1.0},
@@ -163,7 +162,6 @@ def test_a_request_goes_on_elsewhere() -> None:
     ids=str,
 )
 def test_grammars_together_with_other_parameters(changes: dict[str, object]) -> None:
-    changes = {key: value for key, value in changes.items() if key != "prompt_logprobs"}
     events = run(engine(), [assignment(name, FORMS[name], **changes) for name in ("schema", "choice", "regex")])
     for name, found in events.items():
         assert finish_of(found) in (FinishReason.STOP, FinishReason.LENGTH)

@@ -4,7 +4,7 @@ at the end, and written to the file that the environment variable RAYDIX_NODES_J
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from tests.chaos.harness import NUM_STREAMS, Load
 from tests.integration.conftest import Server, eventually, random_prompt
 from tests.integration.test_serve_cli import READY_S, Terminal, terminate
 from tests.nodes.deployment import FRONT, Deployment, wait_for_roles
-from tests.nodes.network import Network, missing_tools
+from tests.nodes.network import Network, obstacle
 
 ROLES = ("prefill", "decode", "mixed")
 POOL = {"token_budget": 256, "max_requests": 32}
-NUM_TOKENS = 60
+NUM_TOKENS = 100
 
 
 def config(labelled: bool) -> dict[str, Any]:
@@ -41,19 +41,27 @@ def config(labelled: bool) -> dict[str, Any]:
 
 @dataclass
 class Disturbance:
-    """One disturbance, and what ten streams saw of it."""
+    """One disturbance, and what ten clients saw of it."""
 
     what: str
+    streams: int
     identical: int
     broken: int
-    longest_pause_s: float
+    longest_gap_s: float
+    """Between two tokens of a stream."""
+    longest_wait_s: float
+    """From a request to its first token."""
+    failovers: int
+    moves: int
+    """Requests that left a worker which was about to stop."""
+    hit_rate_before: float
     hit_rate_after: float
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """Ten prompts, and their answers by a server of one node."""
-    if (reason := missing_tools()) is not None:
+    if (reason := obstacle()) is not None:
         pytest.skip(reason)
     try:
         resolve_model(DEFAULT_MODEL)
@@ -95,7 +103,8 @@ def disturbances(request: pytest.FixtureRequest) -> Iterator[list[Disturbance]]:
     capture = request.config.pluginmanager.get_plugin("capturemanager")
     assert capture is not None
     with capture.global_and_fixture_disabled():
-        print("", *(" | ".join(map(str, row.values())) for row in rows), sep="\n")
+        columns = " | ".join(each.name for each in fields(Disturbance))
+        print("", columns, *(" | ".join(map(str, row.values())) for row in rows), sep="\n")
     path = os.environ.get("RAYDIX_NODES_JSON")
     if path is not None:
         result = {**describe("pytest", ["tests/nodes"]), "disturbances": rows}

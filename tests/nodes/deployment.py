@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +15,20 @@ from typing import Any
 import psutil
 import yaml
 
+from cli.cluster import SERVE_SWITCHES
 from cli.ray_token import secure_token
 from tests.integration.conftest import Server, eventually
 from tests.nodes.network import Machine, Network
 
 GCS_PORT = 6379
 HTTP_PORT = 8000
-STORE_BYTES = 700 << 20
+STORE_BYTES = 500 << 20
 FRONT = "front"
-"""Label of the node of ingress and manager; each other node is labelled with the role of its worker."""
+"""Name of the node of ingress and manager; the nodes of workers are labelled with the worker's role."""
 STARTED_S = 60
 READY_S = 240
-
-
+DRAINED_S = 120
+"""Notice that a node gets before it is to be empty."""
 BIN = Path(sys.executable).parent
 
 
@@ -36,8 +37,34 @@ class Node:
     """A machine that runs Ray."""
 
     machine: Machine
-    label: str
     raylet: "subprocess.Popen[bytes]"
+    ray: Path
+    """Ray's folder; its logs stay when the machine is gone."""
+
+    def processes(self) -> Iterator[tuple[psutil.Process, list[str]]]:
+        """The processes of the machine with their command lines."""
+        for pid in self.machine.pids():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                yield process, process.cmdline()
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of the node."""
+        words = [word for _, line in self.processes() for word in line if word.startswith("--node_id=")]
+        return words[0].removeprefix("--node_id=")
+
+    def worker_pids(self) -> list[int]:
+        """The processes of raydix's workers."""
+        titles = ("ray::PrefillWorker", "ray::DecodeWorker", "ray::MixedWorker")
+        return [process.pid for process, line in self.processes() if " ".join(line).startswith(titles)]
+
+    def events(self, name: str) -> int:
+        """Number of lines of an event in raydix's logs."""
+        lines = [
+            line for path in self.ray.glob("session_2*/logs/raydix-*.log*") for line in path.read_text().splitlines()
+        ]
+        return sum(json.loads(line).get("event") == name for line in lines)
 
 
 @dataclass
@@ -48,11 +75,11 @@ class Deployment:
     folder: Path
     """Folder of the logs of every command."""
     nodes: dict[str, Node] = field(default_factory=dict)
-    """Nodes by label."""
+    """Nodes by name."""
 
     @cached_property
     def environment(self) -> Mapping[str, str]:
-        """Environment of every process: no variable of another cluster."""
+        """Environment of every process: the switches of `raydix serve`, and no variable of another cluster."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         paths = os.pathsep.join([str(BIN), own.get("PATH", "")])
         return {
@@ -60,7 +87,8 @@ class Deployment:
             "PATH": paths,
             "PYTHONPATH": str(Path.cwd()),
             "RAY_AUTH_MODE": "token",
-            "RAY_USAGE_STATS_ENABLED": "0",
+            **SERVE_SWITCHES,
+            "RAY_preallocate_plasma_memory": "0",  # four stores share this machine's memory
         }
 
     @property
@@ -72,60 +100,66 @@ class Deployment:
         """The HTTP front end, as a client of this machine reaches it."""
         return Server(self.head.machine.address, HTTP_PORT)
 
-    def add_node(self, label: str) -> Node:
-        """Start Ray on one more machine; the first one is the head."""
+    @property
+    def gcs(self) -> str:
+        return f"--address={self.head.machine.address}:{GCS_PORT}"
+
+    def add_node(self, label: str, name: str | None = None) -> Node:
+        """Start Ray on one more machine, named as its label if nothing else is said; the first one is the head."""
         machine = self.network.add()
-        command = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={machine.address}", "--num-cpus=4"]
+        command = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={machine.address}", "--num-cpus=2"]
         command += [f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats", f"--labels=raydix={label}"]
         if self.nodes:
-            command += [f"--address={self.head.machine.address}:{GCS_PORT}"]
+            command += [self.gcs]
         else:
             secure_token(Path.home())
             command += ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
-        log = self.folder / f"{machine.address}.log"
-        node = Node(machine, label, machine.start(command, log, self.environment))
+        log, ray = self.folder / f"{machine.address}.log", self.folder / f"{machine.address}-ray"
+        ray.mkdir()
+        raylet = machine.start(command, log=log, ray=ray, environment=self.environment)
         eventually(lambda: b"Ray runtime started" in log.read_bytes(), f"Ray runs on {machine.address}", STARTED_S)
-        self.nodes[label] = node
+        node = self.nodes[name or label] = Node(machine, raylet, ray)
         return node
 
     def deploy(self, config: Mapping[str, Any]) -> None:
-        """Deploy the application, or change it; returns when it answers."""
+        """Deploy the application, or change it; returns when it answers. Serve listens on each node that has a
+        replica, so on all addresses."""
         file = self.folder / "raydix.yaml"
-        file.write_text(yaml.safe_dump(dict(config)))
-        address = f"--address={self.head.machine.address}:{GCS_PORT}"
-        host = f"--http-host={self.head.machine.address}"
-        self._on_head("serve", "start", address, host, f"--http-port={HTTP_PORT}", "--proxy-location=HeadOnly")
-        arguments = ("serve_app:build", f"config={file}", "--name=raydix", "--non-blocking")
-        self._on_head("serve", "run", address, *arguments)
+        file.write_text(yaml.safe_dump({**config, "http": {"host": "0.0.0.0", "port": HTTP_PORT}}))
+        self._on_head("raydix", "deploy", "--config", str(file), self.gcs)
         eventually(lambda: self.server.request("GET", "/health", timeout=5)[0] == 200, "healthy", READY_S)
 
-    def workers(self) -> dict[str, dict[str, Any]]:
-        """The registered workers, by role."""
+    def workers(self) -> list[dict[str, Any]]:
+        """The registered workers."""
         status, _, data = self.server.request("GET", "/v1/cache", timeout=5)
         assert status == 200, data
-        return {worker["role"]: worker for worker in json.loads(data)["workers"]}
+        workers: list[dict[str, Any]] = json.loads(data)["workers"]
+        return workers
 
-    def worker_pid(self, label: str) -> int:
-        """The process of the worker on a node labelled with the role."""
-        for pid in self.nodes[label].machine.pids():
-            with contextlib.suppress(psutil.Error):
-                if " ".join(psutil.Process(pid).cmdline()).startswith(f"ray::{label.capitalize()}Worker"):
-                    return pid
-        raise LookupError(f"no worker on the node {label}")
-
-    def kill_node(self, label: str) -> None:
+    def kill_node(self, name: str) -> None:
         """End every process of a node with SIGKILL, and take the machine away."""
-        node = self.nodes.pop(label)
+        node = self.nodes.pop(name)
         self.network.remove(node.machine)
+
+    def drain_node(self, name: str) -> None:
+        """Tell Ray that a node is going to be taken away."""
+        arguments = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test"]
+        arguments += [f"--node-id={self.nodes[name].node_id}", f"--deadline-remaining-seconds={DRAINED_S}"]
+        self._on_head("ray", "drain-node", self.gcs, *arguments)
 
     def _on_head(self, program: str, *arguments: str) -> None:
         log = self.folder / f"{program}.log"
-        status = self.head.machine.enter(self.head.raylet, [str(BIN / program), *arguments], log, self.environment)
+        command = [str(BIN / program), *arguments]
+        status = self.head.machine.enter(self.head.raylet, command, log=log, environment=self.environment)
         assert status == 0, log.read_text()[-4000:]
 
 
 def wait_for_roles(deployment: Deployment, *roles: str, timeout_s: float = READY_S) -> float:
-    """Seconds until exactly these roles have a registered worker."""
+    """Seconds until exactly these workers are registered, one of each role named."""
     started = time.monotonic()
-    eventually(lambda: set(deployment.workers()) == set(roles), f"workers: {', '.join(roles)}", timeout_s)
+
+    def are_there() -> bool:
+        return sorted(worker["role"] for worker in deployment.workers()) == sorted(roles)
+
+    eventually(are_there, f"workers: {', '.join(roles)}", timeout_s)
     return time.monotonic() - started

@@ -12,16 +12,20 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.harness import NUM_STREAMS, Load, Outcome, Streams
+from tests.chaos.harness import Load
 from tests.integration.conftest import eventually, random_prompt
+from tests.nodes.clients import Clients
 from tests.nodes.conftest import NUM_TOKENS, ROLES, Disturbance
-from tests.nodes.deployment import Deployment, wait_for_roles
+from tests.nodes.deployment import FRONT, Deployment, wait_for_roles
 
-pytestmark = [pytest.mark.nodes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(1200)]
 
 BLOCK = 16
-CUT_S = 6.0
 BACK_S = 120
+GONE_GAP_S = 5.0
+"""Longest gap of a stream whose worker vanishes."""
+LEAVING_GAP_S = 1.0
+"""Longest gap of a stream whose worker leaves."""
 
 
 def completed(cluster: Deployment, prompt: list[int], salt: str) -> tuple[list[int], dict[str, Any]]:
@@ -40,37 +44,63 @@ def hit_rate(cluster: Deployment, load: Load, salt: str) -> float:
         answers = list(
             pool.map(lambda prompt: cluster.server.complete(prompt, max_tokens=1, cache_salt=salt), load.prompts)
         )
-    cached = sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
-    return float(cached / sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in load.prompts))
+    full = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in load.prompts]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    return float(sum(map(min, cached, full)) / sum(full))
 
 
 def disturbed(
-    cluster: Deployment, load: Load, what: str, disturb: Callable[[], None], disturbances: list[Disturbance]
+    cluster: Deployment,
+    load: Load,
+    what: str,
+    disturb: Callable[[], object],
+    disturbances: list[Disturbance],
+    until: Callable[[], object] = lambda: True,
 ) -> Disturbance:
-    """Ten streams, disturbed when all decode; nothing may change in their answers."""
-    streams = Streams(cluster.server, load, what)
-    streams.start()
-    streams.wait_for_tokens(8, NUM_STREAMS)
+    """Ten clients, disturbed when all streams decode, that go on `until` it is over; nothing may change in their
+    answers."""
+    hit_rate(cluster, load, what)
+    before, num_failovers, num_moves = hit_rate(cluster, load, what), *counts(cluster)
+    clients = Clients(cluster.server, load, what)
+    clients.start()
     since = time.monotonic()
-    disturb()
-    outcome = Outcome(what, "decode", "")
-    streams.finish(outcome, since)
+    try:
+        disturb()
+        eventually(until, f"the end of: {what}", 2 * BACK_S)
+    finally:
+        clients.finish()
+    after_failovers, after_moves = counts(cluster)
     seen = Disturbance(
         what,
-        identical=outcome.identical,
-        broken=outcome.broken,
-        longest_pause_s=round(outcome.longest_pause_s, 2),
+        streams=len(clients.streams),
+        identical=clients.num_identical,
+        broken=len(clients.errors),
+        longest_gap_s=round(clients.longest_gap_s(since), 2),
+        longest_wait_s=round(clients.longest_wait_s(since), 2),
+        failovers=after_failovers - num_failovers,
+        moves=after_moves - num_moves,
+        hit_rate_before=round(before, 3),
         hit_rate_after=round(hit_rate(cluster, load, what), 3),
     )
     disturbances.append(seen)
-    assert outcome.broken == 0, outcome.errors
-    assert outcome.identical == NUM_STREAMS
+    print(seen)
+    assert seen.broken == 0, clients.errors
+    assert seen.identical == seen.streams
     return seen
 
 
+def counts(cluster: Deployment) -> tuple[int, int]:
+    """Failovers and moves so far."""
+    return cluster.head.events("failover"), cluster.head.events("moved")
+
+
+def pids(cluster: Deployment) -> dict[str, list[int]]:
+    """The workers' processes by node."""
+    return {name: node.worker_pids() for name, node in cluster.nodes.items()}
+
+
 def test_roles_land_on_their_nodes(cluster: Deployment) -> None:
-    assert set(cluster.workers()) == set(ROLES)
-    assert len({cluster.worker_pid(role) for role in ROLES}) == len(ROLES)
+    assert {name: len(found) for name, found in pids(cluster).items()} == {FRONT: 0, **dict.fromkeys(ROLES, 1)}
 
 
 def test_same_tokens_as_one_node(cluster: Deployment, load: Load) -> None:
@@ -94,21 +124,25 @@ def test_kv_is_found_across_nodes(cluster: Deployment) -> None:
     assert len(workers) > 1, "blocks were sent from node to node"
 
 
-def test_a_short_cut_replaces_nobody(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
-    """The link of a decode worker is gone for two seconds, then for six: its streams go on, its process stays."""
-    before = {role: cluster.worker_pid(role) for role in ROLES}
+@pytest.mark.parametrize("seconds", [2.0, 6.0])
+def test_a_short_cut_replaces_nobody(
+    cluster: Deployment, load: Load, disturbances: list[Disturbance], seconds: float
+) -> None:
+    """The link of a decode worker is gone for some seconds: its streams go on, its process stays."""
+    before = pids(cluster)
     machine = cluster.nodes["decode"].machine
-    for seconds in (2.0, CUT_S):
-        timer = threading.Timer(seconds, machine.mend)
+    timer = threading.Timer(seconds, machine.mend)
 
-        def cut(timer: threading.Timer = timer) -> None:
-            machine.cut()
-            timer.start()
+    def cut() -> None:
+        machine.cut()
+        timer.start()
 
-        disturbed(cluster, load, f"link of the decode worker gone for {seconds:g} s", cut, disturbances)
-        timer.join()
-        wait_for_roles(cluster, *ROLES, timeout_s=BACK_S)
-        assert {role: cluster.worker_pid(role) for role in ROLES} == before
+    what = f"link of the decode worker gone for {seconds:g} s"
+    seen = disturbed(cluster, load, what, cut, disturbances, timer.finished.is_set)
+    timer.join()
+    wait_for_roles(cluster, *ROLES, timeout_s=BACK_S)
+    assert pids(cluster) == before
+    assert seen.longest_gap_s <= GONE_GAP_S
 
 
 def test_a_slow_link(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
@@ -120,17 +154,56 @@ def test_a_slow_link(cluster: Deployment, load: Load, disturbances: list[Disturb
         machine.unlimit()
 
 
-def test_a_node_is_killed_and_another_added(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
-    disturbed(cluster, load, "decode node killed", lambda: cluster.kill_node("decode"), disturbances)
+def test_a_node_is_drained(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
+    """Another node is there for the worker of a node that is to be taken away."""
+    old = cluster.nodes["decode"]
+    cluster.add_node("decode", "decode 2")
+    try:
+        seen = disturbed(
+            cluster,
+            load,
+            "decode node drained",
+            lambda: cluster.drain_node("decode"),
+            disturbances,
+            until=lambda: not old.worker_pids() and cluster.nodes["decode 2"].worker_pids(),
+        )
+        wait_for_roles(cluster, *ROLES, timeout_s=BACK_S)
+    finally:
+        cluster.kill_node("decode")
+    assert seen.failovers == 0
+    assert seen.longest_gap_s <= LEAVING_GAP_S
+    assert seen.hit_rate_after >= seen.hit_rate_before - 0.1
+
+
+def test_a_node_is_killed(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
+    seen = disturbed(cluster, load, "decode node killed", lambda: cluster.kill_node("decode 2"), disturbances)
     wait_for_roles(cluster, "prefill", "mixed", timeout_s=BACK_S)
-    cluster.add_node("decode")
-    wait_for_roles(cluster, *ROLES, timeout_s=2 * BACK_S)
+    assert seen.longest_gap_s <= GONE_GAP_S
+
+
+def test_a_node_is_added(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
+    before = pids(cluster)
+    disturbed(
+        cluster,
+        load,
+        "decode node added",
+        lambda: cluster.add_node("decode"),
+        disturbances,
+        until=lambda: len(cluster.workers()) == len(ROLES),
+    )
+    after = pids(cluster)
+    assert after.pop("decode") and after == before
     assert completed(cluster, load.prompts[0], "added")[0] == load.answers[0]
 
 
 def test_a_node_vanishes(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
     """The link of a node is cut for good: its processes go on, and nobody hears them."""
     machine = cluster.nodes["mixed"].machine
-    disturbed(cluster, load, "link of the mixed worker gone for good", machine.cut, disturbances)
-    eventually(lambda: "mixed" not in cluster.workers(), "the silent worker is forgotten", BACK_S)
+    seen = disturbed(cluster, load, "link of the mixed worker gone for good", machine.cut, disturbances)
+    eventually(
+        lambda: "mixed" not in [worker["role"] for worker in cluster.workers()],
+        "the silent worker is forgotten",
+        BACK_S,
+    )
     assert completed(cluster, load.prompts[1], "vanished")[0] == load.answers[1]
+    assert seen.longest_gap_s <= GONE_GAP_S

@@ -21,6 +21,7 @@ from engine.core.types import (
     FinishReason,
     Handover,
     Pooling,
+    PromptEvent,
     Salt,
     SamplingParams,
     SegmentHeader,
@@ -108,6 +109,9 @@ class FakeModel:
 
     def check(self) -> None:
         """It always runs."""
+
+    def warm_up(self, num_tokens: int) -> None:
+        """It is always warm."""
 
     def export_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         return self.cells[list(block_ids)].reshape(-1).view(np.uint8)
@@ -266,6 +270,22 @@ def run_all(scheduler: Scheduler, model: FakeModel, now: float = 0.0) -> dict[st
         for event in outcome.events:
             events.setdefault(event.request_id, []).append(event)
     return events
+
+
+def run_to_end(
+    scheduler: Scheduler, model: FakeModel
+) -> tuple[list[PromptEvent], list[TokenEvent], list[tuple[int, int]]]:
+    """Step until nothing is left: scores, other events, and first position and length of each chunk."""
+    scores: list[PromptEvent] = []
+    events: list[TokenEvent] = []
+    chunks: list[tuple[int, int]] = []
+    while scheduler.num_requests:
+        output, outcome = step(scheduler, model)
+        scheduler.check_integrity()
+        scores += outcome.scores
+        events += outcome.events
+        chunks += [(chunk.start, chunk.num_tokens) for chunk in output.chunks]
+    return scores, events, chunks
 
 
 def tokens_of(events: Iterable[TokenEvent]) -> list[int | None]:

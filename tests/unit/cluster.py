@@ -240,7 +240,7 @@ class Cluster:
         self.muted.add(worker_id)
         directory = self.manager.directory
         if directory.workers.keys() - self.muted:
-            self._carry_out(directory.remove_worker(worker_id))
+            self._carry_out(directory.worker_silent(worker_id, self.now))
 
     def unmute(self, worker_id: str) -> None:
         """A worker's heartbeats and answers arrive again."""

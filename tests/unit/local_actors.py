@@ -83,6 +83,14 @@ class LocalHandle:
         """End the actor as SIGKILL would: nothing that it does by itself goes on."""
         self.is_dead = True
         self._died.set_result(None)
+        self._end_duties()
+
+    def vanish(self) -> None:
+        """Let nothing through, to the actor or from it, and have nobody hear of an end: its node has lost its link."""
+        self.cut_off()
+        self._end_duties()
+
+    def _end_duties(self) -> None:
         if isinstance(self.actor, (Worker, KVCacheManager)):
             for task in self.actor._background._tasks:
                 task.cancel()
@@ -138,6 +146,8 @@ class LocalWorkers:
         monkeypatch.setattr(rpc, "manager_name", self._manager_name)
         monkeypatch.setattr("ray.put", LocalReference)
         monkeypatch.setattr("engine.model.build.build_engine", make_engine)
+        for module in (worker_module, manager_module):
+            monkeypatch.setattr(module, "own_node", lambda: "node")
         monkeypatch.setattr(Worker, "_handle", lambda worker: self._handle_of(worker))
         monkeypatch.setattr(worker_module, "HEARTBEAT_S", 0.02)
         monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.5)

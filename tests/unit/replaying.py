@@ -203,7 +203,8 @@ def state_of(directory: Directory) -> object:
     }
     loads = {worker_id: (worker.epoch, worker.load, worker.blocks) for worker_id, worker in directory.workers.items()}
     segments = [
-        (spelled(each), each.leases, each.is_in_store, each.file, each.requested_by)
+        (spelled(each), each.leases, each.is_in_store, each.file, each.requested_by, each.node)
         for each in directory.segments._segments.values()
     ]
-    return blocks, loads, list(directory._reservations), segments, directory._blocks.events_since(0)
+    nodes = dict(directory.segments.node_bytes), directory.links.known()
+    return blocks, loads, list(directory._reservations), segments, nodes, directory._blocks.events_since(0)

@@ -13,7 +13,7 @@ from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
 from engine.core.errors import RequestError
-from engine.core.types import ChatEnd, ChatTemplate
+from engine.core.types import ChatEnd, ChatTemplate, Objectives
 
 USER = {"role": "user", "content": "hi"}
 
@@ -74,6 +74,8 @@ def test_every_field_arrives() -> None:
         session_id="s",
         cache_salt="salt",
         priority=-4,
+        slo_ttft_ms=1500,
+        slo_tpot_ms=0.5,
         cache_priority=-3,
         cache_ttl_s=90,
     )
@@ -111,6 +113,7 @@ def test_every_field_arrives() -> None:
         session_id="s",
         cache_salt="salt",
         priority=-4,
+        objectives=Objectives(ttft_s=1.5, tpot_s=0.0005),
         cache_priority=-3,
         cache_ttl_s=90.0,
     )
@@ -484,6 +487,9 @@ BAD = [
     ({"cache_ttl_s": -1}, "cache_ttl_s", "must be greater than 0, got -1"),
     ({"cache_ttl_s": 1e9}, "cache_ttl_s", "must be at most 31622400"),
     ({"cache_ttl_s": "long"}, "cache_ttl_s", "must be a number"),
+    ({"slo_ttft_ms": 0}, "slo_ttft_ms", "must be greater than 0, got 0"),
+    ({"slo_tpot_ms": "quick"}, "slo_tpot_ms", "must be a number"),
+    ({"slo_tpot_ms": 3_600_001}, "slo_tpot_ms", "must be at most 3600000"),
     ({"request_id": "two words"}, "request_id", ""),
     ({"add_special_tokens": 1}, "add_special_tokens", ""),
     ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),

@@ -14,6 +14,7 @@ OF_ADMINISTRATORS = {
     "known_blocks",
     "workers",
     "object_store",
+    "links",
     "disk",
     "hit_blocks",
     "missed_blocks",

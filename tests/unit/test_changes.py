@@ -52,6 +52,7 @@ CHANGED: dict[str, Any] = {
     "http.allowed_origins": ["https://app.example"],
     "batches.folder": "/elsewhere",
     "logging.level": "DEBUG",
+    "speculation.draft_model": "org/smaller",
     "logging.format": "text",
     "logging.stimuli": "/elsewhere",
     "tenants.name": "bob",
@@ -68,7 +69,7 @@ RESTARTED: Mapping[Effect, set[str]] = {
     Effect.INGRESS_AND_WORKERS: {INGRESS, *WORKERS},
     Effect.EVERYTHING: {INGRESS, MANAGER, *WORKERS},
 }
-KEYS_OF_ROLES = {"workers.prefill", "workers.decode", "workers.mixed"}
+KEYS_OF_ROLES = {"workers.prefill", "workers.decode", "workers.mixed", "workers.elastic"}
 
 
 def schema_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -154,8 +155,8 @@ def test_batches_are_turned_off_and_on_by_a_restart() -> None:
 
 
 def test_roles_come_and_go() -> None:
-    old, new = Config.model_validate(BASE), Config.model_validate({"workers": {"mixed": {}}})
-    assert parts(new).keys() == {MANAGER, "mixed", INGRESS}
+    old, new = Config.model_validate(BASE), Config.model_validate({"workers": {"mixed": {}, "elastic": {}}})
+    assert parts(new).keys() == {MANAGER, "mixed", "elastic", INGRESS}
     assert {change.key for change in changes(old, new)} >= KEYS_OF_ROLES
     assert all(KEYS[key] is Effect.ROLES for key in KEYS_OF_ROLES)
     beside = Config.model_validate({**BASE, "workers": {**BASE["workers"], "mixed": {}}})
@@ -200,10 +201,11 @@ def test_other_code_is_another_version_everywhere() -> None:
 )
 def test_an_engine_gets_the_keys_that_restart_workers(key: str) -> None:
     """None of them is left out of the part that an engine is made of."""
-    drafting = {"speculation": {} if key == "speculation.mode" else {"mode": "auto"}}
-    old = Config.model_validate({**BASE, **drafting})
+    wanted = {"speculation.mode": "auto", "speculation.draft_model": "org/small"}
+    drafting = {name.partition(".")[2]: value for name, value in wanted.items() if name != key}
+    old = Config.model_validate({**BASE, "speculation": drafting})
     content = changed(key).model_dump()
-    new = Config.model_validate({**content, "speculation": {**content["speculation"], **drafting["speculation"]}})
+    new = Config.model_validate({**content, "speculation": {**content["speculation"], **drafting}})
     assert settings_of(*worker_parts(new)) != settings_of(*worker_parts(old))
 
 

@@ -100,6 +100,14 @@ class Server:
             return response
         if question == "end":
             return response
+        if question.endswith("behind the reason"):
+            lost = error_event(ServiceError("the worker is gone")) if question.startswith("fail") else b": cut"
+            await response.write(second + writer.finish(FinishReason.STOP) + lost)
+            await asyncio.sleep(0.02)
+            if question.startswith("cut"):
+                assert request.transport is not None
+                request.transport.abort()
+            return response
         reason = FinishReason.LENGTH if question == "long" else FinishReason.STOP
         await response.write(second + writer.finish(reason) + usage_event(HEAD, Usage(7, 3, 4)) + DONE)
         return response
@@ -232,8 +240,6 @@ class TestPipedChat:
             ("refuse", r"error: HTTP 400: the prompt is too long"),
             ("break", r"error: HTTP 502 Bad Gateway"),
             ("fail", r"error: the worker is gone; \d+ ms to first token"),
-            ("cut", r"error: no answer from http://127.0.0.1:\d+: .+"),
-            ("end", r"error: http://\S+ ended the stream before the answer was complete; .*"),
             ("nonsense", r"error: the server sent what is no event of a chat completion: \[1\]"),
         ],
     )
@@ -245,6 +251,28 @@ class TestPipedChat:
         assert len(err) == 2
         assert re.fullmatch(line, err[0])
         assert server.roles(1) == [("user", "after")]
+
+    @pytest.mark.parametrize(
+        ("question", "line"),
+        [
+            ("cut", r"error: no answer from http://127.0.0.1:\d+: .+; what came of the answer is kept; .*"),
+            ("end", r"error: \S+ ended the stream before the answer was complete; what came of the answer is kept; .*"),
+        ],
+    )
+    def test_a_lost_connection_keeps_what_was_said(self, server: Server, ask: Ask, question: str, line: str) -> None:
+        code, out, err = ask(f"{question}\nafter\n", "--url", server.url)
+        assert (code, out) == (1, "Héllo \nHéllo wörld\n")
+        assert re.fullmatch(line, err[0])
+        assert server.roles(1) == [("user", question), ("assistant", "Héllo "), ("user", "after")]
+
+    @pytest.mark.parametrize("question", ["cut behind the reason", "fail behind the reason"])
+    def test_a_whole_answer_is_kept_without_the_end_of_its_stream(
+        self, server: Server, ask: Ask, question: str
+    ) -> None:
+        code, out, err = ask(f"{question}\nafter\n", "--url", server.url)
+        assert (code, out) == (0, "Héllo wörld\nHéllo wörld\n")
+        assert err[0].startswith("the answer is complete, but the end of the stream is missing: ")
+        assert server.roles(1) == [("user", question), ("assistant", "Héllo wörld"), ("user", "after")]
 
     @pytest.mark.parametrize("line", ["/help", "/news", "/New", "/quit now", "/", "/new one"])
     def test_an_unknown_command_is_not_sent(self, server: Server, ask: Ask, line: str) -> None:

@@ -109,7 +109,7 @@ def test_draft_tokens_are_counted_by_source() -> None:
         return families_of(metrics)
 
     text = asyncio.run(Cluster(w=answer).metrics.text())
-    none = {"request": 0, "prediction": 0, "cluster": 0}
+    none = {"request": 0, "prediction": 0, "cluster": 0, "model": 0}
     assert values(text, "raydix_draft_tokens_total", "source") == {**none, "past": 9, "grammar": 5}
     assert values(text, "raydix_accepted_draft_tokens_total", "source") == {**none, "past": 7, "grammar": 5}
 
@@ -164,6 +164,21 @@ def test_the_manager_s_metrics_are_there() -> None:
     text = asyncio.run(scrape())
     assert "raydix_placement_regret_seconds_count 0" in text
     assert values(text, "raydix_process_up", "process")["kv_cache_manager"] == 1
+
+
+def test_duties_of_elastic_workers_are_counted_once_there_are_some() -> None:
+    metrics = ManagerMetrics()
+
+    def shown() -> dict[str, object]:
+        [family] = [each for each in families_of(metrics) if each.name == "raydix_elastic_workers"]
+        return {dict(labels)["duty"]: value for labels, value in family.values.items()}
+
+    metrics.duties([])
+    assert shown() == {}
+    metrics.duties([Role.PREFILL, Role.PREFILL, Role.DECODE])
+    assert shown() == {"prefill": 2, "decode": 1, "mixed": 0}
+    metrics.duties([])
+    assert set(shown().values()) == {0}
 
 
 def test_the_route_is_for_administrators(served: Served) -> None:

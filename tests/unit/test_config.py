@@ -11,11 +11,11 @@ from pydantic import BaseModel, ValidationError
 from configs import Config, load_config
 from configs.load import CONFIG_FOLDER
 from configs.sections import manager_arguments
-from configs.settings import answer_bytes, engine_settings, tenants
+from configs.settings import answer_bytes, engine_settings, objectives, tenants
 from engine.core.errors import StartupError
 from engine.core.settings import DraftLimits
 from engine.core.tenants import Tenant, key_hash
-from engine.core.types import DraftSource
+from engine.core.types import DraftSource, Objectives
 
 with warnings.catch_warnings():
     # Ray's own modules use a deprecated spelling of pydantic's when they are imported.
@@ -154,6 +154,9 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, cont
         ("model", "source", ""),
         ("placement", "import_gib_per_s", 0),
         ("placement", "piggyback_tokens", -1),
+        ("slo", "ttft_ms", 0),
+        ("slo", "tpot_ms", -5),
+        ("slo", "tpot_ms", 4_000_000),
     ],
 )
 def test_a_value_out_of_bounds_is_named(tmp_path: Path, section: str, key: str, value: Any) -> None:
@@ -372,3 +375,12 @@ def test_a_configuration_cannot_be_changed() -> None:
 def test_sizes_and_times_are_finite(key: str, value: float) -> None:
     with pytest.raises(ValidationError, match=key):
         Config.model_validate({"cache": {key: value}, "workers": {"mixed": {}}})
+
+
+def test_elastic_workers_stand_alone_and_hand_over(tmp_path: Path) -> None:
+    config = load(tmp_path, {"workers": {"elastic": {"replicas": 3}}, "slo": {"ttft_ms": 2000, "tpot_ms": 50}})
+    assert config.workers.hands_over and list(config.workers.sections) == ["elastic"]
+    assert objectives(config.slo) == Objectives(ttft_s=2.0, tpot_s=0.05)
+    assert objectives(load(tmp_path, MIXED).slo) == Objectives()
+    assert not load(tmp_path, MIXED).workers.hands_over
+    assert "configure prefill and decode, mixed, or elastic" in complaint(tmp_path, {"workers": {}})

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import actors.ingress.dispatcher as dispatcher_module
 import actors.manager.kv_cache_manager as manager_module
+import actors.worker.worker as worker_module
 from actors.ingress.dispatcher import Dispatcher
 from actors.logs import DEFAULTS
 from actors.manager.kv_cache_manager import KVCacheManager
@@ -24,7 +26,7 @@ from engine.core.manager.directory import Directory
 from engine.core.settings import DraftLimits, SchedulerLimits
 from engine.core.stimuli import Record, replay
 from engine.core.tenants import Tenant
-from engine.core.types import Role, Salt, SamplingParams
+from engine.core.types import Objectives, Role, Salt, SamplingParams
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.replaying import replaying_scheduler
@@ -256,6 +258,93 @@ def test_answers_are_the_same_when_a_worker_cannot_be_reached(scene: Scene) -> N
     scene.run(play())
 
 
+@pytest.mark.parametrize("node", [["d0"], ["p0"], ["p0", "d0"]], ids=" ".join)
+def test_answers_are_the_same_when_a_node_vanishes(scene: Scene, node: list[str]) -> None:
+    """Nobody hears of an end: the workers there neither answer nor fail."""
+
+    async def play() -> None:
+        manager, dispatcher = await scene.start(worker_silent_s=0.3)
+        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
+        await asyncio.sleep(0.01)
+        for worker_id in node:
+            scene.local.handles[f"{worker_id}:1"].vanish()
+        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        await until(lambda: scene.num_registered(manager) == 4 - len(node))
+        for number in range(6, 9):
+            assert await answer_of(dispatcher, f"r{number}", prompt_of(number), 3) == expected(prompt_of(number), 3)
+        await until(lambda: manager._directory.num_reservations == 0)
+        assert not any(handle.is_dead for handle in scene.local.handles.values())
+        manager._directory.check_integrity()
+
+    scene.run(play())
+
+
+def test_requests_are_placed_at_once_when_the_managers_node_vanishes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "ADMIT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(dispatcher_module, "MEMBERSHIP_TIMEOUT_S", 0.1)
+
+    async def play() -> None:
+        _, dispatcher = await scene.start(worker_silent_s=0.3)
+        assert await answer_of(dispatcher, "r", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+        for name in (str(scene.local.manager_name), "d0:1"):
+            scene.local.handles[name].vanish()
+        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
+        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        assert {worker.worker_id for worker in dispatcher.workers} >= {"p0", "p1", "d1"}, "they are known still"
+        monkeypatch.setattr(dispatcher_module, "ADMIT_TIMEOUT_S", 3600.0)
+        assert await answer_of(dispatcher, "later", prompt_of(7), NUM_TOKENS) == expected(prompt_of(7)), "not asked"
+
+    scene.run(play())
+
+
+def test_a_link_that_comes_back_soon_replaces_nobody(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
+        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
+        await asyncio.sleep(0.01)
+        scene.local.handles["d0:1"].cut_off()
+        await asyncio.sleep(0.2)
+        scene.local.handles["d0:1"].reconnect()
+        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        assert {worker.epoch for worker in manager._directory.workers.values()} == {1}
+        assert scene.num_registered(manager) == 4
+        assert not [record for record in caplog.records if "goes on elsewhere" in record.message]
+
+    with caplog.at_level("INFO"):
+        scene.run(play())
+
+
+def test_imports_teach_the_manager_what_links_take(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker registers from a node of its own."""
+    numbers = count()
+    monkeypatch.setattr(worker_module, "own_node", lambda: f"node {next(numbers)}")
+
+    async def play() -> None:
+        manager, dispatcher = await scene.start()
+        assert len(manager._directory.workers.nodes) == 4
+        for number in range(4):
+            name = f"r{number}"
+            assert await answer_of(dispatcher, name, prompt_of(number), NUM_TOKENS) == expected(prompt_of(number))
+        await until(lambda: len(manager._directory.links))
+        assert all(source != target for source, target in manager._directory.links.known())
+        await until(lambda: manager._directory.num_reservations == 0)
+        explained: Any = await manager.explain("r0", None)
+        [attempt] = explained[0]["attempts"]
+        assert attempt["prefill_worker"] != attempt["decode_worker"]
+        assert attempt["predicted_handover_s"] > 0 and attempt["actual_handover_s"] >= 0
+        report: Any = await manager.cache_report("default", is_admin=True)
+        assert len(report["links"]) == len(manager._directory.links)
+        assert report["object_store"]["bytes"] == sum(report["object_store"]["nodes"].values())
+        manager._directory.check_integrity()
+
+    scene.run(play())
+
+
 def test_preempted_requests_go_on_from_swapped_kv(scene: Scene) -> None:
     async def play() -> None:
         manager = await scene.local.start_manager()
@@ -358,11 +447,13 @@ def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path) -> None:
             handle: Any = scene.local.handles[f"{worker_id}:1"]
             await WorkerClient(handle).reconfigure(SchedulerLimits(8, 4), shares, "DEBUG")
         manager_handle: Any = scene.local.handles[str(scene.local.manager_name)]
-        await ManagerClient(manager_handle).reconfigure(7, WorkerCosts(import_byte_s=1e-6), shares, "INFO")
+        objectives = Objectives(ttft_s=2.0, tpot_s=0.05)
+        await ManagerClient(manager_handle).reconfigure(7, WorkerCosts(import_byte_s=1e-6), shares, objectives, "INFO")
         assert await running == expected(prompt_of(1), 60)
         assert await answer_of(dispatcher, "after", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
 
         assert manager._directory.costs.piggyback_tokens == 7
+        assert manager._directory.objectives == objectives
         await until(lambda: {worker.token_budget for worker in manager._directory.workers.values()} == {8})
         for worker in scene.workers.values():
             assert worker._engine.scheduler.limits == SchedulerLimits(8, 4)
@@ -373,6 +464,7 @@ def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path) -> None:
         fresh = Directory(*record.made.args, **record.made.kwargs)  # type: ignore[arg-type]
         assert not [result for result in replay(record.stimuli, fresh) if isinstance(result, Exception)]
         assert state_of(fresh) == state_of(manager._directory) and fresh.costs.piggyback_tokens == 7
+        assert fresh.objectives == objectives
         for name, worker_id in (("prefill", "p0"), ("decode", "d0")):
             [file] = tmp_path.glob(f"stimuli-{name}-*.log")
             record = Record.load(file.read_bytes())

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 
+from cli import deploy
 from cli.cluster import LOCAL_NAMES
-from cli.deploy import NOTHING_RUNS, Running, as_served, ignored, planned
+from cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, planned
 from cli.main import main
-from configs import Config
+from configs import Config, load_config
 from configs.sections import INGRESS, MANAGER, parts
+from engine.core.errors import StartupError
 from engine.core.tenants import key_hash
 
 BASE: dict[str, Any] = {"workers": {"prefill": {}, "decode": {}}}
+BOB: dict[str, Any] = {"name": "bob", "key_hashes": [key_hash("rdx-bob")]}
 
 
 def config_of(**sections: Any) -> Config:
@@ -24,7 +27,12 @@ def versions_of(config: Config, code: str = "code") -> dict[str, str]:
 
 
 def running(config: Config) -> Running:
-    return Running(versions_of(config), config)
+    return served_as(config)
+
+
+def served_as(config: Config) -> Running:
+    """The application as Serve's controller tells of it."""
+    return described(versions_of(config), config.model_dump(mode="json"))
 
 
 def plan_lines(old: Running, new: Config, code: str = "code") -> list[str]:
@@ -32,9 +40,7 @@ def plan_lines(old: Running, new: Config, code: str = "code") -> list[str]:
 
 
 def test_changes_in_place_restart_nothing() -> None:
-    new = config_of(
-        ingress={"max_queued_requests": 100}, tenants=[{"name": "bob", "key_hashes": [key_hash("rdx-bob")]}]
-    )
+    new = config_of(ingress={"max_queued_requests": 100}, tenants=[BOB])
     assert plan_lines(running(config_of()), new) == [
         "ingress.max_queued_requests  512 -> 100        applies in place",
         "tenants.bob                  unknown -> known  applies in place",
@@ -71,15 +77,53 @@ def test_the_server_itself_stays_as_it_is() -> None:
     """`raydix deploy` does not move a server to another port, nor let names in that `raydix serve` keeps out."""
     old = config_of(http={"port": 9000, "allowed_hosts": LOCAL_NAMES})
     plain, moved = config_of(), config_of(http={"port": 9100, "header_timeout_s": 5})
+    http = served_as(old).http
     for new in (plain, moved):
-        assert as_served(new, old) == old
-    assert [*ignored(plain, old)] == []
-    assert [*ignored(moved, old)] == ["http.port stays 9000: 9100 at the next start of raydix serve"]
+        assert as_served(new, http) == old
+    assert [*ignored(plain, http)] == []
+    assert [*ignored(moved, http)] == ["http.port stays 9000: 9100 at the next start of raydix serve"]
     named = config_of(http={"allowed_hosts": ["raydix.example"]})
-    assert as_served(named, old).http.allowed_hosts == ("raydix.example",)
+    assert as_served(named, http).http.allowed_hosts == ("raydix.example",)
     assert as_served(plain, None) == plain
     open_to_all = config_of(http={"port": 9000})
-    assert as_served(plain, open_to_all).http.allowed_hosts is None
+    assert as_served(plain, served_as(open_to_all).http).http.allowed_hosts is None
+
+
+def test_a_server_of_another_version_stays_as_it_is_too() -> None:
+    """A key that one of the versions does not know, or an unknown form of a value, leaves the others as they are."""
+    raw = config_of(http={"port": 9000, "allowed_hosts": LOCAL_NAMES}, tenants=[BOB]).model_dump(mode="json")
+    other = raw | {"http": raw["http"] | {"wire": 1, "header_timeout_s": "soon"}, "model": {"sauce": 1}}
+    known = described({}, other)
+    assert known.config is None and known.has_tenants
+    served = as_served(config_of(http={"header_timeout_s": 7}), known.http)
+    assert (served.http.port, served.http.allowed_hosts, served.http.header_timeout_s) == (9000, LOCAL_NAMES, 7)
+    assert [*ignored(config_of(http={"header_timeout_s": 7}), known.http)] == []
+    for no_raydix in (None, {}, {"http": 3}):
+        assert described({"a": "1"}, no_raydix) == Running({"a": "1"}, None)
+
+
+def test_files_are_merged_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main_file, tenants, more = (tmp_path / name for name in ("main.yaml", "tenants.yaml", "more.yaml"))
+    main_file.write_text("workers: {mixed: {token_budget: 128}}")
+    tenants.write_text(f"tenants: [{{name: bob, key_hashes: [{BOB['key_hashes'][0]}]}}]")
+    more.write_text("workers: {mixed: {token_budget: 256}}")
+    loaded: list[Config] = []
+
+    def connect(address: str) -> None:
+        raise StartupError("no cluster here")
+
+    def load(*arguments: Any) -> Config:
+        loaded.append(load_config(*arguments))
+        return loaded[-1]
+
+    monkeypatch.setattr(deploy, "_connect", connect)
+    monkeypatch.setattr(deploy, "load_config", load)
+    files = [argument for file in (main_file, tenants, more) for argument in ("--config", str(file))]
+    assert main(["deploy", *files, "--model", "named"]) == 2
+    [config] = loaded
+    assert config.workers.mixed is not None and config.workers.mixed.token_budget == 256
+    assert [tenant.name for tenant in config.tenants] == ["bob"]
+    assert config.model.source == "named"
 
 
 def test_bad_configurations_are_refused_before_anything_is_asked(

@@ -56,6 +56,10 @@ def evict(directory: Directory, worker_id: str, *hashes: BlockHash) -> list[Inst
     return directory.blocks_changed(worker_id, 1, (), [(block_hash, EvictionReason.FULL) for block_hash in hashes])
 
 
+def fail_export(directory: Directory, worker_id: str, *hashes: BlockHash) -> list[Instruction]:
+    return directory.export_failed(worker_id, 1, hashes)
+
+
 def delivered(instructions: list[Instruction]) -> list[tuple[str, tuple[BlockHash, ...]]]:
     assert all(isinstance(instruction, Deliver) for instruction in instructions)
     return [(i.worker_id, i.segment.header.hashes) for i in instructions if isinstance(i, Deliver)]
@@ -241,6 +245,26 @@ def test_segments_outlive_their_worker(split: Directory) -> None:
     admission, instructions = admit(split, "r", A, B)
     assert admission.prefill == "d"
     assert delivered(instructions) == [("d", (A, B))]
+
+
+def test_segments_of_a_silent_worker_are_out_of_reach(make_directory: MakeDirectory) -> None:
+    """Its node may be cut off: a worker that is to get them computes, and later requests find others' segments only."""
+    directory = make_directory()
+    for worker_id, block in (("a", A), ("c", B)):
+        join(directory, worker_id, Role.MIXED)
+        export(directory, worker_id, block)
+    join(directory, "b", Role.MIXED)
+    admission, instructions = directory.admit(AdmitRequest("r", 0, (A, B), 10, avoided=("a", "c")), 0.0)
+    assert admission.prefill == "b" and delivered(instructions) == [("b", (A,)), ("b", (B,))]
+
+    assert directory.worker_silent("a", 0.0) == [Lost("b", (A,))]
+    assert "a" not in directory.workers and len(directory.segments) == 1
+    directory.check_integrity()
+    _, instructions = directory.admit(AdmitRequest("s", 0, (B,), 6, avoided=("c",)), 0.0)
+    assert delivered(instructions) == [("b", (B,))]
+    for request_id in ("r", "s"):
+        directory.end_request(request_id, 0.0)
+    directory.check_integrity()
 
 
 def test_nothing_is_delivered_to_the_dead(split: Directory) -> None:
@@ -687,12 +711,12 @@ def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_direct
     admission, _ = admit(directory, "before", A)
     assert admission.prefill == "m", "the block is there"
 
-    directory.leave("m")
-    directory.leave("m")
+    assert directory.leave("m") == [Export("m", (A, B))]
+    assert directory.leave("m") == []
     assert directory.workers.leaving == {"m"}
-    assert directory.save() == [Export("m", (A, B))]
+    assert not directory.has_left("m"), "the export is under way"
     export(directory, "m", A, B)
-    assert directory.save() == []
+    assert directory.leave("m") == []
     assert not directory.has_left("m"), "a request is there"
     directory.end_request("before", 0.0)
     assert directory.has_left("m")
@@ -702,17 +726,41 @@ def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_direct
     assert delivered(instructions) == [("n", (A, B))]
     directory.remove_worker("m")
     assert directory.workers.leaving == frozenset() and not directory.has_left("m"), "unknown"
+    assert directory.leave("m") == []
 
 
-def test_a_leaving_prefill_worker_is_needed_up_to_the_first_token(split: Directory) -> None:
+def test_a_leaving_prefill_worker_is_needed_up_to_the_handover(split: Directory) -> None:
     join(split, "p2", Role.PREFILL)
     admission, _ = admit(split, "r", A)
     leaving = admission.prefill
     split.leave(leaving)
-    split.save()
     assert not split.has_left(leaving)
     split.first_token("r", 0, 0.1)
+    assert not split.has_left(leaving), "its KV is still on the way"
+    export(split, leaving, A, handover=Handover("r", 0, 7, None))
     assert split.has_left(leaving), "its decode worker does not need it any more"
+
+
+def test_a_leaving_worker_stays_while_it_sends_blocks_for_requests_that_move(make_directory: MakeDirectory) -> None:
+    """Here nothing is exported for the leaving itself: the object store has no room."""
+    for answer in (export, fail_export):
+        directory = make_directory(segment_budget_bytes=0)
+        join(directory, "m", Role.MIXED, A)
+        join(directory, "n", Role.MIXED)
+        assert directory.leave("m") == [] and directory.has_left("m")
+        admission, instructions = admit(directory, "moves", A, B)
+        assert admission.prefill == "n" and Export("m", (A,)) in instructions
+        assert not directory.has_left("m")
+        answer(directory, "m", A)
+        assert directory.has_left("m")
+
+
+def test_the_leaving_of_a_worker_asks_no_other_one(make_directory: MakeDirectory) -> None:
+    directory = make_directory(disk_budget_bytes=100)
+    join(directory, "m", Role.MIXED, A)
+    join(directory, "n", Role.MIXED, B, C)
+    assert directory.leave("m") == [Export("m", (A,))]
+    assert directory.save() == [Export("n", (B, C))], "at its own pace"
 
 
 def test_blocks_that_only_leaving_workers_hold_are_given_away_by_the_last(make_directory: MakeDirectory) -> None:
@@ -720,17 +768,20 @@ def test_blocks_that_only_leaving_workers_hold_are_given_away_by_the_last(make_d
     join(directory, "m", Role.MIXED, A)
     join(directory, "n", Role.MIXED, A)
     join(directory, "o", Role.MIXED)
-    directory.leave("m")
-    assert directory.save() == []
-    directory.leave("n")
-    assert directory.save() == [Export("n", (A,))]
+    assert directory.leave("m") == []
+    assert directory.leave("n") == [Export("n", (A,))]
 
 
 def test_a_leaving_worker_gives_away_as_much_as_the_store_holds(make_directory: MakeDirectory) -> None:
     directory = make_directory(segment_budget_bytes=20)
     join(directory, "m", Role.MIXED, A, B, C)
-    directory.leave("m")
-    assert directory.save() == [Export("m", (A, B))]
+    assert directory.leave("m") == [Export("m", (A, B))]
+
+
+def test_a_leaving_worker_gives_all_to_the_disk_that_was_to_go_there(make_directory: MakeDirectory) -> None:
+    directory = make_directory(segment_budget_bytes=20, disk_budget_bytes=100)
+    join(directory, "m", Role.MIXED, A, B, C)
+    assert directory.leave("m") == [Export("m", (A, B, C))]
 
 
 def test_requests_go_to_a_leaving_worker_if_there_is_no_other_and_to_an_avoided_one_last(

@@ -296,6 +296,15 @@ def test_what_nobody_exports_is_saved_in_batches_or_when_the_worker_is_idle(make
     assert directory.save() == [Export("d", tuple(many))]
 
 
+def test_a_block_of_two_workers_is_saved_once(make: MakeDirectory) -> None:
+    directory = make()
+    directory.blocks_changed("p", 1, [A, B], ())
+    directory.blocks_changed("d", 1, [A, C], ())
+    saved = directory.save()
+    directory.check_integrity()
+    assert saved == [Export("p", (A, B)), Export("d", (C,))]
+
+
 def test_what_was_evicted_or_exported_meanwhile_is_not_saved(make: MakeDirectory) -> None:
     directory = make()
     directory.blocks_changed("p", 1, [A, B, C], ())

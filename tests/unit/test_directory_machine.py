@@ -28,6 +28,7 @@ from engine.core.types import (
     CacheHints,
     EvictionReason,
     Handover,
+    Objectives,
     Retention,
     Role,
     SegmentHeader,
@@ -37,6 +38,8 @@ from tests.unit.replaying import Recording, check_directory
 BLOCK_SIZE = 4
 BLOCK_BYTES = 10
 WORKERS = ["w0", "w1", "w2", "w3"]
+IMPORT_S = 0.5
+"""Time of each import, which is far more than computing takes."""
 PATIENCE_S = 30.0
 
 
@@ -108,7 +111,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
 
         def make() -> Directory:
-            return Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS)
+            return Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS, node="a")
 
         self.make = make
         self.directory = self.make()
@@ -125,16 +128,30 @@ class DirectoryMachine(RuleBasedStateMachine):
         """A first incarnation, or one that takes over from another."""
         self._register(worker_id, role, self.last_epoch.get(worker_id, 0) + 1, blocks)
 
+    @rule(tpot_s=st.sampled_from([None, 1e-3, 0.05]))
+    def divide(self, tpot_s: float | None) -> None:
+        """Look at the load of the elastic workers."""
+        self.directory.change_limits(0, self.directory.costs.prior, TENANTS, Objectives(ttft_s=1.0, tpot_s=tpot_s))
+        plan = self.directory.divide(self.epoch_s)
+        elastic = [worker for worker in self.directory.workers.elastic if not worker.is_leaving]
+        assert (plan is None) == (not elastic)
+        if plan is not None and plan.division.is_split:
+            duties = [worker.duty for worker in elastic]
+            assert (duties.count(Role.PREFILL), duties.count(Role.DECODE)) == plan.division
+
     @precondition(lambda self: self.workers)
-    @rule(data=st.data(), comes_back=st.booleans())
-    def lose_worker(self, data: st.DataObject, comes_back: bool) -> None:
-        """It dies, or the same incarnation registers again because it had lost touch."""
+    @rule(data=st.data(), comes_back=st.booleans(), is_silent=st.booleans())
+    def lose_worker(self, data: st.DataObject, comes_back: bool, is_silent: bool) -> None:
+        """It dies, or is cut off, or the same incarnation registers again because it had lost touch."""
         worker_id, worker = self._draw_worker(data)
         if comes_back:
             self._register(worker_id, worker.role, worker.epoch, worker.pool)
         else:
             del self.workers[worker_id]
-            self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
+            if is_silent:
+                self._carry_out(self.directory.worker_silent(worker_id, self.epoch_s))
+            else:
+                self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), blocks=ANY_BLOCKS)
@@ -288,8 +305,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         """A worker is about to stop; it may be asked for blocks, and is not the end of any request."""
         worker_id, _ = self._draw_worker(data)
-        self.directory.leave(worker_id)
-        self._carry_out(self.directory.save())
+        self._carry_out(self.directory.leave(worker_id))
 
     # Time
 
@@ -314,9 +330,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         for known in self.admitted.values():
             assert all(segment in kept for segment in known.leased), "a leased segment was dropped"
         busy = {id(segment) for segment in self.writing}
-        assert directory.segments.store_bytes <= directory.segments.store_budget_bytes or all(
-            segment.leases or id(segment) in busy for segment in kept if segment.is_in_store
-        )
+        for node in sorted({"a", *directory.workers.nodes}):
+            here = [segment for segment in kept if segment.is_in_store and segment.node == node]
+            num_bytes = sum(segment.num_bytes for segment in here)
+            is_pinned = all(segment.leases or id(segment) in busy for segment in here)
+            assert num_bytes <= directory.segments.store_budget_bytes or is_pinned
 
     @invariant()
     def check_promises(self) -> None:
@@ -377,7 +395,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     def _register(self, worker_id: str, role: Role, epoch: int, blocks: set[BlockHash]) -> None:
         self.workers[worker_id] = FakeWorker(role, epoch, set(blocks))
         self.last_epoch[worker_id] = epoch
-        self._carry_out(self.directory.register(worker_id, role, epoch, BLOCK_BYTES, blocks))
+        node = "a" if worker_id in WORKERS[:2] else "b"
+        self._carry_out(self.directory.register(worker_id, role, epoch, BLOCK_BYTES, blocks, node=node))
 
     def _report(self, worker_id: str) -> None:
         worker = self.workers[worker_id]
@@ -468,6 +487,8 @@ class DirectoryMachine(RuleBasedStateMachine):
                     worker.owed -= arrived
                     worker.unreported |= arrived - worker.pool
                     worker.pool |= arrived
+                    num_bytes = segment.header.num_bytes
+                    self.directory.imported(instruction.worker_id, segment.node, num_bytes, IMPORT_S, self.epoch_s)
                 case Export(hashes=hashes):
                     worker.orders.append(hashes)
                 case Lost(hashes=hashes):

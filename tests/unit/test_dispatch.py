@@ -371,20 +371,22 @@ def test_requests_of_a_silent_worker_go_on_elsewhere() -> None:
     dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
     submitted(dispatch)
     dispatch.tokens("p", [token(0)], 2.0)
-    for now in (3.0, 4.0, 5.5):
+    for now in (2.0, 3.0, 4.0):
         dispatch.ping_answered("p", now)
         assert of_type(dispatch.keep_alive(now, 0.0), FailedOver) == []
 
-    dispatch.ping_answered("p", 6.5)
-    instructions = dispatch.keep_alive(6.5, 0.0)
+    dispatch.ping_answered("p", 5.0)
+    instructions = dispatch.keep_alive(5.0, 0.0)
     assert of_type(instructions, WorkerSilent) == [WorkerSilent("d", 1)]
     assert Abort("d", "r") in instructions, "the worker is not to compute for nobody when it goes on"
     assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [1]
     assert [admit.request.avoided for admit in of_type(instructions, Admit)] == [("d",)]
     assert of_type(instructions, Ping) == [Ping("p", []), Ping("d", [])], "it may answer again"
-    assert of_type(dispatch.keep_alive(6.6, 0.0), WorkerSilent) == [], "said once"
+    dispatch.ping_answered("p", 6.0)
+    assert of_type(dispatch.keep_alive(6.0, 0.0), WorkerSilent) == [], "said once"
 
     # If the request comes there again it is left there; and an answer ends the silence.
+    dispatch.ping_answered("p", 8.0)
     assert dispatch.admitted("r", 1, admission_of(1), 8.0) == []
     assert of_type(dispatch.keep_alive(8.1, 0.0), FailedOver) == []
     dispatch.ping_answered("d", 8.2)
@@ -414,6 +416,45 @@ def test_an_admission_that_names_a_worker_fallen_silent_meanwhile_is_made_again(
     dispatch.admitted("s", 0, admission_of(decode="d2", request_id="s"), 12.2)
     assert {each.worker_id for each in of_type(dispatch.flush(has_manager=False), Submit)} == {"p", "d2"}
     dispatch.check_integrity()
+
+
+def test_a_link_that_is_gone_for_two_seconds_moves_no_request() -> None:
+    dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
+    submitted(dispatch)
+    dispatch.tokens("p", [token(0)], 2.0)
+    instructions = list[object]()
+    for now in (2.0, 3.0, 4.0):  # d is heard at 2.0 for the last time, then again at 4.1
+        for worker_id in ("p", "d") if now == 2.0 else ("p",):
+            dispatch.ping_answered(worker_id, now)
+        instructions += dispatch.keep_alive(now, 0.0)
+    dispatch.ping_answered("d", 4.1)
+    dispatch.ping_answered("p", 5.0)
+    instructions += dispatch.keep_alive(5.0, 0.0)
+    assert [each for each in instructions if isinstance(each, WorkerSilent | FailedOver | Abort)] == []
+    assert [deliver.events for deliver in of_type(dispatch.tokens("d", [token(1)], 5.1), Deliver)] == [[token(1)]]
+
+
+def test_the_time_of_a_hand_over_is_told_with_the_end() -> None:
+    """From the first token of the attempt to the second one, if another worker has computed it."""
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    for worker_id, position, now in (("p", 0, 2.0), ("d", 1, 2.5), ("d", 2, 9.0)):
+        dispatch.tokens(worker_id, [token(position)], now)
+    dispatch.end("r")
+    [settle] = of_type(dispatch.flush(has_manager=True), Settle)
+    assert [ended.handover_s for ended in settle.ended] == [0.5]
+
+
+@pytest.mark.parametrize(("early", "handover_s"), [((1,), 0.0), ((), None)])
+def test_the_time_of_a_hand_over_whose_tokens_come_at_once(early: tuple[int, ...], handover_s: float | None) -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    for position in early:
+        dispatch.tokens("d", [token(position)], 1.5)
+    dispatch.tokens("p", [token(0)], 2.0)
+    dispatch.end("r")
+    [settle] = of_type(dispatch.flush(has_manager=True), Settle)
+    assert [ended.handover_s for ended in settle.ended] == [handover_s]
 
 
 def test_a_replica_that_stood_still_takes_nobody_for_silent() -> None:

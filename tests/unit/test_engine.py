@@ -79,6 +79,23 @@ def test_a_step_reports_what_it_did() -> None:
     assert engine.step(0.0) is None
 
 
+def test_the_model_is_warm_before_a_step_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(token_budget=8)
+    warmed: list[tuple[int, int]] = []
+
+    def warm_up(num_tokens: int) -> None:
+        warmed.append((num_tokens, engine.scheduler.limits.token_budget))
+        if num_tokens > 16:
+            raise MemoryError("too large")
+
+    monkeypatch.setattr(engine.runner, "warm_up", warm_up)
+    engine.change_limits(SchedulerLimits(16, 4), ())
+    assert warmed == [(16, 8)] and engine.scheduler.limits == SchedulerLimits(16, 4)
+    with pytest.raises(MemoryError):
+        engine.change_limits(SchedulerLimits(32, 4), ())
+    assert engine.scheduler.limits == SchedulerLimits(16, 4)
+
+
 def test_tenants_are_kept_apart() -> None:
     engine = make_engine()
     for salt in (Salt(), Salt(b"one"), Salt(b"two")):

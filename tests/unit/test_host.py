@@ -12,12 +12,13 @@ from ray.exceptions import ActorDiedError, RayTaskError
 import actors.host as host_module
 from actors.host import MAX_FAILURES, ActorHost
 from actors.hosted import HostedManager, HostedWorker
-from actors.names import MANAGER, incarnation_name
+from actors.names import incarnation_name
 from actors.rpc import ActorClient, ManagerClient
 from configs import Config
-from configs.sections import DeploymentPart, parts
+from configs.sections import MANAGER, DeploymentPart, parts
 from engine.core.errors import StartupError
 from engine.core.settings import SchedulerLimits
+from engine.core.types import NO_OBJECTIVES
 from tests.unit.local_actors import LocalHandle
 
 TASK_ERROR: Any = RayTaskError
@@ -196,7 +197,7 @@ def test_a_change_is_handed_on_to_the_child(scene: Scene) -> None:
         manager = await start(MANAGER)
         await manager.reconfigure(live_of(MANAGER, 100))
         [told] = scene.handles[-1].actor.told  # type: ignore[attr-defined]
-        assert (told[0], told[2], told[3]) == (100, (), "INFO")
+        assert told == (100, told[1], (), NO_OBJECTIVES, "INFO")
 
     asyncio.run(play())
 

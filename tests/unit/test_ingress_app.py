@@ -10,6 +10,7 @@ from actors.ingress.app import CLIENT_CLOSED_REQUEST, app
 from engine.api.responses import error_body
 from engine.core.errors import ServiceError
 from engine.core.tenants import Tenant, Tenants, key_hash
+from engine.core.types import Objectives
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call, objects_of
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -144,6 +145,24 @@ def test_names_and_sessions_come_from_headers(served: Served) -> None:
     reply = served(replica, lambda: call(app, "POST", COMPLETIONS, body_of("completion"), headers=headers))
     assert reply.json["id"] == "cmpl-trace-1"
     assert replica.dispatcher.begun[0].session == "s"
+
+
+def test_objectives_come_from_headers_behind_those_of_the_body(served: Served) -> None:
+    replica = Replica()
+    body = body_of("completion", slo_tpot_ms=20)
+    headers = {"x-slo-ttft-ms": "250.5", "x-slo-tpot-ms": "50"}
+    assert served(replica, lambda: call(app, "POST", COMPLETIONS, body, headers=headers)).status == 200
+    assert replica.dispatcher.begun[0].objectives == Objectives(ttft_s=0.2505, tpot_s=0.02)
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "inf", "nan", "3600001", "9" * 99])
+def test_an_objective_of_a_header_is_a_number_of_milliseconds(served: Served, value: str) -> None:
+    replica = Replica()
+    headers = {"x-slo-ttft-ms": value}
+    refused = served(replica, lambda: call(app, "POST", COMPLETIONS, body_of("completion"), headers=headers))
+    assert (refused.status, refused.json["error"]["param"]) == (400, "x-slo-ttft-ms")
+    assert "must be a number of milliseconds above 0, at most 3,600,000" in refused.json["error"]["message"]
+    assert len(refused.json["error"]["message"]) < 200
 
 
 def test_a_session_of_a_header_is_bounded_as_one_of_a_body(served: Served) -> None:

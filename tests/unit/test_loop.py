@@ -48,6 +48,9 @@ class Watched:
         if self.is_broken.is_set():
             raise RuntimeError("illegal memory access")
 
+    def warm_up(self, num_tokens: int) -> None:
+        """It is always warm."""
+
     def submit(self, *args: Any, now: float = 0.0, **kwargs: Any) -> None:
         assignment = make_assignment(*args, **kwargs)
         self.loop.post(lambda engine: engine.submit(assignment, now))

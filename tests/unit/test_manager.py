@@ -11,16 +11,22 @@ import pytest
 
 import actors.manager.kv_cache_manager as manager_module
 from actors.manager.kv_cache_manager import KVCacheManager
-from actors.messages import Imported, Registration, WorkerState
+from actors.messages import Imported, ImportReport, Registration, WorkerState
 from engine.core.answers.continuations import BegunAnswer
+from engine.core.costs import WorkerCosts
 from engine.core.manager.placement import CostModel
-from engine.core.types import AdmitRequest, BlockHash, Ended, FirstToken, Retention, Role, SegmentHeader
+from engine.core.types import AdmitRequest, BlockHash, Ended, FirstToken, Objectives, Retention, Role, SegmentHeader
 from engine.model.segment_files import SegmentFiles
 from engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT
 from tests.unit.local_actors import LocalHandle, LocalReference
 
 PAYLOAD = np.arange(10, dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "own_node", lambda: "node")
 
 
 class SilentWorker:
@@ -38,9 +44,9 @@ class SilentWorker:
     async def blocks_lost(self, hashes: tuple[BlockHash, ...]) -> None:
         self.lost += hashes
 
-    async def import_segment(self, header: SegmentHeader, payload: list[object]) -> Imported:
+    async def import_segment(self, header: SegmentHeader, payload: list[object]) -> ImportReport:
         self.imported.append(header)
-        return self.answer
+        return ImportReport(self.answer, 0.25)
 
 
 def make_manager(
@@ -59,10 +65,16 @@ def make_manager(
     )
 
 
-async def register(manager: KVCacheManager, worker_id: str, epoch: int = 1, fingerprint: str = FINGERPRINT) -> Any:
+async def register(
+    manager: KVCacheManager,
+    worker_id: str,
+    epoch: int = 1,
+    fingerprint: str = FINGERPRINT,
+    role: Role = Role.MIXED,
+) -> Any:
     """Register a worker that does nothing; returns the worker, or the reason why the manager refuses it."""
     worker = SilentWorker()
-    registration = Registration(worker_id, epoch, Role.MIXED, 10, 64, "cpu", fingerprint, ())
+    registration = Registration(worker_id, epoch, role, 10, 64, "cpu", fingerprint, ())
     refusal = await manager.register(registration, [LocalHandle(worker)])  # type: ignore[list-item]
     return refusal or worker
 
@@ -88,6 +100,26 @@ def test_those_who_wait_for_a_worker_that_stalls_are_told() -> None:
         assert first is not None and second is not None
         assert (first.prefill, second.prefill) == ("a", "b")
         await until(lambda: workers["b"].lost == [b"1", b"2"])
+
+    asyncio.run(play())
+
+
+def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts beyond what one worker prefills in time; two divisions stand a while apart."""
+    monkeypatch.setattr(manager_module, "DIVIDE_S", 0.01)
+
+    async def play() -> None:
+        manager = make_manager()
+        await manager.reconfigure(0, WorkerCosts(), (), Objectives(ttft_s=1.0, tpot_s=0.01), "INFO")
+        await manager.start()
+        for name in ("a", "b", "c"):
+            await register(manager, name, role=Role.ELASTIC)
+        for number in range(6):
+            await manager.admit([replace(request(f"r{number}"), hashes=(), num_tokens=800)])
+        workers = manager._directory.workers
+        await until(lambda: {worker.duty for worker in workers.values()} == {Role.PREFILL, Role.DECODE})
+        [metric] = [each for each in await manager.metrics() if each.name == "raydix_elastic_workers"]
+        assert sum(value for value in metric.values.values() if isinstance(value, float | int)) == 3
 
     asyncio.run(play())
 
@@ -177,6 +209,27 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
 
         await asyncio.sleep(0.3)
         assert len((await manager.workers()).workers) > 0, "the last one stays"
+
+    asyncio.run(play())
+
+
+def test_a_worker_that_an_ingress_doubts_too_is_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "DOUBTED_SILENCE_S", 0.05)
+
+    async def play() -> None:
+        manager = make_manager()
+        state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0, token_budget=64)
+        for worker_id in ("a", "b", "c"):
+            await register(manager, worker_id)
+        await asyncio.sleep(0.1)
+        for worker_id in ("b", "c"):
+            assert await manager.heartbeat(worker_id, 1, state)
+        doubting = AdmitRequest("r", 0, (), 5, ingress_id="i", avoided=("a", "b"))
+        [admission] = await manager.admit([request("s")])
+        assert set(manager._directory.workers) == {"a", "b", "c"}, "nobody doubts them"
+        [admission] = await manager.admit([doubting])
+        assert admission is not None and admission.prefill == "c"
+        assert set(manager._directory.workers) == {"b", "c"}, "the manager hears of b"
 
     asyncio.run(play())
 

@@ -127,6 +127,19 @@ def test_a_text_and_a_chat_exclude_each_other(fields: dict[str, Any], is_valid: 
     assert Draft202012Validator(schema).is_valid(fields) == is_valid
 
 
+def test_every_route_with_a_stream_that_can_be_resumed_says_so() -> None:
+    resumable = [
+        path
+        for path, methods in DOCUMENT["paths"].items()
+        if "text/event-stream" in methods.get("post", {"responses": {}})["responses"].get("200", {}).get("content", {})
+    ]
+    assert "/invocations" in resumable and len(resumable) == 5
+    for path in resumable:
+        operation = DOCUMENT["paths"][path]["post"]
+        assert "Last-Event-ID" in [parameter["name"] for parameter in operation["parameters"]], path
+        assert "409" in operation["responses"], path
+
+
 def test_unsupported_and_ignored_fields_say_so() -> None:
     fields = SCHEMAS["ChatCompletionRequest"]["properties"]
     assert (fields["function_call"]["enum"], fields["function_call"]["description"]) == (

@@ -1,5 +1,7 @@
 """Which workers a request is given to."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from engine.core.manager.placement import (
     CostModel,
     Demand,
     Placement,
+    Prediction,
     WorkerGroups,
     WorkerLoad,
     place,
@@ -290,7 +293,7 @@ COSTS = [
 
 LOADS = st.builds(
     WorkerLoad,
-    role=st.sampled_from(Role),
+    role=st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED]),
     costs=st.sampled_from(COSTS),
     token_budget=st.sampled_from([64, 512]),
     queued_s=st.sampled_from([0.0, 0.0, 4e-4, 0.01, 0.1, 0.5, 2.0]),
@@ -298,8 +301,15 @@ LOADS = st.builds(
     num_free_blocks=st.sampled_from([None, 10, 1000]),
     num_queued=st.sampled_from([0, 1, 20]),
     num_empty_blocks=st.sampled_from([None, 0, 64]),
+    node=st.sampled_from("ab"),
 )
 """Few different ones, so that some are equal."""
+
+LINKED = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)
+"""With a slow link from `a` to `b`, and a very slow one from `b` to `a`."""
+for _ in range(30):
+    LINKED.links.imported("a", "b", 1_000_000, 0.01, LINKED.prior)
+    LINKED.links.imported("b", "a", 1_000_000, 0.2, LINKED.prior)
 
 LAST_WORKERS = st.sampled_from(["", "w0", "w1", "w2", "w7", "gone"])
 
@@ -317,32 +327,76 @@ def cheapest(sums: dict[str, tuple[WorkerCosts, float]], session: str, last_work
     return last_worker if last_worker in tied else preferred(session, tied)
 
 
+def fetch_s(load: WorkerLoad, start: int, demand: Demand, node: str) -> float:
+    """Import of a prompt's blocks from `start` on, computed on `node` as far as they are nowhere."""
+    end = demand.num_tokens // LINKED.block_size + 1
+    if demand.sources is None:
+        return load.costs.import_all_s(max(0, end - start) * LINKED.block_bytes)
+    nodes = [source for source, count in demand.sources for _ in range(count)]
+    counts = Counter(nodes[start:])
+    counts[node] += end - max(start, len(nodes))
+    sizes = {source: count * LINKED.block_bytes for source, count in counts.items()}
+    return sum(LINKED.links.import_s(source, load.node, size, load.costs) for source, size in sizes.items())
+
+
+def decode_cost_s(load: WorkerLoad, num_local: int, demand: Demand, node: str) -> float:
+    lacking = max(0, demand.num_tokens // LINKED.block_size + 1 - num_local)
+    cost_s = DECODE_HORIZON * load.costs.decode_step_s(load.num_decoding + 1)
+    if load.num_free_blocks is not None and load.num_free_blocks < lacking:
+        cost_s *= 2
+    if load.num_empty_blocks is not None:
+        evicted = max(0, lacking - load.num_empty_blocks)
+        cost_s += evicted * LINKED.block_size * load.costs.prefill_token_s * demand.return_rate
+    return cost_s + fetch_s(load, num_local, demand, node)
+
+
+def handed_over(
+    prediction: Prediction, load: WorkerLoad, decoders: list[tuple[WorkerLoad, int]], demand: Demand
+) -> tuple[Prediction, bool]:
+    """The prediction with the hand-over to the best decoder, and whether each best one would compute it sooner."""
+    costs_s = [decode_cost_s(*decoder, demand, load.node) for decoder in decoders]
+    best = [decoder for decoder, cost_s in zip(decoders, costs_s, strict=True) if cost_s == min(costs_s)]
+    transfers_s: list[float] = []
+    is_dear = True
+    for decoder, num_local in best:
+        computed = max(num_local, prediction.num_local_blocks + prediction.num_imported_blocks)
+        chunk = -(-load.token_budget // LINKED.block_size)
+        last = max(computed, demand.num_tokens // LINKED.block_size + 1 - chunk)
+        all_s, computed_s, last_s = (
+            fetch_s(decoder, start, demand, load.node) for start in (num_local, computed, last)
+        )
+        transfers_s.append(max(last_s, computed_s - prediction.compute_s, all_s - prediction.ttft_s))
+        alone = predict(Candidate(["d"], decoder, num_local), demand, LINKED)
+        is_dear &= all_s > alone.import_s + alone.compute_s
+    return prediction._replace(transfer_s=min(transfers_s)), is_dear
+
+
 def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tuple[str, str]:
     """The rule without any short cut: every worker's prediction, then every decoder's cost."""
     by_role = {role: [w for w, (load, _) in workers.items() if load.role is role] for role in Role}
-    decoders = by_role[Role.DECODE] + by_role[Role.MIXED] or list(workers)
-    sums = {}
+    decoders = by_role[Role.DECODE] + by_role[Role.MIXED]
+    sums: dict[str, tuple[WorkerCosts, float]] = {}
+    spared: dict[str, tuple[WorkerCosts, float]] = {}
+    dear: dict[str, bool] = {}
     for worker_id, (load, num_local) in workers.items():
-        prediction = predict(Candidate([worker_id], load, num_local), demand, MODEL)
-        uncached = demand.num_tokens - (num_local + prediction.num_imported_blocks) * MODEL.block_size
+        prediction = predict(Candidate([worker_id], load, num_local), demand, LINKED)
+        uncached = demand.num_tokens - (num_local + prediction.num_imported_blocks) * LINKED.block_size
         only_decodes = load.role is Role.DECODE and len(by_role[Role.DECODE]) < len(workers)
-        if not only_decodes or uncached <= MODEL.piggyback_tokens:
+        if load.role is Role.PREFILL and decoders and demand.sources is not None:
+            others = [workers[decoder] for decoder in decoders]
+            prediction, dear[worker_id] = handed_over(prediction, load, others, demand)
+        if only_decodes and uncached > LINKED.piggyback_tokens:
+            spared[worker_id] = load.costs, prediction.cost_s
+        else:
             sums[worker_id] = load.costs, prediction.cost_s
+    lowest_s = min(cost_s for _, cost_s in sums.values())
+    if all(dear.get(worker_id, False) for worker_id, (_, cost_s) in sums.items() if cost_s == lowest_s):
+        sums |= spared
     prefill = cheapest(sums, demand.session, demand.last_workers.prefill)
-    if prefill in decoders:
+    if prefill in decoders or not decoders:
         return prefill, prefill
-    sums = {}
-    for worker_id in decoders:
-        load, num_local = workers[worker_id]
-        lacking = max(0, demand.num_tokens // MODEL.block_size + 1 - num_local)
-        cost_s = DECODE_HORIZON * load.costs.decode_step_s(load.num_decoding + 1)
-        if load.num_free_blocks is not None and load.num_free_blocks < lacking:
-            cost_s *= 2
-        cost_s += load.costs.import_all_s(lacking * MODEL.block_bytes)
-        if load.num_empty_blocks is not None:
-            evicted = max(0, lacking - load.num_empty_blocks)
-            cost_s += evicted * MODEL.block_size * load.costs.prefill_token_s * demand.return_rate
-        sums[worker_id] = load.costs, cost_s
+    node = workers[prefill][0].node
+    sums = {each: (workers[each][0].costs, decode_cost_s(*workers[each], demand, node)) for each in decoders}
     return prefill, cheapest(sums, demand.session, demand.last_workers.decode)
 
 
@@ -353,6 +407,7 @@ def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tup
     session=st.text(max_size=3),
     return_rate=st.sampled_from([0.0, 0.5]),
     last_workers=st.builds(SessionWorkers, prefill=LAST_WORKERS, decode=LAST_WORKERS),
+    sources=st.sampled_from([None, [("a", 20)], [("b", 5), ("a", 15)], [("c", 20)]]),
 )
 def test_grouping_and_pruning_change_no_choice(
     loads: list[tuple[WorkerLoad, int]],
@@ -361,6 +416,7 @@ def test_grouping_and_pruning_change_no_choice(
     session: str,
     return_rate: float,
     last_workers: SessionWorkers,
+    sources: list[tuple[str, int]] | None,
 ) -> None:
     workers = {f"w{index}": load for index, load in enumerate(loads)}
     groups = WorkerGroups()
@@ -368,8 +424,8 @@ def test_grouping_and_pruning_change_no_choice(
     for worker_id, (load, num_local) in workers.items():
         groups.put(worker_id, load)
         holders.setdefault(num_local, set()).add(worker_id)
-    demand = Demand(num_tokens, 20, pending_s, session, return_rate, last_workers)
-    placement = place(demand, groups.candidates(holders), MODEL)
+    demand = Demand(num_tokens, 20, pending_s, session, return_rate, last_workers, sources=sources)
+    placement = place(demand, groups.candidates(holders), LINKED)
     assert (placement.prefill, placement.decode) == full_scan(demand, workers)
 
 

@@ -18,6 +18,7 @@ from tests.unit.builders import (
     make_assignment,
     pooled_of,
     run_all,
+    run_to_end,
     step,
     submit,
 )
@@ -36,13 +37,7 @@ def pooling(
 
 def run(scheduler: Scheduler, model: FakeModel) -> tuple[list[TokenEvent], list[tuple[int, int]]]:
     """Step until nothing is left: events, and first position and length of each chunk."""
-    events: list[TokenEvent] = []
-    chunks: list[tuple[int, int]] = []
-    while scheduler.num_requests:
-        output, outcome = step(scheduler, model)
-        scheduler.check_integrity()
-        events += outcome.events
-        chunks += [(chunk.start, chunk.num_tokens) for chunk in output.chunks]
+    _, events, chunks = run_to_end(scheduler, model)
     return events, chunks
 
 

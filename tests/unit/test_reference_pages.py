@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from configs.schema import Config
+from configs.schema import Config, WorkersSection
 from docs.generate import DOCUMENTS, ROOT, document_page, pages
 from engine.api.requests import ChatCompletionRequest, CompletionRequest
 
@@ -23,8 +23,9 @@ def test_every_key_of_the_configuration_has_a_line(written: dict[str, str]) -> N
     page = written["reference/configuration.md"]
     sections = Config.model_json_schema()["$defs"]
     keys = {key for name, definition in sections.items() if "Section" in name for key in definition["properties"]}
-    assert keys - names(page) == {"prefill", "decode", "mixed"}
-    assert {"workers.prefill", "workers.decode", "workers.mixed", *Config.model_fields} <= names(page)
+    assert keys - names(page) == {*WorkersSection.model_fields}
+    pools = {f"workers.{pool}" for pool in WorkersSection.model_fields}
+    assert pools | {*Config.model_fields} <= names(page)
     row = "| `block_size` | integer | `16` | ≥ 8, ≤ 128 | Token positions per KV block. | restarts everything |"
     assert row in page
     assert re.search(r"^\| `token_budget` .*\| applies in place \|$", page, re.M)

@@ -198,6 +198,13 @@ def test_what_is_deleted_is_gone_and_nothing_goes_on_from_it(served: Served) -> 
         assert first in error["message"]
 
 
+@pytest.mark.parametrize("name", ["bad", "chatcmpl-1", "", 1])
+def test_only_a_response_can_be_gone_on_from(served: Served, name: object) -> None:
+    reply = served(Replica(), post(previous_response_id=name))
+    error = reply.json["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "invalid_request", "previous_response_id")
+
+
 def test_what_is_not_to_be_stored_is_not(served: Served) -> None:
     replica = Replica()
     response = served(replica, post(store=False)).json

@@ -10,7 +10,7 @@ from actors.ingress.app import app
 from engine.api.resuming import EventId
 from engine.core.ingress.parsers import MISTRAL
 from engine.core.tenants import Tenant, Tenants, key_hash
-from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
+from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call
 
 PATHS = {
     "completion": "/v1/completions",
@@ -111,6 +111,22 @@ def test_a_stream_that_goes_on_has_the_name_of_the_first_one(served: Served) -> 
     reply = served(other, lambda: call(app, "POST", PATHS["chat"], body, headers=headers))
     assert reply.status == 200 and b'"id":"chatcmpl-mine"' in reply.body
     assert other.dispatcher.begun[0].request_id.startswith("mine-")
+
+
+def test_all_attempts_at_a_response_have_one_name_in_logs(served: Served) -> None:
+    """Serve gives each attempt another `x-request-id`."""
+
+    def attempt(last: str, header: str, **fields: Any) -> tuple[Reply, str]:
+        at = replica(ANSWER)
+        body = json.dumps({"model": MODEL, "input": "hi", "stream": True, "store": False, **fields}).encode()
+        headers = {"last-event-id": last, "x-request-id": header}
+        reply: Reply = served(at, lambda: call(app, "POST", PATHS["responses"], body, headers=headers))
+        assert reply.status == 200, reply.body
+        return reply, at.dispatcher.begun[0].request_id.rsplit("-", 2)[0]
+
+    whole, first = attempt("0", "serve-1")
+    assert f'"resp_{first}"'.encode() in whole.body
+    assert attempt(id_of(events_of(whole.body)[4]), "serve-2")[1] == first
 
 
 def test_ids_of_short_calls(served: Served) -> None:

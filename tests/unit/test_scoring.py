@@ -19,6 +19,7 @@ from tests.unit.builders import (
     chain_of,
     hashes_of,
     make_assignment,
+    run_to_end,
     scores_of,
     step,
     submit,
@@ -32,20 +33,6 @@ PROMPT = (1, 2, 3, 0, 1, 1, 2, 3, 2, 0, 0, 1, 3, 2)
 
 def scoring(request_id: str = "a", prompt: Sequence[int] = PROMPT, max_tokens: int = 0, **fields: Any) -> Assignment:
     return make_assignment(request_id, prompt, max_tokens=max_tokens, **{"prompt_logprobs": 0, **fields})
-
-
-def run(scheduler: Scheduler, model: FakeModel) -> tuple[list[PromptEvent], list[TokenEvent], list[tuple[int, int]]]:
-    """Step until nothing is left: scores, other events, and first position and length of each chunk."""
-    scores: list[PromptEvent] = []
-    events: list[TokenEvent] = []
-    chunks: list[tuple[int, int]] = []
-    while scheduler.num_requests:
-        output, outcome = step(scheduler, model)
-        scheduler.check_integrity()
-        scores += outcome.scores
-        events += outcome.events
-        chunks += [(chunk.start, chunk.num_tokens) for chunk in output.chunks]
-    return scores, events, chunks
 
 
 def joined(scores: Sequence[PromptEvent], first: int = 1) -> list[TokenLogprobs]:
@@ -63,7 +50,7 @@ EXPECTED = scores_of(chain_of(), PROMPT)
 def test_a_request_without_tokens_ends_with_its_prompt(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     submit(scheduler, scoring())
-    scores, events, chunks = run(scheduler, FakeModel(scheduler.pool))
+    scores, events, chunks = run_to_end(scheduler, FakeModel(scheduler.pool))
     assert joined(scores) == EXPECTED
     assert chunks == [(0, 14)]
     assert events == [TokenEvent("a", 0, 0, None, FinishReason.LENGTH, None, 0)]
@@ -72,7 +59,7 @@ def test_a_request_without_tokens_ends_with_its_prompt(make_scheduler: MakeSched
 def test_chunks_report_as_they_are_computed(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(token_budget=5)
     submit(scheduler, scoring(max_tokens=2))
-    scores, events, _ = run(scheduler, FakeModel(scheduler.pool))
+    scores, events, _ = run_to_end(scheduler, FakeModel(scheduler.pool))
     assert [len(event.logprobs) for event in scores] == [5, 5, 3]
     assert joined(scores) == EXPECTED
     assert [event.token_id for event in events] == answer_to(scoring(max_tokens=2))
@@ -82,7 +69,7 @@ def test_cached_blocks_are_shared_computed_again_and_not_stored(make_scheduler: 
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)
     submit(scheduler, make_assignment(prompt=PROMPT, max_tokens=1))
-    run(scheduler, model)
+    run_to_end(scheduler, model)
     before = scheduler.pool.hashes()
     submit(scheduler, scoring(max_tokens=1))
     output, outcome = step(scheduler, model)
@@ -97,10 +84,10 @@ def test_a_scored_prefix_is_not_computed_again(make_scheduler: MakeScheduler) ->
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)
     submit(scheduler, scoring())
-    run(scheduler, model)
+    run_to_end(scheduler, model)
     other = (*PROMPT[:13], 0, 0, 0, 3)
     submit(scheduler, scoring("b", other))
-    scores, [event], chunks = run(scheduler, model)
+    scores, [event], chunks = run_to_end(scheduler, model)
     assert chunks == [(11, 6)], "the last stored block's last position scores the token behind it"
     assert joined(scores) == scores_of(chain_of(), other)
     assert event.cached_tokens == 12
@@ -111,7 +98,7 @@ def test_a_prompt_scored_to_its_end_computes_one_token(make_scheduler: MakeSched
     model = FakeModel(scheduler.pool)
     for name in ("a", "b"):
         submit(scheduler, scoring(name, PROMPT[:12]))
-        scores, _, chunks = run(scheduler, model)
+        scores, _, chunks = run_to_end(scheduler, model)
         assert joined(scores) == EXPECTED[:11]
     assert chunks == [(11, 1)]
 
@@ -120,7 +107,7 @@ def test_scores_outlive_their_blocks(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)
     submit(scheduler, scoring())
-    run(scheduler, model)
+    run_to_end(scheduler, model)
     scheduler.pool.reset()
     submit(scheduler, scoring("b"))
     output, outcome = step(scheduler, model)
@@ -134,7 +121,7 @@ def test_scores_of_another_tenant_or_number_are_not_taken(make_scheduler: MakeSc
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)
     submit(scheduler, scoring())
-    run(scheduler, model)
+    run_to_end(scheduler, model)
     submit(scheduler, scoring("b", **other))
     output, _ = step(scheduler, model)
     assert [chunk.scored for chunk in output.chunks] == [range(13)]
@@ -146,13 +133,13 @@ def test_a_later_attempt_reports_the_rest(make_scheduler: MakeScheduler, num_kep
     model = FakeModel(scheduler.pool)
     if num_kept:
         submit(scheduler, scoring("other", PROMPT[:num_kept]))
-        run(scheduler, model)
+        run_to_end(scheduler, model)
     submit(scheduler, scoring(attempt=1, num_scored=6))
-    scores, _, chunks = run(scheduler, model)
+    scores, _, chunks = run_to_end(scheduler, model)
     assert joined(scores, first=7) == EXPECTED[6:]
     assert chunks == [(num_kept, 14 - num_kept)]
     submit(scheduler, scoring(attempt=2, num_scored=13))
-    scores, [event], chunks = run(scheduler, model)
+    scores, [event], chunks = run_to_end(scheduler, model)
     assert scores == []
     assert chunks == [(12, 2)]
     assert event.finish is FinishReason.LENGTH
@@ -181,7 +168,7 @@ def test_every_length_and_block_size(block_size: int) -> None:
     model = FakeModel(pool)
     for length in [*range(1, 15), *range(14, 0, -1)]:
         submit(scheduler, scoring(f"r{length}", PROMPT[:length]))
-        scores, [event], _ = run(scheduler, model)
+        scores, [event], _ = run_to_end(scheduler, model)
         assert joined(scores) == EXPECTED[: length - 1]
         assert event.finish is FinishReason.LENGTH
 
@@ -192,7 +179,7 @@ def test_little_room_for_scores(make_scheduler: MakeScheduler) -> None:
     model = FakeModel(scheduler.pool)
     for name in ("a", "b", "c"):
         submit(scheduler, scoring(name))
-        assert joined(run(scheduler, model)[0]) == EXPECTED
+        assert joined(run_to_end(scheduler, model)[0]) == EXPECTED
 
 
 # Two engines

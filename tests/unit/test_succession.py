@@ -18,7 +18,7 @@ from engine.core.types import BlockHash, CacheHints, Retention, SegmentHeader
 
 def offer(*hashes: BlockHash, num_bytes: int = 10, model: str = "m", expires_at: float | None = None) -> Offer:
     retention = Retention(expires_at=expires_at)
-    return Offer(hashes[0][0], SegmentHeader(model, hashes, num_bytes, 0, retention=retention))
+    return Offer(hashes[0][0], SegmentHeader(model, hashes, num_bytes, 0, retention=retention), "head")
 
 
 def choose(offers: Iterable[Offer], *known: BlockHash, model: str | None = "m", room_bytes: int = 100) -> list[Offer]:

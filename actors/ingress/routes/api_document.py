@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 from actors.ingress.exposition import CONTENT_TYPE
+from actors.ingress.http import TPOT_HEADER, TTFT_HEADER
 from actors.ingress.routes import OPEN_ROUTES
 from engine.api.anthropic.errors import ANTHROPIC
 from engine.api.anthropic.requests import CountRequest, MessagesRequest
@@ -87,6 +88,12 @@ NAMES = (
         "header",
         "Requests of one session prefer one worker; up to 512 characters; behind the body's `session_id`.",
     ),
+    Parameter(
+        TTFT_HEADER, "header", "Objective for the time to the first token, in ms; behind the body's `slo_ttft_ms`."
+    ),
+    Parameter(
+        TPOT_HEADER, "header", "Objective for the time of each further token, in ms; behind the body's `slo_tpot_ms`."
+    ),
 )
 STREAMS = (
     *NAMES,
@@ -170,8 +177,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         body=Invocation,
         events=InvokedEvent,
         ends_with_done=True,
-        parameters=NAMES,
-        errors=(*GENERATION, AnswerNotFoundError),
+        parameters=STREAMS,
+        errors=(*STREAMED, AnswerNotFoundError),
     ),
     ("post", "/tokenize"): Operation(Tokenized, body=TokenizeRequest, errors=BODY),
     ("post", "/detokenize"): Operation(Detokenized, body=DetokenizeRequest, errors=BODY),

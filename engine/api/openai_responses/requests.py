@@ -16,7 +16,7 @@ from engine.api.openai_responses.items import Item, as_items, messages_of
 from engine.api.openai_responses.tools import FunctionTool, ToolChoice, tool_use
 from engine.api.prompts import Label, Message
 from engine.api.reasoning import Effort
-from engine.api.responses import Json
+from engine.api.responses import ID_PREFIXES, Json
 from engine.api.spec import GenerationSpec, ReasoningUse, Turn
 from engine.api.tools import few_tools
 from engine.api.validation import INTEGRAL, LenientModel, StrictModel, only, parse_body, problem
@@ -27,6 +27,7 @@ HARMLESS_INCLUDES = {"reasoning.encrypted_content"}
 """Parts of a response that no response here has."""
 MAX_METADATA = 16
 
+ResponseId = Annotated[Label, StringConstraints(pattern=f"^{ID_PREFIXES['responses']}")]
 Metadata = dict[
     Annotated[str, StringConstraints(max_length=64)],
     Annotated[str, StringConstraints(max_length=512)],
@@ -84,7 +85,7 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = Field(
         default=None, description="A system message before all others; a later response does not have it."
     )
-    previous_response_id: Label | None = Field(
+    previous_response_id: ResponseId | None = Field(
         default=None, description="Of a stored response: go on from exactly its token ids."
     )
     store: bool | None = Field(default=None, description="Store the response; true.")

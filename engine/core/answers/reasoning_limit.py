@@ -25,7 +25,11 @@ class ReasoningLimit:
     """Token of the closing tag."""
     lead: Lead
     pieces: Mapping[int, bytes] = field(repr=False)
-    """Bytes of the tokens that may be a part of a tag, or white space before one (`tag_pieces`)."""
+    """Bytes of the tokens that may be a part of a tag, or white space before one (`tag_pieces`).
+
+    The request brings them along, since a worker has a table of all tokens only once a grammar has needed one. They are
+    few: 208 of 49,152 tokens of SmolLM2's, 4 kB, which take 16 us to pickle and 36 us to unpickle.
+    """
 
     def is_due(self, output: Sequence[int]) -> bool:
         """True if the answer's reasoning is open and has just become as long as it may be, or has just begun where it

@@ -28,9 +28,9 @@ class Timeouts:
     """Between two admissions of a request that no worker could take."""
     dispatch_s: float = 30.0
     """Longest wait of a request for a worker, since the last sign that one may come."""
-    worker_silent_s: float = 5.0
-    """A worker that has sent no token and answered no ping for so long is silent: its requests go to others, if there
-    are others."""
+    worker_silent_s: float = 3.0
+    """A worker that has sent no token and answered no ping for so long, which is three pings, is silent: its requests
+    go to others, if there are others."""
     manager_missed_s: float = 4.0
     """A manager that has not answered for so long is being replaced; workers may register with its successor."""
     manager_gone_s: float = 180.0

@@ -247,6 +247,8 @@ class Dispatch:
             due = generation.take(event, worker_id)
             if due or generation.failure is not None:
                 instructions.append(Deliver(event.request_id, due))
+            if due:
+                generation.delivered(len(due), now, is_first=not was_answered)
             if due and not was_answered:
                 ttft_s = now - generation.placed_at
                 self._outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))

@@ -18,6 +18,7 @@ from engine.core.errors import ModelFailedError, RaydixError, RequestError
 from engine.core.hashing import BlockChain
 from engine.core.ingress.cluster_view import ModelFacts
 from engine.core.types import (
+    NO_OBJECTIVES,
     Admission,
     AdmitRequest,
     Assignment,
@@ -26,6 +27,7 @@ from engine.core.types import (
     DraftSource,
     DraftUse,
     FinishReason,
+    Objectives,
     PromptEvent,
     Salt,
     SamplingParams,
@@ -50,6 +52,7 @@ class Generation:
     session: str | None = None
     priority: int = 0
     """As `Assignment.priority`."""
+    objectives: Objectives = NO_OBJECTIVES
     prediction: tuple[int, ...] = ()
     """As `Assignment.prediction`."""
     answer_name: bytes = b""
@@ -70,6 +73,10 @@ class Generation:
     placed_at: float = 0.0
     is_answered: bool = False
     """True once this attempt has delivered a token."""
+    answered_at: float = 0.0
+    """Time of this attempt's first token."""
+    handover_s: float | None = None
+    """From this attempt's first token to the second one, where another worker computed the second one."""
     num_preemptions: int = 0
     accepted: list[int] = field(default_factory=list)
     """Positions of the tokens that were in a draft, ascending."""
@@ -194,6 +201,7 @@ class Generation:
             generates=self.sampling.max_tokens > 0,
             avoided=avoided,
             answer_name=self.named_answer(chain, hashes) if model.names_answers else b"",
+            objectives=self.objectives,
         )
 
     def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:
@@ -209,6 +217,13 @@ class Generation:
         if not self.answer_name or not self.tokens or self.failure is not None:
             return None
         return BegunAnswer(self.answer_name, packed(self.tokens))
+
+    def delivered(self, num_tokens: int, now: float, *, is_first: bool) -> None:
+        """Note the time of delivered tokens, as far as the first two of an attempt go."""
+        if is_first:
+            self.answered_at = now
+        if self.handover_s is None and self.prefill != self.decode and (num_tokens > 1 or not is_first):
+            self.handover_s = now - self.answered_at
 
     def take(self, event: TokenEvent, worker_id: str) -> list[TokenEvent]:
         """Accept an event from `worker_id`; returns the events that are due now, in order."""
@@ -278,6 +293,7 @@ class Generation:
         self.drafts.clear()
         self.attempt += 1
         self.is_answered = False
+        self.handover_s = None
         return workers
 
     def workers_to_abort(self) -> set[str]:

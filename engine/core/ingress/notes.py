@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from engine.core.ingress.generation import Generation
 from engine.core.stimuli import Notes, as_it_is
 from engine.core.types import (
+    NO_OBJECTIVES,
     Admission,
     AdmitRequest,
     Assignment,
     CacheHints,
     Ended,
     Membership,
+    Objectives,
     PromptEvent,
     Salt,
     SamplingParams,
@@ -37,6 +39,7 @@ class GenerationNote(NamedTuple):
     cache: CacheHints
     session: str | None
     priority: int = 0
+    objectives: Objectives = NO_OBJECTIVES
 
     def recall(self, machine: object) -> Generation:
         prompt = (0,) * self.num_prompt_tokens
@@ -48,6 +51,7 @@ class GenerationNote(NamedTuple):
             cache=self.cache,
             session=self.session,
             priority=self.priority,
+            objectives=self.objectives,
         )
 
 
@@ -115,6 +119,7 @@ def _note_of_generation(generation: Generation) -> GenerationNote:
         cache=generation.cache,
         session=generation.session,
         priority=generation.priority,
+        objectives=generation.objectives,
     )
 
 

@@ -40,6 +40,7 @@ class Outbox:
                 num_preemptions=generation.num_preemptions,
                 drafts=tuple(generation.drafts.values()),
                 answer=answer,
+                handover_s=generation.handover_s,
             )
         )
 

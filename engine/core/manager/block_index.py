@@ -26,6 +26,8 @@ class Segment:
     segment_id: int
     header: SegmentHeader
     ref: object
+    exporter: str = ""
+    """Worker with the bytes in its node's part of the object store, for a segment that a worker exported."""
     leases: int = 0
     """Admitted requests with a lease of the segment, which is not dropped meanwhile."""
     is_in_store: bool = True
@@ -35,6 +37,8 @@ class Segment:
     """Number of copies that have left the object store before: another one needs another reference."""
     requested_by: frozenset[str] = frozenset()
     """Workers that get the segment once read from disk."""
+    node: str = ""
+    """Node of the object store that holds the bytes, or that the file is read into; empty if unknown."""
 
     @property
     def num_bytes(self) -> int:

@@ -47,6 +47,8 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
             {
                 "id": worker.worker_id,
                 "role": str(worker.role),
+                "duty": str(worker.duty) if worker.is_elastic else None,
+                "node": worker.node,
                 "cached_blocks": len(worker.blocks),
                 "available_blocks": worker.num_free_blocks,
                 "costs": asdict(worker.costs),
@@ -57,7 +59,12 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
             "segments": len(directory.segments),
             "bytes": directory.segments.store_bytes,
             "budget_bytes": directory.segments.store_budget_bytes,
+            "nodes": dict(directory.segments.node_bytes),
         }
+        report["links"] = [
+            {"source": source, "target": target, **costs._asdict()}
+            for (source, target), costs in directory.links.known().items()
+        ]
         report["disk"] = {"bytes": directory.segments.disk_bytes, "budget_bytes": directory.segments.disk_budget_bytes}
         sources = sorted(statistics.sources.items())
         report["hit_blocks"] = {str(source): count for source, count in sources if source in HITS}

@@ -20,28 +20,39 @@ from dataclasses import replace
 
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
-from engine.core.manager.block_index import BlockIndex, BlockRecord, Segment
+from engine.core.manager.block_index import BlockIndex, BlockRecord
 from engine.core.manager.cache_events import CacheUpdate
 from engine.core.manager.cache_statistics import CacheStatistics
+from engine.core.manager.elastic import Elastic, Plan
 from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
-from engine.core.manager.instructions import Deliver, Export, Instruction
+from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
 from engine.core.manager.integrity import check_records
-from engine.core.manager.matching import demand_of, match
+from engine.core.manager.links import Links
+from engine.core.manager.matching import demand_of, match, sources_of
 from engine.core.manager.peers import PeerCosts
 from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGroups, place
 from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
-from engine.core.manager.saving import blocks_to_save, only_here
-from engine.core.manager.segment_store import DiskInstruction, SegmentStore
+from engine.core.manager.roles import with_roles
+from engine.core.manager.saving import ask_for_blocks, give_away
+from engine.core.manager.segment_events import SegmentEvents
+from engine.core.manager.segment_store import SegmentStore
 from engine.core.manager.session_workers import Sessions, SessionWorkers
-from engine.core.manager.succession import Offer
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Role, SegmentHeader
+from engine.core.types import (
+    NO_OBJECTIVES,
+    Admission,
+    AdmitRequest,
+    BlockHash,
+    EvictionReason,
+    Objectives,
+    Role,
+)
 
 
-class Directory:
+class Directory(SegmentEvents):
     """The index, the reservations and the segments of one cluster.
 
     `now`, of all methods but `replace_stalled`: seconds since the epoch, for the expiry of segments.
@@ -55,16 +66,26 @@ class Directory:
         tenants: Iterable[Tenant] = (),
         *,
         keeps_segments: bool = True,
+        objectives: Objectives = NO_OBJECTIVES,
+        node: str = "",
     ) -> None:
-        """`keeps_segments`: False drops a segment at the end of the request behind the export."""
-        self.costs = costs
+        """`keeps_segments`: False drops a segment at the end of the request behind the export. `objectives`: those of
+        requests without their own. `node`: that of the manager, into whose object store files are read."""
+        self.links = Links()
+        self.costs = replace(costs, links=self.links)
+        self.objectives = objectives
         self.keeps_segments = keeps_segments
         self.statistics = CacheStatistics(costs.block_size)
         self._blocks = BlockIndex(self.statistics)
-        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants)
+        self.segments = SegmentStore(self._blocks, segment_budget_bytes, disk_budget_bytes, tenants, node=node)
         self.workers = Workers()
+        self._is_spread = False
+        """True if the workers are on several nodes."""
         self._groups = WorkerGroups()
         """The registered workers by load, for placement."""
+        self._elastic = Elastic()
+        self.plan: Plan | None = None
+        """Outcome of the last look at the elastic workers' load; None without such workers."""
         self._peers = PeerCosts(costs.prior)
         self._reservations: dict[str, Reservation] = {}
         self._supply = Supply(self._blocks)
@@ -79,9 +100,16 @@ class Directory:
         )
 
     @stimulus
-    def change_limits(self, piggyback_tokens: int, prior: WorkerCosts, tenants: Sequence[Tenant]) -> None:
-        """Place by another longest suffix for decode workers and other first costs, and give tenants other shares of
-        the segments' budgets, from now on."""
+    def change_limits(
+        self,
+        piggyback_tokens: int,
+        prior: WorkerCosts,
+        tenants: Sequence[Tenant],
+        objectives: Objectives = NO_OBJECTIVES,
+    ) -> None:
+        """Place by another longest suffix for decode workers, other first costs and other objectives, and give tenants
+        other shares of the segments' budgets, from now on."""
+        self.objectives = objectives
         self.costs = replace(self.costs, piggyback_tokens=piggyback_tokens, prior=prior)
         self._peers.prior = prior
         for worker_id, worker in self.workers.items():
@@ -102,6 +130,7 @@ class Directory:
         token_budget: int = 512,
         device: str = "cpu",
         fingerprint: str = "",
+        node: str = "",
     ) -> list[Instruction]:
         """Register a worker incarnation with the blocks of its pool, in place of an older incarnation."""
         known = self.workers.get(worker_id)
@@ -119,30 +148,34 @@ class Directory:
             token_budget=token_budget,
             device=device,
             fingerprint=fingerprint,
+            node=node,
         )
+        self._nodes_changed()
         self._supply.worker_joined(worker_id)
         self.workers.regroup(self._groups, [worker_id])
         return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
 
     @stimulus
-    def leave(self, worker_id: str) -> None:
-        """A worker is about to stop: place requests elsewhere, and note the blocks that nobody else has, as many as the
-        object store has room for. `save` asks for their export."""
+    def leave(self, worker_id: str) -> list[Instruction]:
+        """A worker is about to stop: place requests elsewhere, and ask for the next of its blocks that nobody else has,
+        as many in all as the object store has room for. To be called again until the worker `has_left`."""
         worker = self.workers.get(worker_id)
-        if worker is not None and not worker.is_leaving:
+        if worker is None:
+            return []
+        if not worker.is_leaving:
             worker.is_leaving = True
             self.workers.leaving |= {worker_id}
-            limit = self.segments.store_budget_bytes // max(1, self.costs.block_bytes)
-            leaving = self.workers.leaving
-            worker.unsaved = only_here(worker, self._blocks, leaving, limit if self.keeps_segments else 0)
+            limit = self.segments.store_budget_bytes // max(1, self.costs.block_bytes) if self.keeps_segments else 0
+            give_away(worker, self._blocks, self.workers.leaving, limit)
+        return ask_for_blocks([worker], self._blocks, self._supply)
 
     def has_left(self, worker_id: str) -> bool:
-        """True if no request needs a registered worker any more, and no block is to be exported. A request that decodes
-        elsewhere needs its prefill worker up to the first token."""
+        """True if no request needs a registered worker any more, and no block is to be exported or under way. A request
+        that decodes elsewhere needs its prefill worker up to the handover."""
         worker = self.workers.get(worker_id)
-        if worker is None or worker.unsaved:
+        if worker is None or worker.unsaved or worker.decoding or self._supply.is_sending(worker_id):
             return False
-        return not worker.decoding and not any(self._reservations[name].is_queued for name in worker.requests)
+        return not any(self._reservations[name].needs_prefill for name in worker.requests)
 
     @stimulus
     def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
@@ -151,6 +184,7 @@ class Directory:
         if worker is None:
             return []
         del self.workers[worker_id]
+        self._nodes_changed()
         self.workers.leaving -= {worker_id}
         self._groups.remove(worker_id)
         self._peers.remove(worker_id)
@@ -162,6 +196,29 @@ class Directory:
             if reservation.admission.prefill == worker_id:
                 reservation.queued_us, reservation.is_queued = 0, False
         return self._supply.worker_left(worker_id, held)
+
+    @stimulus
+    def divide(self, now: float, most: int = 1) -> Plan | None:
+        """Give the elastic workers the duties that suit the load; to be called every second or so. `most`: limit of
+        their number, for `Plan.num_wanted`."""
+        self.plan = self._elastic.plan(self.workers.elastic, self.objectives, most, now)
+        if self.plan is not None:
+            for worker_id, duty in self.plan.duties.items():
+                self.workers[worker_id].duty = duty
+            self.workers.regroup(self._groups, self.plan.duties)
+        return self.plan
+
+    @stimulus
+    def worker_silent(self, worker_id: str, now: float) -> list[Instruction]:
+        """Forget a worker that may be cut off with its node, and what it exported: a fetch would wait for the node. The
+        workers that were to get these segments compute the blocks."""
+        instructions = self.remove_worker(worker_id)
+        for segment in self.segments.out_of_reach(worker_id, now):
+            leasing = [r.admission for r in self._reservations.values() if segment in r.leased]
+            receivers = {each for admission in leasing for each in (admission.prefill, admission.decode)}
+            hashes = segment.header.full_hashes
+            instructions += [Lost(receiver, hashes) for receiver in sorted(receivers & self.workers.keys())]
+        return instructions
 
     def is_current(self, worker_id: str, epoch: int) -> bool:
         return self.workers.current(worker_id, epoch) is not None
@@ -187,10 +244,7 @@ class Directory:
         worker = self.workers.current(worker_id, epoch)
         if worker is None:
             return
-
-        worker.num_free_blocks, worker.num_empty_blocks = num_free_blocks, num_empty_blocks
-        has_stepped = num_steps is None or num_steps != worker.num_steps
-        worker.num_steps = num_steps
+        has_stepped = worker.measured(num_free_blocks, num_empty_blocks, num_steps)
         if token_budget not in (None, worker.token_budget):
             assert token_budget is not None
             worker.token_budget = token_budget
@@ -227,74 +281,7 @@ class Directory:
             instructions.append(Export(worker_id, awaited))
         return instructions
 
-    # Segments
-
-    @stimulus
-    def files_found(self, headers: Sequence[SegmentHeader], now: float) -> list[DiskInstruction]:
-        """Take up the segments that an earlier process has written (`SegmentStore.files_found`)."""
-        return self.segments.files_found(headers, now)
-
-    @stimulus
-    def segment_written(self, segment_id: int, file: SegmentHeader | None, now: float) -> list[DiskInstruction]:
-        """A segment was written under `file`; None if writing failed."""
-        return self.segments.written(segment_id, file, now)
-
-    @stimulus
-    def segment_undelivered(self, segment: Segment, now: float) -> None:
-        """A worker could not fetch a segment from the object store (`SegmentStore.undelivered`)."""
-        self.segments.undelivered(segment, now)
-
-    @stimulus
-    def reset_segments(self) -> tuple[int, list[DiskInstruction]]:
-        """Drop every segment without a lease, from disk too; returns the number of their blocks."""
-        return self.segments.reset()
-
-    @stimulus
-    def segment_exported(
-        self, worker_id: str, epoch: int, header: SegmentHeader, ref: object, now: float
-    ) -> list[Instruction]:
-        """Index a new segment and deliver it to every worker awaiting one of the blocks."""
-        if self.workers.current(worker_id, epoch) is None:
-            return []
-        receivers = self._supply.exported(header.full_hashes)
-        instructions: list[Instruction] = []
-
-        # A handover ends the prefill: its decode worker gets the segment, awaited or not.
-        if header.handover is not None:
-            reservation = self._reservations.get(header.handover.request_id)
-            if reservation is not None and reservation.admission.attempt == header.handover.attempt:
-                receivers.add(reservation.admission.decode)
-                instructions = self._supply.computes_no_more(header.handover.request_id)
-
-        receivers.discard(worker_id)
-        segment, disk_instructions = self.segments.exported(header, ref, now)
-        return instructions + disk_instructions + self._deliver(receivers, segment)
-
-    @stimulus
-    def segment_taken_over(self, header: SegmentHeader, ref: object, now: float) -> tuple[int, list[Instruction]]:
-        """Index the copy of a segment of an earlier manager's, and deliver it to every worker awaiting one of the
-        blocks; returns the segment's id."""
-        receivers = self._supply.exported(header.full_hashes)
-        segment, disk_instructions = self.segments.exported(header, ref, now)
-        return segment.segment_id, [*disk_instructions, *self._deliver(receivers, segment)]
-
-    @stimulus
-    def segment_refreshed(self, segment_id: int, now: float) -> None:
-        """Make a segment the most recent one."""
-        self.segments.refresh(segment_id, now)
-
-    @stimulus
-    def segment_moved_away(self, segment_id: int) -> None:
-        """A successor has a copy of a segment in the object store."""
-        self.segments.moved_away(segment_id)
-
-    @stimulus
-    def segments_offered(self, now: float) -> list[Offer]:
-        """The segments in the object store, for a successor: the one that eviction would keep longest first."""
-        return [
-            Offer(segment.segment_id, replace(segment.header, retention=retention))
-            for segment, retention in self.segments.by_worth(now)
-        ]
+    # Exports
 
     @stimulus
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
@@ -316,39 +303,10 @@ class Directory:
         return self._supply.fail(self._supply.take_back(worker_id, hashes), asks_holders=False)
 
     @stimulus
-    def segment_lost(self, segment_id: int, now: float) -> list[Instruction]:
-        """Forget a segment with a damaged or missing file."""
-        segment = self.segments.get(segment_id)
-        if segment is None:
-            return []
-        return [*self.segments.lost(segment), *self.segment_unread(segment, now)]
-
-    @stimulus
-    def segment_unread(self, segment: Segment, now: float) -> list[Instruction]:
-        """A segment could not be read from disk now: supply its blocks from other places. Later requests may try the
-        file again."""
-        # The waiting workers await the blocks, instead of the segment.
-        waiting = frozenset(self.segments.unread(segment, now) & self.workers.keys())
-        hashes = segment.header.full_hashes
-        records = zip(hashes, self._blocks.find(hashes), strict=True)
-        return self._supply.unread([h for h, r in records if r is None or r.segment in (segment, None)], waiting)
-
-    @stimulus
-    def segment_read(self, segment_id: int, ref: object, now: float) -> list[Instruction]:
-        """A segment was copied from disk into the object store: deliver it."""
-        segment = self.segments.get(segment_id)
-        if segment is None or segment.is_in_store:
-            return []
-        return self._deliver(self.segments.read(segment, ref, now), segment)
-
-    @stimulus
     def save(self) -> list[Instruction]:
-        """Ask for exports to the disk and from leaving workers, of blocks without a segment; called periodically."""
-        instructions: list[Instruction] = []
-        for worker in self.workers.values():
-            if hashes := blocks_to_save(worker, self._blocks):
-                instructions.append(self._supply.ask(worker.worker_id, hashes))
-        return instructions
+        """Ask the workers that stay for exports of blocks without a segment, to the disk; called periodically."""
+        staying = [worker for worker in self.workers.values() if not worker.is_leaving]
+        return ask_for_blocks(staying, self._blocks, self._supply)
 
     @stimulus
     def replace_stalled(self, now: float, patience_s: float) -> list[Instruction]:
@@ -369,9 +327,11 @@ class Directory:
             raise NoWorkerError("no worker is ready")
         instructions = self.end_request(request.request_id, now)
 
+        self.links.look(now)
         records = self._blocks.find(request.hashes)
-        placement = place(*self._options(request, records), self.costs)
-        self._explanations.record(request, records, placement)
+        demand, candidates = self._options(request, records)
+        placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
+        self._explanations.record(request, records, placement, self.workers)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
         num_local = placement.chosen.num_local_blocks
@@ -379,9 +339,13 @@ class Directory:
         lacking = dict.fromkeys(request.hashes[num_local:])
 
         # The load on its workers.
-        reservation = reservation_of(request, placement, self.workers, num_new_blocks=len(lacking))
+        reservation = reservation_of(
+            request, placement, self.workers, num_new_blocks=len(lacking), objectives=demand.objectives
+        )
         admission = reservation.admission
         prefill, decode = admission.prefill, admission.decode
+        if self.workers[prefill].is_elastic:
+            self._elastic.admitted(placement.chosen.compute_s, now)
         self._reservations[request.request_id] = reservation
         self._sessions.moved(request.cache.tenant, request.session, SessionWorkers(prefill, decode))
         self.workers.regroup(self._groups, self.workers.take(reservation))
@@ -433,11 +397,6 @@ class Directory:
         """The records of the leading blocks that are held or being computed anywhere."""
         return self._blocks.leading(hashes)
 
-    def lacks(self, block_hash: BlockHash) -> bool:
-        """True if no segment has a block."""
-        record = self._blocks.get(block_hash)
-        return record is None or record.segment is None
-
     @property
     def num_blocks(self) -> int:
         return len(self._blocks)
@@ -473,13 +432,24 @@ class Directory:
                 instructions.append(Deliver(worker_id, segment))
         return [*instructions, *exports]
 
-    def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
-        """Hand a segment to the registered workers among `receivers`."""
-        return [Deliver(receiver, segment) for receiver in sorted(receivers) if receiver in self.workers]
+    def _nodes_changed(self) -> None:
+        """A worker has come or gone, and maybe its node."""
+        nodes = self.workers.nodes
+        self._is_spread = len(nodes) > 1
+        self.segments.keep_nodes(nodes)
 
-    def _options(self, request: AdmitRequest, records: Iterable[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
+    def _options(self, request: AdmitRequest, records: Sequence[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.workers, self._reservations)
         last_workers = self._sessions.of(request.cache.tenant, request.session)
-        demand = demand_of(request, prefix, last_workers, return_rate=self.statistics.return_rate)
+        objectives = request.objectives.over(self.objectives)
+        sources = sources_of(records, self.workers, self._reservations) if self._is_spread else None
+        demand = demand_of(
+            request,
+            prefix,
+            last_workers,
+            return_rate=self.statistics.return_rate,
+            objectives=objectives,
+            sources=sources,
+        )
         return demand, self._groups.candidates(prefix.holders, request.avoided, self.workers.leaving)

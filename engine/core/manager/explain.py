@@ -4,14 +4,14 @@ Bounded: the oldest requests are forgotten first.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import nsmallest
 from itertools import groupby
 
 from engine.core.manager.placement import Placement, Prediction
-from engine.core.types import DraftUse, Ended, Outcome
+from engine.core.types import DraftUse, Ended, Outcome, Role
 
 MAX_CONSIDERED = 16
 """Workers kept per decision, the best ones."""
@@ -57,12 +57,18 @@ class Decision:
     considered: tuple[Prediction, ...]
     ttft_s: float | None = None
     """From admission to the first token."""
+    predicted_handover_s: float | None = None
+    """From the first token to the second one, if two workers share the request."""
+    handover_s: float | None = None
+    """The same, as measured; None before the end."""
     ended: Outcome | None = None
     num_preemptions: int = 0
     drafts: tuple[DraftUse, ...] = ()
     """Draft tokens computed in the attempt's steps, by source."""
     prefix_caching: bool = True
     """True if KV was kept for later requests."""
+    duties: Mapping[str, Role] = field(default_factory=dict)
+    """Of the elastic ones among the workers."""
 
     @property
     def regret_s(self) -> float | None:
@@ -93,14 +99,17 @@ class Decision:
             "note": self._note,
             "prefill_worker": self.prefill,
             "decode_worker": self.decode,
+            "duties": {worker_id: str(duty) for worker_id, duty in self.duties.items()},
             "candidates": [
                 _candidate(worker_id, prediction)
                 for prediction in self.considered
                 for worker_id in prediction.worker_ids
             ],
             "predicted_ttft_s": round(self.predicted_ttft_s, 6),
-            "actual_ttft_s": None if self.ttft_s is None else round(self.ttft_s, 6),
-            "regret_s": None if self.regret_s is None else round(self.regret_s, 6),
+            "actual_ttft_s": _rounded(self.ttft_s),
+            "predicted_handover_s": _rounded(self.predicted_handover_s),
+            "actual_handover_s": _rounded(self.handover_s),
+            "regret_s": _rounded(self.regret_s),
             "preemptions": self.num_preemptions,
             "drafts": {
                 str(use.source): {"drafted": use.num_drafted, "accepted": use.num_accepted} for use in self.drafts
@@ -140,6 +149,7 @@ class Decisions:
         """Record the end of an attempt."""
         for decision in self._of(end.request_id, end.attempt):
             decision.ended, decision.num_preemptions, decision.drafts = end.how, end.num_preemptions, end.drafts
+            decision.handover_s = end.handover_s
 
     def of(self, name: str, tenant: str | None = None) -> dict[str, list[Decision]]:
         """The decisions of the requests behind a client's `name`: each choice is a request named
@@ -176,6 +186,10 @@ def best_considered(placement: Placement) -> tuple[Prediction, ...]:
     return tuple(best)
 
 
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
 def _candidate(worker_id: str, prediction: Prediction) -> dict[str, object]:
     return {
         "worker": worker_id,
@@ -187,5 +201,6 @@ def _candidate(worker_id: str, prediction: Prediction) -> dict[str, object]:
         "ttft_s": round(prediction.ttft_s, 6),
         "others_s": round(prediction.others_s, 6),
         "room_s": round(prediction.room_s, 6),
+        "transfer_s": round(prediction.transfer_s, 6),
         "cost_s": round(prediction.cost_s, 6),
     }

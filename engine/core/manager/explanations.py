@@ -1,13 +1,14 @@
 """Explains admissions: the source of each block of a prompt, or the reason for computing the block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from engine.core.manager.block_index import BlockIndex, BlockRecord, Continuations
 from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
-from engine.core.manager.placement import Placement
-from engine.core.types import AdmitRequest, BlockHash
+from engine.core.manager.placement import Placement, Prediction
+from engine.core.manager.reservations import WorkerRecord
+from engine.core.types import AdmitRequest, BlockHash, Role
 
 
 class Explanations:
@@ -29,7 +30,13 @@ class Explanations:
         self._keeps_segments = keeps_segments
         self._continuations = Continuations()
 
-    def record(self, request: AdmitRequest, records: Sequence[BlockRecord | None], placement: Placement) -> None:
+    def record(
+        self,
+        request: AdmitRequest,
+        records: Sequence[BlockRecord | None],
+        placement: Placement,
+        workers: Mapping[str, WorkerRecord],
+    ) -> None:
         """Keep the decision behind a placement, and count it. `records`: of the blocks of `request.hashes`."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
@@ -38,6 +45,7 @@ class Explanations:
         local = ((BlockSource.LOCAL, num_local),) if num_local else ()
         runs = (*local, *runs_of(chain(imported, computed)))
 
+        considered = best_considered(placement)
         decision = Decision(
             attempt=request.attempt,
             tenant=request.cache.tenant,
@@ -47,8 +55,10 @@ class Explanations:
             prefill=placement.prefill,
             decode=placement.decode,
             predicted_ttft_s=placement.chosen.ttft_s,
-            considered=best_considered(placement),
+            predicted_handover_s=placement.handover_s if request.generates else None,
+            considered=considered,
             prefix_caching=self._keeps_segments,
+            duties=_duties(placement, considered, workers),
         )
         self._decisions.admitted(request.request_id, decision)
         self._statistics.admitted(request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview)
@@ -82,6 +92,14 @@ class Explanations:
 
         self._continuations.note(request.cache.tenant, links)
         return reasons
+
+
+def _duties(
+    placement: Placement, considered: Sequence[Prediction], workers: Mapping[str, WorkerRecord]
+) -> dict[str, Role]:
+    """Duties of the elastic ones among the workers of a placement and the considered ones."""
+    names = dict.fromkeys([placement.prefill, placement.decode, *chain(*(each.worker_ids for each in considered))])
+    return {name: workers[name].duty for name in names if workers[name].is_elastic}
 
 
 def _source(record: BlockRecord) -> BlockSource:

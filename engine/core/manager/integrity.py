@@ -26,6 +26,7 @@ def check_records(
         assert all(worker.worker_id in blocks[block_hash].workers for block_hash in worker.blocks)
         assert worker.requests <= reservations.keys()
         assert worker.decoding <= worker.requests
+        assert worker.tpots.keys() <= worker.decoding
         assert groups.load_of(worker.worker_id) == worker.load
         _check_load(worker, reservations.values())
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from engine.core.manager.block_index import BlockRecord
+from engine.core.manager.links import Sources
 from engine.core.manager.placement import Demand
 from engine.core.manager.reservations import US_PER_S, Reservation, Workers
 from engine.core.manager.session_workers import SessionWorkers
-from engine.core.types import AdmitRequest
+from engine.core.types import NO_OBJECTIVES, AdmitRequest, Objectives
 
 
 class Prefix(NamedTuple):
@@ -50,8 +51,47 @@ def match(records: Iterable[BlockRecord | None], workers: Workers, reservations:
     return Prefix(num_reachable, holders, pending_us)
 
 
-def demand_of(request: AdmitRequest, prefix: Prefix, last_workers: SessionWorkers, *, return_rate: float) -> Demand:
-    """The needs of a request for its placement."""
+def sources_of(
+    records: Iterable[BlockRecord | None], workers: Workers, reservations: dict[str, Reservation]
+) -> Sources:
+    """The nodes that the leading blocks come from: a segment's, the producer's, or that of the holder to be asked."""
+    runs: list[tuple[str, int]] = []
+    last: tuple[object, ...] | None = None
+    for record in records:
+        if record is None:
+            break
+        places = record.segment, record.producer, record.workers
+        if places == last:
+            node = runs[-1][0]
+        else:
+            node, last = _source(record, workers, reservations), places
+        if runs and runs[-1][0] == node:
+            runs[-1] = node, runs[-1][1] + 1
+        else:
+            runs.append((node, 1))
+    return runs
+
+
+def _source(record: BlockRecord, workers: Workers, reservations: dict[str, Reservation]) -> str:
+    if record.segment is not None:
+        return record.segment.node
+    reservation = reservations.get(record.producer or "")
+    sender = record.producer if reservation is None else reservation.admission.prefill
+    if sender is None:
+        sender = min(record.workers)
+    return workers[sender].node if sender in workers else ""
+
+
+def demand_of(
+    request: AdmitRequest,
+    prefix: Prefix,
+    last_workers: SessionWorkers,
+    *,
+    return_rate: float,
+    objectives: Objectives = NO_OBJECTIVES,
+    sources: Sources | None = None,
+) -> Demand:
+    """The needs of a request for its placement. `objectives`: the request's, or of all requests."""
     return Demand(
         num_tokens=request.num_tokens,
         num_reachable_blocks=prefix.num_reachable,
@@ -59,4 +99,7 @@ def demand_of(request: AdmitRequest, prefix: Prefix, last_workers: SessionWorker
         session=request.session or request.request_id,
         return_rate=return_rate,
         last_workers=last_workers,
+        objectives=objectives,
+        sources=sources,
+        generates=request.generates,
     )

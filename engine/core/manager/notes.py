@@ -12,7 +12,7 @@ from engine.core.manager.block_index import Segment
 from engine.core.manager.segment_store import SegmentStore
 from engine.core.stimuli import Notes, as_it_is
 from engine.core.tenants import Tenant
-from engine.core.types import AdmitRequest, BlockHash, CacheHints, SegmentHeader
+from engine.core.types import AdmitRequest, BlockHash, CacheHints, Objectives, SegmentHeader
 
 
 class Segments(Protocol):
@@ -33,6 +33,7 @@ class AdmitNote(NamedTuple):
     cache: CacheHints
     generates: bool
     avoided: tuple[str, ...]
+    objectives: Objectives
 
     def recall(self, machine: object) -> AdmitRequest:
         return AdmitRequest(
@@ -45,6 +46,7 @@ class AdmitNote(NamedTuple):
             cache=self.cache,
             generates=self.generates,
             avoided=self.avoided,
+            objectives=self.objectives,
         )
 
 
@@ -86,6 +88,7 @@ NOTES = Notes(
         Segment: _note_of_segment,
         SegmentHeader: _note_of_header,
         Tenant: as_it_is,
+        Objectives: as_it_is,
         WorkerCosts: as_it_is,
     }
 )

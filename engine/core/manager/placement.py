@@ -11,6 +11,12 @@ One sum decides between importing a prefix and recomputing the prefix, between p
 the request and letting the decode worker that holds most of the conversation compute a short suffix. A decode worker is
 chosen by predicted step time, missing KV and room.
 
+Where the workers are on several nodes, imports take what the links between the nodes take (`Links`), and
+
+    cost of a split request = cost + transfer of the KV that still goes on when the first token is there
+
+and decode workers are candidates for whole requests, however long, if sending the KV would take longer than computing.
+
 | workers | tied if | why |
 |---|---|---|
 | with different costs | the ranges of their sums (cost times `spread`) overlap | a fit is known within its spread |
@@ -30,8 +36,9 @@ from typing import NamedTuple
 from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.hashing import preferred
+from engine.core.manager.links import Links, Sources
 from engine.core.manager.session_workers import NO_WORKERS, SessionWorkers
-from engine.core.types import Role
+from engine.core.types import NO_OBJECTIVES, Objectives, Role
 
 MAX_DELAYED = 3
 """Limit of the requests assumed to wait for one computation: behind a longer queue, requests go elsewhere."""
@@ -59,6 +66,8 @@ class CostModel:
     """The longest suffix for a decode worker to compute itself between decodes."""
     prior: WorkerCosts = field(default_factory=WorkerCosts)
     """Costs of a worker without measurements."""
+    links: Links = field(default_factory=Links, compare=False)
+    """Costs of imports between nodes, as learnt so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,18 @@ class Demand:
     """Share of evicted blocks requested again."""
     last_workers: SessionWorkers = NO_WORKERS
     """Workers of the session's last request."""
+    objectives: Objectives = NO_OBJECTIVES
+    sources: Sources | None = None
+    """Nodes of the reachable blocks; None: nodes make no difference, since all workers are on one."""
+    generates: bool = True
+    """True if tokens follow the prompt; otherwise nothing is handed over."""
 
 
 class WorkerLoad(NamedTuple):
     """Role, costs and load of a worker; equal loads make workers equal for requests without held blocks there."""
 
     role: Role
+    """Of an elastic worker its duty."""
     costs: WorkerCosts
     token_budget: int = 512
     queued_s: float = 0.0
@@ -92,6 +107,11 @@ class WorkerLoad(NamedTuple):
     """Promised requests with an unfinished prefill."""
     num_empty_blocks: int | None = None
     """Blocks to be filled without an eviction; None if unknown."""
+    is_elastic: bool = False
+    """True if `role` is a duty, with exceptions (`engine.core.manager.roles`)."""
+    tpot_s: float | None = None
+    """The strictest objective of the streams of an elastic worker; None without one."""
+    node: str = ""
 
 
 class Candidate(NamedTuple):
@@ -117,6 +137,9 @@ class Prediction(NamedTuple):
     """Delay of all other requests together."""
     room_s: float = 0.0
     """Expected time of computing the evicted blocks again."""
+    transfer_s: float = 0.0
+    """From the first token until the decode worker has the KV; 0 for a request that is not split, and where nodes make
+    no difference."""
 
     @property
     def ttft_s(self) -> float:
@@ -125,7 +148,7 @@ class Prediction(NamedTuple):
     @property
     def cost_s(self) -> float:
         """The sum behind the choice."""
-        return self.ttft_s + self.others_s + self.room_s
+        return self.ttft_s + self.others_s + self.room_s + self.transfer_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +159,8 @@ class Placement:
     decode: str
     chosen: Prediction
     considered: Sequence[Prediction]
+    handover_s: float | None = None
+    """Predicted time from the first token to the second one of a split request."""
 
 
 class WorkerGroups:
@@ -196,28 +221,115 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
         raise NoWorkerError("no worker is ready")
     decoders = [candidate for candidate in candidates if candidate.load.role is not Role.PREFILL]
     has_prefillers = any(candidate.load.role is not Role.DECODE for candidate in candidates)
-    predictions: list[Prediction] = []
-    loads: list[WorkerLoad] = []
-    limit_s = inf
+    are_weighed = decoders and demand.generates and demand.sources is not None
+    hand_overs = _HandOvers(decoders, demand, model) if are_weighed else None
+    sums = _Sums()
+    spared: list[Candidate] = []
     for candidate in sorted(candidates, key=_least_s):
-        if _least_s(candidate) > limit_s and len(predictions) >= MIN_CONSIDERED:
+        if sums.is_pruned(candidate):
             break
         prediction = predict(candidate, demand, model)
         num_cached = prediction.num_local_blocks + prediction.num_imported_blocks
         num_uncached = demand.num_tokens - num_cached * model.block_size
-        if candidate.load.role is not Role.DECODE or not has_prefillers or num_uncached <= model.piggyback_tokens:
-            predictions.append(prediction)
-            loads.append(candidate.load)
-            limit_s = min(limit_s, prediction.cost_s * (1 + _spread(candidate.load)))
+        if candidate.load.role is Role.DECODE and has_prefillers and num_uncached > model.piggyback_tokens:
+            spared.append(candidate)
+        elif candidate.load.role is Role.PREFILL and hand_overs is not None:
+            sums.add(candidate, hand_overs.with_transfer(prediction, candidate.load))
+        else:
+            sums.add(candidate, prediction)
 
-    tied = _tied(loads, [each.cost_s for each in predictions])
-    near = {worker_id: predictions[index] for index in tied for worker_id in predictions[index].worker_ids}
+    # Decode workers compute long prompts, too, where sending the KV would take longer.
+    if hand_overs is not None and all(hand_overs.is_dear(*each) for each in sums.best()):
+        for candidate in spared:
+            sums.add(candidate, predict(candidate, demand, model))
+
+    near = sums.near()
     prefill = decode = (
         demand.last_workers.prefill if demand.last_workers.prefill in near else preferred(demand.session, near)
     )
+    load, chosen = near[prefill]
+    handover_s = None
+
     if decoders and not any(prefill in decoder.worker_ids for decoder in decoders):
-        decode = _decode_worker(decoders, demand, model)
-    return Placement(prefill, decode, near[prefill], predictions)
+        decode, decoder = _decode_worker(decoders, demand, model, load.node)
+        step_s = decoder.load.costs.decode_step_s(decoder.load.num_decoding + 1)
+        handover_s = _transfer_s(chosen, load, decoder, demand, model) + step_s
+    return Placement(prefill, decode, chosen, sums.predictions, handover_s=handover_s)
+
+
+class _Sums:
+    """The predictions of one placement so far, each with its candidate's load."""
+
+    def __init__(self) -> None:
+        self.predictions: list[Prediction] = []
+        self._loads: list[WorkerLoad] = []
+        self._limit_s = inf
+
+    def add(self, candidate: Candidate, prediction: Prediction) -> None:
+        self.predictions.append(prediction)
+        self._loads.append(candidate.load)
+        self._limit_s = min(self._limit_s, prediction.cost_s * (1 + _spread(candidate.load)))
+
+    def is_pruned(self, candidate: Candidate) -> bool:
+        """True if the queue of a candidate alone exceeds the best sum, and enough were predicted."""
+        return _least_s(candidate) > self._limit_s and len(self.predictions) >= MIN_CONSIDERED
+
+    def best(self) -> list[tuple[Prediction, WorkerLoad]]:
+        """The predictions with the lowest sum."""
+        lowest_s = min((each.cost_s for each in self.predictions), default=inf)
+        pairs = zip(self.predictions, self._loads, strict=True)
+        return [(each, load) for each, load in pairs if each.cost_s == lowest_s]
+
+    def near(self) -> dict[str, tuple[WorkerLoad, Prediction]]:
+        """The workers between which the session decides."""
+        tied = _tied(self._loads, [each.cost_s for each in self.predictions])
+        return {
+            worker_id: (self._loads[index], self.predictions[index])
+            for index in tied
+            for worker_id in self.predictions[index].worker_ids
+        }
+
+
+class _HandOvers:
+    """Hand-overs of one request, with the best decode workers for each node of a prefill worker."""
+
+    def __init__(self, decoders: Sequence[Candidate], demand: Demand, model: CostModel) -> None:
+        self._demand = demand
+        self._model = model
+        self._decoders = sorted(((_decode_base_s(each, demand, model), each) for each in decoders), key=_first)
+        self._best: dict[str, list[Candidate]] = {}
+
+    def with_transfer(self, prediction: Prediction, load: WorkerLoad) -> Prediction:
+        """A prefill worker's prediction, with the hand-over to the best decode worker."""
+        transfers_s = (
+            _transfer_s(prediction, load, decoder, self._demand, self._model) for decoder in self._best_for(load.node)
+        )
+        return prediction._replace(transfer_s=min(transfers_s))
+
+    def is_dear(self, prediction: Prediction, load: WorkerLoad) -> bool:
+        """True if the KV of a split request would take longer to its decode worker than computing it there."""
+        if load.role is not Role.PREFILL:
+            return False
+        demand, model = self._demand, self._model
+        for decoder in self._best_for(load.node):
+            alone = predict(decoder, demand, model)
+            if _import_all_s(decoder, demand, model, load.node) <= alone.import_s + alone.compute_s:
+                return False
+        return True
+
+    def _best_for(self, node: str) -> list[Candidate]:
+        """The decode workers of the lowest cost if the prompt is computed on `node`."""
+        if node not in self._best:
+            least_s, best = inf, list[Candidate]()
+            for base_s, decoder in self._decoders:
+                if base_s > least_s:
+                    break
+                cost_s = base_s + _import_all_s(decoder, self._demand, self._model, node)
+                if cost_s <= least_s:
+                    best = [*best, decoder] if cost_s == least_s else [decoder]
+                    least_s = cost_s
+            self._best[node] = best
+        return self._best[node]
 
 
 def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Prediction:
@@ -230,7 +342,7 @@ def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Predictio
     # With an import of all reachable blocks, if that is quicker.
     num_importable = demand.num_reachable_blocks - num_local
     if num_importable > 0:
-        all_import_s = load.costs.import_all_s(num_importable * model.block_bytes)
+        all_import_s = _import_s(load, demand, num_local, demand.num_reachable_blocks, model)
         shorter_s = _compute_s(load, demand, num_local + num_importable, model, load.num_decoding)
         if all_import_s + shorter_s < compute_s:
             num_imported, import_s, compute_s = num_importable, all_import_s, shorter_s
@@ -297,20 +409,73 @@ def _room_s(load: WorkerLoad, demand: Demand, num_local: int, model: CostModel) 
 
 def _num_lacking(demand: Demand, num_local: int, model: CostModel) -> int:
     """Blocks for the prompt and the first token that the worker does not hold."""
-    return max(0, demand.num_tokens // model.block_size + 1 - num_local)
+    return max(0, _num_blocks(demand, model) - num_local)
 
 
-def _decode_worker(decoders: Sequence[Candidate], demand: Demand, model: CostModel) -> str:
-    costs_s = [_decode_cost_s(decoder, demand, model) for decoder in decoders]
+def _decode_worker(decoders: Sequence[Candidate], demand: Demand, model: CostModel, node: str) -> tuple[str, Candidate]:
+    """The decode worker of a request whose prompt is computed on `node`, and the worker's candidate."""
+    costs_s = [_decode_base_s(each, demand, model) + _import_all_s(each, demand, model, node) for each in decoders]
     tied = _tied([decoder.load for decoder in decoders], costs_s)
-    near = [worker_id for index in tied for worker_id in decoders[index].worker_ids]
-    return demand.last_workers.decode if demand.last_workers.decode in near else preferred(demand.session, near)
+    near = {worker_id: decoders[index] for index in tied for worker_id in decoders[index].worker_ids}
+    decode = demand.last_workers.decode if demand.last_workers.decode in near else preferred(demand.session, near)
+    return decode, near[decode]
 
 
-def _decode_cost_s(candidate: Candidate, demand: Demand, model: CostModel) -> float:
+def _decode_base_s(candidate: Candidate, demand: Demand, model: CostModel) -> float:
+    """The cost of decoding at a worker, without the import of KV."""
     _, load, num_local = candidate
     num_lacking = _num_lacking(demand, num_local, model)
     lacks_room = load.num_free_blocks is not None and load.num_free_blocks < num_lacking
     step_s = load.costs.decode_step_s(load.num_decoding + 1)
-    import_s = load.costs.import_all_s(num_lacking * model.block_bytes)
-    return DECODE_HORIZON * step_s * (1 + lacks_room) + import_s + _room_s(load, demand, num_local, model)
+    return DECODE_HORIZON * step_s * (1 + lacks_room) + _room_s(load, demand, num_local, model)
+
+
+def _import_all_s(decoder: Candidate, demand: Demand, model: CostModel, node: str) -> float:
+    """Import of all that a decode worker lacks of a prompt that is computed on `node`."""
+    return _import_s(decoder.load, demand, decoder.num_local_blocks, _num_blocks(demand, model), model, node)
+
+
+def _transfer_s(
+    prediction: Prediction, load: WorkerLoad, decoder: Candidate, demand: Demand, model: CostModel
+) -> float:
+    """From the first token until a decode worker has the KV.
+
+    Blocks that are somewhere are sent from the admission on, the others chunk by chunk while the next chunk is
+    computed, and the last chunk after the first token.
+    """
+    end = _num_blocks(demand, model)
+    num_cached = prediction.num_local_blocks + prediction.num_imported_blocks
+    num_in_chunk = -(-load.token_budget // model.block_size)
+    first_computed = max(decoder.num_local_blocks, num_cached)
+    first_of_last_chunk = max(first_computed, end - num_in_chunk)
+    all_s, computed_s, last_s = (
+        _import_s(decoder.load, demand, start, end, model, load.node)
+        for start in (decoder.num_local_blocks, first_computed, first_of_last_chunk)
+    )
+    return max(last_s, computed_s - prediction.compute_s, all_s - prediction.ttft_s)
+
+
+def _import_s(load: WorkerLoad, demand: Demand, start: int, end: int, model: CostModel, node: str = "") -> float:
+    """Fetching the blocks of a prompt from `start` to `end`; blocks that are not reachable yet come from `node`."""
+    if demand.sources is None or start >= end:
+        return load.costs.import_all_s((end - start) * model.block_bytes) if start < end else 0.0
+    counts: dict[str, int] = {}
+    at = 0
+    for source, count in (*demand.sources, (node, max(0, end - demand.num_reachable_blocks))):
+        num_blocks = min(end, at + count) - max(start, at)
+        if num_blocks > 0:
+            counts[source] = counts.get(source, 0) + num_blocks
+        at += count
+    return sum(
+        model.links.import_s(source, load.node, num_blocks * model.block_bytes, load.costs)
+        for source, num_blocks in counts.items()
+    )
+
+
+def _num_blocks(demand: Demand, model: CostModel) -> int:
+    """Blocks for the prompt and the first token."""
+    return demand.num_tokens // model.block_size + 1
+
+
+def _first(pair: tuple[float, Candidate]) -> float:
+    return pair[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from engine.core.costs import WorkerCosts
 from engine.core.manager.block_index import Segment
 from engine.core.manager.placement import Placement, WorkerGroups, WorkerLoad
-from engine.core.types import Admission, AdmitRequest, BlockHash, CacheHints, Role
+from engine.core.types import NO_OBJECTIVES, Admission, AdmitRequest, BlockHash, CacheHints, Objectives, Role
 
 US_PER_S = 1_000_000
 
@@ -23,6 +23,8 @@ class WorkerRecord:
     device: str = "cpu"
     fingerprint: str = ""
     """KV of another fingerprint has other bits."""
+    node: str = ""
+    """Node that the worker runs on, in whose object store its exports stay."""
     num_free_blocks: int | None = None
     """Blocks without a holder at the last report."""
     num_empty_blocks: int | None = None
@@ -43,21 +45,35 @@ class WorkerRecord:
     """Sealed blocks without a segment, to be exported for the disk, or because the worker leaves."""
     is_leaving: bool = False
     """True once the worker is about to stop: new requests go to others, as long as there are others."""
+    duty: Role = Role.MIXED
+    """Main work of an elastic worker now."""
+    tpots: dict[str, float] = field(default_factory=dict)
+    """Objectives of the requests that decode on an elastic worker."""
     alone: frozenset[str] = field(init=False)
     """The set of the worker's id alone, shared by the records of all blocks held by this worker only."""
 
     def __post_init__(self) -> None:
         self.alone = frozenset((self.worker_id,))
 
+    def measured(self, num_free_blocks: int, num_empty_blocks: int | None, num_steps: int | None) -> bool:
+        """Take a report; returns whether the worker may have stepped since the last one."""
+        has_stepped = num_steps is None or num_steps != self.num_steps
+        self.num_free_blocks, self.num_empty_blocks, self.num_steps = num_free_blocks, num_empty_blocks, num_steps
+        return has_stepped
+
     def lacking(self, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
         """The part of `hashes` not held by the worker."""
         return tuple([block_hash for block_hash in hashes if block_hash not in self.blocks])
 
     @property
+    def is_elastic(self) -> bool:
+        return self.role is Role.ELASTIC
+
+    @property
     def load(self) -> WorkerLoad:
         num_free, num_empty = self.num_free_blocks, self.num_empty_blocks
         return WorkerLoad(
-            role=self.role,
+            role=self.duty if self.is_elastic else self.role,
             costs=self.costs,
             token_budget=self.token_budget,
             queued_s=self.queued_us / US_PER_S,
@@ -65,6 +81,9 @@ class WorkerRecord:
             num_free_blocks=None if num_free is None else _rounded(num_free),
             num_queued=self.num_queued,
             num_empty_blocks=None if num_empty is None else _rounded(num_empty - self.num_reserved_blocks),
+            is_elastic=self.is_elastic,
+            tpot_s=min(self.tpots.values(), default=None),
+            node=self.node,
         )
 
 
@@ -81,6 +100,18 @@ class Reservation:
     leased: list[Segment] = field(default_factory=list)
     is_queued: bool = True
     """True until the prefill is done."""
+    awaits_handover: bool = field(init=False)
+    """True until the prefill worker of a request that decodes elsewhere has handed over."""
+    tpot_s: float | None = None
+    """Objective for the time of a token."""
+
+    def __post_init__(self) -> None:
+        self.awaits_handover = self.admission.prefill != self.admission.decode
+
+    @property
+    def needs_prefill(self) -> bool:
+        """True until the prefill worker has computed and sent what the request needs of it."""
+        return self.is_queued or self.awaits_handover
 
 
 def _rounded(num_blocks: int) -> int:
@@ -95,10 +126,20 @@ class Workers(dict[str, WorkerRecord]):
     leaving: frozenset[str] = frozenset()
     """The workers that are about to stop."""
 
+    @property
+    def elastic(self) -> list[WorkerRecord]:
+        """The elastic workers that stay."""
+        return [worker for worker in self.values() if worker.is_elastic and not worker.is_leaving]
+
     def current(self, worker_id: str, epoch: int | None) -> WorkerRecord | None:
         """The worker if registered with this epoch (None: with any), else None."""
         worker = self.get(worker_id)
         return worker if worker is not None and epoch in (None, worker.epoch) else None
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The nodes with workers."""
+        return frozenset(worker.node for worker in self.values())
 
     @property
     def fingerprint(self) -> str | None:
@@ -130,7 +171,10 @@ class Workers(dict[str, WorkerRecord]):
         admission = reservation.admission
         involved = {admission.prefill, admission.decode}
         self.queue(reservation)
-        self[admission.decode].decoding.add(admission.request_id)
+        decode = self[admission.decode]
+        decode.decoding.add(admission.request_id)
+        if decode.is_elastic and reservation.tpot_s is not None:
+            decode.tpots[admission.request_id] = reservation.tpot_s
         for worker_id in involved:
             self[worker_id].requests.add(admission.request_id)
         return involved
@@ -143,6 +187,7 @@ class Workers(dict[str, WorkerRecord]):
         for worker_id in involved:
             self[worker_id].requests.discard(admission.request_id)
             self[worker_id].decoding.discard(admission.request_id)
+            self[worker_id].tpots.pop(admission.request_id, None)
         return involved
 
     def queue(self, reservation: Reservation) -> None:
@@ -163,11 +208,17 @@ class Workers(dict[str, WorkerRecord]):
 
 
 def reservation_of(
-    request: AdmitRequest, placement: Placement, workers: Workers, *, num_new_blocks: int
+    request: AdmitRequest,
+    placement: Placement,
+    workers: Workers,
+    *,
+    num_new_blocks: int,
+    objectives: Objectives = NO_OBJECTIVES,
 ) -> Reservation:
     """Assign a request to the workers of its placement, with the blocks that each of them is to get from elsewhere.
 
-    `num_new_blocks`: blocks of the prompt that the prefill worker lacks. Changes nothing.
+    `num_new_blocks`: blocks of the prompt that the prefill worker lacks. `objectives`: the request's, or of all
+    requests. Changes nothing.
     """
     chosen, prefill = placement.chosen, placement.prefill
     decode = placement.decode if request.generates else prefill
@@ -190,4 +241,5 @@ def reservation_of(
         hints=request.cache,
         queued_us=int(chosen.compute_s * US_PER_S),
         num_new_blocks=num_new_blocks,
+        tpot_s=objectives.tpot_s,
     )

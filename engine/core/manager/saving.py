@@ -1,15 +1,27 @@
 """Choice of blocks for export: to the disk, and out of the pool of a worker that leaves."""
 
+from collections.abc import Iterable
 from itertools import islice
 
 from engine.core.manager.block_index import BlockIndex
+from engine.core.manager.instructions import Instruction
 from engine.core.manager.reservations import WorkerRecord
+from engine.core.manager.supply import Supply
 from engine.core.types import BlockHash
 
 MIN_SAVED_BLOCKS = 16
 """Minimum of blocks for which a busy worker is asked."""
 MAX_SAVED_BLOCKS = 64
 """Maximum of blocks at a time."""
+
+
+def ask_for_blocks(workers: Iterable[WorkerRecord], blocks: BlockIndex, supply: Supply) -> list[Instruction]:
+    """Ask each of the workers for the next blocks that are to be exported, no two of them for the same block."""
+    instructions: list[Instruction] = []
+    for worker in workers:
+        if hashes := blocks_to_save(worker, blocks):
+            instructions.append(supply.ask(worker.worker_id, hashes))
+    return instructions
 
 
 def blocks_to_save(worker: WorkerRecord, blocks: BlockIndex) -> list[BlockHash]:
@@ -20,12 +32,13 @@ def blocks_to_save(worker: WorkerRecord, blocks: BlockIndex) -> list[BlockHash]:
     return [] if is_too_early else ready
 
 
-def only_here(worker: WorkerRecord, blocks: BlockIndex, leaving: frozenset[str], limit: int) -> list[BlockHash]:
-    """At most `limit` blocks of a leaving worker that no worker which stays holds, the longest known first: a block
-    comes before the blocks behind it, and beginnings that many prompts share before what followed once."""
-    found = (
+def give_away(worker: WorkerRecord, blocks: BlockIndex, leaving: frozenset[str], limit: int) -> None:
+    """Have a leaving worker export at most `limit` blocks that no worker which stays holds, beside the blocks that were
+    to go to the disk anyway. The longest known come first: a block comes before the blocks behind it, and beginnings
+    that many prompts share before what followed once."""
+    only_here = (
         block_hash
         for block_hash, record in blocks.items()
         if record.segment is None and block_hash in worker.blocks and record.workers <= leaving
     )
-    return list(islice(found, limit))
+    worker.unsaved = list(dict.fromkeys([*islice(only_here, limit), *worker.unsaved]))

@@ -1,9 +1,10 @@
 """Retention of exported KV in the object store and on disk.
 
 A segment is in the object store, on disk, or both. A new segment is written at once, so that it survives a restart, and
-leaves the store without a loss once written. Store and disk are bounded. Each has an eviction queue, as workers' pools
-have, in which a segment weighs its bytes: expired segments go first, then the least recently used within the quotas of
-tenants; of a request's segments the last goes first, since a hit needs the ones before it.
+leaves the store without a loss once written. Each node has an object store of its own, in which the segments stay that
+its workers export, so each node's part of the store is bounded, as is the disk. Each part and the disk have an eviction
+queue, as workers' pools have, in which a segment weighs its bytes: expired segments go first, then the least recently
+used within the quotas of tenants; of a request's segments the last goes first, since a hit needs the ones before it.
 
 Events come in (exported, written, read, lost, used) and instructions go out: `WriteFile` (copy a segment to disk),
 `ReadFile` (bring it back into the object store), `EraseFile`. The directory decides about deliveries.
@@ -65,13 +66,22 @@ class SegmentStore:
     """
 
     def __init__(
-        self, blocks: BlockIndex, store_budget_bytes: int, disk_budget_bytes: int, tenants: Iterable[Tenant] = ()
+        self,
+        blocks: BlockIndex,
+        store_budget_bytes: int,
+        disk_budget_bytes: int,
+        tenants: Iterable[Tenant] = (),
+        node: str = "",
     ) -> None:
-        """`tenants`: quotas of each budget."""
+        """`store_budget_bytes`: of each node; `tenants`: quotas of each budget; `node`: into whose object store files
+        are read."""
         self._blocks = blocks
         self.store_budget_bytes = store_budget_bytes
-        self.store_bytes = 0
-        """Bytes in the object store."""
+        self.node_bytes: Counter[str] = Counter()
+        """Bytes in the object store of each node."""
+        self.node = node
+        """Node into whose object store files are read."""
+        self._kept_nodes = frozenset({node})
         self.disk_budget_bytes = disk_budget_bytes
         self.disk_bytes = 0
         """Bytes of payloads in files, including files being written."""
@@ -81,13 +91,13 @@ class SegmentStore:
         """Segments by file, present or being written: segments of exactly the same blocks share a file."""
         self._segments: dict[int, Segment] = {}
 
-        tenants = tuple(tenants)
-        self._in_store = EvictionQueue[int](
-            LeastRecent(), quotas(tenants, store_budget_bytes), lambda segment_id: self._segments[segment_id].num_bytes
-        )
-        """The segments in the object store, by id; evictable are the ones that can leave it."""
+        self._tenants = tuple(tenants)
+        self._parts: dict[str, EvictionQueue[int]] = {}
+        """The segments in the object store of each node, by id; evictable are the ones that can leave it."""
         self._on_disk = EvictionQueue[int](
-            LeastRecent(), quotas(tenants, disk_budget_bytes), lambda segment_id: self._segments[segment_id].file_bytes
+            LeastRecent(),
+            quotas(self._tenants, disk_budget_bytes),
+            lambda segment_id: self._segments[segment_id].file_bytes,
         )
         """The segments with a file, by id; evictable are the ones whose file can be erased."""
         self._num_ever = 0
@@ -97,9 +107,20 @@ class SegmentStore:
 
     def limit(self, tenants: Iterable[Tenant]) -> None:
         """Take other quotas of each budget, from the next eviction on."""
-        tenants = tuple(tenants)
-        self._in_store.limit(quotas(tenants, self.store_budget_bytes))
-        self._on_disk.limit(quotas(tenants, self.disk_budget_bytes))
+        self._tenants = tuple(tenants)
+        for part in self._parts.values():
+            part.limit(quotas(self._tenants, self.store_budget_bytes))
+        self._on_disk.limit(quotas(self._tenants, self.disk_budget_bytes))
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes in the object stores of all nodes."""
+        return sum(self.node_bytes.values())
+
+    def keep_nodes(self, nodes: Iterable[str]) -> None:
+        """Take the nodes with workers: each has a budget of its own. The segments on other nodes stay, since a worker
+        may come back there, and share one budget from the next event on."""
+        self._kept_nodes = frozenset({self.node, *nodes})
 
     def get(self, segment_id: int) -> Segment | None:
         return self._segments.get(segment_id)
@@ -113,7 +134,7 @@ class SegmentStore:
         """
         unused: list[DiskInstruction] = []
         for header in headers:
-            segment = self._new(header, None, is_in_store=False, file=header)
+            segment = self._new(header, None, is_in_store=False, file=header, node=self.node)
             if self._blocks.stored(segment):
                 self._segments[segment.segment_id] = segment
                 self._has_file(header)
@@ -122,17 +143,19 @@ class SegmentStore:
                 unused += self._erase(header)
         return unused + self._make_room_on_disk(0, "", now)  # all can go, and floors add up to no more than the budget
 
-    def exported(self, header: SegmentHeader, ref: object, now: float) -> tuple[Segment, list[DiskInstruction]]:
-        """Index a new segment in the object store, and keep it if it has full blocks."""
-        segment = self._new(header, ref)
+    def exported(
+        self, header: SegmentHeader, ref: object, now: float, *, node: str = "", exporter: str = ""
+    ) -> tuple[Segment, list[DiskInstruction]]:
+        """Index a new segment in the object store of a node, and keep it if it has full blocks."""
+        segment = self._new(header, ref, node=node, exporter=exporter)
         is_new = self._blocks.stored(segment)
         instructions: list[DiskInstruction] = []
         if header.full_hashes and header.num_bytes:
             self._segments[segment.segment_id] = segment
-            self.store_bytes += header.num_bytes
+            self.node_bytes[node] += header.num_bytes
             instructions = self._write(segment, now) if is_new else []
             self._use([segment], header.retention, now)
-            self._shrink(now)
+            self._shrink([node], now)
         return segment, instructions
 
     def written(self, segment_id: int, file: SegmentHeader | None, now: float) -> list[DiskInstruction]:
@@ -145,16 +168,16 @@ class SegmentStore:
             segment.file = file
             self._has_file(file)
         self._use([segment], self._retention_of(segment), now)
-        self._shrink(now)
+        self._shrink([segment.node], now)
         return []
 
     def read(self, segment: Segment, ref: object, now: float) -> frozenset[str]:
         """A segment was copied from disk into the object store; returns the workers that await it."""
         segment.ref, segment.is_in_store = ref, True
-        self.store_bytes += segment.header.num_bytes
+        self.node_bytes[segment.node] += segment.header.num_bytes
         receivers, segment.requested_by = segment.requested_by, frozenset()
         self._use([segment], self._retention_of(segment), now)
-        self._shrink(now)
+        self._shrink([segment.node], now)
         return receivers
 
     def unread(self, segment: Segment, now: float) -> frozenset[str]:
@@ -170,6 +193,18 @@ class SegmentStore:
         if segment.segment_id not in self._writing and self._segments.get(segment.segment_id) is segment:
             self._leave_store(segment, EvictionReason.SEGMENT_LOST, now)
 
+    def out_of_reach(self, exporter: str, now: float) -> list[Segment]:
+        """A worker may be cut off with its node: drop the bytes in the object store that it exported, unless they are
+        being written; returns their segments."""
+        gone = [
+            segment
+            for segment in self._segments.values()
+            if segment.exporter == exporter and segment.is_in_store and segment.segment_id not in self._writing
+        ]
+        for segment in gone:
+            self._leave_store(segment, EvictionReason.SEGMENT_LOST, now)
+        return gone
+
     def lost(self, segment: Segment) -> list[DiskInstruction]:
         """Forget a segment that is damaged, or whose file is gone.
 
@@ -183,7 +218,7 @@ class SegmentStore:
         """Lease a segment to a request on a worker: the segment stays until `released`. A segment on disk only is
         read, unless others await it already; the worker gets it then."""
         segment.leases += 1
-        for queue in (self._in_store, self._on_disk):
+        for queue in (self._part(segment.node), self._on_disk):
             if segment.segment_id in queue:
                 queue.acquire(segment.segment_id)
         if segment.is_in_store:
@@ -203,7 +238,7 @@ class SegmentStore:
                 used.setdefault(segment.segment_id, segment)
         if used:
             self._use(list(used.values()), retention(hints, now), now, self._marked(hashes, hints, now))
-        self._shrink(now)
+        self._shrink(dict.fromkeys(segment.node for segment in used.values()), now)
 
     def handed_over(self, hashes: Iterable[BlockHash]) -> None:
         """Drop the segments of a request whose blocks no other request will use; deliveries under way keep theirs."""
@@ -212,18 +247,15 @@ class SegmentStore:
                 self._drop(record.segment, EvictionReason.HANDED_OVER)
 
     def by_worth(self, now: float) -> list[tuple[Segment, Retention]]:
-        """The segments in the object store, each with its retention: leased ones first, then the others, the next one
-        to be evicted last. Takes no leases and evicts nothing."""
-        evictable = [segment_id for segment_id in self._segments if segment_id in self._in_store]
-        retention_of = {segment_id: self._in_store.retention_of(segment_id) for segment_id in evictable}
-        order = [segment_id for segment_id, _ in self._in_store.evict_many(len(evictable), now)]
-        for segment_id in order:
-            segment = self._segments[segment_id]
-            self._use([segment], retention_of[segment_id] or segment.header.retention, now)
+        """The segments in the object stores, each with its retention: leased ones first, then those of one node after
+        the other, the next one to be evicted last. Takes no leases and evicts nothing."""
+        evictable: list[Segment] = []
+        for part in list(self._parts.values()):
+            evictable += self._in_order(part, now)
 
-        held = [each for each in self._segments.values() if each.is_in_store and each.segment_id not in retention_of]
-        found = held + [self._segments[segment_id] for segment_id in reversed(order)]
-        return [(segment, self._retention_of(segment)) for segment in found]
+        ids = {segment.segment_id for segment in evictable}
+        held = [each for each in self._segments.values() if each.is_in_store and each.segment_id not in ids]
+        return [(segment, self._retention_of(segment)) for segment in (*held, *evictable)]
 
     def refresh(self, segment_id: int, now: float) -> None:
         """Make a segment the most recent one."""
@@ -253,14 +285,17 @@ class SegmentStore:
             assert segment.leases == leased.count(segment)
             assert segment.is_in_store or segment.file is not None
             assert not (segment.is_in_store and segment.requested_by)
-            assert (segment.segment_id in self._in_store) == self._can_leave_store(segment)
+            assert (segment.segment_id in self._part(segment.node)) == self._can_leave_store(segment)
             assert (segment.segment_id in self._on_disk) == self._can_leave_disk(segment)
 
-        for queue in (self._in_store, self._on_disk):
+        for queue in (*self._parts.values(), self._on_disk):
             queue.check_integrity()
             assert self._segments.keys() >= set(queue)
 
-        assert self.store_bytes == sum(segment.header.num_bytes for segment in segments if segment.is_in_store)
+        stored = Counter[str]()
+        for segment in segments:
+            stored[segment.node] += segment.header.num_bytes if segment.is_in_store else 0
+        assert self.node_bytes == stored and self._parts.keys() >= (+stored).keys()
         files = [segment.file for segment in segments if segment.file is not None] + list(self._writing.values())
         assert self.disk_bytes == sum(file.num_bytes for file in files) <= self.disk_budget_bytes
         assert self._num_sharing == Counter(file.full_hashes for file in files)
@@ -268,10 +303,38 @@ class SegmentStore:
     # Inside
 
     def _new(
-        self, header: SegmentHeader, ref: object, *, is_in_store: bool = True, file: SegmentHeader | None = None
+        self,
+        header: SegmentHeader,
+        ref: object,
+        *,
+        is_in_store: bool = True,
+        file: SegmentHeader | None = None,
+        node: str = "",
+        exporter: str = "",
     ) -> Segment:
         self._num_ever += 1
-        return Segment(self._num_ever - 1, header, ref, is_in_store=is_in_store, file=file)
+        segment_id = self._num_ever - 1
+        return Segment(segment_id, header, ref, exporter, is_in_store=is_in_store, file=file, node=node)
+
+    def _part(self, node: str) -> EvictionQueue[int]:
+        """The queue of the segments in a node's object store."""
+        part = self._parts.get(node)
+        if part is None:
+            part = self._parts[node] = EvictionQueue[int](
+                LeastRecent(),
+                quotas(self._tenants, self.store_budget_bytes),
+                lambda segment_id: self._segments[segment_id].num_bytes,
+            )
+        return part
+
+    def _in_order(self, part: EvictionQueue[int], now: float) -> list[Segment]:
+        """The segments that can leave a node's object store, the next one to be evicted last."""
+        retention_of = {segment_id: part.retention_of(segment_id) for segment_id in part}
+        order = [segment_id for segment_id, _ in part.evict_many(len(retention_of), now)]
+        for segment_id in order:  # each comes back behind those that are evicted before it
+            segment = self._segments[segment_id]
+            self._use([segment], retention_of[segment_id] or segment.header.retention, now)
+        return [self._segments[segment_id] for segment_id in reversed(order)]
 
     def _can_leave_store(self, segment: Segment) -> bool:
         return segment.is_in_store and segment.leases == 0 and segment.segment_id not in self._writing
@@ -281,7 +344,7 @@ class SegmentStore:
 
     def _retention_of(self, segment: Segment) -> Retention:
         """The retention of a segment, wherever it is."""
-        queues = (self._on_disk, self._in_store)
+        queues = (self._on_disk, self._part(segment.node))
         known = (queue.retention_of(segment.segment_id) for queue in queues)
         return next((retention for retention in known if retention is not None), segment.header.retention)
 
@@ -303,10 +366,11 @@ class SegmentStore:
     ) -> None:
         """Make these segments, in the order of a prompt, the most recent ones in store and on disk. `marked`: retention
         of some of the segments, where it is another."""
-        for queue, here in (
-            (self._in_store, [segment.segment_id for segment in path if segment.is_in_store]),
-            (self._on_disk, [segment.segment_id for segment in path if segment.file is not None]),
-        ):
+        visited = [(self._on_disk, [segment.segment_id for segment in path if segment.file is not None])]
+        for node in dict.fromkeys(segment.node for segment in path):
+            in_part = [segment.segment_id for segment in path if segment.is_in_store and segment.node == node]
+            visited.append((self._part(node), in_part))
+        for queue, here in visited:
             for segment_id in here:
                 if segment_id in queue:
                     queue.acquire(segment_id)
@@ -317,7 +381,7 @@ class SegmentStore:
     def _settle(self, segment: Segment, now: float) -> None:
         """Make a segment evictable exactly where it may be evicted."""
         for queue, is_evictable in (
-            (self._in_store, self._can_leave_store(segment)),
+            (self._part(segment.node), self._can_leave_store(segment)),
             (self._on_disk, self._can_leave_disk(segment)),
         ):
             if is_evictable and segment.segment_id not in queue:
@@ -325,10 +389,24 @@ class SegmentStore:
             elif not is_evictable and segment.segment_id in queue:
                 queue.acquire(segment.segment_id)
 
-    def _shrink(self, now: float) -> None:
-        """Keep the bytes in the object store within the budget."""
-        while self.store_bytes > self.store_budget_bytes and len(self._in_store):
-            [(segment_id, reason)] = self._in_store.evict_many(1, now)
+    def _shrink(self, nodes: Iterable[str], now: float) -> None:
+        """Keep the bytes in the object stores of these nodes within the budget. Nodes whose workers are gone share one
+        budget."""
+        for node in [node for node in nodes if node in self._kept_nodes]:
+            self._shrink_part(node, self.store_budget_bytes, now)
+        left = [node for node in self.node_bytes if node not in self._kept_nodes]
+        excess = sum(self.node_bytes[node] for node in left) - self.store_budget_bytes
+        for node in left:
+            before = self.node_bytes[node]
+            self._shrink_part(node, before - max(0, excess), now)
+            excess -= before - self.node_bytes[node]
+            if not self.node_bytes[node]:
+                del self.node_bytes[node], self._parts[node]
+
+    def _shrink_part(self, node: str, budget_bytes: int, now: float) -> None:
+        part = self._part(node)
+        while self.node_bytes[node] > budget_bytes and len(part):
+            [(segment_id, reason)] = part.evict_many(1, now)
             full = reason is EvictionReason.FULL
             self._leave_store(self._segments[segment_id], EvictionReason.STORE_FULL if full else reason, now)
 
@@ -338,12 +416,18 @@ class SegmentStore:
         if segment.file is None:
             self._drop(segment, reason)
             return
-        self._in_store.forget(segment.segment_id)
+        self._part(segment.node).forget(segment.segment_id)
         on_disk = Segment(
-            segment.segment_id, segment.file, None, is_in_store=False, file=segment.file, copy=segment.copy + 1
+            segment.segment_id,
+            segment.file,
+            None,
+            is_in_store=False,
+            file=segment.file,
+            copy=segment.copy + 1,
+            node=self.node,
         )
         self._segments[segment.segment_id] = on_disk
-        self.store_bytes -= segment.header.num_bytes
+        self.node_bytes[segment.node] -= segment.header.num_bytes
         self._blocks.moved(segment, on_disk)
         self._settle(on_disk, now)
 
@@ -397,10 +481,10 @@ class SegmentStore:
         return erased
 
     def _drop(self, segment: Segment, reason: EvictionReason) -> None:
-        self._in_store.forget(segment.segment_id)
+        self._part(segment.node).forget(segment.segment_id)
         self._on_disk.forget(segment.segment_id)
         del self._segments[segment.segment_id]
-        self.store_bytes -= segment.header.num_bytes if segment.is_in_store else 0
+        self.node_bytes[segment.node] -= segment.header.num_bytes if segment.is_in_store else 0
         if segment.file is not None:
             self._has_no_file(segment.file)
         self._blocks.dropped(segment, reason)

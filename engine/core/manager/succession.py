@@ -25,6 +25,8 @@ class Offer:
 
     segment_id: int
     header: SegmentHeader
+    node: str
+    """The predecessor's, whose object store gets the copy."""
 
 
 def terms(block_size: int, keeps_segments: bool) -> dict[str, object]:

@@ -267,6 +267,10 @@ class Supply:
 
     # Checks
 
+    def is_sending(self, worker_id: str) -> bool:
+        """True if a registered worker has not sent every block that it was asked to export."""
+        return bool(self._workers[worker_id].promised)
+
     @property
     def num_asked(self) -> int:
         """Blocks that workers are asked to export and have not sent yet."""

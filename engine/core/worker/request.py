@@ -116,6 +116,32 @@ class Request:
         """Tokens generated so far, by earlier attempts too: the position of the next one."""
         return len(self.token_ids) - self.assignment.num_prompt_tokens
 
+    def num_missing_for(self, num_tokens: int) -> int:
+        """Blocks to be allocated for the KV of the next `num_tokens`; negative if there are more than that."""
+        return -(-(self.num_computed + num_tokens) // self.block_size) - len(self.blocks)
+
+    def begin_with(self, matched: Sequence[int]) -> None:
+        """Run from the shared blocks `matched` on, without waiting for anything. A later handover comes too late: its
+        token may have been sampled here."""
+        self.awaited.clear()
+        self.awaits_handover = False
+        self.blocks = list(matched)
+        self.num_sealed = len(matched)
+        self.num_shared = len(matched) * self.block_size
+        self.num_computed = min(self.num_shared, len(self.token_ids) - 1)
+
+    def note_start(self, now: float) -> None:
+        """Note when the request first started, and how much of the prompt was there."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = min(self.num_computed, self.assignment.num_prompt_tokens)
+            self.started_at = now
+
+    def give_up_blocks(self) -> list[int]:
+        """Return the blocks, which the request has no more, nor any progress."""
+        blocks, self.blocks = self.blocks, []
+        self.num_computed = self.num_shared = self.num_sealed = 0
+        return blocks
+
     def retention(self, now: float) -> Retention:
         """Retention of the request's blocks behind all marks if it ends at `now`."""
         return retention(self.assignment.cache, now)

@@ -120,10 +120,10 @@ class Scheduler:
             assignment=assignment,
             chain=self._chain(root, assignment.salt, self.pool.block_size),
             arrival=self._num_submitted,
+            await_deadline=now + assignment.await_timeout_s,
             submitted_at=now,
         )
         request.is_named = self.pool.keeps_blocks or assignment.stage is not Stage.WHOLE
-        request.await_deadline = now + assignment.await_timeout_s
         self._num_submitted += 1
         if assignment.is_idle:
             self.idle.add(request, now)
@@ -382,23 +382,15 @@ class Scheduler:
         """Run a request from the `matched` blocks on."""
         self.pool.acquire(matched)
         self._imports.end(request, now)
-        request.awaited.clear()
-        request.awaits_handover = False  # a later handover comes too late: its token may have been sampled here
 
         # KV from the cache, from outside the pool, from a handover, or from a similar block.
-        block_size, last = self.pool.block_size, len(request.token_ids) - 1
-        request.blocks = list(matched)
-        request.num_sealed = len(matched)
-        request.num_shared = len(matched) * block_size
-        request.num_computed = min(request.num_shared, last)
+        request.begin_with(matched)
         if not self._swaps.swap_in(request, now):
             self._contents.take_tail(request)
             self._contents.copy_beginning(request, now)
         self._contents.begin(request, len(matched))
 
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(request.num_computed, request.assignment.num_prompt_tokens)
-            request.started_at = now
+        request.note_start(now)
         self.prompt_results.take(request)
         request.is_named = self.pool.keeps_blocks or request.assignment.stage is Stage.PREFILL
         self.running[request.request_id] = request
@@ -414,8 +406,7 @@ class Scheduler:
         if request.request_id not in self.running:
             return False
 
-        block_size = self.pool.block_size
-        missing = -(-(request.num_computed + num_tokens) // block_size) - len(request.blocks)
+        missing = request.num_missing_for(num_tokens)
         if missing <= 0:
             return True
         while missing > self.pool.num_available:
@@ -444,9 +435,7 @@ class Scheduler:
         del self.running[request.request_id]
         self._contents.end(request)
         release = self.pool.retire if has_ended else self.pool.pause
-        release(request.blocks, now, request.retention(now), request.marked(now))
-        request.blocks = []
-        request.num_computed = request.num_shared = request.num_sealed = 0
+        release(request.give_up_blocks(), now, request.retention(now), request.marked(now))
 
     def _remove(self, request: Request, now: float, *, has_ended: bool) -> None:
         if request.assignment.is_idle:

@@ -112,13 +112,13 @@ def chunk_of(request: Request, num_tokens: int) -> ScheduledChunk:
     start, end = request.num_computed, request.num_computed + num_tokens
     samples = end == len(request.token_ids) and request.assignment.sampling.max_tokens > 0
     if not request.has_prompt_results:
-        return ScheduledChunk(request, start, num_tokens, request.num_shared, samples)
+        return ScheduledChunk(request, start, num_tokens, store_from=request.num_shared, samples=samples)
     return ScheduledChunk(
         request,
         start,
         num_tokens,
-        request.num_shared,
-        samples,
+        store_from=request.num_shared,
+        samples=samples,
         scored=range(max(start, request.num_scored), min(end, request.num_to_score)),
         pooled=range(max(start, request.num_pooled), min(end, request.num_to_pool)),
     )

@@ -47,7 +47,7 @@ class Guesser:
         for request, suffixes in known:
             least = step.least_chance(step.cost_s(costs, len(request.token_ids)))
             found = self._all_guesses(request, suffixes, siblings.get(request.request_id, ()), least)
-            drafts[request.request_id] = max(found, key=_num_expected)
+            drafts[request.request_id] = max(found, key=num_expected)
         return drafts
 
     def longest(self, request: Request) -> int:
@@ -135,9 +135,9 @@ def before_stop(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> Se
     return token_ids[:end]
 
 
-def _num_expected(draft: Draft) -> float:
+def num_expected(draft: Draft | None) -> float:
     """Tokens of a draft that are right, on average."""
-    return sum(draft.chances)
+    return 0.0 if draft is None else sum(draft.chances)
 
 
 def _index(request: Request, suffixes: Suffixes, left: int) -> int:

@@ -1,0 +1,205 @@
+"""Elastic workers beside fixed splits and beside a published planner: goodput per worker-second.
+
+    python -m benchmarks.elastic TRACE [TRACE ...] [--day 0.25] [--faster 4] [--most 8] [--fixed 4 6 8 3:1 6:2]
+        [--costs FILE] [--ttft-slo-ms 2000] [--tpot-slo-ms 50] [--json FILE]
+
+Several traces are played one after the other. `--faster 4` plays a trace in a quarter of the time. `--day 0.25` gives
+the trace the curve of a day, whose lowest rate is a quarter of the highest: arrivals keep their order, and the day is
+as long as the trace, so the load changes far quicker than on a real day. Workers are those of `benchmarks.replay`,
+behind the server's own directory:
+
+| row | |
+|---|---|
+| `8`, `6:2` | mixed workers; prefill and decode workers |
+| `elastic 8` | so many elastic workers, whose duties follow the load |
+| `elastic 1-8` | elastic workers, whose number follows the load, too; a worker takes 30 s to start |
+| `dynamo 2-8` | prefill and decode workers, whose numbers follow NVIDIA Dynamo's rule (`benchmarks.replaying.fleets`) |
+
+Where numbers follow the load, all workers are there at the beginning, for dynamo half of each role.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+from benchmarks.replay import add_machine, parse_policy, parse_roles, speeds_of
+from benchmarks.replaying.cluster import Cluster
+from benchmarks.replaying.fleets import DynamoLoad, Fixed, Fleet, Planned
+from benchmarks.replaying.report import summarise
+from benchmarks.replaying.routers import Managed
+from benchmarks.replaying.speeds import Speeds
+from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
+from benchmarks.replaying.worker import ReplayWorker
+from engine.core.eviction.policies import make_queue
+from engine.core.types import Objectives, Role
+from engine.core.worker.block_pool import BlockPool
+
+DAY_STEPS = 2000
+ELASTIC, DYNAMO = "elastic", "dynamo"
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The workers of all rows, and the objectives."""
+
+    speeds: Speeds
+    capacity_blocks: int
+    policy: str
+    objectives: Objectives
+    most: int
+
+    def maker(self) -> Callable[[Role], ReplayWorker]:
+        """Makes workers with names of their own."""
+        numbers = count()
+        policy, blocks = parse_policy(self.policy), self.capacity_blocks
+
+        def make(role: Role) -> ReplayWorker:
+            pool = BlockPool(blocks, MOONCAKE_BLOCK_TOKENS, make_queue(policy, num_blocks=blocks))
+            return ReplayWorker(f"{role}-{next(numbers)}", role, pool, self.speeds)
+
+        return make
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 for a mistake of the user's."""
+    options = _parser().parse_args(arguments)
+    try:
+        trace = joined([shaped(read_trace(path, options.requests), options) for path in options.traces])
+        objectives = Objectives(options.ttft_slo_ms / 1000, options.tpot_slo_ms / 1000)
+        machines = Machines(speeds_of(options), options.capacity_blocks, options.policy, objectives, options.most)
+        names = [
+            *options.fixed,
+            f"{ELASTIC} {options.most}",
+            f"{ELASTIC} 1-{options.most}",
+            f"{DYNAMO} 2-{options.most}",
+        ]
+        print(f"{len(trace):,} requests in {trace[-1].arrival_s:,.0f} s")
+        rows = [_printed(run(trace, name, machines)) for name in (options.only or names)]
+    except ReplayError as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        described = describe("benchmarks.elastic", sys.argv[1:] if arguments is None else list(arguments), ("raydix",))
+        options.json.write_text(json.dumps({**described, "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+def run(trace: Sequence[TraceRequest], name: str, machines: Machines) -> dict[str, Any]:
+    """The figures of one row.
+
+    Raises:
+        ReplayError: there is no such row.
+    """
+    fleet, roles = _fleet(name, machines)
+    workers = fleet.first(roles)
+    router = Managed(workers, machines.speeds, objectives=machines.objectives)
+    jobs = list(Cluster(workers, router, fleet.look).run(trace))
+    end_s = max(job.finished_s or 0.0 for job in jobs)
+    ttft_s, tpot_s = machines.objectives.ttft_s, machines.objectives.tpot_s
+    assert ttft_s is not None and tpot_s is not None
+    result = summarise(jobs, fleet.every, ttft_s, tpot_s)
+    worker_s = fleet.worker_seconds(end_s)
+    num_good = result["goodput_share"] * len(jobs)
+    return {
+        "workers": name,
+        "goodput_share": round(result["goodput_share"], 4),
+        "worker_seconds": round(worker_s),
+        "mean_workers": round(worker_s / end_s, 2),
+        "goodput_per_worker_second": round(num_good / worker_s, 4),
+        "hit_rate": round(result["hit_rate"], 4),
+        "ttft_ms": {quantile: round(result["ttft_ms"][quantile]) for quantile in ("p50", "p90", "p99")},
+        "tpot_ms": {quantile: round(result["tpot_ms"][quantile], 1) for quantile in ("p50", "p90", "p99")},
+    }
+
+
+def joined(traces: Sequence[Sequence[TraceRequest]]) -> list[TraceRequest]:
+    """The traces one after the other."""
+    whole: list[TraceRequest] = []
+    for trace in traces:
+        start_s = whole[-1].arrival_s if whole else 0.0
+        whole += [replace(request, arrival_s=start_s + request.arrival_s) for request in trace]
+    return whole
+
+
+def shaped(trace: Sequence[TraceRequest], options: argparse.Namespace) -> Sequence[TraceRequest]:
+    """The trace played faster, and with the curve of a day."""
+    if options.faster <= 0 or (options.day is not None and not 0 < options.day <= 1):
+        raise ReplayError("--faster must be above 0, and --day above 0 and at most 1")
+    played = [replace(request, arrival_s=request.arrival_s / options.faster) for request in trace]
+    return played if options.day is None else as_day(played, options.day)
+
+
+def as_day(trace: Sequence[TraceRequest], lowest: float) -> list[TraceRequest]:
+    """The trace with a rate that goes from `lowest` of the highest at midnight to the highest at noon and back."""
+    length_s = trace[-1].arrival_s
+    rates = [
+        (1 + lowest) / 2 - (1 - lowest) / 2 * math.cos(2 * math.pi * step / DAY_STEPS) for step in range(DAY_STEPS)
+    ]
+    total, passed, step = sum(rates), 0.0, 0
+    warped = []
+    for request in trace:
+        due = request.arrival_s / length_s * total if length_s else 0.0
+        while step < DAY_STEPS - 1 and passed + rates[step] < due:
+            passed += rates[step]
+            step += 1
+        within = min(1.0, (due - passed) / rates[step])
+        warped.append(replace(request, arrival_s=(step + within) / DAY_STEPS * length_s))
+    return warped
+
+
+def _fleet(name: str, machines: Machines) -> tuple[Fleet, list[Role]]:
+    kind, _, numbers = name.partition(" ")
+    make = machines.maker()
+    if kind == DYNAMO:
+        half = machines.most // 2
+        roles = [Role.PREFILL] * half + [Role.DECODE] * (machines.most - half)
+        return DynamoLoad(make, machines.objectives, machines.most), roles
+    if kind == ELASTIC and "-" in numbers:
+        return Planned(make, 1, machines.most), [Role.ELASTIC] * machines.most
+    if kind == ELASTIC and numbers.isdecimal():
+        return Fixed(make), [Role.ELASTIC] * int(numbers)
+    if ":" in name:
+        return Fixed(make), parse_roles(0, name)
+    if name.isdecimal():
+        return Fixed(make), parse_roles(int(name), None)
+    raise ReplayError(f"a number of workers, P:D, '{ELASTIC} N', '{ELASTIC} 1-N' or '{DYNAMO} 2-N', not {name!r}")
+
+
+def _printed(row: dict[str, Any]) -> dict[str, Any]:
+    print(
+        f"{row['workers']:<13} {row['goodput_share']:6.1%} good, {row['worker_seconds']:>8,} worker-s "
+        f"({row['mean_workers']:5.2f}), {row['goodput_per_worker_second']:.4f} good/worker-s, "
+        f"hits {row['hit_rate']:5.1%}, TTFT p50 {row['ttft_ms']['p50']:,} p99 {row['ttft_ms']['p99']:,} ms, "
+        f"TPOT p50 {row['tpot_ms']['p50']} p99 {row['tpot_ms']['p99']} ms",
+        flush=True,
+    )
+    return row
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.elastic", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("traces", type=Path, nargs="+", help="Mooncake's JSON lines or Azure's CSV")
+    parser.add_argument("--requests", type=int, help="replay only the first so many of each trace")
+    parser.add_argument("--day", type=float, help="curve of a day: lowest rate as a share of the highest")
+    parser.add_argument("--faster", type=float, default=1.0, help="play each trace so many times as fast")
+    parser.add_argument("--most", type=int, default=8, help="limit of the elastic workers")
+    parser.add_argument("--fixed", nargs="*", default=["4", "8", "6:2"], help="fixed clusters to compare with")
+    parser.add_argument("--only", nargs="*", help="only these rows, by name")
+    parser.add_argument("--capacity-blocks", type=int, default=2500, help="blocks of 512 tokens in each worker's pool")
+    parser.add_argument("--policy", default="lru", help="eviction")
+    add_machine(parser)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Duties of the elastic workers, which follow the load: prefill, decode, or both.
+
+`Elastic` measures how many seconds of prefill arrive per second, and says every second or so which workers should
+mainly prefill and which decode (`engine.core.manager.planner`). A duty is a preference for new requests: nothing under
+way moves, and `engine.core.manager.roles` makes exceptions of it for single requests.
+
+Duties follow the load of seconds, since another duty costs nothing. The number of workers follows the load of half a
+minute, and falls only where no load of the last minute needed more: a worker takes long to start.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp
+from typing import NamedTuple
+
+from engine.core.costs import WorkerCosts
+from engine.core.manager.planner import TOGETHER, Division, PoolLoad, divide, wanted
+from engine.core.manager.reservations import US_PER_S, WorkerRecord
+from engine.core.types import Objectives, Role
+
+WINDOW_S = 3.0
+"""Time in which a second of prefill that arrived counts for 1/e of it."""
+HOLD_S = 2.0
+"""Least time between two divisions of the same workers."""
+NUMBER_WINDOW_S = 30.0
+"""The same time for the number of workers."""
+SHRINK_S = 60.0
+"""Time for which a lower number of workers must have been enough."""
+TYPICAL_DECODES = 8
+
+
+@dataclass(slots=True)
+class Rate:
+    """An amount per second, fading."""
+
+    window_s: float = WINDOW_S
+    _amount: float = 0.0
+    _at: float | None = None
+
+    def add(self, amount: float, now: float) -> None:
+        """Count an amount."""
+        self._amount = self._faded(now) + amount
+        self._at = now if self._at is None else max(now, self._at)
+
+    def at(self, now: float) -> float:
+        """Amount per second."""
+        return self._faded(now) / self.window_s
+
+    def _faded(self, now: float) -> float:
+        return 0.0 if self._at is None else self._amount * exp(-max(0.0, now - self._at) / self.window_s)
+
+
+@dataclass(slots=True)
+class Level:
+    """The mean of a count over the last `window_s` or so, looked at now and then."""
+
+    window_s: float = NUMBER_WINDOW_S
+    _mean: float = 0.0
+    _at: float | None = None
+
+    def look(self, count: float, now: float) -> float:
+        """Take the present count; returns the mean."""
+        kept = 0.0 if self._at is None else exp(-max(0.0, now - self._at) / self.window_s)
+        self._mean = kept * self._mean + (1 - kept) * count
+        self._at = now
+        return self._mean
+
+
+@dataclass(slots=True)
+class Highest:
+    """The highest number of the last `window_s`."""
+
+    window_s: float = SHRINK_S
+    _numbers: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def look(self, number: int, now: float) -> int:
+        """Take the present number; returns the highest one."""
+        while self._numbers and (self._numbers[-1][1] <= number or self._numbers[-1][0] > now):
+            self._numbers.pop()
+        self._numbers.append((now, number))
+        while self._numbers[0][0] < now - self.window_s:
+            self._numbers.popleft()
+        return self._numbers[0][1]
+
+
+class Plan(NamedTuple):
+    """Outcome of a look at the load."""
+
+    duties: Mapping[str, Role]
+    """New duties of the workers with another one than before."""
+    division: Division
+    load: PoolLoad
+    num_wanted: int
+    """Workers that this load needs."""
+
+
+class Elastic:
+    """Measures the load of the elastic workers, and divides them."""
+
+    def __init__(self) -> None:
+        self._prefill = Rate()
+        self._long_prefill = Rate(NUMBER_WINDOW_S)
+        self._streams = Level()
+        self._wanted = Highest()
+        self._division = TOGETHER
+        self._divided_at: float | None = None
+
+    def admitted(self, compute_s: float, now: float) -> None:
+        """A request was placed on an elastic worker, which will prefill for `compute_s`."""
+        self._prefill.add(compute_s, now)
+        self._long_prefill.add(compute_s, now)
+
+    def plan(self, workers: Sequence[WorkerRecord], objectives: Objectives, most: int, now: float) -> Plan | None:
+        """Divide the elastic `workers` that stay; None without any. `most`: limit of their number."""
+        if not workers:
+            return None
+        load = self._load(workers, now)
+        division = divide(len(workers), load, objectives, self._division)
+        is_held = self._divided_at is not None and now - self._divided_at < HOLD_S
+        if is_held and sum(self._division) in (0, len(workers)):
+            division = self._division
+        if division != self._division:
+            self._division, self._divided_at = division, now
+        duties = _duties(workers, division)
+        changed = {each.worker_id: duty for each in workers if (duty := duties[each.worker_id]) is not each.duty}
+        return Plan(changed, division, load, self._num_wanted(load, objectives, most, now))
+
+    def _num_wanted(self, load: PoolLoad, objectives: Objectives, most: int, now: float) -> int:
+        streams = self._streams.look(load.num_decoding, now)
+        slow = load._replace(prefill_rate=self._long_prefill.at(now), num_decoding=streams)
+        return self._wanted.look(wanted(slow, objectives, most), now)
+
+    def _load(self, workers: Sequence[WorkerRecord], now: float) -> PoolLoad:
+        return PoolLoad(
+            prefill_rate=self._prefill.at(now),
+            queued_s=sum(worker.queued_us for worker in workers) / US_PER_S,
+            num_decoding=sum(len(worker.decoding) for worker in workers),
+            costs=_typical([worker.costs for worker in workers]),
+            token_budget=min(worker.token_budget for worker in workers),
+        )
+
+
+def _duties(workers: Sequence[WorkerRecord], division: Division) -> dict[str, Role]:
+    """The duty of each worker. Workers keep theirs as far as the numbers allow; a worker with few streams prefills."""
+    if not division.is_split:
+        return {worker.worker_id: Role.MIXED for worker in workers}
+    ranked = sorted(workers, key=lambda each: (each.duty is not Role.PREFILL, len(each.decoding), each.worker_id))
+    prefilling = {worker.worker_id for worker in ranked[: division.num_prefill]}
+    return {name: Role.PREFILL if name in prefilling else Role.DECODE for name in (w.worker_id for w in workers)}
+
+
+def _typical(costs: Sequence[WorkerCosts]) -> WorkerCosts:
+    """The worker's costs in the middle, by its step of a few decodes."""
+    return sorted(costs, key=lambda each: each.decode_step_s(TYPICAL_DECODES))[len(costs) // 2]

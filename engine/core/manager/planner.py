@@ -1,0 +1,149 @@
+"""Divides elastic workers between prompts and answers, from the load, the fitted costs and the objectives.
+
+    prefill load = seconds of prefill arriving per second + queued seconds / TTFT objective
+    decode load  = streams / streams of a worker whose mean token time stays within the TPOT objective
+    pressure     = the higher one of both loads per worker; above 1 the objectives are missed
+
+| division | pressure |
+|---|---|
+| P workers prefill, D decode | prefill load / P; decode load / D |
+| all do both | prefill load, longer by the decodes beside it; decode load with chunks for that share of the time |
+
+The division of the lowest pressure is taken. Another one than the present takes its place only with a pressure lower by
+`MARGIN`, and only where the present one is above `IDLE`. Without a TPOT objective all workers do both: a role separates
+answers from prompts for the sake of the token time.
+"""
+
+from collections.abc import Iterable
+from math import ceil, inf
+from typing import NamedTuple
+
+from engine.core.costs import WorkerCosts
+from engine.core.types import Objectives
+
+MARGIN = 0.15
+"""Share by which the pressure of another division must be lower."""
+IDLE = 0.25
+"""Pressure up to which a division stays as it is."""
+TARGET = 0.75
+"""Pressure at which the number of workers is right: arrivals are uneven."""
+BACKLOG_S = 5.0
+"""Seconds in which queued prefills are to be worked off where there is no TTFT objective."""
+MAX_STREAMS = 4096
+
+
+class PoolLoad(NamedTuple):
+    """Load of the elastic workers together."""
+
+    prefill_rate: float
+    """Predicted seconds of prefill, per second."""
+    queued_s: float
+    """Predicted time of the queued prefills."""
+    num_decoding: float
+    costs: WorkerCosts
+    """Of a typical worker."""
+    token_budget: int
+
+
+class Division(NamedTuple):
+    """Numbers of workers by role; (0, 0): all workers do both."""
+
+    num_prefill: int
+    num_decode: int
+
+    @property
+    def is_split(self) -> bool:
+        return self.num_prefill > 0
+
+
+TOGETHER = Division(0, 0)
+"""All workers do both."""
+
+
+def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Division = TOGETHER) -> Division:
+    """The division of `num_workers` that suits the load. `now`: the present one."""
+    if objectives.tpot_s is None or num_workers < 2:
+        return TOGETHER
+    tpot_s = objectives.tpot_s
+    prompts = prefill_load(load, objectives)
+
+    def pressure(division: Division) -> float:
+        return _pressure(num_workers, division, load, prompts, tpot_s)
+
+    best = min(_divisions(num_workers), key=pressure)
+    is_possible = not now.is_split or sum(now) == num_workers
+    if is_possible and (pressure(now) <= IDLE or pressure(best) > (1 - MARGIN) * pressure(now)):
+        return now
+    return best
+
+
+def wanted(load: PoolLoad, objectives: Objectives, most: int) -> int:
+    """The least number of workers, at most `most`, that some division keeps at a pressure of `TARGET`."""
+    prompts = prefill_load(load, objectives)
+    for num_workers in range(1, most):
+        if _least_pressure(num_workers, load, prompts, objectives) <= TARGET:
+            return num_workers
+    return most
+
+
+def prefill_load(load: PoolLoad, objectives: Objectives) -> float:
+    """Workers that the prompts keep busy."""
+    return load.prefill_rate + load.queued_s / (objectives.ttft_s or BACKLOG_S)
+
+
+def max_streams(load: PoolLoad, tpot_s: float, busy: float = 0.0) -> int:
+    """Streams of a worker whose mean token time stays within `tpot_s` while prefill chunks run beside the decodes for
+    the share `busy` of the time; 0 if there are none."""
+    least, most = 0, MAX_STREAMS
+    while least < most:
+        middle = (least + most + 1) // 2
+        if _mean_step_s(load, middle, busy) <= tpot_s:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def chunk_step_s(costs: WorkerCosts, num_decodes: int, num_tokens: int, token_budget: int) -> float:
+    """A step of decodes and as much of a prompt's `num_tokens` as the budget has room for."""
+    num_prefill = min(num_tokens, max(0, token_budget - num_decodes))
+    return costs.decode_step_s(num_decodes) + num_prefill * costs.prefill_token_s
+
+
+def _divisions(num_workers: int) -> Iterable[Division]:
+    return [TOGETHER, *(Division(count, num_workers - count) for count in range(1, num_workers))]
+
+
+def _least_pressure(num_workers: int, load: PoolLoad, prompts: float, objectives: Objectives) -> float:
+    if objectives.tpot_s is None:
+        return prompts / num_workers
+    divisions = _divisions(num_workers)
+    return min(_pressure(num_workers, division, load, prompts, objectives.tpot_s) for division in divisions)
+
+
+def _pressure(num_workers: int, division: Division, load: PoolLoad, prompts: float, tpot_s: float) -> float:
+    if division.is_split:
+        decodes = _share(load.num_decoding / division.num_decode, max_streams(load, tpot_s))
+        return max(prompts / division.num_prefill, decodes)
+    num_streams = load.num_decoding / num_workers
+    busy = prompts / num_workers * _slower(load, num_streams)
+    return max(busy, _share(num_streams, max_streams(load, tpot_s, min(1.0, busy))))
+
+
+def _share(num_streams: float, most: int) -> float:
+    return num_streams / most if most else inf if num_streams else 0.0
+
+
+def _slower(load: PoolLoad, num_streams: float) -> float:
+    """Time of a prefill beside so many decodes, in times of the same one alone."""
+    budget, num_decodes = load.token_budget, ceil(num_streams)
+    alone_s = chunk_step_s(load.costs, 0, budget, budget) / budget
+    beside_s = chunk_step_s(load.costs, num_decodes, budget, budget) / max(1, budget - num_decodes)
+    return beside_s / alone_s if alone_s else 1.0
+
+
+def _mean_step_s(load: PoolLoad, num_streams: int, busy: float) -> float:
+    """Mean time of a token where chunks run beside the decodes for the share `busy` of the time."""
+    chunk_s = chunk_step_s(load.costs, num_streams, load.token_budget, load.token_budget)
+    per_s = (1 - busy) / max(1e-9, load.costs.decode_step_s(num_streams)) + busy / max(1e-9, chunk_s)
+    return 1 / per_s

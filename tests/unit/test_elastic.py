@@ -1,0 +1,207 @@
+"""Duties of elastic workers: measured, divided, kept, and set aside for single requests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.core.costs import WorkerCosts
+from engine.core.manager.cache_report import cache_report
+from engine.core.manager.directory import Directory
+from engine.core.manager.elastic import HOLD_S, SHRINK_S, WINDOW_S, Highest, Level, Rate
+from engine.core.manager.planner import Division
+from engine.core.types import NO_OBJECTIVES, Admission, AdmitRequest, Objectives, Role
+
+MakeDirectory = Callable[..., Directory]
+COSTS = WorkerCosts(0.01, 1e-3, 1e-3, import_s=1e-3, import_byte_s=0.0, spread=0.0)
+"""A step of 64 prompt tokens takes 74 ms, one of 10 streams 20 ms."""
+TIGHT = Objectives(ttft_s=1.0, tpot_s=0.025)
+
+
+@pytest.fixture
+def pool(make_directory: MakeDirectory) -> Directory:
+    """Three elastic workers with costs of their own, and an objective that whole chunks miss."""
+    directory = make_directory()
+    for name in ("a", "b", "c"):
+        directory.register(name, Role.ELASTIC, 1, 10, (), token_budget=64)
+        directory.worker_measured(name, 1, COSTS, num_free_blocks=1000)
+    directory.change_limits(0, COSTS, (), TIGHT)
+    return directory
+
+
+def admit(
+    directory: Directory, name: str, num_tokens: int, now: float = 0.0, objectives: Objectives = NO_OBJECTIVES
+) -> Admission:
+    hashes = tuple(f"{name}{index}".encode() for index in range(num_tokens // 4))
+    request = AdmitRequest(name, 0, hashes, num_tokens, objectives=objectives)
+    return directory.admit(request, now)[0]
+
+
+def prompts(directory: Directory, count: int = 16, since: float = 0.0) -> None:
+    """Long prompts in four seconds, whose answers end at once; 16 keep one and a half workers busy."""
+    for number in range(count):
+        name, now = f"p{since:g}-{number}", since + 4 * number / count
+        admit(directory, name, 500, now)
+        directory.first_token(name, 0, 0.1)
+        directory.end_request(name, now)
+
+
+def answers(directory: Directory, count: int, now: float) -> None:
+    """Short prompts whose answers go on."""
+    for number in range(count):
+        admit(directory, f"a{number}", 8, now)
+        directory.first_token(f"a{number}", 0, 0.1)
+
+
+def duties(directory: Directory) -> dict[str, Role]:
+    return {name: worker.duty for name, worker in directory.workers.items()}
+
+
+def test_before_the_first_look_all_do_both(pool: Directory) -> None:
+    admission = admit(pool, "r", 400)
+    assert admission.prefill == admission.decode
+    assert set(duties(pool).values()) == {Role.MIXED}
+
+
+def test_duties_follow_the_load(pool: Directory) -> None:
+    prompts(pool)
+    answers(pool, 12, 4.0)
+    plan = pool.divide(4.0)
+    assert plan is not None and plan.division == Division(2, 1)
+    assert plan.duties == duties(pool)
+    assert sorted(duties(pool).values()) == [Role.DECODE, Role.PREFILL, Role.PREFILL]
+
+    for number in range(12):
+        pool.end_request(f"a{number}", 20.0)
+    prompts(pool, 8, 20.0)
+    answers(pool, 28, 24.0)
+    later = pool.divide(24.0)
+    assert later is not None and later.division == Division(1, 2)
+    assert list(later.duties.values()) == [Role.DECODE], "the others keep their duties"
+
+
+def test_a_split_request_goes_where_the_duties_say(pool: Directory) -> None:
+    prompts(pool)
+    answers(pool, 12, 4.0)
+    pool.divide(4.0)
+    admission = admit(pool, "r", 400, 4.0)
+    assert (duties(pool)[admission.prefill], duties(pool)[admission.decode]) == (Role.PREFILL, Role.DECODE)
+    [decision] = pool.decisions.of("r")["r"]
+    assert decision.as_json()["duties"] == {name: str(duty) for name, duty in decision.duties.items()}
+    assert (
+        decision.duties.items() <= duties(pool).items()
+        and {admission.prefill, admission.decode} <= decision.duties.keys()
+    )
+
+
+def test_a_decode_worker_takes_a_prompt_that_fits_beside_its_decodes(pool: Directory) -> None:
+    split(pool)
+    assert {admit(pool, name, 400).prefill for name in ("x", "y")} == {"a", "b"}
+    short = admit(pool, "short", 8)
+    assert short.prefill == short.decode
+    strict = admit(pool, "strict", 8, objectives=Objectives(tpot_s=0.012))
+    assert duties(pool)[strict.prefill] is Role.PREFILL
+
+
+def test_the_strictest_stream_of_a_worker_counts(pool: Directory) -> None:
+    split(pool, decoders=("c",))
+    admit(pool, "strict", 400, objectives=Objectives(tpot_s=0.0125))
+    assert pool.workers["c"].load.tpot_s == 0.0125
+    assert admit(pool, "short", 8).prefill != "c"
+    pool.end_request("strict", 0.0)
+    assert pool.workers["c"].load.tpot_s == 0.025, "of the other stream"
+
+
+def test_a_prefill_worker_decodes_when_the_others_cannot(pool: Directory) -> None:
+    split(pool, decoders=("c",))
+    for number in range(15):
+        assert admit(pool, f"r{number}", 400).decode == "c"
+    full = admit(pool, "full", 400)
+    assert full.prefill == full.decode != "c"
+
+
+def test_a_prefill_worker_decodes_when_the_others_are_gone(pool: Directory) -> None:
+    split(pool, decoders=("c",))
+    pool.remove_worker("c")
+    alone = admit(pool, "r", 400)
+    assert alone.prefill == alone.decode
+
+
+def test_divisions_are_held_for_a_while(pool: Directory) -> None:
+    prompts(pool)
+    answers(pool, 12, 4.0)
+    first = pool.divide(4.0)
+    answers(pool, 40, 4.0)
+    held = pool.divide(4.0 + HOLD_S / 2)
+    moved = pool.divide(4.0 + 2 * HOLD_S)
+    assert first is not None and held is not None and moved is not None
+    assert held.division == first.division != moved.division
+
+
+def test_a_worker_that_leaves_or_joins_changes_the_division_at_once(pool: Directory) -> None:
+    prompts(pool)
+    answers(pool, 12, 4.0)
+    pool.divide(4.0)
+    pool.leave("a")
+    plan = pool.divide(4.1)
+    assert plan is not None and sum(plan.division) in (0, 2)
+    pool.register("d", Role.ELASTIC, 1, 10, (), token_budget=64)
+    assert pool.workers["d"].duty is Role.MIXED
+    plan = pool.divide(4.2)
+    assert plan is not None and sum(plan.division) in (0, 3)
+    assert pool.workers["d"].duty in plan.duties.values() or pool.workers["d"].duty is Role.MIXED
+
+
+def test_without_elastic_workers_there_is_no_plan(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    directory.register("m", Role.MIXED, 1, 10, ())
+    assert directory.divide(1.0) is None
+    assert admit(directory, "r", 8).prefill == "m"
+    report: Any = cache_report(directory, "", is_admin=True)
+    assert [worker["duty"] for worker in report["workers"]] == [None]
+    assert directory.decisions.of("r")["r"][0].as_json()["duties"] == {}
+
+
+def test_reports_show_duties(pool: Directory) -> None:
+    split(pool, decoders=("c",))
+    report: Any = cache_report(pool, "", is_admin=True)
+    shown = {worker["id"]: (worker["role"], worker["duty"]) for worker in report["workers"]}
+    assert shown == {"a": ("elastic", "prefill"), "b": ("elastic", "prefill"), "c": ("elastic", "decode")}
+
+
+def test_fixed_roles_stay_as_they_are(pool: Directory) -> None:
+    pool.register("p", Role.PREFILL, 1, 10, (), token_budget=64)
+    prompts(pool)
+    pool.divide(4.0)
+    assert pool.workers["p"].load.role is Role.PREFILL and not pool.workers["p"].load.is_elastic
+
+
+def split(directory: Directory, decoders: tuple[str, ...] = ("c",)) -> None:
+    """Give the workers duties, whatever their load."""
+    for name, worker in directory.workers.items():
+        worker.duty = Role.DECODE if name in decoders else Role.PREFILL
+    directory.workers.regroup(directory._groups, directory.workers)
+
+
+def test_a_rate_fades() -> None:
+    rate = Rate()
+    assert rate.at(5.0) == 0.0
+    for tenth in range(300):
+        rate.add(0.05, tenth / 10)
+    assert rate.at(30.0) == pytest.approx(0.5, rel=0.05)
+    assert rate.at(30.0 + WINDOW_S) == pytest.approx(0.5 / 2.718, rel=0.05)
+    assert rate.at(29.0) == rate.at(29.9), "time that goes backwards counts as none"
+
+
+def test_a_level_follows_slowly() -> None:
+    level = Level(10.0)
+    assert level.look(8.0, 0.0) == 8.0
+    assert 8.0 < level.look(16.0, 1.0) < 9.0
+    assert level.look(16.0, 100.0) == pytest.approx(16.0, abs=0.01)
+
+
+def test_the_highest_number_of_the_last_minute_counts() -> None:
+    highest = Highest()
+    assert [highest.look(number, now) for number, now in ((3, 0.0), (5, 10.0), (2, 20.0), (4, 30.0))] == [3, 5, 5, 5]
+    assert highest.look(1, 10.0 + SHRINK_S + 1) == 4
+    assert highest.look(1, 30.0 + SHRINK_S + 1) == 1

@@ -1,0 +1,92 @@
+"""Elastic workers in the replay: they come, go and change duties, and nobody is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.elastic import Machines, as_day, joined, main, run
+from benchmarks.replaying.speeds import FittedSpeeds
+from benchmarks.replaying.traces import ReplayError, TraceRequest
+from engine.core.costs import WorkerCosts
+from engine.core.types import Objectives
+
+COSTS = WorkerCosts(step_s=0.01, prefill_token_s=1e-4, decode_token_s=1e-3, import_s=1e-3, import_byte_s=0, spread=0)
+MACHINES = Machines(FittedSpeeds(COSTS, 512, 1000), 400, "lru", Objectives(2.0, 0.04), most=6)
+
+
+def request(arrival_s: float, number: int, num_blocks: int = 4, output: int = 40) -> TraceRequest:
+    hashes = tuple((1000 * number + block).to_bytes(16, "big") for block in range(num_blocks))
+    return TraceRequest(arrival_s, hashes, 512 * num_blocks, output)
+
+
+@pytest.fixture
+def busy_then_quiet() -> list[TraceRequest]:
+    """Five minutes of 10 requests/s, which keep two to three workers busy, and then ten minutes of one."""
+    busy = [request(number / 10, number) for number in range(3000)]
+    return busy + [request(300 + number, 3000 + number) for number in range(600)]
+
+
+@pytest.mark.parametrize("name", ["3", "2:1", "elastic 4", "elastic 1-6", "dynamo 2-6"])
+def test_every_request_ends_whoever_comes_and_goes(name: str) -> None:
+    trace = [request(number / 8, number, 1 + number % 5, 1 + number % 90) for number in range(400)]
+    row = run(trace, name, MACHINES)
+    assert 0 < row["goodput_share"] <= 1 and row["worker_seconds"] > 0
+    assert row["ttft_ms"]["p99"] > 0
+
+
+def test_the_number_of_workers_follows_the_load_down(busy_then_quiet: list[TraceRequest]) -> None:
+    fixed, planned = (run(busy_then_quiet, name, MACHINES) for name in ("6", "elastic 1-6"))
+    assert fixed["mean_workers"] == pytest.approx(6, rel=0.01)
+    assert planned["worker_seconds"] < 0.6 * fixed["worker_seconds"]
+    assert planned["goodput_per_worker_second"] > fixed["goodput_per_worker_second"]
+
+
+def test_a_day_has_the_requests_of_the_trace_in_their_order() -> None:
+    trace = [request(float(number), number) for number in range(1001)]
+    day = as_day(trace, 0.25)
+    assert [each.hashes for each in day] == [each.hashes for each in trace]
+    times = [each.arrival_s for each in day]
+    assert times == sorted(times) and times[0] == 0 and times[-1] == pytest.approx(1000, rel=0.01)
+    night, noon = (sum(low <= at < low + 100 for at in times) for low in (0, 450))
+    assert noon / night == pytest.approx(3.7, rel=0.1)
+
+
+def test_traces_are_played_one_after_the_other() -> None:
+    whole = joined([[request(0.0, 1), request(5.0, 2)], [request(0.0, 3), request(2.0, 4)]])
+    assert [each.arrival_s for each in whole] == [0.0, 5.0, 5.0, 7.0]
+
+
+def test_the_table_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 100 * number, "input_length": 512, "output_length": 20, "hash_ids": [number]}
+        for number in range(50)
+    ]
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    report = tmp_path / "r.json"
+    options = ["--most", "2", "--fixed", "2", "--day", "0.5", "--faster", "2", "--json", str(report)]
+    assert main([str(trace), *options]) == 0
+    shown = [row["workers"] for row in json.loads(report.read_text())["rows"]]
+    assert shown == ["2", "elastic 2", "elastic 1-2", "dynamo 2-2"]
+    assert "good/worker-s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--only", "many"], "'many'"),
+        (["--only", "0"], "at least 1"),
+        (["--day", "2"], "--day above 0"),
+        (["--faster", "0"], "--faster must be above 0"),
+    ],
+)
+def test_mistakes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 20, "hash_ids": [1]}\n')
+    assert main([str(trace), *options]) == 2
+    assert reason in capsys.readouterr().err
+    with pytest.raises(ReplayError):
+        run([request(0.0, 1)], "elastic many", MACHINES)
