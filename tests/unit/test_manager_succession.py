@@ -18,11 +18,10 @@ from actors.ingress.dispatcher import Dispatcher
 from actors.ingress.manager_link import ManagerLink
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.messages import RetiredError
-from actors.names import MANAGER
 from actors.rpc import ManagerClient
 from actors.worker.worker import Worker
 from configs import Config
-from configs.sections import parts
+from configs.sections import MANAGER, parts
 from engine.core.errors import ServiceError
 from engine.core.types import Role
 from tests.unit.local_actors import APP_NAME, LocalHandle, LocalWorkers, answer_of, make_dispatcher
