@@ -18,21 +18,18 @@ lives, the predecessor goes on. Nothing of a manager with other terms is taken (
 import asyncio
 import logging
 import time
-from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.calls import Background, answer, quietly
+from actors.calls import answer, quietly
 from actors.manager.client_memory import ClientMemory
-from actors.manager.disk_tier import DiskTier
+from actors.manager.execution import Execution
 from actors.messages import Memory
 from actors.rpc import Handle, ManagerClient, WorkerClient
 from engine.core.errors import StartupError
 from engine.core.log_fields import about
-from engine.core.manager.directory import Directory
-from engine.core.manager.instructions import Instruction
 from engine.core.manager.succession import Offer, Terms, batches, chosen, disagreement, terms
 
 logger = logging.getLogger(__name__)
@@ -45,18 +42,10 @@ SEGMENTS_S = 20.0
 """Limit of taking over segments; what has not come then stays behind."""
 
 
-class Succession(ClientMemory):
+class Succession(ClientMemory, Execution):
     """The manager's methods for its predecessor's host and for its successor."""
 
-    _directory: Directory
-    _disk: DiskTier | None
-    _background: Background
-    _clients: dict[str, WorkerClient]
     _successor: Handle | None = None
-
-    @abstractmethod
-    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out what the directory decided."""
 
     # The predecessor
 
