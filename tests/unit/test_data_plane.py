@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import actors.ingress.dispatcher as dispatcher_module
-import actors.manager.kv_cache_manager as manager_module
+import actors.manager.execution as execution_module
 import actors.worker.worker as worker_module
 from actors.ingress.dispatcher import Dispatcher
 from actors.logs import DEFAULTS
@@ -366,7 +366,7 @@ def num_bytes_in_files(folder: Path) -> int:
 
 
 def test_kv_on_disk_survives_everybody(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "SAVE_S", 0.02)
+    monkeypatch.setattr(execution_module, "SAVE_S", 0.02)
 
     async def play() -> None:
         for epoch in (1, 2):

@@ -1,0 +1,87 @@
+"""Execution of what the directory decides: calls of workers, reads and writes of files."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from ray.exceptions import RayError
+
+from actors.calls import Background, quietly
+from actors.manager.disk_tier import DiskTier
+from actors.messages import Imported
+from actors.rpc import WorkerClient
+from engine.core.manager.block_index import Segment
+from engine.core.manager.directory import Directory
+from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.manager.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
+
+logger = logging.getLogger(__name__)
+
+SAVE_S = 1.0
+"""Interval between two searches for blocks that are not on their way to disk."""
+
+
+class Execution:
+    """The manager's methods that carry out instructions, and tell the directory about the outcome."""
+
+    _directory: Directory
+    _disk: DiskTier | None
+    _clients: dict[str, WorkerClient]
+    _background: Background
+    _deliveries: Background
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Deliver(worker_id=worker_id, segment=segment):
+                    self._deliveries.start(self._deliver(worker_id, self._clients[worker_id], segment))
+                case Export(worker_id=worker_id, hashes=hashes):
+                    self._background.start(quietly(self._clients[worker_id].export_blocks(hashes)))
+                case Lost(worker_id=worker_id, hashes=hashes):
+                    self._background.start(quietly(self._clients[worker_id].blocks_lost(hashes)))
+                case _:
+                    self._background.start(self._use_disk(instruction))
+
+    async def _deliver(self, worker_id: str, client: WorkerClient, segment: Segment) -> None:
+        """Hand a segment to a worker, and note the time of the import; after a failure, the segment is promised from
+        this source to no other worker."""
+        header, node = segment.header, segment.node
+        try:
+            report = await client.import_segment(header, [] if segment.ref is None else [segment.ref])
+        except RayError as error:  # the worker is gone; its stream tells
+            logger.debug("segment not delivered: %s", type(error).__name__)
+            return
+        if report.fate is Imported.NOT_FETCHED:
+            self._directory.segment_undelivered(segment, time.time())
+        elif report.fate is Imported.DAMAGED:
+            self._carry_out(self._directory.segment_lost(segment.segment_id, time.time()))
+        if report.seconds is not None:
+            self._directory.imported(worker_id, node, header.num_bytes, report.seconds, time.time())
+
+    async def _use_disk(self, instruction: DiskInstruction) -> None:
+        assert self._disk is not None
+        match instruction:
+            case WriteFile(segment=segment):
+                written = await self._disk.write(segment)
+                self._carry_out(self._directory.segment_written(segment.segment_id, written, time.time()))
+            case ReadFile(segment=segment):
+                self._carry_out(await self._read(self._disk, segment))
+            case EraseFile(header=header):
+                await self._disk.erase(header)
+
+    async def _read(self, disk: DiskTier, segment: Segment) -> list[Instruction]:
+        """Read a segment from disk. Its file is dropped only if damaged."""
+        try:
+            ref = await disk.read(segment.header)
+        except DamagedFileError:
+            return self._directory.segment_lost(segment.segment_id, time.time())
+        if ref is None:
+            return self._directory.segment_unread(segment, time.time())
+        return self._directory.segment_read(segment.segment_id, ref, time.time())
+
+    async def _save_blocks(self) -> None:
+        """Write blocks to disk that workers would not export by themselves."""
+        while True:
+            await asyncio.sleep(SAVE_S)
+            self._carry_out(self._directory.save())
