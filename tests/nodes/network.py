@@ -18,6 +18,7 @@ from tests.nodes.subnet import ABSENT, free_subnet, networks
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 FIRST_NUMBER = 11
 """Last part of the first machine's address; the bridge has the first address of the subnet."""
+BRIDGE_MAC = "02:00:00:00:00:01"
 RAY_FOLDER = "/tmp/ray"
 SHARED_MEMORY_MIB = 2048
 
@@ -144,7 +145,9 @@ class Network:
 
     def __enter__(self) -> Self:
         self._remover = Remover(self.name)
-        run("ip", "link", "add", self.name, "type", "bridge")
+        # An address of its own: otherwise the bridge has the lowest one of its cables, and is out of sight for half a
+        # minute when that cable goes.
+        run("ip", "link", "add", self.name, "address", BRIDGE_MAC, "type", "bridge")
         run("ip", "address", "add", f"{self.subnet[1]}/{self.subnet.prefixlen}", "dev", self.name)
         run("ip", "link", "set", self.name, "up")
         return self

@@ -19,6 +19,7 @@ from engine.core.worker.drafts.model_guesser import Ask, num_guesses
 from engine.core.worker.request import Request
 from engine.model.engine import Engine
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, chain_of, make_assignment, sampled_after
+from tests.unit.test_drafts import answers
 
 CHEAP = WorkerCosts(step_s=8e-3, decode_token_s=3e-4, draft_token_s=1e-5)
 QUICK = ModelCosts(pass_s=1e-4, row_s=1e-5, token_s=1e-5)
@@ -78,16 +79,6 @@ def engine_with(model: Guessing, limits: DraftLimits = MODEL_ONLY, num_blocks: i
     engine = Engine(fake, fake, pool, step_limits, num_blocks * 4, FINGERPRINT, drafter=drafter)
     engine.scheduler.learn_costs(CHEAP)
     return engine
-
-
-def answers(engine: Engine) -> dict[str, list[int | None]]:
-    """All tokens of all requests, with the scheduler checked after each step."""
-    found: dict[str, list[int | None]] = {}
-    while (result := engine.step(0.0)) is not None:
-        engine.scheduler.check_integrity()
-        for event in result.events:
-            found.setdefault(event.request_id, []).append(event.token_id)
-    return found
 
 
 def counts_of(engine: Engine) -> tuple[int, int]:
