@@ -176,8 +176,8 @@ class ManagerClient(ActorClient):
     def expect_memory(self) -> Awaitable[None]:
         return _sent(self.handle.expect_memory.remote())
 
-    def take_over(self, predecessor: Handle, terms: Terms) -> Awaitable[None]:
-        return _sent(self.handle.take_over.remote([predecessor], terms))
+    def take_over(self, predecessor: Handle, others: Terms) -> Awaitable[None]:
+        return _sent(self.handle.take_over.remote([predecessor], others))
 
     def retire(self) -> Awaitable[list[Handle]]:
         return _sent(self.handle.retire.remote())
