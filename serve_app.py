@@ -95,7 +95,9 @@ def _with(deployment: Any, part: DeploymentPart) -> Any:
 
 
 def _manager_host(section: CacheSection) -> Any:
-    return _on_labelled(_host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}]), section.label_selector)
+    host = _host(MANAGER, [{"CPU": HOST_CPUS}, {"CPU": MANAGER_CPUS}])
+    surging = host.options(max_surge_percent=100)  # A manager hands over to its successor while both live.
+    return _on_labelled(surging, section.label_selector)
 
 
 def _worker_host(role: str, section: WorkerSection) -> Any:

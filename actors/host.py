@@ -33,7 +33,7 @@ from actors.hosted import hosted
 from actors.logs import log_to_ray, set_level
 from actors.messages import STARTING_REPORT_S
 from actors.names import announce_manager, incarnation_name
-from actors.rpc import ActorClient, find_manager
+from actors.rpc import ActorClient, ManagerClient, find_manager
 from configs.sections import MANAGER
 from engine.core.log_fields import about
 
@@ -70,6 +70,8 @@ class ActorHost:
         self._failure = ""
         self._num_changes = 0
         self._child: ActorClient | None = None
+        self._child_name = ""
+        """The name of the incarnation started last."""
         self._changing = asyncio.Lock()
 
     async def reconfigure(self, live: Mapping[str, Any]) -> None:
@@ -111,6 +113,8 @@ class ActorHost:
             raise RuntimeError(f"{self._actor_id} has no user_config, and so no limits yet")
         try:
             await answer(self._child.check(), CHECK_TIMEOUT_S)
+            if self._kind == MANAGER:
+                await self._stay_announced(self._child)
         except TimeoutError:
             extra = about("child_hangs", child=self._actor_id)
             logger.error("%s does not answer for %d s and is killed", self._actor_id, CHECK_TIMEOUT_S, extra=extra)
@@ -165,9 +169,10 @@ class ActorHost:
         num_changes = self._num_changes
         child = self._hosted.create(name, epoch)
         try:
-            await self._ready(child)
             if self._kind == MANAGER:
-                await announce_manager(name, self._app_name)
+                await self._start_manager(child, name)
+            else:
+                await self._ready(child)
             while num_changes < self._num_changes:  # Changed since the child was made.
                 num_changes = self._num_changes
                 await self._tell(child)
@@ -175,10 +180,54 @@ class ActorHost:
             child.kill()
             raise
 
+        self._child_name = name
         took_s = round(time.monotonic() - began, 3)
         extra = about("child_started", child=self._actor_id, epoch=epoch, took_s=took_s)
         logger.info("%s started in %.1f s", name, took_s, extra=extra)
         return child
+
+    async def _start_manager(self, child: ActorClient, name: str) -> None:
+        """Start a manager that takes over from the one announced last, if that lives; returns when everything is taken
+        over. The host of the last one ends when this host has started (`max_surge_percent`)."""
+        successor = ManagerClient(child.handle)
+        predecessor, terms = await self._find_manager(), dict[str, object]()
+        if predecessor is not None:
+            try:
+                terms |= await answer(predecessor.prepare_succession(child.handle), ASK_TIMEOUT_S)
+            except (RayError, TimeoutError, AttributeError) as error:  # dead, silent, or of older code
+                logger.info("no manager hands over (%s)", type(error).__name__)
+
+        await self._ready(child)
+        if terms:
+            await answer(successor.expect_memory(), CHECK_TIMEOUT_S)
+        await announce_manager(name, self._app_name)
+        if predecessor is not None and terms:
+            await answer(successor.take_over(predecessor.handle, terms), CHECK_TIMEOUT_S)
+
+    async def _find_manager(self) -> ManagerClient | None:
+        """The manager announced last, alive or not; None if there is none, or Ray cannot say."""
+        with contextlib.suppress(RayError):
+            return await find_manager(self._app_name)
+        return None
+
+    async def _while_succeeded(self, child: ActorClient) -> None:
+        """Return when the manager that was announced after this host's is dead: until then this host starts none."""
+        announced = await self._find_manager()
+        if announced is not None and announced.handle != child.handle:
+            logger.info("another manager has taken over", extra=about("succeeded"))
+            with contextlib.suppress(RayError):
+                await announced.join()
+
+    async def _stay_announced(self, child: ActorClient) -> None:
+        """Announce this host's manager again if the one announced after it is dead."""
+        announced = await self._find_manager()
+        if announced is not None and announced.handle != child.handle:
+            try:
+                await answer(announced.check(), ASK_TIMEOUT_S)
+            except TimeoutError:
+                pass
+            except RayError:
+                await announce_manager(self._child_name, self._app_name)
 
     async def _ready(self, child: ActorClient) -> None:
         """Wait until a child has started; meanwhile tell the manager that a worker is starting."""
@@ -206,6 +255,8 @@ class ActorHost:
                 extra = about("child_died", child=self._actor_id, reason=reason)
                 logger.warning("%s died (%s) and is replaced", self._actor_id, reason, extra=extra)
                 child.kill()  # The child may be only out of reach.
+                if self._kind == MANAGER:
+                    await self._while_succeeded(child)
             self._child = child = await self._start_next_child()
 
     async def _start_next_child(self) -> ActorClient:

@@ -1,8 +1,11 @@
 """Messages between actors, beyond the values of `engine.core.types`."""
 
+from array import array
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
+
+from ray.exceptions import RayError
 
 from engine.core.costs import WorkerCosts
 from engine.core.types import BlockHash, EvictionReason, Role, SegmentHeader
@@ -71,6 +74,22 @@ class Registration:
     hashes: tuple[BlockHash, ...]
     node: str = ""
     """Ray's id of the node that the worker runs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A manager's memory of answers and responses, for its successor. In all lists the least recently used comes
+    first."""
+
+    transcripts: "list[tuple[bytes, array[int]]]"
+    answers: list[tuple[bytes, list[tuple[bytes, int]]]]
+    """First token ids and counts of the answers under each name."""
+    responses: list[tuple[bytes, bytes | None, bytes, float]]
+    """Name, parent, data, and seconds since the last use."""
+
+
+class RetiredError(RayError):
+    """A manager that has a successor is asked: the caller is to look for the successor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from actors.messages import ImportReport, Registration, WorkerState
+from actors.messages import ImportReport, Memory, Registration, WorkerState
 from actors.metric_values import Family
 from actors.names import incarnation_name, manager_name, named_actor
 from engine.core.costs import WorkerCosts
 from engine.core.manager.cache_events import CacheUpdate
+from engine.core.manager.succession import Offer, Terms
 from engine.core.settings import SchedulerLimits
 from engine.core.tenants import Tenant
 from engine.core.types import (
@@ -100,6 +101,9 @@ class WorkerClient(ActorClient):
     def blocks_lost(self, hashes: Sequence[BlockHash]) -> Awaitable[None]:
         return _sent(self.handle.blocks_lost.remote(hashes))
 
+    def register_again(self) -> Awaitable[None]:
+        return _sent(self.handle.register_again.remote())
+
     def reset_cache(self, number: int) -> Awaitable[int]:
         return _sent(self.handle.reset_cache.remote(number))
 
@@ -165,6 +169,32 @@ class ManagerClient(ActorClient):
 
     def delete_response(self, name: bytes) -> Awaitable[bool]:
         return _sent(self.handle.delete_response.remote(name))
+
+    def prepare_succession(self, successor: Handle) -> Awaitable[Terms]:
+        return _sent(self.handle.prepare_succession.remote([successor]))
+
+    def expect_memory(self) -> Awaitable[None]:
+        return _sent(self.handle.expect_memory.remote())
+
+    def take_over(self, predecessor: Handle, others: Terms) -> Awaitable[None]:
+        return _sent(self.handle.take_over.remote([predecessor], others))
+
+    def retire(self) -> Awaitable[list[Handle]]:
+        return _sent(self.handle.retire.remote())
+
+    def memory(self) -> Awaitable[Memory]:
+        return _sent(self.handle.memory.remote())
+
+    def offers(self) -> Awaitable[list[Offer]]:
+        return _sent(self.handle.offers.remote())
+
+    def copies(self, segment_ids: Sequence[int]) -> "AsyncIterable[ObjectRef[Any]]":
+        """References to copies of the payloads of these segments, which belong to the caller; None for a segment that
+        is gone."""
+        return _streamed(self.handle.copies.remote(segment_ids))
+
+    def moved_away(self, segment_ids: Sequence[int]) -> Awaitable[None]:
+        return _sent(self.handle.moved_away.remote(segment_ids))
 
 
 async def find_worker(worker_id: str, epoch: int, app_name: str) -> WorkerClient | None:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from actors.calls import answer
+from actors.messages import RetiredError
 from actors.rpc import ManagerClient, find_manager
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.log_fields import about
@@ -58,7 +59,19 @@ class ManagerLink:
         return await self.probe(call, timeout_s=timeout_s, is_prompt=is_prompt)
 
     async def probe(self, call: Call[T], *, timeout_s: float = TIMEOUT_S, is_prompt: bool = False) -> T:
-        """The result of a call, made to a silent manager too; otherwise as `ask`."""
+        """The result of a call, made to a silent manager too; otherwise as `ask`. The successor of a manager that has
+        retired, and perhaps ended since, is asked at once."""
+        try:
+            return await self._ask_once(call, timeout_s, is_prompt)
+        except (RetiredError, ActorDiedError):
+            pass
+        try:
+            return await self._ask_once(call, timeout_s, is_prompt)
+        except (RetiredError, ActorDiedError) as error:
+            raise _out_of_reach() from error
+
+    async def _ask_once(self, call: Call[T], timeout_s: float, is_prompt: bool) -> T:
+        """As `probe`. Raises RetiredError and ActorDiedError, too."""
         manager = await self.find()
         try:
             result = await answer(call(manager), timeout_s)
@@ -67,8 +80,11 @@ class ManagerLink:
                 self._fall_silent()
             raise _silent() from error
         except RayError as error:
-            self._forget(error)
-            raise ServiceError("The KV cache manager is out of reach; try again.") from error
+            if manager is self.client:
+                self._forget(error)
+            if isinstance(error, (RetiredError, ActorDiedError)):
+                raise
+            raise _out_of_reach() from error
         self._is_silent = False
         self.answered_at = time.monotonic()
         return result
@@ -84,6 +100,10 @@ class ManagerLink:
         if not self._is_silent:
             logger.warning("the manager does not answer", extra=about("manager_lost", reason="TimeoutError"))
         self._is_silent = True
+
+
+def _out_of_reach() -> ServiceError:
+    return ServiceError("The KV cache manager is out of reach; try again.")
 
 
 def _silent() -> ServiceError:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.manager.response_disk import ResponseDisk
+from actors.messages import Memory, RetiredError
 from engine.core.log_fields import about
 from engine.core.manager.answer_store import AnswerStore
 from engine.core.manager.response_store import ResponseStore
@@ -38,6 +39,11 @@ class ClientMemory:
         self._response_disk: ResponseDisk | None = None
         self._answers = AnswerStore(answer_budget_bytes) if answer_budget_bytes else None
         """For drafts; None where none are made of them."""
+        self.is_retired = False
+        """True if another manager has taken over."""
+        self.has_memory = asyncio.Event()
+        """Cleared while the data of a predecessor are on their way."""
+        self.has_memory.set()
 
     async def _keep_responses_on_disk(self, folder: Path) -> ResponseDisk:
         """Take over the responses on disk, and keep later ones there, too; returns the disk, whose `run` does so."""
@@ -61,16 +67,33 @@ class ClientMemory:
         if self._response_disk is not None:
             self._response_disk.forget(name)
 
+    async def _memory_is_ready(self) -> None:
+        """Wait for a predecessor's data, if some are on their way.
+
+        Raises:
+            RetiredError: the successor is to be asked.
+        """
+        await self.has_memory.wait()
+        self.check_not_retired()
+
+    def check_not_retired(self) -> None:
+        """Raise RetiredError if another manager has taken over."""
+        if self.is_retired:
+            raise RetiredError
+
     async def recall(self, names: Sequence[bytes]) -> "list[array[int] | None]":
         """Token ids under each name; None for an unknown name."""
+        await self._memory_is_ready()
         return [self._transcripts.find(name) for name in names]
 
     async def remember(self, transcripts: Sequence[tuple[bytes, "array[int]"]]) -> list[bool]:
         """Keep token ids under names; returns for each whether the ids are kept."""
+        await self._memory_is_ready()
         return [self._transcripts.keep(name, token_ids) for name, token_ids in transcripts]
 
     async def keep_response(self, name: bytes, parent: bytes | None, data: bytes) -> bool:
         """Keep a response that goes on from its parent; returns whether the response is kept."""
+        await self._memory_is_ready()
         is_new = name not in self._responses
         is_kept = self._responses.keep(name, parent, data, time.monotonic())
         if is_kept and self._response_disk is not None:
@@ -81,6 +104,7 @@ class ClientMemory:
 
     async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
         """The data of a response, and of those before it (`ResponseStore.find`)."""
+        await self._memory_is_ready()
         found = self._responses.find(name, time.monotonic(), with_earlier=with_earlier)
         if self._response_disk is not None:
             self._response_disk.use(self._responses.path(name))
@@ -88,6 +112,7 @@ class ClientMemory:
 
     async def delete_response(self, name: bytes) -> bool:
         """Forget a response; False for an unknown name."""
+        await self._memory_is_ready()
         return self._responses.delete(name)
 
     def keep_answers(self, ended: Iterable[Ended]) -> None:
@@ -102,6 +127,28 @@ class ClientMemory:
             return admission
         continuations = self._answers.continuations(request.answer_name)
         return replace(admission, continuations=continuations) if continuations else admission
+
+    def memory_now(self) -> Memory:
+        """All data, for a successor."""
+        now = time.monotonic()
+        return Memory(
+            self._transcripts.entries(),
+            [] if self._answers is None else self._answers.entries(),
+            [(name, parent, data, now - used_at) for name, parent, data, used_at in self._responses.entries()],
+        )
+
+    def take_memory(self, memory: Memory) -> None:
+        """Take a predecessor's data over. Its responses are the ones there are: others, which were found on disk, have
+        been deleted meanwhile."""
+        now = time.monotonic()
+        self._transcripts.restore(memory.transcripts)
+        if self._answers is not None:
+            self._answers.restore(memory.answers)
+
+        responses = [(name, parent, data, now - age_s) for name, parent, data, age_s in memory.responses]
+        for name in {each[0] for each in self._responses.entries()} - {each[0] for each in responses}:
+            self._responses.delete(name)
+        self._responses.restore(responses, now)
 
     def forget_answers(self) -> None:
         """Forget all token ids of answers; responses stay."""

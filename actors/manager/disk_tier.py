@@ -34,6 +34,7 @@ class DiskTier:
 
         self._files = SegmentFiles(folder)
         self._writing = asyncio.Lock()
+        self._is_open = False
 
     @property
     def folder(self) -> Path:
@@ -51,16 +52,26 @@ class DiskTier:
         while True:
             try:
                 self._files.open()
+                self._is_open = True
                 return await asyncio.to_thread(self._files.scan)
             except StartupError:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(TAKE_OVER_S / 20)
 
+    async def close(self) -> None:
+        """Give the folder up after the write or erasure under way: from then on nothing is written, read or erased,
+        until `open`."""
+        async with self._writing:
+            self._is_open = False
+            self._files.close()
+
     async def write(self, segment: Segment) -> SegmentHeader | None:
         """Copy a segment into a file; returns the file's header, or None after a failure."""
         ref: Any = segment.ref
         async with self._writing:
+            if not self._is_open:
+                return None
             try:
                 return await asyncio.to_thread(self._files.write, segment.header, await ref)
             except (RayError, OSError, ValueError) as error:
@@ -73,6 +84,8 @@ class DiskTier:
         Raises:
             DamagedFileError: the file is damaged, and lost for good.
         """
+        if not self._is_open:
+            return None
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 return await asyncio.to_thread(lambda: ray.put(self._files.read(header)))
@@ -85,6 +98,8 @@ class DiskTier:
     async def erase(self, header: SegmentHeader) -> None:
         """Remove a file, if it exists."""
         async with self._writing:
+            if not self._is_open:
+                return
             try:
                 await asyncio.to_thread(self._files.erase, header)
             except OSError as error:

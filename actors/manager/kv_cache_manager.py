@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from actors.calls import Background, sleep
 from actors.instruments import families_of
 from actors.logs import DEFAULTS, log_to_ray, set_level
-from actors.manager.client_memory import ClientMemory
 from actors.manager.directory_reports import DirectoryReports
 from actors.manager.disk_tier import DiskTier
-from actors.manager.execution import Execution
 from actors.manager.pool_resets import UNDER_WAY_S, PoolResets
+from actors.manager.succession import Succession
 from actors.messages import (
     DOUBTED_SILENCE_S,
     INGRESS_SILENCE_S,
@@ -72,7 +71,7 @@ class _Ingress:
     """Requests that the last message did not name; requests missing from two messages in a row are over."""
 
 
-class KVCacheManager(ClientMemory, Execution, DirectoryReports):
+class KVCacheManager(Succession, DirectoryReports):
     """Index of the cluster's prefixes and owner of its exported KV."""
 
     def __init__(
@@ -173,6 +172,8 @@ class KVCacheManager(ClientMemory, Execution, DirectoryReports):
 
     async def register(self, registration: Registration, worker: list[Handle]) -> str | None:
         """Register a worker and begin to read its export stream; returns the reason of a refusal, or None."""
+        if self.is_retired:
+            return "another manager has taken over"
         worker_id, epoch = registration.worker_id, registration.epoch
         current = self._directory.workers.get(worker_id)
         if current is not None and current.epoch > epoch:
@@ -213,6 +214,8 @@ class KVCacheManager(ClientMemory, Execution, DirectoryReports):
 
     async def heartbeat(self, worker_id: str, epoch: int, state: WorkerState) -> bool:
         """Record a worker's costs and room; returns False if the worker is not registered."""
+        if self.is_retired:
+            return False
         if self._directory.is_current(worker_id, epoch):
             self._worker_signs.heard(worker_id, time.monotonic())
         self._directory.worker_measured(
@@ -243,6 +246,7 @@ class KVCacheManager(ClientMemory, Execution, DirectoryReports):
     async def workers(self, ingress_id: str | None = None, active: Sequence[str] = ()) -> Membership:
         """List the registered workers, and count the starting ones. The calls of an ingress replica show that the
         replica is alive, and `active` its living requests; any other request of the replica has ended unreported."""
+        self.check_not_retired()
         if ingress_id is not None:
             ingress = self._ingress(ingress_id)
             self._ingress_signs.heard(ingress_id, time.monotonic())
@@ -263,6 +267,7 @@ class KVCacheManager(ClientMemory, Execution, DirectoryReports):
 
     async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | None]:
         """Place requests, each in one atomic step; None for a request that no worker could take."""
+        self.check_not_retired()
         doubted = {worker_id for request in requests for worker_id in request.avoided}
         if doubted:
             self._forget_silent(DOUBTED_SILENCE_S, doubted)
@@ -281,6 +286,7 @@ class KVCacheManager(ClientMemory, Execution, DirectoryReports):
 
     async def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> None:
         """Record first tokens of attempts and ends of requests, all of one ingress replica."""
+        self.check_not_retired()
         for first in first_tokens:
             decision = self._directory.first_token(first.request_id, first.attempt, first.ttft_s)
             if decision is not None:

@@ -11,6 +11,7 @@ The engine runs in a thread; this class only moves messages between the thread a
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import time
@@ -90,6 +91,8 @@ class Worker:
         self._costs = CostFit(WorkerCosts())
         self._has_measured = False
         self._num_prefill_tokens = 0
+        self._is_asked_for = asyncio.Event()
+        """Set when a manager that has taken over asks for this worker."""
         self._refused_for: str | None = None
         """Last reason of the manager's for not registering this worker."""
 
@@ -124,6 +127,10 @@ class Worker:
             most,
             extra=about("reconfigured", token_budget=budget, max_requests=most, level=level),
         )
+
+    async def register_again(self) -> None:
+        """Look for the manager now: another one has taken over."""
+        self._is_asked_for.set()
 
     # Requests
 
@@ -325,12 +332,13 @@ class Worker:
         is_lost = False
         while True:
             try:
+                self._is_asked_for.clear()
                 manager = await find_manager(self._app_name)
                 if manager is not None:
                     is_registered = await self._register(manager)
                     is_lost = False
-                    while is_registered:
-                        await asyncio.sleep(HEARTBEAT_S)
+                    while is_registered and not self._is_asked_for.is_set():
+                        await self._pause(HEARTBEAT_S)
                         is_registered = await self._is_registered(manager)
             except RayError as error:
                 reason, level = type(error).__name__, logging.DEBUG if is_lost else logging.WARNING
@@ -341,7 +349,12 @@ class Worker:
 
             # A new manager knows nothing of the blocks promised to this worker.
             self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
-            await asyncio.sleep(HEARTBEAT_S / 2)
+            await self._pause(HEARTBEAT_S / 2)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait for so long, or until another manager asks for this worker's registration."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_asked_for.wait(), seconds)
 
     async def _register(self, manager: ManagerClient) -> bool:
         """Introduce this worker to a manager, which may refuse it; the reason is logged once."""

@@ -154,7 +154,16 @@ class LocalWorkers:
 
     async def start_manager(self, disk: Path | None = None, logs: LoggingSection = DEFAULTS) -> KVCacheManager:
         """Start a manager, in place of the last one; with `disk` as the folder of its files."""
-        manager = KVCacheManager(
+        manager = self.make_manager(disk, logs)
+        self.manager_name = f"manager:{len(self.handles)}"
+        self.handles[self.manager_name] = LocalHandle(manager)
+        await manager.start()
+        return manager
+
+    @staticmethod
+    def make_manager(disk: Path | None = None, logs: LoggingSection = DEFAULTS, **options: Any) -> KVCacheManager:
+        """A manager, not started."""
+        return KVCacheManager(
             CostModel(BLOCK_SIZE, piggyback_tokens=0),
             segment_budget_bytes=1 << 20,
             transcript_budget_bytes=1 << 20,
@@ -162,11 +171,8 @@ class LocalWorkers:
             disk_budget_bytes=0 if disk is None else 1 << 20,
             disk_path=None if disk is None else str(disk),
             logs=logs,
+            **options,
         )
-        self.manager_name = f"manager:{len(self.handles)}"
-        self.handles[self.manager_name] = LocalHandle(manager)
-        await manager.start()
-        return manager
 
     async def start_worker(
         self,

@@ -5,6 +5,7 @@ Holds token ids, never text, and may forget any answer. A name stands for a whol
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.core.answers.continuations import MAX_BYTES, TOKEN_BYTES
@@ -59,10 +60,7 @@ class AnswerStore:
         elif token_ids:
             variants = [*variants[1 - MAX_VARIANTS :], _Variant(token_ids, 1, self._num_kept)]
         if variants:
-            self._answers[name] = sorted(variants, key=lambda variant: (variant.count, variant.used))
-            self.num_bytes += _cost(variants)
-        while self.num_bytes > self._budget_bytes:
-            self.num_bytes -= _cost(self._answers.popitem(last=False)[1])
+            self._put(name, variants)
 
     def continuations(self, name: bytes) -> tuple[bytes, ...]:
         """The answers under a name, the likeliest last, together at most `MAX_BYTES`. Each gets bytes in proportion to
@@ -78,6 +76,18 @@ class AnswerStore:
             left -= len(found[-1])
         return (*filter(None, found), variants[-1].token_ids[:left])
 
+    def entries(self) -> list[tuple[bytes, list[tuple[bytes, int]]]]:
+        """All names with the first token ids and the counts of their answers, the least recently used name and the
+        least likely answer first."""
+        return [(name, [(each.token_ids, each.count) for each in kept]) for name, kept in self._answers.items()]
+
+    def restore(self, entries: Iterable[tuple[bytes, Sequence[tuple[bytes, int]]]]) -> None:
+        """Take over the entries of an earlier store, of names that are unknown here."""
+        for name, variants in entries:
+            if name not in self._answers:
+                self._num_kept += 1
+                self._put(name, [_Variant(token_ids, count, self._num_kept) for token_ids, count in variants])
+
     def clear(self) -> None:
         """Forget everything."""
         self._answers.clear()
@@ -91,6 +101,13 @@ class AnswerStore:
             assert 0 < len(variants) <= MAX_VARIANTS and all(variant.token_ids for variant in variants)
             ranks = [(variant.count, variant.used) for variant in variants]
             assert ranks == sorted(ranks)
+
+    def _put(self, name: bytes, variants: list[_Variant]) -> None:
+        """Make these the answers under a name that is used now, and keep within the budget."""
+        self._answers[name] = sorted(variants, key=lambda variant: (variant.count, variant.used))
+        self.num_bytes += _cost(variants)
+        while self.num_bytes > self._budget_bytes:
+            self.num_bytes -= _cost(self._answers.popitem(last=False)[1])
 
 
 def _cost(variants: list[_Variant]) -> int:

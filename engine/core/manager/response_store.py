@@ -61,6 +61,10 @@ class ResponseStore:
         self._make_room()
         return name in self._entries
 
+    def entries(self) -> list[tuple[bytes, bytes | None, bytes, float]]:
+        """All responses as `restore` takes them."""
+        return [(name, entry.parent, entry.data, entry.used_at) for name, entry in self._entries.items()]
+
     def restore(self, entries: Iterable[tuple[bytes, bytes | None, bytes, float]], now: float) -> None:
         """Take over the responses of an earlier store: name, parent, data and time of the last use, the least recently
         used first. They count as used before the responses that are here already."""

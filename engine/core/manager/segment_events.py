@@ -1,15 +1,17 @@
 """The directory's part for segments: exported, fetched, written to disk, read again, lost."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from engine.core.manager.block_index import BlockIndex, Segment
 from engine.core.manager.instructions import Deliver, Instruction
 from engine.core.manager.links import Links
 from engine.core.manager.reservations import Reservation, Workers
 from engine.core.manager.segment_store import DiskInstruction, SegmentStore
+from engine.core.manager.succession import Offer
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
-from engine.core.types import SegmentHeader
+from engine.core.types import BlockHash, SegmentHeader
 
 
 class SegmentEvents:
@@ -101,6 +103,41 @@ class SegmentEvents:
         if segment is None or segment.is_in_store:
             return []
         return self._deliver(self.segments.read(segment, ref, now), segment)
+
+    # From one manager to the next
+
+    @stimulus
+    def segment_taken_over(
+        self, header: SegmentHeader, ref: object, node: str, now: float
+    ) -> tuple[int, list[Instruction]]:
+        """Index the copy, in a node's object store, of an earlier manager's segment, and deliver the copy to every
+        worker awaiting one of the blocks; returns the segment's id."""
+        receivers = self._supply.exported(header.full_hashes)
+        segment, disk_instructions = self.segments.exported(header, ref, now, node=node)
+        return segment.segment_id, [*disk_instructions, *self._deliver(receivers, segment)]
+
+    @stimulus
+    def segment_refreshed(self, segment_id: int, now: float) -> None:
+        """Make a segment the most recent one."""
+        self.segments.refresh(segment_id, now)
+
+    @stimulus
+    def segment_moved_away(self, segment_id: int) -> None:
+        """A successor has a copy of a segment in the object store."""
+        self.segments.moved_away(segment_id)
+
+    @stimulus
+    def segments_offered(self, now: float) -> list[Offer]:
+        """The segments in the object store, for a successor: the one that eviction would keep longest first."""
+        return [
+            Offer(segment.segment_id, replace(segment.header, retention=retention), self.segments.node)
+            for segment, retention in self.segments.by_worth(now)
+        ]
+
+    def lacks(self, block_hash: BlockHash) -> bool:
+        """True if no segment has a block."""
+        record = self._blocks.get(block_hash)
+        return record is None or record.segment is None
 
     def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
         """Hand a segment to the registered workers among `receivers`."""

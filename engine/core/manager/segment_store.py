@@ -79,7 +79,8 @@ class SegmentStore:
         self.store_budget_bytes = store_budget_bytes
         self.node_bytes: Counter[str] = Counter()
         """Bytes in the object store of each node."""
-        self._node = node
+        self.node = node
+        """Node into whose object store files are read."""
         self._kept_nodes = frozenset({node})
         self.disk_budget_bytes = disk_budget_bytes
         self.disk_bytes = 0
@@ -119,7 +120,7 @@ class SegmentStore:
     def keep_nodes(self, nodes: Iterable[str]) -> None:
         """Take the nodes with workers: each has a budget of its own. The segments on other nodes stay, since a worker
         may come back there, and share one budget from the next event on."""
-        self._kept_nodes = frozenset({self._node, *nodes})
+        self._kept_nodes = frozenset({self.node, *nodes})
 
     def get(self, segment_id: int) -> Segment | None:
         return self._segments.get(segment_id)
@@ -133,7 +134,7 @@ class SegmentStore:
         """
         unused: list[DiskInstruction] = []
         for header in headers:
-            segment = self._new(header, None, is_in_store=False, file=header, node=self._node)
+            segment = self._new(header, None, is_in_store=False, file=header, node=self.node)
             if self._blocks.stored(segment):
                 self._segments[segment.segment_id] = segment
                 self._has_file(header)
@@ -245,6 +246,29 @@ class SegmentStore:
             if record is not None and record.segment is not None and record.segment.leases == 0:
                 self._drop(record.segment, EvictionReason.HANDED_OVER)
 
+    def by_worth(self, now: float) -> list[tuple[Segment, Retention]]:
+        """The segments in the object stores, each with its retention: leased ones first, then those of one node after
+        the other, the next one to be evicted last. Takes no leases and evicts nothing."""
+        evictable: list[Segment] = []
+        for part in list(self._parts.values()):
+            evictable += self._in_order(part, now)
+
+        ids = {segment.segment_id for segment in evictable}
+        held = [each for each in self._segments.values() if each.is_in_store and each.segment_id not in ids]
+        return [(segment, self._retention_of(segment)) for segment in (*held, *evictable)]
+
+    def refresh(self, segment_id: int, now: float) -> None:
+        """Make a segment the most recent one."""
+        segment = self._segments.get(segment_id)
+        if segment is not None:
+            self._use([segment], self._retention_of(segment), now)
+
+    def moved_away(self, segment_id: int) -> None:
+        """Another manager has a copy of a segment in the object store: forget the segment; a file stays."""
+        segment = self._segments.get(segment_id)
+        if segment is not None and segment.is_in_store and segment_id not in self._writing:
+            self._drop(segment, EvictionReason.HANDED_OVER)
+
     def reset(self) -> tuple[int, list[DiskInstruction]]:
         """Drop every segment without a lease, from disk too; returns the number of their blocks."""
         unused = [s for s in self._segments.values() if s.leases == 0 and not s.requested_by]
@@ -302,6 +326,15 @@ class SegmentStore:
                 lambda segment_id: self._segments[segment_id].num_bytes,
             )
         return part
+
+    def _in_order(self, part: EvictionQueue[int], now: float) -> list[Segment]:
+        """The segments that can leave a node's object store, the next one to be evicted last."""
+        retention_of = {segment_id: part.retention_of(segment_id) for segment_id in part}
+        order = [segment_id for segment_id, _ in part.evict_many(len(retention_of), now)]
+        for segment_id in order:  # each comes back behind those that are evicted before it
+            segment = self._segments[segment_id]
+            self._use([segment], retention_of[segment_id] or segment.header.retention, now)
+        return [self._segments[segment_id] for segment_id in reversed(order)]
 
     def _can_leave_store(self, segment: Segment) -> bool:
         return segment.is_in_store and segment.leases == 0 and segment.segment_id not in self._writing
@@ -391,7 +424,7 @@ class SegmentStore:
             is_in_store=False,
             file=segment.file,
             copy=segment.copy + 1,
-            node=self._node,
+            node=self.node,
         )
         self._segments[segment.segment_id] = on_disk
         self.node_bytes[segment.node] -= segment.header.num_bytes

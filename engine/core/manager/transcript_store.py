@@ -2,6 +2,7 @@
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 
 ENTRY_BYTES = 256
 """Bytes of an entry beside its ids: key, array and place in the dictionary, some 210 bytes in CPython."""
@@ -37,6 +38,16 @@ class TranscriptStore:
         if token_ids is not None:
             self._token_ids.move_to_end(name)
         return token_ids
+
+    def entries(self) -> "list[tuple[bytes, array[int]]]":
+        """All names with their ids, the least recently used first."""
+        return list(self._token_ids.items())
+
+    def restore(self, entries: "Iterable[tuple[bytes, array[int]]]") -> None:
+        """Take over the entries of an earlier store, the least recently used first."""
+        for name, token_ids in entries:
+            if name not in self._token_ids:
+                self.keep(name, token_ids)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -1,0 +1,166 @@
+"""Hand-over of a living manager's state to its successor, in another process.
+
+| step, called by | predecessor | successor |
+|---|---|---|
+| `prepare_succession`, the successor's host | gives its folder on disk up | |
+| `start`, the host | | takes the folder |
+| `expect_memory`, the host | | lets questions for answers and responses wait |
+| the host announces the successor | | is found from now on |
+| `retire`, the successor | refuses every request (`RetiredError`) | has the workers register |
+| `memory`, the successor | | takes transcripts, beginnings of answers, stored responses |
+| `offers`, `copies`, `moved_away`, the successor | drops a segment when its copy is there | owns the copies |
+
+What a streaming generator yields belongs to the caller of the generator (Ray): the copies outlive the predecessor. A
+predecessor that dies in the middle leaves the successor with what has come. If the successor dies while the predecessor
+lives, the predecessor goes on. Nothing of a manager with other terms is taken (`disagreement`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+
+from actors.calls import answer, quietly
+from actors.manager.client_memory import ClientMemory
+from actors.manager.execution import Execution
+from actors.messages import Memory
+from actors.rpc import Handle, ManagerClient, WorkerClient
+from engine.core.errors import StartupError
+from engine.core.log_fields import about
+from engine.core.manager.succession import Offer, Terms, batches, chosen, disagreement, terms
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+"""Limit of a predecessor's answers, but for copies."""
+COPY_S = 10.0
+"""Limit of fetching a segment that is to be copied."""
+SEGMENTS_S = 20.0
+"""Limit of taking over segments; what has not come then stays behind."""
+
+
+class Succession(ClientMemory, Execution):
+    """The manager's methods for its predecessor's host and for its successor."""
+
+    _successor: Handle | None = None
+
+    # The predecessor
+
+    async def prepare_succession(self, successor: list[Handle]) -> Terms:
+        """Give the folder on disk to a manager that is about to start; returns this manager's terms."""
+        self._successor = successor[0]
+        self._background.start(self._go_on_without(successor[0]))
+        if self._disk is not None:
+            await self._disk.close()
+        return self._terms()
+
+    async def retire(self) -> list[Handle]:
+        """Refuse all requests from now on; returns the workers' handles."""
+        self.is_retired = True
+        logger.info("another manager takes over", extra=about("manager_retires"))
+        return [client.handle for client in self._clients.values()]
+
+    async def memory(self) -> Memory:
+        """Transcripts, answers and responses, for the successor."""
+        return self.memory_now()
+
+    async def offers(self) -> list[Offer]:
+        """The segments in the object store, the most valuable first."""
+        return self._directory.segments_offered(time.time())
+
+    async def copies(self, segment_ids: Sequence[int]) -> AsyncIterator[object]:
+        """Yield a copy of each segment's payload, which the caller owns; None for a segment that is gone."""
+        for segment_id in segment_ids:
+            segment = self._directory.segments.get(segment_id)
+            ref: Any = None if segment is None else segment.ref
+            try:
+                yield None if ref is None else await answer(ref, COPY_S)
+            except (RayError, TimeoutError):
+                yield None
+
+    async def moved_away(self, segment_ids: Sequence[int]) -> None:
+        """Drop segments of which the successor has copies."""
+        for segment_id in segment_ids:
+            self._directory.segment_moved_away(segment_id)
+
+    async def _go_on_without(self, successor: Handle) -> None:
+        """Take requests again when the successor dies first."""
+        await quietly(ManagerClient(successor).join())
+        if self._successor is not successor:
+            return
+        self.is_retired = False
+        logger.warning("the manager that was to take over died", extra=about("successor_lost"))
+        if self._disk is not None:
+            try:
+                await self._disk.open()
+            except (StartupError, OSError) as error:
+                logger.warning("nothing is written to disk any more: %s", error)
+
+    # The successor
+
+    async def expect_memory(self) -> None:
+        """Let questions for answers and responses wait until a predecessor's have come."""
+        self.has_memory.clear()
+
+    async def take_over(self, predecessor: list[Handle], others: Terms) -> None:
+        """Have a manager with these terms retire, and take over what it has."""
+        began, client = time.monotonic(), ManagerClient(predecessor[0])
+        num_segments = 0
+        try:
+            for worker in await answer(client.retire(), ANSWER_S):
+                self._background.start(quietly(WorkerClient(worker).register_again()))
+            if reason := disagreement(self._terms(), others):
+                logger.warning("nothing is taken over: %s", reason, extra=about("not_taken_over", reason=reason))
+                return
+            self.take_memory(await answer(client.memory(), ANSWER_S))
+            self.has_memory.set()
+            num_segments = await self._take_segments(client)
+        except (RayError, TimeoutError) as error:
+            reason = type(error).__name__
+            logger.warning("the last manager is gone (%s)", reason, extra=about("predecessor_lost", reason=reason))
+        finally:
+            self.has_memory.set()
+
+        took_s = round(time.monotonic() - began, 3)
+        extra = about("took_over", segments=num_segments, took_s=took_s, **self.memory_statistics())
+        logger.info("took over %d segments in %.1f s", num_segments, took_s, extra=extra)
+
+    async def _take_segments(self, client: ManagerClient) -> int:
+        """Copy the predecessor's segments, the most valuable first; returns their number."""
+        segments, now = self._directory.segments, time.time()
+        offers = await answer(client.offers(), ANSWER_S)
+        node = offers[0].node if offers else ""
+        room_bytes = segments.store_budget_bytes - segments.node_bytes[node]
+        fingerprint = self._directory.workers.fingerprint
+        taken: list[int] = []
+        try:
+            async with asyncio.timeout(SEGMENTS_S):
+                for batch in batches(chosen(offers, self._directory.lacks, fingerprint, room_bytes, now)):
+                    await self._take_batch(client, batch, taken)
+        except (RayError, TimeoutError) as error:
+            reason = type(error).__name__
+            logger.warning("segments stay behind (%s)", reason, extra=about("predecessor_lost", reason=reason))
+
+        # Taken later is used later: now the most valuable are the ones used last.
+        for segment_id in reversed(taken):
+            self._directory.segment_refreshed(segment_id, time.time())
+        return len(taken)
+
+    async def _take_batch(self, client: ManagerClient, batch: Sequence[Offer], taken: list[int]) -> None:
+        segment_ids = [offer.segment_id for offer in batch]
+        stream = aiter(client.copies(segment_ids))
+        for offer in batch:
+            ref = await anext(stream)
+            if await ref is not None:
+                segment_id, instructions = self._directory.segment_taken_over(
+                    offer.header, ref, offer.node, time.time()
+                )
+                self._carry_out(instructions)
+                taken.append(segment_id)
+        await client.moved_away(segment_ids)
+
+    def _terms(self) -> Terms:
+        return terms(self._directory.costs.block_size, self._directory.keeps_segments)
