@@ -13,6 +13,8 @@ NUM_REQUESTS = 6
 NUM_TOKENS = 16
 PATIENCE = {"AIPERF_SERVICE_REGISTRATION_TIMEOUT": "200", "AIPERF_SERVICE_REGISTRATION_MAX_ATTEMPTS": "200"}
 """Its ten processes start slowly where few cores serve the model, too."""
+FOLDERS_ALLOWED = {"HF_HUB_OFFLINE": "0"}
+"""Offline, it takes every tokenizer for a repository of a hub, and refuses a folder."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +28,7 @@ def test_profile(server: Server, tokenizer: Path, tmp_path: Path, endpoint: str)
     command += ["--endpoint-type", endpoint, "--streaming", "--tokenizer", tokenizer, "--ui", "none"]
     command += ["--request-count", str(NUM_REQUESTS), "--concurrency", "2", "--isl", "64", "--osl", str(NUM_TOKENS)]
     command += ["--extra-inputs", "ignore_eos:true", "--artifact-dir", tmp_path / "artifacts", "--max-workers", "2"]
-    run(command, tmp_path, **PATIENCE)
+    run(command, tmp_path, **PATIENCE, **FOLDERS_ALLOWED)
 
     [report] = (tmp_path / "artifacts").rglob("profile_export_aiperf.json")
     found = json.loads(report.read_text())
