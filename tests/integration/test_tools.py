@@ -1,6 +1,7 @@
 """Tools with OpenAI's client, on the real model, which is small: its calls are as good as it is."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,6 +100,38 @@ def test_prescribed_calls_follow_their_schema(client: OpenAI, choice: Any, strea
         assert isinstance(found["zone"], str) and len(found["zone"]) <= 20
     else:
         assert finish == "length"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_answers_with_tools_have_the_same_bits_cold_warm_and_among_others(client: OpenAI, choice: str) -> None:
+    """Token ids and log-probabilities; the others decode beside it, under grammars and without."""
+
+    def answered(number: int, salt: str) -> tuple[object, ...]:
+        fields: dict[str, Any] = {
+            "temperature": 1,
+            "seed": number,
+            "max_tokens": 60,
+            "logprobs": True,
+            "top_logprobs": 3,
+        }
+        extra = {"cache_salt": salt, "return_token_ids": True}
+        mode = choice if number % 2 else "auto"
+        whole = ask(client, tool_choice=mode, **fields, extra_body=extra)
+        [found] = whole.choices
+        scores = [
+            (score.logprob, [(top.token, top.logprob) for top in score.top_logprobs])
+            for score in found.logprobs.content
+        ]
+        return found.token_ids, scores, found.finish_reason
+
+    cold = {number: answered(number, f"{choice} alone") for number in (1, 3)}
+    assert cold[1] != cold[3] and all(scores for _, scores, _ in cold.values())
+    warm = {number: answered(number, f"{choice} alone") for number in cold}
+    with ThreadPoolExecutor(16) as threads:
+        among = dict(
+            zip(range(16), threads.map(lambda number: answered(number, f"{choice} many"), range(16)), strict=True)
+        )
+    assert cold == warm == {number: among[number] for number in cold}
 
 
 def test_a_call_goes_on_after_the_death_of_the_decode_worker(server: Server, client: OpenAI) -> None:
