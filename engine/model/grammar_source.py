@@ -10,6 +10,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
+from engine.core.ingress.parsers.forms import with_white_space
 from engine.core.types import Grammar, GrammarKind
 
 MAX_LEXER_STATES = 50_000
@@ -44,8 +45,10 @@ def llguidance_source(grammar: Grammar) -> str:
 
 
 def _of_schema(source: str) -> str:
+    schema: object = json.loads(source)
+    bounded = with_white_space(schema) if isinstance(schema, Mapping) else schema
     try:
-        return LLMatcher.grammar_from_json_schema(source)
+        return LLMatcher.grammar_from_json_schema(json.dumps(bounded))
     except ValueError as error:
         raise GrammarError(first_words(str(error))) from None
 
@@ -67,7 +70,7 @@ def structural_tag_lark(tag: Mapping[str, Any]) -> str:
         trigger = next(each for each in triggers if begin.startswith(each))
         parts = (
             json.dumps(begin[len(trigger) :]),
-            f"%json {json.dumps(structure['schema'])}",
+            f"%json {json.dumps(with_white_space(structure['schema']))}",
             json.dumps(structure["end"]),
         )
         ends.setdefault(trigger, []).append(" ".join(part for part in parts if part != '""'))

@@ -4,13 +4,14 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from actors.ingress.grammar_check import check_grammar
 from engine.core.errors import RequestError
 from engine.core.ingress.parsers import HERMES
 from engine.core.ingress.parsers.forms import CallGrammar
 from engine.core.types import Grammar, GrammarKind
-from engine.model.grammar_source import first_words, structural_tag_lark
+from engine.model.grammar_source import first_words, llguidance_source, structural_tag_lark
 
 TAG: dict[str, Any] = {
     "triggers": ["<call", "<call:"],
@@ -50,6 +51,26 @@ def test_grammars_of_calls(special: dict[str, int]) -> None:
 @pytest.mark.parametrize(("kind", "source"), VALID, ids=lambda value: str(value)[:50])
 def test_valid_grammars(kind: GrammarKind, source: object) -> None:
     check_grammar(grammar(kind, source), "p")
+
+
+def follows(kind: GrammarKind, source: object, text: str) -> bool:
+    """Whether the grammar allows a text, byte by byte."""
+    tokenizer = LLTokenizer("byte")
+    token_ids = tokenizer.tokenize_str(text)
+    matcher = LLMatcher(tokenizer, llguidance_source(grammar(kind, source)))
+    return bool(matcher.validate_tokens(token_ids) == len(token_ids))
+
+
+def test_white_space_of_json_is_bounded_unless_the_request_says_otherwise() -> None:
+    """A small model that prefers line breaks would write nothing else."""
+    schema = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "type": "object"}
+    tag = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}]}
+    compact = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    for number, is_allowed in ((0, True), (1, True), (64, True), (65, False)):
+        text = '{"x":' + "\n" * number + "1}"
+        assert follows(GrammarKind.JSON_SCHEMA, schema, text) == is_allowed
+        assert follows(GrammarKind.STRUCTURAL_TAG, tag, f"so: <f>{text}</f>") == is_allowed
+        assert follows(GrammarKind.JSON_SCHEMA, compact, text) == (number == 0)
 
 
 DEEP = {
@@ -111,7 +132,7 @@ def test_what_is_too_large_is_refused_at_once() -> None:
 
 def test_a_structure_belongs_to_its_longest_trigger() -> None:
     lark = structural_tag_lark({**TAG, "structures": [{"begin": "<call:g", "schema": {}, "end": "!"}]})
-    assert 'trigger_0[lazy]: TEXT "<call:"' in lark and 'tag_0: trigger_0 ("g" %json {} "!")' in lark
+    assert 'trigger_0[lazy]: TEXT "<call:"' in lark and 'tag_0: trigger_0 ("g" %json {"x-guidance"' in lark
 
 
 def test_the_words_of_a_message() -> None:

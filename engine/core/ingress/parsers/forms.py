@@ -12,10 +12,17 @@ from engine.core.types import Grammar, GrammarKind
 
 Schema = Mapping[str, object]
 
+MAX_WHITE_SPACE = 64
+"""Characters of white space between two parts of JSON. Without a bound, small models write it without end."""
 JSON_STYLE = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separator", ": "))
 """White space of the JSON in calls: llguidance's options."""
 _TEXT = r"TEXT: /(.|\n)+/"
 _NO_OBJECT = r"TEXT: /[^{](.|\n)*/"
+
+
+def with_white_space(schema: Schema) -> Schema:
+    """A schema with llguidance's option that bounds white space, unless it has options of its own."""
+    return {"x-guidance": {"whitespace_pattern": rf"[ \t\n\r]{{0,{MAX_WHITE_SPACE}}}"}, **schema}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,8 @@ class CallGrammar:
 
     def or_json(self, schema: Schema) -> Grammar:
         """The grammar of an answer that is calls alone, or the JSON of another schema."""
-        return self._grammar(f"start: calls | %json {json.dumps(schema)}", self._calls(self.form.opening))
+        other = json.dumps(with_white_space(schema))
+        return self._grammar(f"start: calls | %json {other}", self._calls(self.form.opening))
 
     def among_text(self) -> Grammar:
         """The grammar of an answer that may have calls, and otherwise any text."""
