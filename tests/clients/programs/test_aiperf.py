@@ -13,7 +13,7 @@ NUM_REQUESTS = 6
 NUM_TOKENS = 16
 PATIENCE = {"AIPERF_SERVICE_REGISTRATION_TIMEOUT": "200", "AIPERF_SERVICE_REGISTRATION_MAX_ATTEMPTS": "200"}
 """Its ten processes start slowly where few cores serve the model, too."""
-FOLDERS_ALLOWED = {"HF_HUB_OFFLINE": "0"}
+FOLDERS_ALLOWED = {"HF_HUB_OFFLINE": ""}
 """Offline, it takes every tokenizer for a repository of a hub, and refuses a folder."""
 
 pytestmark = [
