@@ -27,6 +27,7 @@ from engine.core.types import (
     BlockHash,
     Ended,
     FirstToken,
+    Late,
     Membership,
     Objectives,
     PromptEvent,
@@ -137,7 +138,7 @@ class ManagerClient(ActorClient):
     def workers(self, ingress_id: str, active: Sequence[str]) -> Awaitable[Membership]:
         return _sent(self.handle.workers.remote(ingress_id, active))
 
-    def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | None]]:
+    def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | Late | None]]:
         return _sent(self.handle.admit.remote(requests))
 
     def settle(self, ingress_id: str, first_tokens: Sequence[FirstToken], ended: Sequence[Ended]) -> Awaitable[None]:

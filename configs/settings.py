@@ -52,7 +52,8 @@ def step_limits(live: WorkerLive) -> SchedulerLimits:
 
 def objectives(slo: SloSection) -> Objectives:
     """The objectives of requests without their own."""
-    return Objectives(*(None if ms is None else ms / 1000 for ms in (slo.ttft_ms, slo.tpot_ms)))
+    ttft_s, tpot_s = (None if ms is None else ms / 1000 for ms in (slo.ttft_ms, slo.tpot_ms))
+    return Objectives(ttft_s, tpot_s, slo.refuse_late)
 
 
 def sharing(shares: Iterable[Share]) -> tuple[Tenant, ...]:

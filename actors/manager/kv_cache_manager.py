@@ -35,7 +35,7 @@ from actors.rpc import Handle, WorkerClient
 from configs.schema import LoggingSection
 from configs.sections import MANAGER
 from engine.core.costs import WorkerCosts
-from engine.core.errors import NoWorkerError
+from engine.core.errors import LateError, NoWorkerError
 from engine.core.log_fields import about
 from engine.core.manager.block_index import GC_THRESHOLDS
 from engine.core.manager.directory import Directory
@@ -49,6 +49,7 @@ from engine.core.types import (
     AdmitRequest,
     Ended,
     FirstToken,
+    Late,
     Membership,
     Objectives,
     WorkerInfo,
@@ -265,19 +266,22 @@ class KVCacheManager(Succession, DirectoryReports):
 
     # Requests
 
-    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | None]:
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | Late | None]:
         """Place requests, each in one atomic step; None for a request that no worker could take."""
         self.check_not_retired()
         doubted = {worker_id for request in requests for worker_id in request.avoided}
         if doubted:
             self._forget_silent(DOUBTED_SILENCE_S, doubted)
-        admissions: list[Admission | None] = []
+        admissions: list[Admission | Late | None] = []
         for request in requests:
             try:
                 admission, instructions = self._directory.admit(request, time.time())
             except NoWorkerError:
                 self._carry_out(self._directory.end_request(request.request_id, time.time()))
                 admissions.append(None)
+                continue
+            except LateError as error:
+                admissions.append(Late(error.predicted_s, error.objective_s))
                 continue
             self._carry_out(instructions)
             self._ingress(request.ingress_id).requests.add(request.request_id)

@@ -182,6 +182,9 @@ class PromptFields(StrictModel):
     slo_tpot_ms: Milliseconds | None = Field(
         default=None, description="Objective for the mean time of each further token; the server's `slo.tpot_ms`."
     )
+    slo_refuse_late: bool | None = Field(
+        default=None, description="Answer 429 rather than late; the server's `slo.refuse_late`."
+    )
     cache_salt: Label | None = Field(
         default=None, description="Share cached prefixes only with requests of the same salt."
     )
@@ -194,7 +197,7 @@ class PromptFields(StrictModel):
 
     def objectives(self) -> Objectives:
         """Objectives of the request's own."""
-        return objectives_of(self.slo_ttft_ms, self.slo_tpot_ms)
+        return objectives_of(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_refuse_late)
 
     def truncated_to(self) -> Truncation | None:
         """Part of the prompt to keep; None for all of the prompt."""

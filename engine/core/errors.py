@@ -6,6 +6,8 @@
 Both carry an HTTP status and a stable `code`; one handler in the ingress turns them into OpenAI's error object.
 """
 
+import math
+
 
 class RaydixError(Exception):
     """Base of every error that a caller may see."""
@@ -139,6 +141,20 @@ class OverloadedError(ServiceError):
     status = 429
     code = "overloaded"
     kind = "rate_limit_error"
+
+
+class LateError(OverloadedError):
+    """No worker is predicted to give the first token within the objective (`Objectives.refuse_late`)."""
+
+    code = "objective_unmet"
+
+    def __init__(self, predicted_s: float, objective_s: float) -> None:
+        super().__init__(
+            f"The first token would come after {predicted_s:.1f} s, later than the objective of {objective_s:g} s.",
+            retry_after_s=min(60, max(1, math.ceil(predicted_s - objective_s))),
+        )
+        self.predicted_s = predicted_s
+        self.objective_s = objective_s
 
 
 class NoWorkerError(ServiceError):

@@ -363,12 +363,15 @@ class Objectives:
     """From the admission to the first token."""
     tpot_s: float | None = None
     """Mean time of each further token."""
+    refuse_late: bool | None = None
+    """True: a request whose first token is predicted to come too late on every worker is refused."""
 
     def over(self, others: "Objectives") -> "Objectives":
         """These objectives, and the others where there is none."""
         return Objectives(
             others.ttft_s if self.ttft_s is None else self.ttft_s,
             others.tpot_s if self.tpot_s is None else self.tpot_s,
+            others.refuse_late if self.refuse_late is None else self.refuse_late,
         )
 
 
@@ -414,6 +417,15 @@ class Admission:
     decode_awaited: tuple[BlockHash, ...]
     continuations: tuple[bytes, ...] = ()
     """Packed answers that began where this one does, the likeliest last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The manager's answer to a request that is refused, because its objective cannot be met now."""
+
+    predicted_s: float
+    """Earliest first token that a worker is predicted to give."""
+    objective_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -394,6 +394,20 @@ def test_prompts_are_cut_and_priorities_change_no_text(client: openai.OpenAI) ->
     assert prompt_token_ids(cut) == prompt[-20:]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_would_be_late_is_refused_where_it_asks_for_that(client: openai.OpenAI, stream: bool) -> None:
+    def ask(**objective: object) -> object:
+        return client.completions.create(
+            model=MODEL, prompt=[5] * 300, max_tokens=2, stream=stream, extra_body={**objective, "cache_salt": "late"}
+        )
+
+    with pytest.raises(openai.RateLimitError, match="later than the objective") as caught:
+        ask(slo_ttft_ms=0.1, slo_refuse_late=True)
+    assert caught.value.code == "objective_unmet" and int(caught.value.response.headers["retry-after"]) >= 1
+    ask(slo_ttft_ms=0.1)
+    ask(slo_ttft_ms=600_000, slo_refuse_late=True)
+
+
 def test_a_chat_echoes_what_it_goes_on_with(client: openai.OpenAI) -> None:
     begun: list[ChatCompletionMessageParam] = [*CHAT, {"role": "assistant", "content": "The rivers are"}]
     extra: dict[str, object] = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}

@@ -76,6 +76,7 @@ def test_every_field_arrives() -> None:
         priority=-4,
         slo_ttft_ms=1500,
         slo_tpot_ms=0.5,
+        slo_refuse_late=True,
         cache_priority=-3,
         cache_ttl_s=90,
     )
@@ -113,7 +114,7 @@ def test_every_field_arrives() -> None:
         session_id="s",
         cache_salt="salt",
         priority=-4,
-        objectives=Objectives(ttft_s=1.5, tpot_s=0.0005),
+        objectives=Objectives(ttft_s=1.5, tpot_s=0.0005, refuse_late=True),
         cache_priority=-3,
         cache_ttl_s=90.0,
     )

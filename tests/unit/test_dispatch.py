@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from engine.core.answers.continuations import BegunAnswer, packed
-from engine.core.errors import NoWorkerError, ServiceError
+from engine.core.errors import LateError, NoWorkerError, ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from engine.core.ingress.dispatch import MAX_ATTEMPTS, Dispatch
 from engine.core.ingress.generation import Generation
@@ -35,6 +35,7 @@ from engine.core.types import (
     CacheHints,
     Ended,
     FinishReason,
+    Late,
     Membership,
     PromptEvent,
     Role,
@@ -167,6 +168,16 @@ def test_a_request_waits_as_long_as_a_worker_is_starting(num_starting: int) -> N
         dispatch.admitted("r", 0, None, now)
         dispatch.tick(now + 1.0)
     assert isinstance(generation.failure, NoWorkerError) is (num_starting == 0)
+
+
+def test_a_late_request_fails_with_the_time_to_wait() -> None:
+    dispatch = make_dispatch(P, D)
+    generation = make_generation()
+    dispatch.begin(generation, 0.0)
+    dispatch.admitted("r", 0, Late(predicted_s=3.2, objective_s=0.5), 1.0)
+    error = generation.failure
+    assert isinstance(error, LateError) and (error.status, error.retry_after_s) == (429, 3)
+    assert str(error) == "The first token would come after 3.2 s, later than the objective of 0.5 s."
 
 
 def test_before_any_worker_is_known_the_manager_is_asked() -> None:

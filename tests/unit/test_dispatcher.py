@@ -20,6 +20,7 @@ from engine.core.types import (
     Assignment,
     CacheHints,
     FinishReason,
+    Late,
     Membership,
     Role,
     Salt,
@@ -94,7 +95,7 @@ class FakeManager(ManagerClient):
         self.num_asked += 1
         return Membership(tuple(self.registered), self.num_starting, self.fingerprint if self.registered else None)
 
-    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | None]:
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | Late | None]:
         self.num_admits += 1
         return [self._admission(request) for request in requests]
 

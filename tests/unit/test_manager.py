@@ -15,7 +15,18 @@ from actors.messages import Imported, ImportReport, Registration, WorkerState
 from engine.core.answers.continuations import BegunAnswer
 from engine.core.costs import WorkerCosts
 from engine.core.manager.placement import CostModel
-from engine.core.types import AdmitRequest, BlockHash, Ended, FirstToken, Objectives, Retention, Role, SegmentHeader
+from engine.core.types import (
+    Admission,
+    AdmitRequest,
+    BlockHash,
+    Ended,
+    FirstToken,
+    Late,
+    Objectives,
+    Retention,
+    Role,
+    SegmentHeader,
+)
 from engine.model.segment_files import SegmentFiles
 from engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT
@@ -97,7 +108,7 @@ def test_those_who_wait_for_a_worker_that_stalls_are_told() -> None:
         [first] = await manager.admit([request("r")])
         workers["b"] = await register(manager, "b")
         [second] = await manager.admit([request("s")])
-        assert first is not None and second is not None
+        assert isinstance(first, Admission) and isinstance(second, Admission)
         assert (first.prefill, second.prefill) == ("a", "b")
         await until(lambda: workers["b"].lost == [b"1", b"2"])
 
@@ -187,6 +198,24 @@ def test_a_request_without_a_worker_is_not_placed() -> None:
     asyncio.run(play())
 
 
+def test_a_request_that_would_be_late_is_refused_if_it_asks_for_that() -> None:
+    async def play() -> None:
+        manager = make_manager()
+        await register(manager, "w")
+        strict, wait = Objectives(ttft_s=1e-6, refuse_late=True), Objectives(ttft_s=1e-6)
+        asked = [replace(request(f"r{number}"), objectives=each) for number, each in enumerate((strict, wait))]
+        late, placed = await manager.admit(asked)
+        assert isinstance(late, Late) and late.predicted_s > late.objective_s == 1e-6
+        assert isinstance(placed, Admission)
+        assert (await manager.statistics())["num_reservations"] == 1
+
+        in_time = replace(request("s"), objectives=Objectives(ttft_s=1e6, refuse_late=True))
+        under_way = replace(request("t", attempt=1), objectives=strict)
+        assert all(isinstance(each, Admission) for each in await manager.admit([in_time, under_way]))
+
+    asyncio.run(play())
+
+
 def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.1)
 
@@ -201,7 +230,9 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
                 assert await manager.heartbeat("b", 1, state)
                 await asyncio.sleep(0.01)
         requests = [AdmitRequest(f"r{number}", 0, (), 5, session=f"{number}") for number in range(8)]
-        assert {admission.prefill for admission in await manager.admit(requests) if admission} == {"b"}
+        assert {
+            admission.prefill for admission in await manager.admit(requests) if isinstance(admission, Admission)
+        } == {"b"}
         assert not await manager.heartbeat("b", 2, state), "another incarnation has to register"
         assert not await manager.heartbeat("a", 1, state)
         assert isinstance(await register(manager, "a"), SilentWorker)
@@ -228,7 +259,7 @@ def test_a_worker_that_an_ingress_doubts_too_is_forgotten_sooner(monkeypatch: py
         [admission] = await manager.admit([request("s")])
         assert set(manager._directory.workers) == {"a", "b", "c"}, "nobody doubts them"
         [admission] = await manager.admit([doubting])
-        assert admission is not None and admission.prefill == "c"
+        assert isinstance(admission, Admission) and admission.prefill == "c"
         assert set(manager._directory.workers) == {"b", "c"}, "the manager hears of b"
 
     asyncio.run(play())
@@ -255,7 +286,7 @@ def test_a_segment_that_cannot_be_taken_is_not_offered_again(answer: Imported) -
         header = SegmentHeader("m", (b"1",), 10, 0)
         manager._carry_out(manager._directory.segment_exported("a", 1, header, LocalReference(PAYLOAD), 0.0))
         [admission] = await manager.admit([AdmitRequest("r", 0, (b"1",), 6, avoided=("a",))])
-        assert admission is not None and admission.prefill == "b"
+        assert isinstance(admission, Admission) and admission.prefill == "b"
         await until(lambda: worker.imported == [header])
         await asyncio.sleep(0.01)
         assert (len(manager._directory.segments) == 1) is (answer is Imported.TAKEN)
@@ -286,7 +317,7 @@ def test_answers_ride_on_admissions_until_the_cache_is_reset() -> None:
 
         async def continuations(of: AdmitRequest) -> tuple[bytes, ...]:
             [admission] = await manager.admit([of])
-            assert admission is not None
+            assert isinstance(admission, Admission)
             return admission.continuations
 
         assert await continuations(asked) == ()

@@ -55,6 +55,7 @@ from engine.core.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     ContextLengthError,
+    LateError,
     MediaTypeError,
     ModelFailedError,
     ModelNotFoundError,
@@ -76,7 +77,7 @@ BODY = (
     OverloadedError,
     ServiceError,
 )
-GENERATION = (*BODY, ModelFailedError, NoWorkerError)
+GENERATION = (*BODY, LateError, ModelFailedError, NoWorkerError)
 STREAMED = (*GENERATION, AnswerChangedError)
 MANAGER = (ServiceError, NoWorkerError)
 

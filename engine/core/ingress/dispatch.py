@@ -19,7 +19,7 @@ and their tokens are delivered. What goes wrong on the way:
 
 from collections.abc import Iterable, Sequence
 
-from engine.core.errors import NoWorkerError, ServiceError
+from engine.core.errors import LateError, NoWorkerError, ServiceError
 from engine.core.ingress.cluster_view import ClusterView, ModelFacts, Timeouts
 from engine.core.ingress.entry import Entry
 from engine.core.ingress.generation import Generation
@@ -50,6 +50,7 @@ from engine.core.types import (
     BlockHash,
     Ended,
     FirstToken,
+    Late,
     Membership,
     PromptEvent,
     TokenEvent,
@@ -154,13 +155,17 @@ class Dispatch:
     # The manager's answers
 
     @stimulus
-    def admitted(self, request_id: str, attempt: int, admission: Admission | None, now: float) -> list[Instruction]:
-        """The manager has placed an attempt, or has no worker for it."""
+    def admitted(
+        self, request_id: str, attempt: int, admission: Admission | Late | None, now: float
+    ) -> list[Instruction]:
+        """The manager has placed an attempt, has no worker for it, or refuses it."""
         self._view.manager_answered(now)
         entry = self._current(request_id, attempt)
         if entry is None:  # Its end may have been settled before it was admitted.
             self._outbox.ended.append(Ended(request_id, attempt))
             return []
+        if isinstance(admission, Late):
+            return self._fail(entry, LateError(admission.predicted_s, admission.objective_s))
         return self._place(entry, admission, now)
 
     @stimulus

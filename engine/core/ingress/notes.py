@@ -17,6 +17,7 @@ from engine.core.types import (
     Assignment,
     CacheHints,
     Ended,
+    Late,
     Membership,
     Objectives,
     PromptEvent,
@@ -156,6 +157,7 @@ def _facts_of(event: PromptEvent | TokenEvent) -> tuple[object, ...]:
 NOTES = Notes(
     {
         Admission: _note_of_admission,
+        Late: as_it_is,
         AdmitRequest: _note_of_request,
         Assignment: _note_of_assignment,
         Ended: _note_of_ended,

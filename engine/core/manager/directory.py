@@ -28,6 +28,7 @@ from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
 from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
 from engine.core.manager.integrity import check_records
+from engine.core.manager.lateness import check_in_time
 from engine.core.manager.links import Links
 from engine.core.manager.matching import demand_of, match, sources_of
 from engine.core.manager.peers import PeerCosts
@@ -322,6 +323,7 @@ class Directory(SegmentEvents):
 
         Raises:
             NoWorkerError: no worker is registered; nothing has changed.
+            LateError: the request is to be refused rather than late, and all workers would be; nothing has changed.
         """
         if not self.workers:
             raise NoWorkerError("no worker is ready")
@@ -331,6 +333,8 @@ class Directory(SegmentEvents):
         records = self._blocks.find(request.hashes)
         demand, candidates = self._options(request, records)
         placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
+        if request.attempt == 0:
+            check_in_time(placement, demand.objectives)
         self._explanations.record(request, records, placement, self.workers)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
