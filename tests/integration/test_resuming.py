@@ -42,7 +42,12 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "paint",
-        "parameters": {"type": "object", "properties": {"colours": COLOURS}, "required": ["colours"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"colours": COLOURS},
+            "required": ["colours"],
+            "additionalProperties": False,
+        },
     },
 }
 
