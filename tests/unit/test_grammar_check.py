@@ -54,7 +54,7 @@ def test_valid_grammars(kind: GrammarKind, source: object) -> None:
 
 
 def follows(kind: GrammarKind, source: object, text: str) -> bool:
-    """Whether the grammar allows a text, byte by byte."""
+    """True if the grammar allows a text, byte by byte."""
     tokenizer = LLTokenizer("byte")
     token_ids = tokenizer.tokenize_str(text)
     matcher = LLMatcher(tokenizer, llguidance_source(grammar(kind, source)))

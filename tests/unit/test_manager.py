@@ -216,6 +216,21 @@ def test_a_request_that_would_be_late_is_refused_if_it_asks_for_that() -> None:
     asyncio.run(play())
 
 
+def test_a_request_is_refused_only_if_every_worker_would_be_late() -> None:
+    async def play() -> None:
+        manager = make_manager()
+        await register(manager, "a")
+        await register(manager, "b")
+        objectives = Objectives(ttft_s=1.0, refuse_late=True)
+        for busy, answer in (("long1", Admission), ("long2", Late)):
+            [taken] = await manager.admit([AdmitRequest(busy, 0, (), 50_000)])
+            [found] = await manager.admit([AdmitRequest(f"after {busy}", 0, (), 5, objectives=objectives)])
+            assert isinstance(taken, Admission) and isinstance(found, answer)
+            assert isinstance(found, Late) or found.prefill != taken.prefill
+
+    asyncio.run(play())
+
+
 def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.1)
 
