@@ -47,6 +47,7 @@ from engine.api.prompts import Message
 from engine.api.reasoning import ReasoningFields
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, HttpFields
 from engine.api.schema_words import Schema, bounds, default, resolve, type_of
+from engine.api.scoring import ScoringFields
 from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
 from engine.api.tools import ToolFields
 from engine.api.validation import Only
@@ -184,6 +185,8 @@ def http_page() -> str:
         _model_table(ConversationsRequest, without=()),
         "## `POST /v1/embeddings`",
         _model_table(EmbeddingsRequest, without=()),
+        "## `POST /generative_scoring` and `POST /v1/score`",
+        _model_table(ScoringFields, without=()),
         "## `POST /v1/batches`",
         _model_table(BatchRequest, without=()),
         "## `POST /v1/messages`",

@@ -121,7 +121,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = error.detail
     if request.url.path in UNSUPPORTED_ROUTES:
-        detail = "This server ranks no texts; compare vectors of /v1/embeddings instead"
+        detail = "This server has no model for ranking texts; use /v1/score or compare vectors of /v1/embeddings"
     wrapped = RequestError(f"{request.method} {request.url.path}: {detail}.")
     wrapped.status = error.status_code
     wrapped.code = HTTPStatus(error.status_code).name.lower()
@@ -311,6 +311,16 @@ class Ingress:
     async def embeddings(self, request: Request) -> Response:
         """One vector for each input, pooled from the hidden states of the served model."""
         return await self._respond(request, "embeddings")
+
+    @app.post("/generative_scoring")
+    async def generative_scoring(self, request: Request) -> Response:
+        """For each item the probability of the first label as the next token behind query and item; as at vLLM."""
+        return await self._respond(request, "generative_scoring")
+
+    @app.post("/v1/score")
+    async def score(self, request: Request) -> Response:
+        """For each item the probabilities of all labels as the next token behind query and item; as at SGLang."""
+        return await self._respond(request, "score")
 
     @app.get("/v1/models")
     async def models(self) -> Response:

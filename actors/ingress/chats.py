@@ -86,7 +86,7 @@ class Chats:
             prompt = await asyncio.to_thread(work) if is_long else work()
         goes_on_by_ids = spec.store or (spec.turn is not None and spec.turn.is_stored)
         is_plain = spec.chat_end is ChatEnd.ANSWER and not (
-            goes_on_by_ids or spec.continued or spec.truncation or spec.template.source
+            goes_on_by_ids or spec.continued or spec.given_prompt or spec.truncation or spec.template.source
         )
         return Chat(
             messages=spec.messages,

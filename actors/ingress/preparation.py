@@ -38,8 +38,8 @@ from engine.core.types import NO_OBJECTIVES, BlockHash, CacheHints, CacheMark, C
 
 MARKED_PRIORITY = 1
 """`cache_priority` of the KV before a mark, unless the request has a higher one."""
-EMBEDDED_AT_ONCE = 64
-"""Inputs of one request for embeddings that run at a time: some full steps of an engine."""
+INPUTS_AT_ONCE = 64
+"""Inputs of one request for embeddings or scores that run at a time: some full steps of an engine."""
 LINES_AT_ONCE = 64
 """Lines of batches that find room beside each other, however many inputs for embeddings each has."""
 LINE_PRIORITY = 2**63 - 1
@@ -85,10 +85,10 @@ def _request_id(spec: GenerationSpec, name: str | None, unique: str) -> str:
 
 
 def _num_permits(spec: GenerationSpec, most: int) -> int:
-    """Answers of a request that run at a time; of embeddings at most `most`, and one in any case."""
-    if spec.embedding is None:
+    """Answers of a request that run at a time; of inputs at most `most`, and one in any case."""
+    if not spec.has_inputs:
         return spec.num_choices
-    return max(1, min(spec.num_choices, EMBEDDED_AT_ONCE, most))
+    return max(1, min(spec.num_choices, INPUTS_AT_ONCE, most))
 
 
 def _hand_out(permits: list[Permit], answers: Sequence[Answer]) -> None:

@@ -336,12 +336,22 @@ class Reader:
 
     def _encode_chat(self, spec: GenerationSpec) -> EncodedText:
         """Encode the prompt of a chat; `actors.ingress.chats` puts in answers that the client names by their ids."""
-        chat = self._chat_ids(spec, self._facts.model.max_model_len)
+        if spec.given_prompt is None:
+            chat = self._chat_ids(spec, self._facts.model.max_model_len)
+        else:
+            chat = self._given(spec.given_prompt, self._facts.model.max_model_len)
         if spec.truncation is not None:
             kept = spec.truncation.applied(chat.token_ids, spec, self._facts.model.max_model_len)
             chat = EncodedText(chat.text, kept, borders=())
         max_tokens_for(spec, len(chat.token_ids), self._facts.model.max_model_len)
         return replace(chat, token_ids=array("I", chat.token_ids))
+
+    def _given(self, token_ids: Sequence[int], limit: int) -> EncodedText:
+        """The prompt of a chat whose ids the client gives, with the text of its last `limit` tokens. Raises
+        RequestError for ids outside the vocabulary."""
+        require_token_ids(token_ids, self._facts.model.vocab_size, "input_ids")
+        text = self._tokenizer.decode(token_ids[-limit:], skip_special_tokens=False)
+        return EncodedText(text, token_ids, borders=())
 
     def _chat_ids(self, spec: GenerationSpec, limit: int) -> EncodedText:
         """The prompt of a chat of at most `limit` tokens, unless it is truncated later."""

@@ -15,6 +15,7 @@ from engine.api.embeddings import EmbedResponse, embeddings_body
 from engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
 from engine.api.logprobs import CompletionLogprobs, TokenBytes, chat_logprobs, prompt_logprobs
 from engine.api.responses import Choice, Json, response_body, total_usage
+from engine.api.scoring import scores, scores_body
 from engine.api.spec import GenerationSpec
 from engine.api.stream import DONE, ChunkWriter, usage_event
 from engine.api.wire import OPENAI, WireFormat
@@ -53,7 +54,7 @@ class Rendering:
 
     async def body(self, job: Job) -> bytes:
         """The HTTP response of a finished job."""
-        if job.spec.num_prompt_logprobs is None and job.spec.embedding is None:
+        if job.spec.num_prompt_logprobs is None and not job.spec.has_inputs:
             return self._body(job)
         # Rendering a long prompt's log-probabilities, or many vectors, takes long enough to be felt by others' streams.
         return await asyncio.to_thread(self._body, job)
@@ -88,6 +89,9 @@ class Rendering:
             use = job.spec.embedding
             vectors = [shown(embedding_of(state, use), use) for state in job.pooled()]
             return embeddings_body(job.head, vectors, job.usage())
+        if job.spec.scoring is not None:
+            found = [scores(job.spec.scoring, answer.logprobs[0]) for answer in job.answers]
+            return scores_body(job.head, job.spec.scoring.form, found, job.usage())
         choices = [self.choice(job.spec, answer, index) for index, answer in enumerate(job.chosen())]
         return response_body(job.head, choices, job.usage())
 

@@ -15,7 +15,7 @@ from engine.api.validation import parse_body, request_error
 from engine.core.errors import RequestError
 
 MAX_CONVERSATIONS = 128
-FOR_ONE_CHAT = ("stream", "tools", "prompt_logprobs")
+FOR_ONE_CHAT = ("stream", "tools", "prompt_logprobs", "input_ids", "kv_transfer_params")
 """Fields of chats whose values have no place in the answer to several."""
 
 
@@ -26,7 +26,7 @@ class ConversationsRequest(BaseModel):
 
     messages: Annotated[list[Messages], Field(min_length=1, max_length=MAX_CONVERSATIONS), FailFast()] = Field(
         description="Conversations, each a list of messages. Other fields are those of ChatCompletionRequest, for all "
-        "conversations; `stream`, `tools`, `prompt_logprobs` and `n` above 1 are refused."
+        "conversations; `stream`, `tools`, `prompt_logprobs`, `input_ids` and `n` above 1 are refused."
     )
 
 

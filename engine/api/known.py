@@ -106,7 +106,6 @@ class KnownChatFields(StrictModel):
     mm_processor_kwargs: UnlessEmpty = None
 
     # SGLang
-    input_ids: Unsupported = None
     task: Unsupported = None
     reasoning: UnlessEmpty = None
     stream_reasoning: EitherWay = None

@@ -91,9 +91,24 @@ def _parse_token_ids(value: object) -> tuple[int, ...]:
     raise problem(f"must be a list of token ids, got {describe(value)}")
 
 
+def _parse_given(value: object) -> tuple[int, ...]:
+    """Token ids, at least one."""
+    token_ids = _parse_token_ids(value)
+    if not token_ids:
+        raise problem("must not be empty")
+    return token_ids
+
+
 TokenIds = Annotated[
     Sequence[int],
     PlainValidator(_parse_token_ids, json_schema_input_type=list[_Id]),
+    PlainSerializer(list, return_type=list[int]),
+]
+
+
+GivenPrompt = Annotated[
+    Sequence[int],
+    PlainValidator(_parse_given, json_schema_input_type=_Ids),
     PlainSerializer(list, return_type=list[int]),
 ]
 

@@ -4,17 +4,27 @@ A field is supported, or harmless and ignored, or refused by name: nothing that 
 silently. Beside OpenAI's fields some of vLLM's are supported, under vLLM's names; `engine.api.known` has the others.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from engine.api.fields import ChatFields, RequestId, SamplingFields, build_spec
-from engine.api.known import KnownChatFields, KnownCompletionFields, KnownFields
-from engine.api.prompts import Label, Message, Prompts, TextPart, chat_end, few_messages, join_content, require_unicode
+from engine.api.known import KnownChatFields, KnownCompletionFields, KnownFields, UnlessEmpty, UnlessFalse, Unsupported
+from engine.api.prompts import (
+    GivenPrompt,
+    Label,
+    Message,
+    Prompts,
+    TextPart,
+    chat_end,
+    few_messages,
+    join_content,
+    require_unicode,
+)
 from engine.api.reasoning import ReasoningFields
 from engine.api.spec import GenerationSpec
 from engine.api.tools import ToolFields
-from engine.api.validation import INTEGRAL, StrictModel, parse_body
+from engine.api.validation import INTEGRAL, StrictModel, only, parse_body
 from engine.core.errors import RequestError
 from engine.core.types import ChatEnd
 
@@ -151,6 +161,22 @@ class Prediction(StrictModel):
     )
 
 
+class TransferParameters(StrictModel):
+    """vLLM's word to a server that goes on with another one's prompt. KV moves by itself here, so that there is nothing
+    to say but the prompt's ids."""
+
+    prompt_token_ids: GivenPrompt | None = Field(default=None, description="As `input_ids`.")
+
+    do_remote_prefill: UnlessFalse = None
+    do_remote_decode: UnlessFalse = None
+    remote_engine_id: Unsupported = None
+    remote_request_id: Unsupported = None
+    remote_block_ids: UnlessEmpty = None
+    remote_host: Unsupported = None
+    remote_port: Unsupported = None
+    tp_size: Annotated[Any, only(1)] = None
+
+
 class ChatCompletionRequest(HttpFields, ChatFields, ToolFields, ReasoningFields, KnownChatFields):
     """Body of `/v1/chat/completions`."""
 
@@ -172,6 +198,14 @@ class ChatCompletionRequest(HttpFields, ChatFields, ToolFields, ReasoningFields,
         default=None, description="The answer begins with the last message's text where that is of the answer's role."
     )
 
+    input_ids: GivenPrompt | None = Field(
+        default=None,
+        description="Ids of the whole prompt, in place of what the messages would be rendered to: where a router has "
+        "tokenized the chat before.",
+    )
+    kv_transfer_params: TransferParameters | None = Field(
+        default=None, description="As at vLLM; `prompt_token_ids` is another name of `input_ids`."
+    )
     prediction: Prediction | None = Field(
         default=None,
         description="A guess of the answer, such as a file before an edit: makes the answer quicker where drafts are "
@@ -193,6 +227,24 @@ class ChatCompletionRequest(HttpFields, ChatFields, ToolFields, ReasoningFields,
             )
         return end
 
+    def given_prompt(self) -> tuple[int, ...] | None:
+        """The prompt's ids where they are given. Raises RequestError where fields contradict."""
+        forwarded = None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
+        given = self.input_ids if forwarded is None else forwarded
+        if given is None:
+            return None
+        if self.input_ids is not None and tuple(self.input_ids) != tuple(given):
+            raise RequestError(
+                "'input_ids' and 'kv_transfer_params.prompt_token_ids' differ; give one of them.", param="input_ids"
+            )
+        if self.store or any(message.is_continued for message in self.messages):
+            name = "store" if self.store else "messages"
+            raise RequestError(
+                "'input_ids' is not supported together with 'store', or with messages that have 'id' or 'token_ids'.",
+                param=name,
+            )
+        return tuple(given)
+
     def spec(self) -> GenerationSpec:
         """The request in normal form."""
         if self.top_logprobs and not self.logprobs:
@@ -203,6 +255,7 @@ class ChatCompletionRequest(HttpFields, ChatFields, ToolFields, ReasoningFields,
             kind="chat",
             model=self.model,
             messages=self.messages,
+            given_prompt=self.given_prompt(),
             tools=self.tool_use(),
             reasoning=self.reasoning_use(),
             max_tokens=self.token_limit(),

@@ -63,6 +63,36 @@ class EmbeddingList(Shape):
     usage: Usage = Field(description="Tokens of all inputs.")
 
 
+class Score(Shape):
+    """The score of one item."""
+
+    object: Literal["score"] = Field(description="Kind of object.")
+    index: int = Field(description="Number of the item, from 0.")
+    score: float = Field(description="Probability of the first label.")
+
+
+class ScoreList(Shape):
+    """Response of `/generative_scoring`."""
+
+    id: str = Field(description="Name of the request.")
+    object: Literal["list"] = Field(description="Kind of object.")
+    created: int = Field(description="Seconds since 1970.")
+    model: str = Field(description="Name of the served model.")
+    data: list[Score] = Field(description="One for each item, in their order.")
+    usage: Usage = Field(description="Tokens of all prompts, and one completion token for each.")
+
+
+class LabelScores(Shape):
+    """Response of `/v1/score`."""
+
+    id: str = Field(description="Name of the request.")
+    object: Literal["scoring"] = Field(description="Kind of object.")
+    created: int = Field(description="Seconds since 1970.")
+    model: str = Field(description="Name of the served model.")
+    scores: list[list[float]] = Field(description="For each item the probability of each label, in their order.")
+    usage: Usage = Field(description="Tokens of all prompts.")
+
+
 class TokenLogprob(Shape):
     """A token with its log-probability."""
 

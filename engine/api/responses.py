@@ -20,6 +20,7 @@ Json: TypeAlias = dict[str, object]
 
 ID_PREFIXES = {
     "embedding": "embd-",
+    "scoring": "generative-scoring-",
     "completion": "cmpl-",
     "chat": "chatcmpl-",
     "messages": "msg_",
@@ -54,8 +55,11 @@ class ResponseHead:
 
 def response_id(spec: GenerationSpec, request_id: str) -> str:
     """`request_id` with the prefix of its API."""
-    kind = spec.kind if spec.embedding is None else "embedding"
-    return ID_PREFIXES[kind if spec.api == "openai" else spec.api] + request_id
+    if spec.embedding is not None:
+        return ID_PREFIXES["embedding"] + request_id
+    if spec.scoring is not None:
+        return ID_PREFIXES["scoring"] + request_id
+    return ID_PREFIXES[spec.kind if spec.api == "openai" else spec.api] + request_id
 
 
 def system_fingerprint(root: BlockHash | None) -> str | None:

@@ -9,11 +9,22 @@ from engine.api.anthropic.requests import parse_count, parse_messages
 from engine.api.embeddings import EmbeddingsRequest, parse_embeddings
 from engine.api.openai_responses.requests import parse_responses
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
+from engine.api.scoring import parse_generative_scoring, parse_score
 from engine.api.spec import GenerationSpec
 from engine.api.validation import LenientModel, parse_body
 from engine.core.errors import RequestError
 
-Route: TypeAlias = Literal["completion", "chat", "messages", "count_tokens", "responses", "embeddings", "invocation"]
+Route: TypeAlias = Literal[
+    "completion",
+    "chat",
+    "messages",
+    "count_tokens",
+    "responses",
+    "embeddings",
+    "generative_scoring",
+    "score",
+    "invocation",
+]
 
 
 class Invocation(RootModel[ChatCompletionRequest | CompletionRequest | EmbeddingsRequest]):
@@ -50,6 +61,8 @@ _PARSERS: Mapping[Route, Callable[[bytes], GenerationSpec]] = {
     "count_tokens": parse_count,
     "responses": parse_responses,
     "embeddings": parse_embeddings,
+    "generative_scoring": parse_generative_scoring,
+    "score": parse_score,
     "invocation": parse_invocation,
 }
 

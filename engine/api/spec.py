@@ -149,6 +149,20 @@ class EmbeddingUse:
             )
 
 
+ScoreForm: TypeAlias = Literal["generative_scoring", "score"]
+"""Route whose form the scores of labels have."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelScoring:
+    """Tokens whose probabilities behind each prompt are asked for."""
+
+    form: ScoreForm
+    labels: tuple[int, ...]
+    is_relative: bool
+    """Probabilities among the labels alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningUse:
     """Wishes for the reasoning before an answer, where the model writes any."""
@@ -182,6 +196,8 @@ class GenerationSpec:
     messages: tuple[ChatMessage, ...] = ()
     continued: tuple[ContinuedAnswer, ...] = ()
     """Messages that stand in the prompt as token ids."""
+    given_prompt: tuple[int, ...] | None = None
+    """Ids of a chat's prompt, in place of what its messages would be rendered to."""
     template: ChatTemplate = MODEL_TEMPLATE
     """Template that renders the messages."""
     text_if_missing: bool = False
@@ -193,6 +209,8 @@ class GenerationSpec:
     """Each answer gets a reference by which a later chat can go on from its token ids."""
     embedding: EmbeddingUse | None = None
     """The answers are embeddings of the prompts; None: they are generated."""
+    scoring: LabelScoring | None = None
+    """The answers are scores of labels."""
     n: int = 1
     """Choices per prompt."""
     best_of: int | None = None
@@ -275,10 +293,17 @@ class GenerationSpec:
         return self.echo and self.kind == "completion"
 
     @property
+    def has_inputs(self) -> bool:
+        """True for a request of many inputs with short answers, of which some run at a time."""
+        return self.embedding is not None or self.scoring is not None
+
+    @property
     def prompt_param(self) -> str:
         """Name of the request's field with the prompt, for error messages."""
         if self.turn is not None or self.embedding is not None:
             return "input"
+        if self.scoring is not None:
+            return "items"
         return "messages" if self.kind == "chat" else "prompt"
 
     @property
@@ -311,7 +336,7 @@ def sampling_params(
     seed, index = (default_seed, choice) if spec.seed is None else (spec.seed, choice % spec.num_samples)
     own_stops = () if spec.ignore_eos else tuple(sorted(eos_token_ids))
     stops = tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids)))
-    _require_ids(asked, vocab_size)
+    _require_ids(asked, vocab_size, "logprob_token_ids" if spec.scoring is None else "label_token_ids")
     _require_possible(spec, max_tokens, vocab_size, stops)
     return replace(
         asked,
@@ -323,12 +348,12 @@ def sampling_params(
     )
 
 
-def _require_ids(asked: SamplingParams, vocab_size: int) -> None:
-    """Raise RequestError for ids outside the vocabulary."""
+def _require_ids(asked: SamplingParams, vocab_size: int, labels_param: str) -> None:
+    """Raise RequestError for ids outside the vocabulary. `labels_param`: the field with `logprob_token_ids`."""
     require_token_ids(asked.stop_token_ids, vocab_size, "stop_token_ids")
     require_token_ids([token for token, _ in asked.logit_bias], vocab_size, "logit_bias")
     require_token_ids(asked.allowed_token_ids or (), vocab_size, "allowed_token_ids")
-    require_token_ids(asked.logprob_token_ids, vocab_size, "logprob_token_ids")
+    require_token_ids(asked.logprob_token_ids, vocab_size, labels_param)
 
 
 def _require_possible(spec: GenerationSpec, max_tokens: int, vocab_size: int, stops: Collection[int]) -> None:

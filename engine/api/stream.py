@@ -103,17 +103,15 @@ class ChunkWriter:
         stop_reason: str | int | None = None,
         message_id: str | None = None,
     ) -> bytes:
-        """Events for the choice's last text, if any, and its end, with the `id` of a chat's message if there is one.
-        Raises ValueError for an abort or error."""
+        """The event with the choice's last text, if any, and its end, with the `id` of a chat's message if there is
+        one. Raises ValueError for an abort or error."""
         end: Json = {"finish_reason": wire_finish_reason(reason), "stop_reason": stop_reason}
         if not self._is_chat:
             return self._chunk(text, token_ids, logprobs, end, None)
-        last = b""
-        if text:
-            last = self.event(text, token_ids=token_ids, logprobs=logprobs)
-            token_ids, logprobs = None if token_ids is None else (), None
         delta: Json = {} if message_id is None else {"id": message_id}
-        return last + self._render(delta, token_ids, logprobs, end, None)
+        if text:
+            delta["content"] = text
+        return self._render(delta, token_ids, logprobs, end, None)
 
     def _chunk(
         self,

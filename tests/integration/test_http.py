@@ -495,3 +495,17 @@ def test_the_asynchronous_client_streams_many_at_once(client: openai.OpenAI, ser
     prompts = [f"{number} rivers flow" for number in range(2, 10)]
     together = asyncio.run(_answers(f"{server.url}/v1", prompts))
     assert together == [greedy(client, prompt, max_tokens=12).text for prompt in prompts]
+
+
+def test_a_chat_with_given_ids_answers_as_the_chat_that_they_came_from(server: Server) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 8}
+    asked = {**body, "temperature": 0, "return_token_ids": True}
+    status, _, data = server.request("POST", "/v1/chat/completions", asked)
+    assert status == 200
+    first = json.loads(data)
+    other = [{"role": "user", "content": "Something else."}]
+    again = {**asked, "messages": other, "input_ids": first["prompt_token_ids"]}
+    status, _, data = server.request("POST", "/v1/chat/completions", again)
+    assert status == 200
+    assert json.loads(data)["prompt_token_ids"] == first["prompt_token_ids"]
+    assert json.loads(data)["choices"][0]["message"] == first["choices"][0]["message"]

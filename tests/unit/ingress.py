@@ -156,6 +156,8 @@ class FakeReader(RequestReader):
             self.check_model(spec.model)
         if spec.is_unresolved:
             return Reading(spec)
+        if spec.given_prompt is not None:
+            return self._real().read(spec)
         if spec.kind == "chat":
             return self._read_chat(spec)
         return Reading(spec, tuple(map(self._ids, spec.prompts)))
@@ -182,13 +184,16 @@ class FakeReader(RequestReader):
         return [await self.read(spec, 0) for spec in parse_conversations(conversations.body)]
 
     async def tokens(self, request: TokenRequest) -> bytes:
-        facts = ReadingFacts(ServedModel(MODEL, CONTEXT, VOCAB), Path(), special_tokens_in_messages=False)
-        reader = Reader(facts, self._tokenizer)
+        reader = self._real()
         return reader.tokenize(request.body) if request.route == "tokenize" else reader.detokenize(request.body)
 
     async def next_turn(self, turn: NextTurn, size: int) -> Sequence[int]:
         self.next_turns.append(turn)
         return ()
+
+    def _real(self) -> Reader:
+        facts = ReadingFacts(ServedModel(MODEL, CONTEXT, VOCAB), Path(), special_tokens_in_messages=False)
+        return Reader(facts, self._tokenizer)
 
     def _ids(self, prompt: Prompt) -> Any:
         return tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
@@ -260,7 +265,9 @@ class FakeDispatcher(Dispatcher):
             token_id, finish = None, FinishReason.LENGTH
         elif position + 1 == sampling.max_tokens:
             finish = FinishReason.LENGTH
-        logprobs = None if sampling.logprobs is None or token_id is None else scored(token_id)
+        logprobs = (
+            None if sampling.logprobs is None or token_id is None else scored(token_id, sampling.logprob_token_ids)
+        )
         pooled = None if sampling.pooling is None else state_of(generation.prompt)
         event = TokenEvent(
             generation.request_id, 0, position, token_id, finish, logprobs, cached_tokens=2, pooled=pooled
@@ -273,8 +280,10 @@ def state_of(prompt: Sequence[int]) -> bytes:
     return pack("<2f", len(prompt), prompt[0])
 
 
-def scored(token_id: int) -> TokenLogprobs:
-    return TokenLogprobs(-0.5, (token_id, token_id - 1), (-0.5, -1.5), 1)
+def scored(token_id: int, named: Sequence[int] = ()) -> TokenLogprobs:
+    """Log-probabilities of the token and the one before it, or of the `named` ones."""
+    top = tuple(named) or (token_id, token_id - 1)
+    return TokenLogprobs(-0.5, top, tuple(-0.5 - number for number in range(len(top))), 1)
 
 
 OWN_METRICS = (Family("raydix_requests", "counter", "Requests.", {(("tenant", "a"),): 3.0}),)

@@ -182,15 +182,14 @@ def test_chat_stream() -> None:
         {"content": "日"},
         {"content": ""},
         {"content": "!"},
-        {},
     ]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [*[None] * 5, "stop"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [*[None] * 4, "stop"]
     assert {chunk["choices"][0]["index"] for chunk in chunks[:-1]} == {1}
-    assert [chunk["usage"] for chunk in chunks] == [*[None] * 6, USAGE_OBJECT]
+    assert [chunk["usage"] for chunk in chunks] == [*[None] * 5, USAGE_OBJECT]
     assert chunks[-1]["choices"] == []
     assert chunks[0]["prompt_token_ids"] == [7, 8]
     ids = [chunk["choices"][0].get("token_ids") for chunk in chunks[:-1]]
-    assert ids == [None, None, [2, 3], [5], [4], []]
+    assert ids == [None, None, [2, 3], [5], [4]]
     assert parsed[3].choices[0].logprobs is not None
 
 
@@ -199,8 +198,8 @@ def test_the_id_of_a_chat_s_message() -> None:
     messages = [choice["message"] for choice in json.loads(response_body(CHAT, choices, USAGE))["choices"]]
     assert messages[0]["id"] == "raydix-1"
     assert "id" not in messages[1]
-    *_, last = events(ChunkWriter(CHAT).finish(FinishReason.STOP, "!", message_id="raydix-1"))
-    assert last["choices"][0]["delta"] == {"id": "raydix-1"}
+    [last] = events(ChunkWriter(CHAT).finish(FinishReason.STOP, "!", message_id="raydix-1"))
+    assert last["choices"][0]["delta"] == {"id": "raydix-1", "content": "!"}
     assert ChatCompletionChunk.model_validate(last).choices[0].delta.model_extra == {"id": "raydix-1"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from ray import serve
 
 from actors.ingress.app import CLIENT_CLOSED_REQUEST, app
-from actors.ingress.preparation import EMBEDDED_AT_ONCE, LINE_PRIORITY, LINES_AT_ONCE
+from actors.ingress.preparation import INPUTS_AT_ONCE, LINE_PRIORITY, LINES_AT_ONCE
 from engine.api.embeddings import EmbedResponse
 from engine.core.ingress.generation import Generation
 from engine.core.tenants import EVERYONE, Tenant, salt_of
@@ -96,9 +96,9 @@ def test_more_inputs_than_are_accepted_at_a_time_run_one_after_the_other(served:
     assert replica.room.num_held == 0
 
 
-@pytest.mark.parametrize(("tenant", "num_held"), [(EVERYONE, EMBEDDED_AT_ONCE), (Tenant("a", max_requests=2), 2)])
+@pytest.mark.parametrize(("tenant", "num_held"), [(EVERYONE, INPUTS_AT_ONCE), (Tenant("a", max_requests=2), 2)])
 def test_a_body_takes_only_some_places(served: Served, tenant: Tenant, num_held: int) -> None:
-    replica = Replica(max_requests=EMBEDDED_AT_ONCE + 10)
+    replica = Replica(max_requests=INPUTS_AT_ONCE + 10)
 
     async def run() -> tuple[int, int]:
         job = await replica.frontend.prepare("embeddings", orjson.dumps({"input": ["x"] * 100}), tenant)
@@ -169,9 +169,9 @@ def test_the_python_handle(served: Served) -> None:
     assert response.usage.prompt_tokens == 5
 
 
-@pytest.mark.parametrize("path", ["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"])
+@pytest.mark.parametrize("path", ["/score", "/rerank", "/v1/rerank", "/v2/rerank"])
 def test_ranking_is_refused_by_name(served: Served, path: str) -> None:
     reply = served(Replica(), post(path))
     assert reply.status == 404
-    assert "ranks no texts" in reply.json["error"]["message"]
+    assert "no model for ranking" in reply.json["error"]["message"]
     assert PATH in reply.json["error"]["message"]

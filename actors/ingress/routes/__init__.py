@@ -2,5 +2,5 @@
 
 OPEN_ROUTES = {"/health", "/ping", "/version", "/openapi.json", "/docs"}
 """Routes that need no API key."""
-UNSUPPORTED_ROUTES = {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
+UNSUPPORTED_ROUTES = {"/score", "/rerank", "/v1/rerank", "/v2/rerank"}
 """Routes of other servers for ranking texts, which clients may look for here."""

@@ -41,13 +41,16 @@ from engine.api.response_models import (
     EmbeddingList,
     Invoked,
     InvokedEvent,
+    LabelScores,
     Model,
     ModelList,
+    ScoreList,
     Tokenized,
     TokenizerInfo,
 )
 from engine.api.responses import Json
 from engine.api.routes import Invocation
+from engine.api.scoring import GenerativeScoringRequest, ScoreRequest
 from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
 from engine.core.errors import (
     AnswerChangedError,
@@ -148,6 +151,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         errors=STREAMED,
     ),
     ("post", "/v1/embeddings"): Operation(EmbeddingList, body=EmbeddingsRequest, parameters=NAMES, errors=GENERATION),
+    ("post", "/generative_scoring"): Operation(
+        ScoreList, body=GenerativeScoringRequest, parameters=NAMES, errors=GENERATION
+    ),
+    ("post", "/v1/score"): Operation(LabelScores, body=ScoreRequest, parameters=NAMES, errors=GENERATION),
     ("post", "/v1/responses"): Operation(
         ResponseObject,
         body=ResponsesRequest,

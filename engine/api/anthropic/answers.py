@@ -61,7 +61,7 @@ class MessageWriter:
         return orjson.dumps(self._message(content, self._stop(choice, usage), usage))
 
     def first(self, usage: Usage) -> bytes:
-        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage.of_prompt)
         return _event({"type": "message_start", "message": message}) + PING
 
     def piece(self, piece: Piece) -> bytes:

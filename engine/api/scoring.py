@@ -1,0 +1,142 @@
+"""Bodies of `/generative_scoring` and `/v1/score`: how likely each of some tokens is behind a text.
+
+A prompt is the query with one item. Its scores are the probabilities of the label tokens as its next token: "Is this
+about sport? " with "Goal in the last minute. Answer:" and the ids of " yes" and " no". Both routes compute the same.
+`/generative_scoring` answers in vLLM's form with the first label's probability, `/v1/score` in SGLang's with all.
+
+Query and item are joined before they are tokenized where they are texts, as the model would read them in one prompt;
+where they are token ids the ids are joined. All prompts of a request that begin with the query share its KV.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import exp, fsum
+from typing import Annotated, ClassVar
+
+import orjson
+from pydantic import Field
+
+from engine.api.fields import PromptFields, RequestId, TokenId
+from engine.api.known import Ignored, UnlessEmpty, Unsupported
+from engine.api.prompts import Inputs, Label, OnePrompt
+from engine.api.responses import Json, ResponseHead, Usage
+from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, LabelScoring, Prompt, ScoreForm
+from engine.api.validation import parse_body
+from engine.core.errors import RequestError
+from engine.core.types import TokenLogprobs
+
+MAX_LABELS = 128
+
+
+class ScoringFields(PromptFields):
+    """Fields of both routes."""
+
+    form: ClassVar[ScoreForm]
+    is_relative: ClassVar[bool]
+    """Value of `apply_softmax` where the request has none."""
+
+    query: OnePrompt = Field(description="A text or token ids, part of each prompt.")
+    items: Inputs = Field(description="A text, or a list of up to 2,048 texts or lists of token ids: a prompt each.")
+    label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LABELS)] = Field(
+        description="Tokens whose probabilities behind each prompt are the scores."
+    )
+    apply_softmax: bool | None = Field(
+        default=None,
+        description="Probabilities among the labels, whose sum is 1, instead of among all tokens; true at "
+        "`/generative_scoring`, false at `/v1/score`.",
+    )
+    item_first: bool | None = Field(default=None, description="The item stands before the query; false.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="A text gets the special tokens that the model wants around it; true."
+    )
+    model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
+    request_id: RequestId | None = Field(
+        default=None, description="Name of the request, in `id` and logs; it goes before the header `x-request-id`."
+    )
+
+    rid: Unsupported = None
+    lora_path: UnlessEmpty = None
+    metadata: Ignored = None
+
+    def spec(self) -> GenerationSpec:
+        """The request in normal form. Raises RequestError for texts beside token ids."""
+        labels = tuple(dict.fromkeys(self.label_token_ids))
+        return GenerationSpec(
+            kind="completion",
+            model=self.model,
+            prompts=tuple(self._joined(item) for item in self.items),
+            scoring=LabelScoring(
+                self.form,
+                tuple(self.label_token_ids),
+                self.is_relative if self.apply_softmax is None else self.apply_softmax,
+            ),
+            sampling=replace(DEFAULT_SAMPLING, temperature=0.0, logprobs=0, logprob_token_ids=labels),
+            max_tokens=1,
+            ignore_eos=True,
+            truncation=self.truncated_to(),
+            add_special_tokens=self.add_special_tokens is not False,
+            user=self.user or None,
+            session_id=self.session_id,
+            priority=self.priority or 0,
+            objectives=self.objectives(),
+            cache_salt=self.cache_salt,
+            cache_priority=self.cache_priority or 0,
+            cache_ttl_s=self.cache_ttl_s,
+            request_id=self.request_id,
+        )
+
+    def _joined(self, item: Prompt) -> Prompt:
+        first, second = (item, self.query) if self.item_first else (self.query, item)
+        if isinstance(first, str) and isinstance(second, str):
+            return first + second
+        if isinstance(first, str) or isinstance(second, str):
+            raise RequestError("'query' and 'items' must both be texts, or both be token ids.", param="items")
+        return (*first, *second)
+
+
+class GenerativeScoringRequest(ScoringFields):
+    """Body of `/generative_scoring`."""
+
+    form = "generative_scoring"
+    is_relative = True
+
+
+class ScoreRequest(ScoringFields):
+    """Body of `/v1/score`."""
+
+    form = "score"
+    is_relative = False
+
+
+def parse_generative_scoring(body: bytes) -> GenerationSpec:
+    """A body of `/generative_scoring` in normal form. Raises RequestError naming the field at fault."""
+    return parse_body(GenerativeScoringRequest, body).spec()
+
+
+def parse_score(body: bytes) -> GenerationSpec:
+    """A body of `/v1/score` in normal form. Raises RequestError naming the field at fault."""
+    return parse_body(ScoreRequest, body).spec()
+
+
+def scores(scoring: LabelScoring, at: TokenLogprobs) -> list[float]:
+    """Probabilities of the labels, in their order, from the log-probabilities of a prompt's next token."""
+    logprobs = dict(zip(at.top_ids, at.top_logprobs, strict=True))
+    if not scoring.is_relative:
+        return [exp(logprobs[label]) for label in scoring.labels]
+    highest = max(logprobs[label] for label in scoring.labels)
+    weights = {label: exp(logprobs[label] - highest) for label in scoring.labels}
+    total = fsum(weights.values())
+    return [weights[label] / total for label in scoring.labels]
+
+
+def scores_body(head: ResponseHead, form: ScoreForm, found: Sequence[Sequence[float]], usage: Usage) -> bytes:
+    """The response, with the scores of each item in their order. SGLang's form has no completion tokens: the one token
+    that each prompt takes to compute is in neither form's answer."""
+    own: Json
+    if form == "score":
+        usage = replace(usage, completion_tokens=0)
+        own = {"object": "scoring", "scores": found}
+    else:
+        data = [{"object": "score", "index": index, "score": of_item[0]} for index, of_item in enumerate(found)]
+        own = {"object": "list", "data": data}
+    return orjson.dumps({"id": head.id, "created": head.created, "model": head.model, **own, "usage": usage.object()})
