@@ -215,10 +215,10 @@ class SpeculationSection(_Section):
     an answer."""
 
     mode: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = Field(
-        default="off",
+        default="auto",
         description="auto: drafts from `sources`, as far as they make decoding quicker, where a row's "
         "bits do not depend on the number of rows: in bfloat16 on CPUs with our own product, and on GPUs with "
-        "model.deterministic.",
+        "model.deterministic. off: none.",
     )
     sources: tuple[DraftSource, ...] = Field(
         default=tuple(DraftSource),
@@ -226,7 +226,7 @@ class SpeculationSection(_Section):
         "same salt, on the same worker or to the same prompt on any (`cluster`), the `draft_model`, and tokens that a "
         "grammar forces.",
     )
-    depth: int = Field(default=8, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
+    depth: int = Field(default=15, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
     memory_mib: int = Field(
         default=64,
         ge=1,

@@ -38,7 +38,7 @@ class DraftModelSettings:
 class DraftLimits:
     """Bounds of the drafts of one worker."""
 
-    depth: int = 8
+    depth: int = 15
     """Tokens of one draft."""
     index_tokens: int = 1 << 18
     """Tokens that may be indexed, of all requests together, when another request begins to decode."""

@@ -106,7 +106,8 @@ def make_drafter(
         return None
     if not decoder.has_independent_rows:
         hint = "; with model.deterministic they do not" if decoder.device.type == "cuda" else ""
-        logger.warning("no drafts: the bits of a row of this model here depend on the number of rows%s", hint)
+        level = logging.INFO if limits.model is None else logging.WARNING
+        logger.log(level, "no drafts: the bits of a row of this model here depend on the number of rows%s", hint)
         return None
     return Drafter(limits, grammars, make_model())
 

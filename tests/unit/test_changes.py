@@ -43,7 +43,7 @@ CHANGED: dict[str, Any] = {
     f"workers.{ROLE}.device": "cuda",
     f"workers.{ROLE}.resources": {"rack": 1.0},
     f"workers.{ROLE}.label_selector": {"zone": "a"},
-    "speculation.mode": "auto",
+    "speculation.mode": "off",
     "speculation.sources": ["grammar"],
     "cache.label_selector": {"zone": "a"},
     "ingress.label_selector": {"zone": "a"},

@@ -191,16 +191,16 @@ def test_quantized_weights_are_for_cpus(tmp_path: Path) -> None:
     assert "model.quantization int8 is for CPUs, and a worker's device is cuda" in message
 
 
-def test_drafts_are_made_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_drafts_are_made_unless_they_are_off(tmp_path: Path) -> None:
     def limits(**speculation: Any) -> DraftLimits | None:
         config = load(tmp_path, {**MIXED, "speculation": speculation})
         return engine_settings(config, config.workers.sections["mixed"]).drafts
 
-    assert limits() is None and limits(mode="off") is None
+    assert limits() == limits(mode="auto") is not None and limits(mode="off") is None
     assert limits(mode=False) is None, "as YAML reads off"
     assert limits(mode="auto", depth=3, memory_mib=1) == DraftLimits(3, 6144, 2048)
     own = limits(mode="auto", memory_mib=1, sources=["request", "grammar"])
-    assert own == DraftLimits(8, 8192, 0, (DraftSource.REQUEST, DraftSource.GRAMMAR))
+    assert own == DraftLimits(15, 8192, 0, (DraftSource.REQUEST, DraftSource.GRAMMAR))
     with_cache = load(tmp_path, {**MIXED, "speculation": {"mode": "auto"}})
     without = with_cache.model_copy(update={"cache": with_cache.cache.model_copy(update={"prefix_caching": False})})
     found = engine_settings(without, without.workers.sections["mixed"]).drafts
@@ -210,7 +210,8 @@ def test_drafts_are_made_where_they_are_asked_for(tmp_path: Path) -> None:
     def memory(config: Config) -> int:
         return answer_bytes(manager_arguments(config))
 
-    assert (memory(without), memory(with_cache), memory(load(tmp_path, MIXED))) == (0, 16 << 20, 0)
+    off = load(tmp_path, {**MIXED, "speculation": {"mode": "off"}})
+    assert (memory(without), memory(with_cache), memory(off)) == (0, 16 << 20, 0)
     assert memory(load(tmp_path, {**MIXED, "speculation": {"mode": "auto", "sources": ["past"]}})) == 0
     assert memory(load(tmp_path, {**MIXED, "speculation": {"mode": "auto", "cluster_mib": 3}})) == 3 << 20
     assert "speculation.sources" in complaint(tmp_path, {**MIXED, "speculation": {"sources": ["dreams"]}})

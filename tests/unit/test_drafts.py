@@ -454,7 +454,7 @@ def test_a_long_prompt_is_indexed_over_several_steps(make_scheduler: MakeSchedul
     scheduler.learn_costs(CHEAP)
     block = list(range(100, 100 + INDEXED_PER_STEP + 10))
     request = repeating(scheduler, [*block, 1], block[:5])
-    drafter = Drafter(DraftLimits())
+    drafter = Drafter(DraftLimits(depth=8))
     assert drafter.propose(scheduler) == []
     assert request.suffixes is not None and request.suffixes.num_missing == 16
     [draft] = drafter.propose(scheduler)

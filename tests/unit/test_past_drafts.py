@@ -403,7 +403,7 @@ def test_a_reset_forgets_past_answers() -> None:
 
 def test_samples_of_one_prompt_draft_from_each_other() -> None:
     """The second one begins when the first one is under way, and catches up with the first one."""
-    engine = drafting_engine(DraftLimits(past_tokens=4_000, sources=(DraftSource.PAST,)))
+    engine = drafting_engine(DraftLimits(depth=8, past_tokens=4_000, sources=(DraftSource.PAST,)))
     engine.submit(asked("first"), 0.0)
     for _ in range(20):
         engine.step(0.0)
