@@ -52,6 +52,26 @@ def test_serve_restarts_what_it_must_and_reconfigures_the_rest(
     assert {name for name in new if new[name] != old[name]} == restarted, "what raydix deploy tells"
 
 
+def elastic(**section: Any) -> dict[str, Any]:
+    return {"workers": {"elastic": section}}
+
+
+def test_serve_may_set_the_number_of_elastic_workers_within_bounds() -> None:
+    built: Any = build_app(compose(Config.model_validate(elastic(max_replicas=3))), name="raydix")
+    scaling = {each.name: each._deployment_config.autoscaling_config for each in built.deployments}
+    assert scaling[MANAGER] is None and scaling[INGRESS] is None
+    assert (scaling["elastic"].min_replicas, scaling["elastic"].max_replicas) == (1, 3)
+    assert scaling["elastic"].initial_replicas is None, "a change of the bounds keeps the present number"
+    assert scaling["elastic"].policy.get_policy().__name__ == "number_of_workers"
+
+
+def test_a_fixed_number_and_bounds_change_into_each_other_without_a_restart() -> None:
+    fixed, bounds = serve_versions(**elastic(replicas=2)), serve_versions(**elastic(max_replicas=3, shrink_after_s=9))
+    assert not [name for name in fixed if fixed[name].requires_actor_restart(bounds[name])]
+    changed = {name for name in fixed if fixed[name].requires_actor_reconfigure(bounds[name])}
+    assert changed == {INGRESS, MANAGER}, "the manager knows the limits"
+
+
 def test_each_replica_gets_its_own_part() -> None:
     built: Any = build_app(compose(Config.model_validate(BASE)), name="raydix")
     arguments = {deployment.name: deployment.init_args for deployment in built.deployments}
