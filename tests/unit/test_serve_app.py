@@ -3,8 +3,12 @@
 from typing import Any
 
 import pytest
+from ray.serve._private.application_state import override_deployment_info
 from ray.serve._private.build_app import build_app
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve._private.version import DeploymentVersion
+from ray.serve.schema import ServeApplicationSchema
 
 from configs import Config
 from configs.sections import INGRESS, MANAGER
@@ -63,6 +67,24 @@ def test_serve_may_set_the_number_of_elastic_workers_within_bounds() -> None:
     assert (scaling["elastic"].min_replicas, scaling["elastic"].max_replicas) == (1, 3)
     assert scaling["elastic"].initial_replicas is None, "a change of the bounds keeps the present number"
     assert scaling["elastic"].policy.get_policy().__name__ == "number_of_workers"
+
+
+def test_a_serve_config_keeps_the_policy_of_the_code() -> None:
+    """As for `serve deploy` and KubeRay: the config names the deployment, and leaves its number out."""
+    built: Any = build_app(compose(Config.model_validate(elastic(max_replicas=3))), name="raydix")
+    [deployment] = [each for each in built.deployments if each.name == "elastic"]
+    with pytest.warns(DeprecationWarning, match="metrics_interval_s"):  # which nobody sees in the controller
+        sent = DeploymentConfig.from_proto_bytes(deployment._deployment_config.to_proto_bytes())
+        info = DeploymentInfo(sent, deployment._replica_config, start_time_ms=0, deployer_job_id="")
+        options = [{"name": "elastic", "placement_group_bundles": [{"CPU": 4}], "graceful_shutdown_timeout_s": 120}]
+        schema = ServeApplicationSchema.model_validate(
+            {"name": "raydix", "import_path": "serve_app:build", "deployments": options}
+        )
+        config = override_deployment_info({"elastic": info}, schema)["elastic"].deployment_config
+    scaling: Any = config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 3, 0.0)
+    assert scaling.policy.get_policy().__name__ == "number_of_workers"
+    assert config.graceful_shutdown_timeout_s == 120
 
 
 def test_a_fixed_number_and_bounds_change_into_each_other_without_a_restart() -> None:
