@@ -23,6 +23,7 @@ from ray.serve import Application
 from actors.host import CHECK_TIMEOUT_S, ActorHost
 from actors.hosted import MANAGER_CPUS
 from actors.ingress.app import Ingress
+from actors.scaling import scaled
 from configs import Config, load_config
 from configs.schema import CacheSection, WorkerSection
 from configs.sections import INGRESS, MANAGER, DeploymentPart, parts
@@ -90,7 +91,9 @@ def code_digest() -> str:
 def _with(deployment: Any, part: DeploymentPart) -> Any:
     """The deployment with its number of replicas, its values that change in place, and its version. Serve makes a
     version up where it is told none, and then restarts everything; there is no public way to tell one."""
-    live = deployment.options(num_replicas=part.num_replicas, user_config=part.live)
+    least, most = part.replicas
+    numbers = {"autoscaling_config": scaled(least, most)} if part.follows_load else {"num_replicas": least}
+    live = deployment.options(user_config=part.live, **numbers)
     return live.options(version=part.version(code_digest()), _internal=True)
 
 

@@ -11,6 +11,9 @@ calls the child directly.
   workers first.
 * The host dies: Ray ends its child, whose owner is gone, and Serve starts another host.
 
+Of elastic workers' hosts Serve asks every 2 s for the wanted number of workers (`actors.scaling`), which they have from
+the manager.
+
 Serve calls `reconfigure` once before a host counts as started, and then for each change of the deployment's
 `user_config`. The host keeps the new values for the next incarnation and hands them to the running child. A child that
 dies meanwhile is replaced by one with the new values; a child that answers nothing is killed and replaced. On any
@@ -34,6 +37,7 @@ from actors.logs import log_to_ray, set_level
 from actors.messages import STARTING_REPORT_S
 from actors.names import announce_manager, incarnation_name
 from actors.rpc import ActorClient, ManagerClient, find_manager
+from actors.scaling import MAY_SHRINK, WANTED
 from configs.sections import MANAGER
 from engine.core.log_fields import about
 
@@ -121,6 +125,15 @@ class ActorHost:
             self._child.kill()
         except RayError:
             pass  # The child died, and `_replace_when_dead` starts another.
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the number of replicas follows the load; empty while no manager can say."""
+        with contextlib.suppress(RayError, TimeoutError, AttributeError):  # of older code, away, or silent
+            manager = await find_manager(self._app_name)
+            wanted = None if manager is None else await answer(manager.wanted_workers(), ASK_TIMEOUT_S)
+            if wanted is not None:
+                return {WANTED: wanted.number, MAY_SHRINK: float(wanted.may_shrink)}
+        return {}
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Called by Serve before the host's process ends; awaited by Serve if a worker is to leave first."""

@@ -20,6 +20,7 @@ from configs.schema import LoggingSection
 from configs.sections import MANAGER, ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
 from configs.settings import answer_bytes, objectives, settings_of, sharing, step_limits
 from engine.core.costs import WorkerCosts
+from engine.core.manager.elastic import PoolLimits
 from engine.core.manager.placement import CostModel
 from engine.core.settings import GIB
 from engine.core.types import Role
@@ -103,6 +104,7 @@ class HostedManager(Hosted):
             disk_path=cache.disk_path,
             tenants=sharing(self._live.shares),
             objectives=objectives(self._live.slo),
+            elastic=self._elastic(),
             prefix_caching=cache.prefix_caching,
             logs=self.logs,
         )
@@ -111,7 +113,12 @@ class HostedManager(Hosted):
     def tell(self, child: ActorClient) -> Awaitable[None]:
         placement, tenants = self._live.placement, sharing(self._live.shares)
         manager, slo = ManagerClient(child.handle), objectives(self._live.slo)
-        return manager.reconfigure(placement.piggyback_tokens, self._prior(), tenants, slo, self._live.level)
+        return manager.reconfigure(
+            placement.piggyback_tokens, self._prior(), tenants, slo, self._live.level, self._elastic()
+        )
+
+    def _elastic(self) -> PoolLimits:
+        return PoolLimits(self._live.max_elastic, self._live.shrink_after_s)
 
     def _prior(self) -> WorkerCosts:
         return WorkerCosts(import_byte_s=1 / (self._live.placement.import_gib_per_s * GIB))

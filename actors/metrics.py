@@ -178,13 +178,21 @@ class ManagerMetrics:
             description="Elastic workers by what they mainly do now: prefill, decode, or both (mixed).",
             tag_keys=("duty",),
         )
-        self._elastic = GaugeInstrument(elastic)
+        wanted = Gauge(
+            "raydix_elastic_workers_wanted",
+            description="Elastic workers that the load needs, up to the limit of their number.",
+        )
+        self._elastic, self._wanted = GaugeInstrument(elastic), GaugeInstrument(wanted)
 
     def duties(self, duties: Sequence[Role]) -> None:
         """Report the duties of the elastic workers, once there have been such workers."""
         self._has_elastic = self._has_elastic or bool(duties)
         for duty in DUTIES if self._has_elastic else ():
             self._elastic.set(duties.count(duty), {"duty": str(duty)})
+
+    def wanted(self, number: int) -> None:
+        """Report the number of elastic workers that the load needs."""
+        self._wanted.set(number, {})
 
     def first_token(self, decision: "Decision") -> None:
         """Compare the prediction of a first token with the measurement."""

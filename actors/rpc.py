@@ -17,6 +17,7 @@ from actors.metric_values import Family
 from actors.names import incarnation_name, manager_name, named_actor
 from engine.core.costs import WorkerCosts
 from engine.core.manager.cache_events import CacheUpdate
+from engine.core.manager.elastic import PoolLimits, Wanted
 from engine.core.manager.succession import Offer, Terms
 from engine.core.settings import SchedulerLimits
 from engine.core.tenants import Tenant
@@ -119,8 +120,9 @@ class ManagerClient(ActorClient):
         tenants: Sequence[Tenant],
         objectives: Objectives,
         level: str,
+        elastic: PoolLimits,
     ) -> Awaitable[None]:
-        return _sent(self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, objectives, level))
+        return _sent(self.handle.reconfigure.remote(piggyback_tokens, prior, tenants, objectives, level, elastic))
 
     def register(self, registration: Registration, worker: Handle) -> Awaitable[str | None]:
         # In a list, because Ray would take a handle that is an argument by itself for a dependency of the call.
@@ -134,6 +136,9 @@ class ManagerClient(ActorClient):
 
     def worker_leaving(self, worker_id: str) -> Awaitable[bool | None]:
         return _sent(self.handle.worker_leaving.remote(worker_id))
+
+    def wanted_workers(self) -> Awaitable[Wanted | None]:
+        return _sent(self.handle.wanted_workers.remote())
 
     def workers(self, ingress_id: str, active: Sequence[str]) -> Awaitable[Membership]:
         return _sent(self.handle.workers.remote(ingress_id, active))

@@ -1,7 +1,8 @@
 """The effect of a change of each configuration key, and the changes between two configurations.
 
 `KEYS` says in words what `configs.sections.parts` does: a key in the arguments of a deployment restarts its replicas, a
-key in live values alone applies in place. Keys of a role of workers stand below `workers.<role>`.
+key in live values alone applies in place. Keys of a role of workers stand below `workers.<role>`, those of elastic
+workers alone below `workers.elastic`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
         Effect.IN_PLACE: "token_budget max_requests",
         Effect.ROLE: "num_threads device num_cpus num_gpus resources label_selector",
     },
+    "workers.elastic": {Effect.NUMBER: "min_replicas max_replicas", Effect.IN_PLACE: "shrink_after_s"},
     "speculation": {
         Effect.EVERYTHING: "mode sources",
         Effect.WORKERS: "depth memory_mib draft_model draft_pool_mib",
@@ -126,7 +128,8 @@ def _changes_of_tenants(old: tuple[TenantSection, ...], new: tuple[TenantSection
 
 def _effect_of(prefix: str, name: str) -> Effect:
     section, _, role = prefix.rstrip(".").partition(".")
-    return KEYS[f"{section}.{ROLE}.{name}" if role else f"{section}.{name}"]
+    own = KEYS.get(f"{prefix}{name}")
+    return KEYS[f"{section}.{ROLE}.{name}"] if own is None and role else KEYS[f"{prefix}{name}"]
 
 
 def _shown(value: object) -> str:

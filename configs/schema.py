@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -151,6 +151,13 @@ class CacheSection(_Section):
         return self
 
 
+class Numbers(NamedTuple):
+    """Bounds of a number of replicas; the same for a fixed number."""
+
+    least: int
+    most: int
+
+
 class WorkerSection(_Section):
     """One pool of workers."""
 
@@ -164,6 +171,11 @@ class WorkerSection(_Section):
     resources: dict[str, float] = Field(default_factory=dict, description="Other Ray resources of one worker.")
     label_selector: dict[str, str] = Field(default_factory=dict, description="Labels of a node for such a worker.")
 
+    @property
+    def numbers(self) -> Numbers:
+        """Bounds of the number of workers."""
+        return Numbers(self.replicas, self.replicas)
+
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Self:
         if self.token_budget < self.max_requests:
@@ -174,13 +186,54 @@ class WorkerSection(_Section):
         return self
 
 
+class ElasticSection(WorkerSection):
+    """A pool of workers whose number may follow the load."""
+
+    min_replicas: int = Field(default=1, ge=1, le=4096, description="Least number of workers, with `max_replicas`.")
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Highest number of workers, in the place of `replicas`: the number follows the load and the "
+        "objectives of `slo`. By default the number is fixed.",
+    )
+    shrink_after_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="Seconds for which fewer workers must have been enough before the number falls.",
+    )
+
+    @property
+    def numbers(self) -> Numbers:
+        if self.max_replicas is None:
+            return Numbers(self.replicas, self.replicas)
+        return Numbers(self.min_replicas, self.max_replicas)
+
+    @model_validator(mode="after")
+    def _one_number(self) -> Self:
+        if self.max_replicas is None:
+            if self.min_replicas != 1:
+                raise ValueError(
+                    f"min_replicas ({self.min_replicas}) needs max_replicas: without it the number is fixed"
+                )
+        elif self.replicas != 1:
+            raise ValueError(
+                f"replicas ({self.replicas}) is a fixed number, and max_replicas ({self.max_replicas}) the limit of a "
+                "number that follows the load: one of them must go"
+            )
+        elif self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})")
+        return self
+
+
 class WorkersSection(_Section):
     """The worker pools. Prefill and decode belong together; mixed and elastic stand alone or beside them."""
 
     prefill: WorkerSection | None = Field(default=None, description="Workers that compute prompts.")
     decode: WorkerSection | None = Field(default=None, description="Workers that generate from imported KV.")
     mixed: WorkerSection | None = Field(default=None, description="Workers that do both.")
-    elastic: WorkerSection | None = Field(
+    elastic: ElasticSection | None = Field(
         default=None,
         description="Workers that prefill, decode or do both as the load asks, to keep to the objectives of `slo`.",
     )
@@ -447,7 +500,7 @@ class Config(_Section):
     @property
     def stored_gib(self) -> float:
         """Limit of the object store for all parts together, in GiB, if all workers are on one node."""
-        num_workers = sum(section.replicas for section in self.workers.sections.values())
+        num_workers = sum(section.numbers.most for section in self.workers.sections.values())
         return self.cache.segment_gib + num_workers * self.cache.swap_gib
 
     @model_validator(mode="after")

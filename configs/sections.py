@@ -3,7 +3,7 @@
 | deployment | `arguments`: a change restarts its replicas | `live`: applied by `reconfigure` while they run |
 |---|---|---|
 | ingress | the model, the parsers, the batches' folder | limits, tenants, trusted sites, log level |
-| manager | budgets and folder of the stores | first costs, objectives, tenants' shares, log level |
+| manager | budgets and folder of the stores | objectives, first costs, elastic workers' limits, tenants' shares |
 | each role | the engine, memory, resources at Ray | bounds of a step, tenants' shares, log level |
 
 The ingress gets the whole configuration beside the arguments, because the ingress shows the settings of the server.
@@ -15,7 +15,7 @@ back has defaults in place of the other keys. No part holds an API key; the ingr
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -24,8 +24,10 @@ from configs.load import explain
 from configs.schema import (
     CacheSection,
     Config,
+    ElasticSection,
     LoggingSection,
     ModelSection,
+    Numbers,
     PlacementSection,
     SloSection,
     SpeculationSection,
@@ -84,6 +86,9 @@ class ManagerLive(_Part):
 
     placement: PlacementSection
     slo: SloSection
+    max_elastic: int
+    """Limit of the number of elastic workers; 1 without any."""
+    shrink_after_s: float
     shares: tuple[Share, ...]
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -118,7 +123,9 @@ class DeploymentPart:
 
     arguments: Values
     live: Values
-    num_replicas: int
+    replicas: Numbers
+    follows_load: bool = False
+    """True if the load sets the number within its bounds, which may leave no choice."""
 
     def version(self, code: str) -> str:
         """A name for what its replicas are made of: the code and the arguments."""
@@ -128,12 +135,12 @@ class DeploymentPart:
 
 def parts(config: Config) -> dict[str, DeploymentPart]:
     """Every deployment of a configuration, by name."""
-    manager = _part(manager_arguments(config), manager_live(config), 1)
-    workers = {
-        role: _part(worker_arguments(config, section), worker_live(config, section), section.replicas)
-        for role, section in config.workers.sections.items()
+    ingress = config.ingress.replicas
+    return {
+        MANAGER: _part(manager_arguments(config), manager_live(config), Numbers(1, 1)),
+        **{role: _worker_part(config, section) for role, section in config.workers.sections.items()},
+        INGRESS: _part(ingress_arguments(config), config, Numbers(ingress, ingress)),
     }
-    return {MANAGER: manager, **workers, INGRESS: _part(ingress_arguments(config), config, config.ingress.replicas)}
 
 
 def ingress_arguments(config: Config) -> IngressArguments:
@@ -162,8 +169,15 @@ def manager_arguments(config: Config) -> ManagerArguments:
 
 def manager_live(config: Config) -> ManagerLive:
     """The manager's host's `user_config`."""
-    shares = _shares(config)
-    return ManagerLive(placement=config.placement, slo=config.slo, shares=shares, level=config.logging.level)
+    elastic = config.workers.elastic or ElasticSection()
+    return ManagerLive(
+        placement=config.placement,
+        slo=config.slo,
+        max_elastic=elastic.numbers.most,
+        shrink_after_s=elastic.shrink_after_s,
+        shares=_shares(config),
+        level=config.logging.level,
+    )
 
 
 def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
@@ -174,7 +188,9 @@ def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
     return WorkerArguments(
         model=_only(config.model, "source", "dtype", "quantization", "max_model_len", "deterministic"),
         cache=_only(config.cache, "block_size", "prefix_caching", *pool),
-        worker=_only(worker, "device", "num_threads", *resources),
+        worker=WorkerSection.model_validate(
+            {name: getattr(worker, name) for name in ("device", "num_threads", *resources)}
+        ),
         speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib", *draft_model),
         logging=_files_of(config.logging),
     )
@@ -225,8 +241,13 @@ def _only(section: S, *names: str) -> S:
     return type(section).model_validate({name: getattr(section, name) for name in names})
 
 
-def _part(arguments: BaseModel, live: BaseModel, num_replicas: int) -> DeploymentPart:
+def _worker_part(config: Config, section: WorkerSection) -> DeploymentPart:
+    """The part of the workers of one section. A number that Serve is to set later must be Serve's from the start of a
+    host, so the number of elastic workers always is."""
+    part = _part(worker_arguments(config, section), worker_live(config, section), section.numbers)
+    return replace(part, follows_load=isinstance(section, ElasticSection))
+
+
+def _part(arguments: BaseModel, live: BaseModel, replicas: Numbers) -> DeploymentPart:
     """The part of these values, of the arguments those that were given (`_only`)."""
-    return DeploymentPart(
-        arguments.model_dump(mode="json", exclude_unset=True), live.model_dump(mode="json"), num_replicas
-    )
+    return DeploymentPart(arguments.model_dump(mode="json", exclude_unset=True), live.model_dump(mode="json"), replicas)

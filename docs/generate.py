@@ -121,10 +121,21 @@ def _sections(root: Schema, properties: Schema, prefix: str) -> Iterator[str]:
             yield f"## `{prefix}{name}`\n\n{section['description']}\n\n{roles} Each has these keys:"
             first = next(each for each in nested if each is not None)
             yield _field_table(root, first, prefix=f"{prefix}{name}.{ROLE}.")
+            yield from _own_keys(root, section, first, f"{prefix}{name}.")
         else:
             note = ", a list of" if field.get("type") == "array" else ""
             yield f"## `{prefix}{name}`{note}\n\n{section['description']}"
             yield _field_table(root, section, prefix=f"{prefix}{name}.")
+
+
+def _own_keys(root: Schema, section: Schema, common: Schema, prefix: str) -> Iterator[str]:
+    """A table for each of a section's own sections that has keys beside the common ones."""
+    for name, field in _fields(section):
+        own = _section(root, field) or {"properties": {}}
+        properties = {key: each for key, each in _fields(own) if key not in common["properties"]}
+        if properties:
+            yield f"`{prefix}{name}` has these, too:"
+            yield _field_table(root, {"properties": properties}, prefix=f"{prefix}{name}.")
 
 
 def _section(root: Schema, field: Schema) -> Schema | None:

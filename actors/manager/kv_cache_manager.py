@@ -39,6 +39,7 @@ from engine.core.errors import LateError, NoWorkerError
 from engine.core.log_fields import about
 from engine.core.manager.block_index import GC_THRESHOLDS
 from engine.core.manager.directory import Directory
+from engine.core.manager.elastic import ONE_WORKER, Plan, PoolLimits, Wanted
 from engine.core.manager.notes import NOTES
 from engine.core.manager.placement import CostModel
 from engine.core.signs_of_life import SignsOfLife
@@ -90,12 +91,13 @@ class KVCacheManager(Succession, DirectoryReports):
         response_ttl_s: float = 0.0,
         answer_budget_bytes: int = 0,
         objectives: Objectives = NO_OBJECTIVES,
+        elastic: PoolLimits = ONE_WORKER,
     ) -> None:
         """After `await_timeout_s` without a block its producer is stalled, and another worker takes over. `disk_path`
         is the folder of segments on disk, if `disk_budget_bytes` is not 0. `tenants` have shares of the object store's
         and the disk's budgets. Without `prefix_caching` segments are for hand-overs only. Stored responses that nobody
         used for `response_ttl_s` are forgotten. With 0 `answer_budget_bytes` no answers are kept for drafts.
-        `objectives` are those of requests without their own."""
+        `objectives` are those of requests without their own, `elastic` the limits of the number of elastic workers."""
         super().__init__(transcript_budget_bytes, response_budget_bytes, response_ttl_s, answer_budget_bytes)
         log_to_ray(MANAGER, logs)
         gc.set_threshold(*GC_THRESHOLDS)
@@ -115,6 +117,7 @@ class KVCacheManager(Succession, DirectoryReports):
         )
         self._disk = DiskTier(disk_path) if disk_budget_bytes else None
         self._await_timeout_s = await_timeout_s
+        self._elastic = elastic
 
         self._clients: dict[str, WorkerClient] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -161,10 +164,12 @@ class KVCacheManager(Succession, DirectoryReports):
         tenants: Sequence[Tenant],
         objectives: Objectives,
         level: str,
+        elastic: PoolLimits = ONE_WORKER,
     ) -> None:
-        """Place by other first values and objectives, give tenants other shares of the segments' budgets, and log at
-        another level, all from now on."""
+        """Place by other first values and objectives, give tenants other shares of the segments' budgets, want elastic
+        workers within other limits, and log at another level, all from now on."""
         set_level(level)
+        self._elastic = elastic
         self._directory.change_limits(piggyback_tokens, prior, tenants, objectives)
         extra = about("reconfigured", piggyback_tokens=piggyback_tokens, tenants=len(tenants), level=level)
         logger.info("other limits for placement and %d tenants' shares", len(tenants), extra=extra)
@@ -243,6 +248,12 @@ class KVCacheManager(Succession, DirectoryReports):
     async def worker_starting(self, worker_id: str) -> None:
         """Note that a host is starting this worker."""
         self._starting[worker_id] = time.monotonic()
+
+    async def wanted_workers(self) -> Wanted | None:
+        """The number of elastic workers that the load needs; None before the first look at it."""
+        self.check_not_retired()
+        plan = self._directory.plan
+        return None if plan is None else Wanted(plan.num_wanted, plan.may_shrink)
 
     async def workers(self, ingress_id: str | None = None, active: Sequence[str] = ()) -> Membership:
         """List the registered workers, and count the starting ones. The calls of an ingress replica show that the
@@ -365,14 +376,26 @@ class KVCacheManager(Succession, DirectoryReports):
             self._forget_silent(WORKER_SILENCE_S, set(self._worker_signs))
 
     async def _watch_load(self) -> None:
-        """Divide the elastic workers between prompts and answers as the load asks."""
+        """Divide the elastic workers between prompts and answers as the load asks, and say how many it needs."""
         while True:
             await asyncio.sleep(DIVIDE_S)
-            plan = self._directory.divide(time.time()) if self._directory.workers.elastic else None
+            had, plan = self._directory.plan, self._divide()
             self._metrics.duties([worker.duty for worker in self._directory.workers.elastic])
+            if plan is not None:
+                self._metrics.wanted(plan.num_wanted)
+            if plan is not None and (had is None or had.num_wanted != plan.num_wanted):
+                extra = about("wanted", workers=plan.num_wanted, was=len(self._directory.workers.elastic))
+                logger.info("%d elastic workers are wanted", plan.num_wanted, extra=extra)
             for worker_id, duty in plan.duties.items() if plan is not None else ():
                 extra = about("duty", worker=worker_id, duty=duty)
                 logger.info("%s now has the duty %s", worker_id, duty, extra=extra)
+
+    def _divide(self) -> Plan | None:
+        """Look at the load; None without elastic workers."""
+        if not self._directory.workers.elastic:
+            self._directory.plan = None
+            return None
+        return self._directory.divide(time.time(), self._elastic.most, self._elastic.shrink_after_s)
 
     def _forget_silent(self, silence_s: float, among: set[str]) -> None:
         """Forget the workers of `among` that are silent for so long, and what only their nodes have."""

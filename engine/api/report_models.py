@@ -116,6 +116,9 @@ class CacheReport(Shape):
     tenants: dict[str, TenantUse] = Field(description="By name; all for administrators, else one's own.")
     hottest_prefixes: list[HottestPrefix] = Field(description="The caller's own.")
     known_blocks: int | None = Field(default=None, description="Blocks anywhere.")
+    elastic_workers_wanted: int | None = Field(
+        default=None, description="Elastic workers that the load needs, up to their limit; null without such workers."
+    )
     workers: list[CachedWorker] | None = Field(default=None, description="Each worker's cache.")
     object_store: ObjectStore | None = Field(default=None, description="KV in the object store.")
     links: list[Link] | None = Field(default=None, description="What imports between nodes take.")

@@ -40,7 +40,7 @@ KUBERAYS_SCHEMA = Path(os.environ.get("RAYDIX_CRD_SCHEMAS", ""), "rayservice-v1.
 
 HAPROXY = ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED")
 ROLE = "raydix-role"
-POOLS = ("prefill", "decode", "mixed")
+POOLS = ("prefill", "decode", "mixed", "elastic")
 GROUP_OF = {"kv_cache_manager": "ingress", "ingress": "ingress"} | {role: role for role in POOLS}
 OBJECT_META = {"name", "namespace", "labels", "annotations"}
 GIB = 1024**3
@@ -249,7 +249,11 @@ def demand(deployment: Json) -> tuple[dict[str, float], dict[str, str]]:
     return {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0)}, options["label_selector"]
 
 
-def max_replicas(deployment: Json) -> int:
+def max_replicas(deployment: Json, config: Config) -> int:
+    """The most replicas; those of elastic workers are Serve's to number, by the application's own settings."""
+    if deployment["name"] == "elastic":
+        assert not {"num_replicas", "autoscaling_config"} & deployment.keys()
+        return config.workers.sections["elastic"].numbers.most
     return int(deployment.get("autoscaling_config", {}).get("max_replicas") or deployment["num_replicas"])
 
 
@@ -269,7 +273,8 @@ def check_haproxy_everywhere(manifest: Json) -> None:
 
 def check_every_replica_has_its_group(manifest: Json) -> None:
     types = node_types(manifest)
-    pools = set(config_of(manifest).workers.sections)
+    config = config_of(manifest)
+    pools = set(config.workers.sections)
     assert set(deployments(manifest)) == {"kv_cache_manager", "ingress"} | pools
     for name, deployment in deployments(manifest).items():
         reserved, selector = demand(deployment)
@@ -280,7 +285,7 @@ def check_every_replica_has_its_group(manifest: Json) -> None:
     for group, node_type in types.items():
         here = [d for name, d in deployments(manifest).items() if GROUP_OF[name] == group]
         for resource in ("CPU", "GPU"):
-            wanted = sum(demand(d)[0].get(resource, 0) * max_replicas(d) for d in here)
+            wanted = sum(demand(d)[0].get(resource, 0) * max_replicas(d, config) for d in here)
             assert wanted <= node_type["resources"].get(resource, 0) * node_type["max_workers"], (group, resource)
 
 

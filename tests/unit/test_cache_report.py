@@ -12,6 +12,7 @@ from engine.core.types import AdmitRequest, BlockHash, CacheHints, Role
 
 OF_ADMINISTRATORS = {
     "known_blocks",
+    "elastic_workers_wanted",
     "workers",
     "object_store",
     "links",

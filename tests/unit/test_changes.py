@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from configs.changes import KEYS, ROLE, Change, Effect, changes
-from configs.schema import Config, WorkersSection
+from configs.schema import Config, WorkerSection, WorkersSection
 from configs.sections import (
     INGRESS,
     MANAGER,
@@ -79,7 +79,14 @@ def schema_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if nested is None or section is WorkersSection:
             yield f"{prefix}{name}"
         if nested is not None:
-            yield from schema_keys(nested, f"workers.{ROLE}." if section is WorkersSection else f"{prefix}{name}.")
+            yield from _nested_keys(nested, prefix, name, is_role=section is WorkersSection)
+
+
+def _nested_keys(section: type[BaseModel], prefix: str, name: str, *, is_role: bool) -> Iterator[str]:
+    """The keys of a section; those that all roles have count as one role's."""
+    for key in schema_keys(section, f"{prefix}{name}."):
+        last = key.rpartition(".")[2]
+        yield f"{prefix}{ROLE}.{last}" if is_role and last in WorkerSection.model_fields else key
 
 
 def _kinds(annotation: Any) -> Iterator[type]:
@@ -89,9 +96,16 @@ def _kinds(annotation: Any) -> Iterator[type]:
         yield from _kinds(argument)
 
 
+def base_of(key: str) -> dict[str, Any]:
+    """The configuration before a change of the key: with elastic workers, if the key is theirs."""
+    if not key.startswith("workers.elastic."):
+        return BASE
+    return {**BASE, "workers": {**BASE["workers"], "elastic": {"min_replicas": 2, "max_replicas": 9}}}
+
+
 def changed(key: str) -> Config:
     """The configuration with another value of one key."""
-    content = Config.model_validate(BASE).model_dump()
+    content = Config.model_validate(base_of(key)).model_dump()
     *path, name = key.replace(ROLE, "decode").split(".")
     section: Any = content
     for part in path:
@@ -110,9 +124,9 @@ def changed(key: str) -> Config:
     return Config.model_validate(content)
 
 
-def compared(new: Config, what: Callable[[Any], object]) -> set[str]:
+def compared(new: Config, what: Callable[[Any], object], base: dict[str, Any] = BASE) -> set[str]:
     """The deployments with a difference."""
-    old_parts, new_parts = parts(Config.model_validate(BASE)), parts(new)
+    old_parts, new_parts = parts(Config.model_validate(base)), parts(new)
     return {name for name in new_parts if what(old_parts[name]) != what(new_parts[name])}
 
 
@@ -122,17 +136,17 @@ def test_the_table_has_every_key_and_no_other() -> None:
 
 @pytest.mark.parametrize("key", sorted(KEYS.keys() - KEYS_OF_ROLES))
 def test_the_table_says_what_a_change_does(key: str) -> None:
-    new, effect = changed(key), KEYS[key]
-    assert compared(new, lambda part: part.version("code")) == RESTARTED.get(effect, set())
-    assert compared(new, lambda part: part.arguments) == RESTARTED.get(effect, set())
-    numbers = compared(new, lambda part: part.num_replicas)
-    assert numbers == ({key.split(".")[0].replace("workers", "decode")} if effect is Effect.NUMBER else set())
-    assert INGRESS in compared(new, lambda part: part.live), "the ingress shows the whole configuration"
+    new, effect, base = changed(key), KEYS[key], base_of(key)
+    assert compared(new, lambda part: part.version("code"), base) == RESTARTED.get(effect, set())
+    assert compared(new, lambda part: part.arguments, base) == RESTARTED.get(effect, set())
+    numbers = compared(new, lambda part: part.replicas, base)
+    assert numbers == ({key.replace(ROLE, "decode").split(".")[-2]} if effect is Effect.NUMBER else set())
+    assert INGRESS in compared(new, lambda part: part.live, base), "the ingress shows the whole configuration"
 
 
 @pytest.mark.parametrize("key", sorted(KEYS.keys() - KEYS_OF_ROLES))
 def test_a_change_is_told_with_its_effect(key: str) -> None:
-    found = changes(Config.model_validate(BASE), changed(key))
+    found = changes(Config.model_validate(base_of(key)), changed(key))
     if key == "cache.prefix_caching":
         found = [change for change in found if change.key == key]
     if key.startswith("tenants."):

@@ -24,6 +24,20 @@ VARIANTS = {
     "all_roles_of_several": """
         pools: {prefill: {replicas: 2, pods: {min: 2, max: 4}}, mixed: {enabled: true}}
     """,
+    "elastic": """
+        pools:
+          prefill: {enabled: false}
+          decode: {enabled: false}
+          elastic: {enabled: true, replicas: {min: 2, max: 6}, worker: {shrink_after_s: 300}}
+        overrides: {slo: {ttft_ms: 2000, tpot_ms: 50}}
+    """,
+    "elastic_on_cpus_beside_others": """
+        cache: {poolGib: 2, segmentGib: 2}
+        pools:
+          prefill: {gpus: 0, cpu: 4, memoryGib: 16, storeGib: 4, tolerations: []}
+          decode: {gpus: 0, cpu: 4, memoryGib: 16, storeGib: 4, tolerations: []}
+          elastic: {enabled: true, gpus: 0, cpu: 4, memoryGib: 16, storeGib: 4, tolerations: []}
+    """,
     "tenants_and_secrets": """
         tenants: {secret: raydix-tenants}
         auth: {secret: ray-token}
@@ -116,6 +130,17 @@ def test_values_reach_the_configuration() -> None:
     assert (config.workers.decode.device, config.workers.decode.num_threads) == ("cpu", 4)
 
 
+def test_the_number_of_elastic_workers_is_left_to_serve() -> None:
+    manifest = rayservice_in(rendered("elastic"))
+    config = config_of(manifest)
+    assert config.workers.sections.keys() == {"elastic"} and config.slo.tpot_ms == 50
+    assert config.workers.elastic is not None
+    assert (config.workers.elastic.numbers, config.workers.elastic.shrink_after_s) == ((2, 6), 300)
+    assert groups(manifest)["elastic"]["replicas"] == 2
+    beside = config_of(rayservice_in(rendered("elastic_on_cpus_beside_others")))
+    assert beside.workers.sections.keys() == {"prefill", "decode", "elastic"}
+
+
 def test_each_key_makes_its_object() -> None:
     kinds = {variant: {content["kind"] for content in rendered(variant)} for variant in VARIANTS}
     assert {"Ingress"} <= kinds["ingress"]
@@ -161,6 +186,11 @@ REFUSED = {
     "pools: {prefill: {enabled: false}}": r"pools\.prefill and pools\.decode belong together",
     "pools: {prefill: {enabled: false}, decode: {enabled: false}}": "no workers",
     "pools: {prefill: {replicas: 9}}": r"pools\.prefill\.replicas is 9 and pods\.max is 8",
+    "pools: {elastic: {enabled: true, replicas: {max: 9}}}": r"pools\.elastic\.replicas\.max is 9 and pods\.max is 8",
+    "pools: {elastic: {enabled: true, replicas: {min: 9}}}": r"pools\.elastic\.replicas: min is 9 and max is 8",
+    "pools: {elastic: {replicas: 3}}": r"/pools/elastic/replicas",
+    "pools: {elastic: {worker: {max_replicas: 3}}}": r"/pools/elastic/worker/max_replicas",
+    "pools: {elastic: {worker: {num_gpus: 3}}}": r"/pools/elastic/worker/num_gpus",
     "pools: {prefill: {pods: {min: 9}}}": r"pools\.prefill\.pods: min is 9 and max is 8",
     "pools: {ingress: {replicas: {max: 40}}}": r"are 42 CPUs, and pods\.max times cpu is 16",
     "pools: {ingress: {cpu: 1}}": r"pools\.ingress",

@@ -385,3 +385,43 @@ def test_elastic_workers_stand_alone_and_hand_over(tmp_path: Path) -> None:
     assert objectives(load(tmp_path, MIXED).slo) == Objectives(refuse_late=False)
     assert not load(tmp_path, MIXED).workers.hands_over
     assert "configure prefill and decode, mixed, or elastic" in complaint(tmp_path, {"workers": {}})
+
+
+@pytest.mark.parametrize(
+    ("section", "numbers"),
+    [
+        ({}, (1, 1)),
+        ({"replicas": 3}, (3, 3)),
+        ({"max_replicas": 4}, (1, 4)),
+        ({"min_replicas": 2, "max_replicas": 2}, (2, 2)),
+        ({"min_replicas": 2, "max_replicas": 8, "replicas": 1}, (2, 8)),
+    ],
+)
+def test_a_number_of_elastic_workers_is_fixed_or_follows_the_load(
+    tmp_path: Path, section: dict[str, Any], numbers: tuple[int, int]
+) -> None:
+    config = load(tmp_path, {"workers": {"elastic": section}})
+    assert config.workers.sections["elastic"].numbers == numbers
+    assert config.stored_gib == config.cache.segment_gib + numbers[1] * config.cache.swap_gib
+    assert Config.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            {"min_replicas": 0, "max_replicas": 3},
+            "workers.elastic.min_replicas: Input should be greater than or equal to 1",
+        ),
+        ({"min_replicas": 2}, "workers.elastic: min_replicas (2) needs max_replicas"),
+        ({"replicas": 2, "max_replicas": 3}, "workers.elastic: replicas (2) is a fixed number, and max_replicas (3)"),
+        ({"min_replicas": 4, "max_replicas": 3}, "workers.elastic: max_replicas (3) must be at least min_replicas (4)"),
+    ],
+)
+def test_contradictory_numbers_are_refused(tmp_path: Path, section: dict[str, Any], words: str) -> None:
+    assert words in complaint(tmp_path, {"workers": {"elastic": section}})
+
+
+def test_the_number_of_other_workers_is_fixed(tmp_path: Path) -> None:
+    refusal = complaint(tmp_path, {"workers": {"mixed": {"max_replicas": 3}}})
+    assert "unknown key 'workers.mixed.max_replicas', did you mean 'replicas'?" in refusal

@@ -23,6 +23,7 @@ from engine.core.costs import WorkerCosts
 from engine.core.hashing import BlockChain
 from engine.core.ingress.dispatch import Dispatch
 from engine.core.manager.directory import Directory
+from engine.core.manager.elastic import PoolLimits
 from engine.core.settings import DraftLimits, SchedulerLimits
 from engine.core.stimuli import Record, replay
 from engine.core.tenants import Tenant
@@ -448,7 +449,9 @@ def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path) -> None:
             await WorkerClient(handle).reconfigure(SchedulerLimits(8, 4), shares, "DEBUG")
         manager_handle: Any = scene.local.handles[str(scene.local.manager_name)]
         objectives = Objectives(ttft_s=2.0, tpot_s=0.05)
-        await ManagerClient(manager_handle).reconfigure(7, WorkerCosts(import_byte_s=1e-6), shares, objectives, "INFO")
+        await ManagerClient(manager_handle).reconfigure(
+            7, WorkerCosts(import_byte_s=1e-6), shares, objectives, "INFO", PoolLimits(3, 9.0)
+        )
         assert await running == expected(prompt_of(1), 60)
         assert await answer_of(dispatcher, "after", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
 

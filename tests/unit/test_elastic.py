@@ -193,6 +193,41 @@ def test_a_rate_fades() -> None:
     assert rate.at(29.0) == rate.at(29.9), "time that goes backwards counts as none"
 
 
+def test_a_rate_over_another_window_is_the_same_at_once() -> None:
+    rate = Rate(30.0)
+    for second in range(200):
+        rate.add(0.5, float(second))
+    before = rate.at(199.0)
+    rate.over(3.0)
+    assert rate.at(199.0) == pytest.approx(before)
+    assert rate.at(202.0) == pytest.approx(before / 2.718, rel=0.01)
+
+
+def test_more_are_wanted_at_once_and_fewer_after_a_while(pool: Directory) -> None:
+    """Load of three workers, of seven, and then none."""
+
+    def look(now: float, most: int = 8) -> tuple[int, bool]:
+        plan = pool.divide(now, most, shrink_after_s=10.0)
+        assert plan is not None
+        return plan.num_wanted, plan.may_shrink
+
+    assert look(0.0) == (1, False), "the load before is not known"
+    for since in (0.0, 4.0, 8.0):
+        prompts(pool, since=since)
+    assert look(12.0) == (3, True)
+    prompts(pool, 48, since=12.0)
+    assert look(16.0) == (7, True)
+    assert look(25.0) == (7, True)
+    assert look(60.0) == (1, True)
+    prompts(pool, 48, since=60.0)
+    assert look(64.0, most=3) == (3, True)
+
+
+def test_a_new_manager_does_not_ask_for_fewer(pool: Directory) -> None:
+    looks = [pool.divide(float(now), most=8, shrink_after_s=10.0) for now in range(12)]
+    assert [look.may_shrink for look in looks if look is not None] == [False] * 10 + [True] * 2
+
+
 def test_a_level_follows_slowly() -> None:
     level = Level(10.0)
     assert level.look(8.0, 0.0) == 8.0

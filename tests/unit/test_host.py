@@ -14,9 +14,11 @@ from actors.host import MAX_FAILURES, ActorHost
 from actors.hosted import HostedManager, HostedWorker
 from actors.names import incarnation_name
 from actors.rpc import ActorClient, ManagerClient
+from actors.scaling import MAY_SHRINK, WANTED
 from configs import Config
 from configs.sections import MANAGER, DeploymentPart, parts
 from engine.core.errors import StartupError
+from engine.core.manager.elastic import PoolLimits, Wanted
 from engine.core.settings import SchedulerLimits
 from engine.core.types import Objectives
 from tests.unit.local_actors import LocalHandle
@@ -104,7 +106,7 @@ async def start(kind: str) -> ActorHost:
 
 def part_of(kind: str, **sections: Any) -> DeploymentPart:
     """The part of the host's deployment of a configuration."""
-    return parts(Config.model_validate({"workers": {"prefill": {}, "decode": {}}, **sections}))[kind]
+    return parts(Config.model_validate({"workers": {"prefill": {}, "decode": {}, "elastic": {}}, **sections}))[kind]
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -197,7 +199,32 @@ def test_a_change_is_handed_on_to_the_child(scene: Scene) -> None:
         manager = await start(MANAGER)
         await manager.reconfigure(live_of(MANAGER, 100))
         [told] = scene.handles[-1].actor.told  # type: ignore[attr-defined]
-        assert told == (100, told[1], (), Objectives(refuse_late=False), "INFO")
+        assert told == (100, told[1], (), Objectives(refuse_late=False), "INFO", PoolLimits(1, 60.0))
+
+    asyncio.run(play())
+
+
+def test_a_host_tells_serve_how_many_workers_the_manager_wants(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Manager:
+        wanted: Wanted | None = Wanted(3, may_shrink=False)
+
+        async def wanted_workers(self) -> Wanted | None:
+            return self.wanted
+
+    async def play() -> None:
+        host = await start("elastic")
+        assert await host.record_autoscaling_stats() == {}, "there is no manager yet"
+        manager = Manager()
+        handle = LocalHandle(manager)
+        client: Any = ManagerClient(handle)  # type: ignore[arg-type]
+        monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0, client))
+        assert await host.record_autoscaling_stats() == {WANTED: 3, MAY_SHRINK: 0.0}
+        manager.wanted = Wanted(1, may_shrink=True)
+        assert await host.record_autoscaling_stats() == {WANTED: 1, MAY_SHRINK: 1.0}
+        manager.wanted = None
+        assert await host.record_autoscaling_stats() == {}, "the manager has not looked yet"
+        handle.die()
+        assert await host.record_autoscaling_stats() == {}
 
     asyncio.run(play())
 

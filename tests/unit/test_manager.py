@@ -14,6 +14,7 @@ from actors.manager.kv_cache_manager import KVCacheManager
 from actors.messages import Imported, ImportReport, Registration, WorkerState
 from engine.core.answers.continuations import BegunAnswer
 from engine.core.costs import WorkerCosts
+from engine.core.manager.elastic import PoolLimits, Wanted
 from engine.core.manager.placement import CostModel
 from engine.core.types import (
     Admission,
@@ -121,16 +122,26 @@ def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.Monkey
 
     async def play() -> None:
         manager = make_manager()
-        await manager.reconfigure(0, WorkerCosts(), (), Objectives(ttft_s=1.0, tpot_s=0.01), "INFO")
+        objectives = Objectives(ttft_s=1.0, tpot_s=0.01)
+        await manager.reconfigure(0, WorkerCosts(), (), objectives, "INFO", PoolLimits(5, 60.0))
         await manager.start()
+        assert await manager.wanted_workers() is None
         for name in ("a", "b", "c"):
             await register(manager, name, role=Role.ELASTIC)
         for number in range(6):
             await manager.admit([replace(request(f"r{number}"), hashes=(), num_tokens=800)])
         workers = manager._directory.workers
         await until(lambda: {worker.duty for worker in workers.values()} == {Role.PREFILL, Role.DECODE})
+        assert await manager.wanted_workers() == Wanted(5, may_shrink=False)
         [metric] = [each for each in await manager.metrics() if each.name == "raydix_elastic_workers"]
         assert sum(value for value in metric.values.values() if isinstance(value, float | int)) == 3
+        [metric] = [each for each in await manager.metrics() if each.name == "raydix_elastic_workers_wanted"]
+        assert list(metric.values.values()) == [5]
+
+        for name in ("a", "b", "c"):
+            manager._forget(name)
+        await until(lambda: manager._directory.plan is None)
+        assert await manager.wanted_workers() is None, "without workers there is nothing to tell"
 
     asyncio.run(play())
 

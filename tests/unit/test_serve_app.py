@@ -3,8 +3,12 @@
 from typing import Any
 
 import pytest
+from ray.serve._private.application_state import override_deployment_info
 from ray.serve._private.build_app import build_app
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve._private.version import DeploymentVersion
+from ray.serve.schema import ServeApplicationSchema
 
 from configs import Config
 from configs.sections import INGRESS, MANAGER
@@ -50,6 +54,44 @@ def test_serve_restarts_what_it_must_and_reconfigures_the_rest(
     assert {name for name in after if before[name].requires_actor_reconfigure(after[name])} - restarts == reconfigured
     old, new = (versions(Config.model_validate({**BASE, **each})) for each in ({}, sections))
     assert {name for name in new if new[name] != old[name]} == restarted, "what raydix deploy tells"
+
+
+def elastic(**section: Any) -> dict[str, Any]:
+    return {"workers": {"elastic": section}}
+
+
+def test_serve_may_set_the_number_of_elastic_workers_within_bounds() -> None:
+    built: Any = build_app(compose(Config.model_validate(elastic(max_replicas=3))), name="raydix")
+    scaling = {each.name: each._deployment_config.autoscaling_config for each in built.deployments}
+    assert scaling[MANAGER] is None and scaling[INGRESS] is None
+    assert (scaling["elastic"].min_replicas, scaling["elastic"].max_replicas) == (1, 3)
+    assert scaling["elastic"].initial_replicas is None, "a change of the bounds keeps the present number"
+    assert scaling["elastic"].policy.get_policy().__name__ == "number_of_workers"
+
+
+def test_a_serve_config_keeps_the_policy_of_the_code() -> None:
+    """As for `serve deploy` and KubeRay: the config names the deployment, and leaves its number out."""
+    built: Any = build_app(compose(Config.model_validate(elastic(max_replicas=3))), name="raydix")
+    [deployment] = [each for each in built.deployments if each.name == "elastic"]
+    with pytest.warns(DeprecationWarning, match="metrics_interval_s"):  # which nobody sees in the controller
+        sent = DeploymentConfig.from_proto_bytes(deployment._deployment_config.to_proto_bytes())
+        info = DeploymentInfo(sent, deployment._replica_config, start_time_ms=0, deployer_job_id="")
+        options = [{"name": "elastic", "placement_group_bundles": [{"CPU": 4}], "graceful_shutdown_timeout_s": 120}]
+        schema = ServeApplicationSchema.model_validate(
+            {"name": "raydix", "import_path": "serve_app:build", "deployments": options}
+        )
+        config = override_deployment_info({"elastic": info}, schema)["elastic"].deployment_config
+    scaling: Any = config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 3, 0.0)
+    assert scaling.policy.get_policy().__name__ == "number_of_workers"
+    assert config.graceful_shutdown_timeout_s == 120
+
+
+def test_a_fixed_number_and_bounds_change_into_each_other_without_a_restart() -> None:
+    fixed, bounds = serve_versions(**elastic(replicas=2)), serve_versions(**elastic(max_replicas=3, shrink_after_s=9))
+    assert not [name for name in fixed if fixed[name].requires_actor_restart(bounds[name])]
+    changed = {name for name in fixed if fixed[name].requires_actor_reconfigure(bounds[name])}
+    assert changed == {INGRESS, MANAGER}, "the manager knows the limits"
 
 
 def test_each_replica_gets_its_own_part() -> None:

@@ -43,6 +43,7 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
 
     if is_admin:
         report["known_blocks"] = directory.num_blocks
+        report["elastic_workers_wanted"] = None if directory.plan is None else directory.plan.num_wanted
         report["workers"] = [
             {
                 "id": worker.worker_id,

@@ -23,7 +23,7 @@ from engine.core.errors import NoWorkerError
 from engine.core.manager.block_index import BlockIndex, BlockRecord
 from engine.core.manager.cache_events import CacheUpdate
 from engine.core.manager.cache_statistics import CacheStatistics
-from engine.core.manager.elastic import Elastic, Plan
+from engine.core.manager.elastic import SHRINK_S, Elastic, Plan
 from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
 from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
@@ -199,9 +199,11 @@ class Directory(SegmentEvents):
         return self._supply.worker_left(worker_id, held)
 
     @stimulus
-    def divide(self, now: float, most: int = 1) -> Plan | None:
-        """Give the elastic workers the duties that suit the load; to be called every second or so. `most`: limit of
-        their number, for `Plan.num_wanted`."""
+    def divide(self, now: float, most: int = 1, shrink_after_s: float = SHRINK_S) -> Plan | None:
+        """Give the elastic workers the duties that suit the load; to be called every second or so. For
+        `Plan.num_wanted`, `most`: limit of their number; `shrink_after_s`: time for which fewer must have been
+        enough."""
+        self._elastic.shrink_after(shrink_after_s)
         self.plan = self._elastic.plan(self.workers.elastic, self.objectives, most, now)
         if self.plan is not None:
             for worker_id, duty in self.plan.duties.items():

@@ -5,7 +5,8 @@ mainly prefill and which decode (`engine.core.manager.planner`). A duty is a pre
 way moves, and `engine.core.manager.roles` makes exceptions of it for single requests.
 
 Duties follow the load of seconds, since another duty costs nothing. The number of workers follows the load of half a
-minute, and falls only where no load of the last minute needed more: a worker takes long to start.
+minute, and falls only where no load of the last minute needed more: a worker takes long to start. Whoever has not
+watched for that minute, as a manager that has just been replaced, asks for more workers and never for fewer.
 """
 
 from collections import deque
@@ -23,10 +24,9 @@ WINDOW_S = 3.0
 """Time in which a second of prefill that arrived counts for 1/e of it."""
 HOLD_S = 2.0
 """Least time between two divisions of the same workers."""
-NUMBER_WINDOW_S = 30.0
-"""The same time for the number of workers."""
 SHRINK_S = 60.0
-"""Time for which a lower number of workers must have been enough."""
+"""Time for which a lower number of workers must have been enough, by default. Half of it is the window of the load that
+the number follows."""
 TYPICAL_DECODES = 8
 
 
@@ -47,6 +47,11 @@ class Rate:
         """Amount per second."""
         return self._faded(now) / self.window_s
 
+    def over(self, window_s: float) -> None:
+        """Fade as another window has it; the amount per second is the same at once."""
+        self._amount *= window_s / self.window_s
+        self.window_s = window_s
+
     def _faded(self, now: float) -> float:
         return 0.0 if self._at is None else self._amount * exp(-max(0.0, now - self._at) / self.window_s)
 
@@ -55,7 +60,7 @@ class Rate:
 class Level:
     """The mean of a count over the last `window_s` or so, looked at now and then."""
 
-    window_s: float = NUMBER_WINDOW_S
+    window_s: float = SHRINK_S / 2
     _mean: float = 0.0
     _at: float | None = None
 
@@ -84,6 +89,24 @@ class Highest:
         return self._numbers[0][1]
 
 
+class PoolLimits(NamedTuple):
+    """Limits of the number of elastic workers."""
+
+    most: int = 1
+    shrink_after_s: float = SHRINK_S
+
+
+ONE_WORKER = PoolLimits()
+
+
+class Wanted(NamedTuple):
+    """A number of elastic workers for Serve's autoscaling."""
+
+    number: int
+    may_shrink: bool
+    """False: the number is at least so high as this one and the present one."""
+
+
 class Plan(NamedTuple):
     """Outcome of a look at the load."""
 
@@ -93,6 +116,8 @@ class Plan(NamedTuple):
     load: PoolLoad
     num_wanted: int
     """Workers that this load needs."""
+    may_shrink: bool
+    """True if the load has been watched for so long that a number lower than the present one is known to be enough."""
 
 
 class Elastic:
@@ -100,9 +125,11 @@ class Elastic:
 
     def __init__(self) -> None:
         self._prefill = Rate()
-        self._long_prefill = Rate(NUMBER_WINDOW_S)
+        self._long_prefill = Rate(SHRINK_S / 2)
         self._streams = Level()
         self._wanted = Highest()
+        self._watched_since: float | None = None
+        """Time of the first look; None before."""
         self._division = TOGETHER
         self._divided_at: float | None = None
 
@@ -111,10 +138,18 @@ class Elastic:
         self._prefill.add(compute_s, now)
         self._long_prefill.add(compute_s, now)
 
+    def shrink_after(self, shrink_after_s: float) -> None:
+        """Want fewer workers only where so few were enough for this time."""
+        self._wanted.window_s = shrink_after_s
+        self._streams.window_s = shrink_after_s / 2
+        self._long_prefill.over(shrink_after_s / 2)
+
     def plan(self, workers: Sequence[WorkerRecord], objectives: Objectives, most: int, now: float) -> Plan | None:
         """Divide the elastic `workers` that stay; None without any. `most`: limit of their number."""
         if not workers:
             return None
+        if self._watched_since is None:
+            self._watched_since = now
         load = self._load(workers, now)
         division = divide(len(workers), load, objectives, self._division)
         is_held = self._divided_at is not None and now - self._divided_at < HOLD_S
@@ -124,7 +159,8 @@ class Elastic:
             self._division, self._divided_at = division, now
         duties = _duties(workers, division)
         changed = {each.worker_id: duty for each in workers if (duty := duties[each.worker_id]) is not each.duty}
-        return Plan(changed, division, load, self._num_wanted(load, objectives, most, now))
+        may_shrink = now - self._watched_since >= self._wanted.window_s
+        return Plan(changed, division, load, self._num_wanted(load, objectives, most, now), may_shrink)
 
     def _num_wanted(self, load: PoolLoad, objectives: Objectives, most: int, now: float) -> int:
         streams = self._streams.look(load.num_decoding, now)

@@ -14,6 +14,7 @@ The division of the lowest pressure is taken. Another one than the present takes
 answers from prompts for the sake of the token time.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from math import ceil, inf
 from typing import NamedTuple
@@ -78,12 +79,18 @@ def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Divisi
 
 
 def wanted(load: PoolLoad, objectives: Objectives, most: int) -> int:
-    """The least number of workers, at most `most`, that some division keeps at a pressure of `TARGET`."""
+    """The least number of workers, at most `most`, that some division keeps at a pressure of `TARGET`. More workers
+    never mean more pressure, so the number is searched for by halves."""
     prompts = prefill_load(load, objectives)
-    for num_workers in range(1, most):
-        if _least_pressure(num_workers, load, prompts, objectives) <= TARGET:
-            return num_workers
-    return most
+    tpot_s = objectives.tpot_s
+    if tpot_s is None:
+        return max(1, min(most, ceil(prompts / TARGET)))
+
+    def is_enough(num_workers: int) -> bool:
+        return _pressure(num_workers, TOGETHER, load, prompts, tpot_s) <= TARGET
+
+    together = 1 + bisect_left(range(1, most), True, key=is_enough)
+    return min(together, _least_split(load, prompts, tpot_s, most))
 
 
 def prefill_load(load: PoolLoad, objectives: Objectives) -> float:
@@ -114,11 +121,12 @@ def _divisions(num_workers: int) -> Iterable[Division]:
     return [TOGETHER, *(Division(count, num_workers - count) for count in range(1, num_workers))]
 
 
-def _least_pressure(num_workers: int, load: PoolLoad, prompts: float, objectives: Objectives) -> float:
-    if objectives.tpot_s is None:
-        return prompts / num_workers
-    divisions = _divisions(num_workers)
-    return min(_pressure(num_workers, division, load, prompts, objectives.tpot_s) for division in divisions)
+def _least_split(load: PoolLoad, prompts: float, tpot_s: float, most: int) -> int:
+    """The least number, at most `most`, of which some prefill and the others decode at a pressure of `TARGET`."""
+    decodes = _share(load.num_decoding, max_streams(load, tpot_s))
+    if decodes == inf:
+        return most
+    return min(most, max(1, ceil(prompts / TARGET)) + max(1, ceil(decodes / TARGET)))
 
 
 def _pressure(num_workers: int, division: Division, load: PoolLoad, prompts: float, tpot_s: float) -> float:

@@ -9,7 +9,7 @@
 {{- fail "pools.prefill and pools.decode belong together: enable both, or mixed" }}
 {{- end }}
 {{- if not $roles }}
-{{- fail "no workers: enable pools.prefill and pools.decode, or pools.mixed" }}
+{{- fail "no workers: enable pools.prefill and pools.decode, pools.mixed, or pools.elastic" }}
 {{- end }}
 {{- range $role := $roles }}
 {{- include "raydix.checkPool" (dict "root" $ "role" $role "pool" (index $v.pools $role)) }}
@@ -35,8 +35,13 @@
 {{- if lt (float64 .pool.memoryGib) $needed }}
 {{- fail (printf "%s.memoryGib is %v and must be at least %v: %v for /dev/shm (storeGib and a tenth), %v for the KV pool (cache.poolGib, on CPUs), %v for weights (model.gib), 2 for Ray" $name .pool.memoryGib $needed $shm $pool $v.model.gib) }}
 {{- end }}
-{{- if gt (int .pool.replicas) (int .pool.pods.max) }}
-{{- fail (printf "%s.replicas is %v and pods.max is %v: each worker has a pod of its own" $name .pool.replicas .pool.pods.max) }}
+{{- $numbers := include "raydix.numbers" .pool | fromJson }}
+{{- if gt (int $numbers.min) (int $numbers.max) }}
+{{- fail (printf "%s.replicas: min is %v and max is %v" $name $numbers.min $numbers.max) }}
+{{- end }}
+{{- if gt (int $numbers.max) (int .pool.pods.max) }}
+{{- $key := ternary "replicas.max" "replicas" (kindIs "map" .pool.replicas) }}
+{{- fail (printf "%s.%s is %v and pods.max is %v: each worker has a pod of its own" $name $key $numbers.max .pool.pods.max) }}
 {{- end }}
 {{- if gt (int .pool.pods.min) (int .pool.pods.max) }}
 {{- fail (printf "%s.pods: min is %v and max is %v" $name .pool.pods.min .pool.pods.max) }}
@@ -124,6 +129,6 @@
 {{- end }}
 {{- end }}
 {{- if hasKey .Values.overrides "workers" }}
-{{- fail "overrides.workers: use worker of pools.prefill, pools.decode or pools.mixed" }}
+{{- fail "overrides.workers: use worker of pools.prefill, decode, mixed or elastic" }}
 {{- end }}
 {{- end }}

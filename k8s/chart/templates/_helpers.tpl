@@ -11,16 +11,22 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{/* The roles of the pools that compute, in order, as {"roles": [...]}. */}}
 {{- define "raydix.roles" -}}
 {{- $roles := list }}
-{{- range $role := list "prefill" "decode" "mixed" }}
+{{- range $role := list "prefill" "decode" "mixed" "elastic" }}
 {{- if (index $.Values.pools $role).enabled }}{{ $roles = append $roles $role }}{{ end }}
 {{- end }}
 {{- dict "roles" $roles | toJson }}
 {{- end }}
 
+{{/* Bounds of the number of a pool's workers, as {"min": ..., "max": ...}; the same for a fixed number. */}}
+{{- define "raydix.numbers" -}}
+{{- if kindIs "map" .replicas }}{{ toJson .replicas }}{{ else }}{{ dict "min" .replicas "max" .replicas | toJson }}{{ end }}
+{{- end }}
+
 {{/* The file of configs/ that the overrides are merged into. */}}
 {{- define "raydix.config" -}}
 {{- $split := .Values.pools.prefill.enabled }}
-{{- $gpus := gt (int (ternary .Values.pools.prefill.gpus .Values.pools.mixed.gpus $split)) 0 }}
+{{- $first := index .Values.pools (index (include "raydix.roles" . | fromJson).roles 0) }}
+{{- $gpus := gt (int $first.gpus) 0 }}
 {{- if $split }}{{ ternary "gpu_disaggregated" "cpu" $gpus }}{{ else }}{{ ternary "gpu_single" "cpu_mixed" $gpus }}{{ end }}
 {{- end }}
 

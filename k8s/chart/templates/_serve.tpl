@@ -8,7 +8,9 @@
 {{- $workers := dict }}
 {{- range $role := (include "raydix.roles" . | fromJson).roles }}
 {{- $pool := index $v.pools $role }}
-{{- $worker := dict "replicas" $pool.replicas }}
+{{- $numbers := include "raydix.numbers" $pool | fromJson }}
+{{- $worker := dict "replicas" ($numbers.min | int) }}
+{{- if eq $role "elastic" }}{{ $worker = dict "min_replicas" ($numbers.min | int) "max_replicas" ($numbers.max | int) }}{{ end }}
 {{- if gt (int $pool.gpus) 0 }}
 {{- $worker = merge $worker (dict "device" "cuda" "num_cpus" 1 "num_gpus" $pool.gpus) }}
 {{- else }}
@@ -16,8 +18,11 @@
 {{- end }}
 {{- $_ := set $workers $role (mergeOverwrite $worker (deepCopy $pool.worker)) }}
 {{- end }}
-{{- $derived := dict "model" (dict "name" $v.model.name "source" $v.model.source) "cache" $cache "batches" $batches "workers" $workers }}
-{{- mergeOverwrite (deepCopy $v.overrides) $derived | toYaml }}
+{{- $derived := dict "model" (dict "name" $v.model.name "source" $v.model.source) "cache" $cache "batches" $batches }}
+{{- $all := mergeOverwrite (deepCopy $v.overrides) $derived }}
+{{- /* The file that these are merged into has mixed workers where there is no prefill pool. */ -}}
+{{- if not (or $v.pools.prefill.enabled $v.pools.mixed.enabled) }}{{ $_ := set $workers "mixed" nil }}{{ end }}
+{{- set $all "workers" $workers | toYaml }}
 {{- end }}
 
 {{/* The Serve config: each deployment, and the pods that its replicas go to. */}}
@@ -54,7 +59,9 @@ applications:
       {{- range $role := (include "raydix.roles" . | fromJson).roles }}
       {{- $pool := index $v.pools $role }}
       - name: {{ $role }}
+        {{- if ne $role "elastic" }}
         num_replicas: {{ $pool.replicas }}
+        {{- end }}
         placement_group_bundles:
           {{- if gt (int $pool.gpus) 0 }}
           - CPU: 2

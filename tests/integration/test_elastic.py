@@ -1,0 +1,121 @@
+"""Elastic workers under a load that changes: their number follows it within its bounds, and no stream notices."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.core.errors import StartupError
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.chaos.harness import Stream
+from tests.integration.conftest import Server, eventually, random_prompt
+from tests.integration.test_live_changes import Live
+from tests.integration.test_serve_cli import READY_S, Terminal
+
+MOST = 3
+NUM_ASKING = 8
+PROMPT_TOKENS = 1500
+STREAM_TOKENS = 2500
+
+
+def config(**elastic: Any) -> dict[str, Any]:
+    return {
+        "model": {"max_model_len": 4096},
+        "cache": {"num_blocks": 1200, "segment_gib": 0.5, "swap_gib": 0.05},
+        "workers": {"elastic": {"token_budget": 256, "max_requests": 32, "num_threads": 1, **elastic}},
+        "slo": {"ttft_ms": 1000, "tpot_ms": 1000},
+    }
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    file: Path = tmp_path_factory.mktemp("elastic") / "elastic.yaml"
+    file.write_text(yaml.safe_dump(config(min_replicas=1, max_replicas=MOST, shrink_after_s=6)))
+    terminal = Terminal("--config", str(file))
+    try:
+        eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
+        yield Live(terminal, Server("127.0.0.1", terminal.port), file)
+    finally:
+        terminal.close()
+
+
+class Asking:
+    """Clients with long prompts and short answers, until they are stopped."""
+
+    def __init__(self, server: Server, num_clients: int = NUM_ASKING, num_tokens: int = PROMPT_TOKENS) -> None:
+        self._server = server
+        self._num_tokens = num_tokens
+        self._over = threading.Event()
+        self.statuses: list[int] = []
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(num_clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, number: int) -> None:
+        seed = 1000 * number
+        while not self._over.is_set():
+            seed += 1
+            body = {"model": "SmolLM2-135M-Instruct", "prompt": random_prompt(seed, self._num_tokens), "max_tokens": 1}
+            self.statuses.append(self._server.request("POST", "/v1/completions", body)[0])
+
+
+def workers(live: Live) -> list[dict[str, Any]]:
+    status, _, data = live.server.request("GET", "/v1/cache")
+    found: list[dict[str, Any]] = json.loads(data)["workers"] if status == 200 else []
+    return found
+
+
+def events(live: Live, name: str) -> list[dict[str, Any]]:
+    """Lines of an event in the logs of all processes."""
+    lines = [line for path in live.terminal.log_files() for line in path.read_text().splitlines()]
+    return [entry for line in lines if (entry := json.loads(line)).get("event") == name]
+
+
+def started(
+    live: Live, salt: str, count: int = MOST, num_tokens: int = STREAM_TOKENS
+) -> tuple[list[Stream], list[threading.Thread]]:
+    """Streams of long answers that have begun."""
+    streams = [Stream(random_prompt(7000 + index, 100), num_tokens, salt) for index in range(count)]
+    threads = [threading.Thread(target=stream.run, args=(live.server,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    return streams, threads
+
+
+def test_the_number_of_workers_follows_the_load(live: Live) -> None:
+    assert len(workers(live)) == 1
+    asking = Asking(live.server)
+    try:
+        eventually(lambda: len(workers(live)) == MOST, "as many workers as there may be", 180)
+    finally:
+        asking.stop()
+    assert {*asking.statuses} == {200}
+
+    streams, threads = started(live, "changing")
+    eventually(lambda: len(workers(live)) == 1, "the least number of workers", 180)
+    assert any(thread.is_alive() for thread in threads), "the streams should have gone on meanwhile"
+    for thread in threads:
+        thread.join()
+
+    assert [stream.error for stream in streams] == [None] * MOST
+    pause_s = max(stream.longest_pause_s(stream.times[0]) for stream in streams)
+    print(f"longest pause {pause_s:.2f} s, {len(events(live, 'moved'))} requests moved")
+    assert len(events(live, "worker_leaving")) == MOST - 1 and not events(live, "failover")
+
+    undisturbed, threads = started(live, "undisturbed")
+    for thread in threads:
+        thread.join()
+    assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in undisturbed]
