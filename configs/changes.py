@@ -62,7 +62,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
         Effect.MANAGER: "cluster_mib",
     },
     "placement": {Effect.IN_PLACE: "import_gib_per_s piggyback_tokens"},
-    "slo": {Effect.IN_PLACE: "ttft_ms tpot_ms refuse_late"},
+    "slo": {Effect.IN_PLACE: "ttft_ms tpot_ms when_late"},
     "ingress": {
         Effect.NUMBER: "replicas",
         Effect.IN_PLACE: "max_queued_requests max_body_bytes body_timeout_s max_waiting_mib any_content_type",

@@ -328,10 +328,10 @@ class SloSection(_Section):
     tpot_ms: float | None = Field(
         default=None, gt=0, le=3_600_000, description="Mean time of each further token, in ms; by default no objective."
     )
-    refuse_late: bool = Field(
-        default=False,
-        description="Answer 429 to a request whose first token would be later than its objective on every worker; "
-        "otherwise it waits.",
+    when_late: Literal["wait", "refuse", "give_way"] = Field(
+        default="wait",
+        description="A request whose first token would be later than its objective on every worker: it waits, gets "
+        "429, or goes behind all requests that are in time.",
     )
 
 

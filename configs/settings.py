@@ -52,8 +52,7 @@ def step_limits(live: WorkerLive) -> SchedulerLimits:
 
 def objectives(slo: SloSection) -> Objectives:
     """The objectives of requests without their own."""
-    ttft_s, tpot_s = (None if ms is None else ms / 1000 for ms in (slo.ttft_ms, slo.tpot_ms))
-    return Objectives(ttft_s, tpot_s, slo.refuse_late)
+    return Objectives.of_ms(slo.ttft_ms, slo.tpot_ms, slo.when_late)
 
 
 def sharing(shares: Iterable[Share]) -> tuple[Tenant, ...]:

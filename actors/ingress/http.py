@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.api.prompts import MAX_LABEL_LEN
-from engine.api.spec import MAX_OBJECTIVE_MS, objectives_of
+from engine.api.spec import MAX_OBJECTIVE_MS
 from engine.api.wire import OPENAI, WireFormat
 from engine.core.errors import (
     AuthenticationError,
@@ -84,7 +84,7 @@ def label_header(request: Request, name: str) -> str | None:
 
 def objective_headers(request: Request) -> Objectives:
     """The objectives in a request's headers. Raises RequestError naming the header."""
-    return objectives_of(_milliseconds(request, TTFT_HEADER), _milliseconds(request, TPOT_HEADER))
+    return Objectives.of_ms(_milliseconds(request, TTFT_HEADER), _milliseconds(request, TPOT_HEADER))
 
 
 def _milliseconds(request: Request, name: str) -> float | None:

@@ -278,7 +278,8 @@ class KVCacheManager(Succession, DirectoryReports):
     # Requests
 
     async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | Late | None]:
-        """Place requests, each in one atomic step; None for a request that no worker could take."""
+        """Place requests, each in one atomic step; `Late` for a request that is refused, None for one that no
+        worker could take."""
         self.check_not_retired()
         doubted = {worker_id for request in requests for worker_id in request.avoided}
         if doubted:
@@ -292,7 +293,7 @@ class KVCacheManager(Succession, DirectoryReports):
                 admissions.append(None)
                 continue
             except LateError as error:
-                admissions.append(Late(error.predicted_s, error.objective_s))
+                admissions.append(error.late)
                 continue
             self._carry_out(instructions)
             self._ingress(request.ingress_id).requests.add(request.request_id)

@@ -28,7 +28,6 @@ from engine.api.spec import (
     ReasoningUse,
     ToolUse,
     Truncation,
-    objectives_of,
 )
 from engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
 from engine.core.errors import RequestError
@@ -182,8 +181,10 @@ class PromptFields(StrictModel):
     slo_tpot_ms: Milliseconds | None = Field(
         default=None, description="Objective for the mean time of each further token; the server's `slo.tpot_ms`."
     )
-    slo_refuse_late: bool | None = Field(
-        default=None, description="Answer 429 rather than late; the server's `slo.refuse_late`."
+    slo_when_late: Literal["wait", "refuse", "give_way"] | None = Field(
+        default=None,
+        description="If no worker can meet the objective for the first token: wait, answer 429, or go behind all "
+        "requests that are in time; the server's `slo.when_late`.",
     )
     cache_salt: Label | None = Field(
         default=None, description="Share cached prefixes only with requests of the same salt."
@@ -197,7 +198,7 @@ class PromptFields(StrictModel):
 
     def objectives(self) -> Objectives:
         """Objectives of the request's own."""
-        return objectives_of(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_refuse_late)
+        return Objectives.of_ms(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_when_late)
 
     def truncated_to(self) -> Truncation | None:
         """Part of the prompt to keep; None for all of the prompt."""

@@ -175,6 +175,10 @@ class Attempt(Shape):
     )
     candidates: list[Candidate] = Field(description="Workers that were compared.")
     predicted_ttft_s: float = Field(description="Predicted time to the first token, in seconds.")
+    objective_ttft_s: float | None = Field(description="Objective for the time to the first token, in seconds.")
+    late: Literal["wait", "give_way"] | None = Field(
+        description="What was done because every worker was predicted to be later than that; null in time."
+    )
     actual_ttft_s: float | None = Field(description="Measured time to the first token, in seconds.")
     predicted_handover_s: float | None = Field(
         description="Predicted time from the first token to the second one, in seconds; null unless one worker "

@@ -32,12 +32,6 @@ _SEED_MASK = 2**63 - 1
 _ODD = 0x9E3779B97F4A7C15
 
 
-def objectives_of(ttft_ms: float | None, tpot_ms: float | None, refuse_late: bool | None = None) -> Objectives:
-    """Objectives in milliseconds, as clients give them."""
-    ttft_s, tpot_s = (None if ms is None else ms / 1000 for ms in (ttft_ms, tpot_ms))
-    return Objectives(ttft_s, tpot_s, refuse_late)
-
-
 @dataclass(frozen=True, slots=True)
 class ContinuedAnswer:
     """An assistant's message whose token ids the client names: by reference, or as they are."""

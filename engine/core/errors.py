@@ -8,6 +8,8 @@ Both carry an HTTP status and a stable `code`; one handler in the ingress turns 
 
 import math
 
+from engine.core.types import Late
+
 
 class RaydixError(Exception):
     """Base of every error that a caller may see."""
@@ -144,17 +146,17 @@ class OverloadedError(ServiceError):
 
 
 class LateError(OverloadedError):
-    """No worker is predicted to give the first token within the objective (`Objectives.refuse_late`)."""
+    """No worker is predicted to give the first token within the objective (`WhenLate.REFUSE`)."""
 
     code = "objective_unmet"
 
-    def __init__(self, predicted_s: float, objective_s: float) -> None:
+    def __init__(self, late: Late) -> None:
+        predicted_s, objective_s = late.predicted_s, late.objective_s
         super().__init__(
             f"The first token would come after {predicted_s:.1f} s, later than the objective of {objective_s:g} s.",
             retry_after_s=min(60, max(1, math.ceil(predicted_s - objective_s))),
         )
-        self.predicted_s = predicted_s
-        self.objective_s = objective_s
+        self.late = late
 
 
 class NoWorkerError(ServiceError):

@@ -355,6 +355,15 @@ class SegmentHeader:
         return self.hashes[:-1] if self.handover is not None and self.handover.tail is not None else self.hashes
 
 
+class WhenLate(StrEnum):
+    """Treatment of a request whose first token is predicted to come later than its objective on every worker."""
+
+    WAIT = "wait"
+    REFUSE = "refuse"
+    GIVE_WAY = "give_way"
+    """The request goes behind all that are in time (`LATE_PRIORITY`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Objectives:
     """Latencies that requests are to have; None: no objective."""
@@ -363,19 +372,28 @@ class Objectives:
     """From the admission to the first token."""
     tpot_s: float | None = None
     """Mean time of each further token."""
-    refuse_late: bool | None = None
-    """True: a request whose first token is predicted to come too late on every worker is refused."""
+    when_late: WhenLate | None = None
+
+    @staticmethod
+    def of_ms(ttft_ms: float | None, tpot_ms: float | None, when_late: str | None = None) -> "Objectives":
+        """Objectives as clients and operators give them: in milliseconds, `when_late` by its value."""
+        ttft_s, tpot_s = (None if ms is None else ms / 1000 for ms in (ttft_ms, tpot_ms))
+        return Objectives(ttft_s, tpot_s, None if when_late is None else WhenLate(when_late))
 
     def over(self, others: "Objectives") -> "Objectives":
         """These objectives, and the others where there is none."""
         return Objectives(
             others.ttft_s if self.ttft_s is None else self.ttft_s,
             others.tpot_s if self.tpot_s is None else self.tpot_s,
-            others.refuse_late if self.refuse_late is None else self.refuse_late,
+            others.when_late if self.when_late is None else self.when_late,
         )
 
 
 NO_OBJECTIVES = Objectives()
+
+LATE_PRIORITY = 2**62
+"""`priority` of a late request that gives way to others; from here on requests, lines of batches too, keep nobody
+else waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +419,13 @@ class AdmitRequest:
     """Name of the place where the answer begins (`BlockChain.answer_name`); empty for no drafts from others."""
     objectives: Objectives = NO_OBJECTIVES
     """The request's own, which go before those of the configuration."""
+    priority: int = 0
+    """As `Assignment.priority`."""
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the request gives way to all that do not."""
+        return self.priority >= LATE_PRIORITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +442,8 @@ class Admission:
     decode_awaited: tuple[BlockHash, ...]
     continuations: tuple[bytes, ...] = ()
     """Packed answers that began where this one does, the likeliest last."""
+    gives_way: bool = False
+    """True if the request is late, and others go first (`LATE_PRIORITY`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,20 @@ def test_a_prompt_without_a_block_and_one_that_parts(server: Server) -> None:
     assert runs[1]["source"] == "diverged"
 
 
+def test_a_late_request_gives_way_where_it_asks_for_that(server: Server) -> None:
+    asked: list[dict[str, Any]] = [
+        {"slo_ttft_ms": 0.1, "slo_when_late": "give_way"},
+        {"slo_ttft_ms": 0.1},
+        {"slo_ttft_ms": 600_000},
+    ]
+    prompt = random_prompt(7404, 60)
+    answers = [server.complete(prompt, max_tokens=2, cache_salt="way", **each) for each in asked]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    attempts = [last_attempt(server, answer["id"]) for answer in answers]
+    assert [attempt["late"] for attempt in attempts] == ["give_way", "wait", None]
+    assert [attempt["objective_ttft_s"] for attempt in attempts] == [0.0001, 0.0001, 600.0]
+
+
 @pytest.mark.parametrize("request_id", ["cmpl-unknown", "unknown", "chatcmpl-"])
 def test_an_unknown_request_is_not_found(server: Server, request_id: str) -> None:
     status, _, body = server.request("GET", f"/v1/requests/{request_id}/explain")

@@ -402,10 +402,10 @@ def test_a_request_that_would_be_late_is_refused_where_it_asks_for_that(client: 
         )
 
     with pytest.raises(openai.RateLimitError, match="later than the objective") as caught:
-        ask(slo_ttft_ms=0.1, slo_refuse_late=True)
+        ask(slo_ttft_ms=0.1, slo_when_late="refuse")
     assert caught.value.code == "objective_unmet" and int(caught.value.response.headers["retry-after"]) >= 1
     ask(slo_ttft_ms=0.1)
-    ask(slo_ttft_ms=600_000, slo_refuse_late=True)
+    ask(slo_ttft_ms=600_000, slo_when_late="refuse")
 
 
 def test_a_chat_echoes_what_it_goes_on_with(client: openai.OpenAI) -> None:

@@ -13,7 +13,7 @@ from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
 from engine.core.errors import RequestError
-from engine.core.types import ChatEnd, ChatTemplate, Objectives
+from engine.core.types import ChatEnd, ChatTemplate, Objectives, WhenLate
 
 USER = {"role": "user", "content": "hi"}
 
@@ -76,7 +76,7 @@ def test_every_field_arrives() -> None:
         priority=-4,
         slo_ttft_ms=1500,
         slo_tpot_ms=0.5,
-        slo_refuse_late=True,
+        slo_when_late="give_way",
         cache_priority=-3,
         cache_ttl_s=90,
     )
@@ -114,7 +114,7 @@ def test_every_field_arrives() -> None:
         session_id="s",
         cache_salt="salt",
         priority=-4,
-        objectives=Objectives(ttft_s=1.5, tpot_s=0.0005, refuse_late=True),
+        objectives=Objectives(ttft_s=1.5, tpot_s=0.0005, when_late=WhenLate.GIVE_WAY),
         cache_priority=-3,
         cache_ttl_s=90.0,
     )
@@ -491,6 +491,7 @@ BAD = [
     ({"slo_ttft_ms": 0}, "slo_ttft_ms", "must be greater than 0, got 0"),
     ({"slo_tpot_ms": "quick"}, "slo_tpot_ms", "must be a number"),
     ({"slo_tpot_ms": 3_600_001}, "slo_tpot_ms", "must be at most 3600000"),
+    ({"slo_when_late": "never"}, "slo_when_late", "'wait'"),
     ({"request_id": "two words"}, "request_id", ""),
     ({"add_special_tokens": 1}, "add_special_tokens", ""),
     ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),

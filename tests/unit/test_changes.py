@@ -37,6 +37,7 @@ CHANGED: dict[str, Any] = {
     "model.reasoning_parser": "think",
     "model.pooling": "last",
     "cache.eviction": "lru",
+    "slo.when_late": "refuse",
     "cache.disk_path": "/elsewhere",
     "cache.public_prefixes": ["You are kind."],
     "cache.prefix_caching": False,

@@ -15,7 +15,7 @@ from configs.settings import answer_bytes, engine_settings, objectives, tenants
 from engine.core.errors import StartupError
 from engine.core.settings import DraftLimits
 from engine.core.tenants import Tenant, key_hash
-from engine.core.types import DraftSource, Objectives
+from engine.core.types import DraftSource, Objectives, WhenLate
 
 with warnings.catch_warnings():
     # Ray's own modules use a deprecated spelling of pydantic's when they are imported.
@@ -381,8 +381,8 @@ def test_sizes_and_times_are_finite(key: str, value: float) -> None:
 def test_elastic_workers_stand_alone_and_hand_over(tmp_path: Path) -> None:
     config = load(tmp_path, {"workers": {"elastic": {"replicas": 3}}, "slo": {"ttft_ms": 2000, "tpot_ms": 50}})
     assert config.workers.hands_over and list(config.workers.sections) == ["elastic"]
-    assert objectives(config.slo) == Objectives(ttft_s=2.0, tpot_s=0.05, refuse_late=False)
-    assert objectives(load(tmp_path, MIXED).slo) == Objectives(refuse_late=False)
+    assert objectives(config.slo) == Objectives(ttft_s=2.0, tpot_s=0.05, when_late=WhenLate.WAIT)
+    assert objectives(load(tmp_path, MIXED).slo) == Objectives(when_late=WhenLate.WAIT)
     assert not load(tmp_path, MIXED).workers.hands_over
     assert "configure prefill and decode, mixed, or elastic" in complaint(tmp_path, {"workers": {}})
 

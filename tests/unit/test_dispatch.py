@@ -30,6 +30,7 @@ from engine.core.ingress.instructions import (
 )
 from engine.core.ingress.notes import NOTES
 from engine.core.types import (
+    LATE_PRIORITY,
     Admission,
     AdmitRequest,
     CacheHints,
@@ -178,6 +179,20 @@ def test_a_late_request_fails_with_the_time_to_wait() -> None:
     error = generation.failure
     assert isinstance(error, LateError) and (error.status, error.retry_after_s) == (429, 3)
     assert str(error) == "The first token would come after 3.2 s, later than the objective of 0.5 s."
+
+
+@pytest.mark.parametrize(("own", "last"), [(-3, LATE_PRIORITY), (LATE_PRIORITY + 1, LATE_PRIORITY + 1)])
+def test_a_late_request_gives_way_from_its_admission_on(own: int, last: int) -> None:
+    dispatch = make_dispatch(P, D)
+    [admit] = of_type(dispatch.begin(make_generation(priority=own), 0.0), Admit)
+    assert admit.request.priority == own
+    dispatch.admitted("r", 0, replace(admission_of(), gives_way=True), 1.0)
+    for name in ("p", "d"):
+        dispatch.found(name, 1, 1.0)
+    submits = of_type(dispatch.flush(has_manager=True), Submit)
+    assert [assignment.priority for each in submits for assignment in each.assignments] == [last, last]
+    [again] = of_type(dispatch.worker_lost("d", 1, "dead", 2.0, is_dead=True), Admit)
+    assert again.request.priority == last
 
 
 def test_before_any_worker_is_known_the_manager_is_asked() -> None:

@@ -20,7 +20,7 @@ from configs.sections import MANAGER, DeploymentPart, parts
 from engine.core.errors import StartupError
 from engine.core.manager.elastic import PoolLimits, Wanted
 from engine.core.settings import SchedulerLimits
-from engine.core.types import Objectives
+from engine.core.types import Objectives, WhenLate
 from tests.unit.local_actors import LocalHandle
 
 TASK_ERROR: Any = RayTaskError
@@ -199,7 +199,7 @@ def test_a_change_is_handed_on_to_the_child(scene: Scene) -> None:
         manager = await start(MANAGER)
         await manager.reconfigure(live_of(MANAGER, 100))
         [told] = scene.handles[-1].actor.told  # type: ignore[attr-defined]
-        assert told == (100, told[1], (), Objectives(refuse_late=False), "INFO", PoolLimits(1, 60.0))
+        assert told == (100, told[1], (), Objectives(when_late=WhenLate.WAIT), "INFO", PoolLimits(1, 60.0))
 
     asyncio.run(play())
 

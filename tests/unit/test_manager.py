@@ -27,6 +27,7 @@ from engine.core.types import (
     Retention,
     Role,
     SegmentHeader,
+    WhenLate,
 )
 from engine.model.segment_files import SegmentFiles
 from engine.model.segments import checksum
@@ -213,14 +214,14 @@ def test_a_request_that_would_be_late_is_refused_if_it_asks_for_that() -> None:
     async def play() -> None:
         manager = make_manager()
         await register(manager, "w")
-        strict, wait = Objectives(ttft_s=1e-6, refuse_late=True), Objectives(ttft_s=1e-6)
+        strict, wait = Objectives(ttft_s=1e-6, when_late=WhenLate.REFUSE), Objectives(ttft_s=1e-6)
         asked = [replace(request(f"r{number}"), objectives=each) for number, each in enumerate((strict, wait))]
         late, placed = await manager.admit(asked)
         assert isinstance(late, Late) and late.predicted_s > late.objective_s == 1e-6
         assert isinstance(placed, Admission)
         assert (await manager.statistics())["num_reservations"] == 1
 
-        in_time = replace(request("s"), objectives=Objectives(ttft_s=1e6, refuse_late=True))
+        in_time = replace(request("s"), objectives=Objectives(ttft_s=1e6, when_late=WhenLate.REFUSE))
         under_way = replace(request("t", attempt=1), objectives=strict)
         assert all(isinstance(each, Admission) for each in await manager.admit([in_time, under_way]))
 
@@ -232,7 +233,7 @@ def test_a_request_is_refused_only_if_every_worker_would_be_late() -> None:
         manager = make_manager()
         await register(manager, "a")
         await register(manager, "b")
-        objectives = Objectives(ttft_s=1.0, refuse_late=True)
+        objectives = Objectives(ttft_s=1.0, when_late=WhenLate.REFUSE)
         for busy, answer in (("long1", Admission), ("long2", Late)):
             [taken] = await manager.admit([AdmitRequest(busy, 0, (), 50_000)])
             [found] = await manager.admit([AdmitRequest(f"after {busy}", 0, (), 5, objectives=objectives)])

@@ -302,7 +302,8 @@ LOADS = st.builds(
     num_queued=st.sampled_from([0, 1, 20]),
     num_empty_blocks=st.sampled_from([None, 0, 64]),
     node=st.sampled_from("ab"),
-)
+    behind_s=st.sampled_from([0.0, 0.0, 0.01]),
+).filter(lambda load: load.behind_s <= load.queued_s)
 """Few different ones, so that some are equal."""
 
 LINKED = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)
@@ -408,6 +409,7 @@ def full_scan(demand: Demand, workers: dict[str, tuple[WorkerLoad, int]]) -> tup
     return_rate=st.sampled_from([0.0, 0.5]),
     last_workers=st.builds(SessionWorkers, prefill=LAST_WORKERS, decode=LAST_WORKERS),
     sources=st.sampled_from([None, [("a", 20)], [("b", 5), ("a", 15)], [("c", 20)]]),
+    is_behind=st.booleans(),
 )
 def test_grouping_and_pruning_change_no_choice(
     loads: list[tuple[WorkerLoad, int]],
@@ -417,6 +419,7 @@ def test_grouping_and_pruning_change_no_choice(
     return_rate: float,
     last_workers: SessionWorkers,
     sources: list[tuple[str, int]] | None,
+    is_behind: bool,
 ) -> None:
     workers = {f"w{index}": load for index, load in enumerate(loads)}
     groups = WorkerGroups()
@@ -424,7 +427,7 @@ def test_grouping_and_pruning_change_no_choice(
     for worker_id, (load, num_local) in workers.items():
         groups.put(worker_id, load)
         holders.setdefault(num_local, set()).add(worker_id)
-    demand = Demand(num_tokens, 20, pending_s, session, return_rate, last_workers, sources=sources)
+    demand = Demand(num_tokens, 20, pending_s, session, return_rate, last_workers, sources=sources, is_behind=is_behind)
     placement = place(demand, groups.candidates(holders), LINKED)
     assert (placement.prefill, placement.decode) == full_scan(demand, workers)
 

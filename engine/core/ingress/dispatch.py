@@ -165,7 +165,7 @@ class Dispatch:
             self._outbox.ended.append(Ended(request_id, attempt))
             return []
         if isinstance(admission, Late):
-            return self._fail(entry, LateError(admission.predicted_s, admission.objective_s))
+            return self._fail(entry, LateError(admission))
         return self._place(entry, admission, now)
 
     @stimulus

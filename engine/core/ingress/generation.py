@@ -18,6 +18,7 @@ from engine.core.errors import ModelFailedError, RaydixError, RequestError
 from engine.core.hashing import BlockChain
 from engine.core.ingress.cluster_view import ModelFacts
 from engine.core.types import (
+    LATE_PRIORITY,
     NO_OBJECTIVES,
     Admission,
     AdmitRequest,
@@ -118,6 +119,8 @@ class Generation:
     def place(self, admission: Admission, block_size: int, now: float) -> None:
         """Record this attempt's workers."""
         self.prefill, self.decode = admission.prefill, admission.decode
+        if admission.gives_way:
+            self.priority = max(self.priority, LATE_PRIORITY)
         self.placed_at = now
         if self.attempt == 0:
             self.imported_tokens = len(admission.prefill_awaited) * block_size
@@ -202,6 +205,7 @@ class Generation:
             avoided=avoided,
             answer_name=self.named_answer(chain, hashes) if model.names_answers else b"",
             objectives=self.objectives,
+            priority=self.priority,
         )
 
     def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:

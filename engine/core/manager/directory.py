@@ -50,6 +50,7 @@ from engine.core.types import (
     EvictionReason,
     Objectives,
     Role,
+    WhenLate,
 )
 
 
@@ -329,15 +330,19 @@ class Directory(SegmentEvents):
         """
         if not self.workers:
             raise NoWorkerError("no worker is ready")
+        is_new = request.attempt == 0 and request.request_id not in self._reservations
         instructions = self.end_request(request.request_id, now)
 
         self.links.look(now)
         records = self._blocks.find(request.hashes)
         demand, candidates = self._options(request, records)
         placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
-        if request.attempt == 0:
-            check_in_time(placement, demand.objectives)
-        self._explanations.record(request, records, placement, self.workers)
+        when_late = check_in_time(placement, demand.objectives) if is_new else None
+        gives_way = when_late is WhenLate.GIVE_WAY
+        if gives_way:
+            demand = replace(demand, is_behind=True)
+            placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
+        self._explanations.record(request, records, placement, self.workers, demand.objectives.ttft_s, when_late)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
         num_local = placement.chosen.num_local_blocks
@@ -346,7 +351,12 @@ class Directory(SegmentEvents):
 
         # The load on its workers.
         reservation = reservation_of(
-            request, placement, self.workers, num_new_blocks=len(lacking), objectives=demand.objectives
+            request,
+            placement,
+            self.workers,
+            num_new_blocks=len(lacking),
+            objectives=demand.objectives,
+            gives_way=gives_way,
         )
         admission = reservation.admission
         prefill, decode = admission.prefill, admission.decode

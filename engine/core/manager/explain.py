@@ -11,7 +11,7 @@ from heapq import nsmallest
 from itertools import groupby
 
 from engine.core.manager.placement import Placement, Prediction
-from engine.core.types import DraftUse, Ended, Outcome, Role
+from engine.core.types import DraftUse, Ended, Outcome, Role, WhenLate
 
 MAX_CONSIDERED = 16
 """Workers kept per decision, the best ones."""
@@ -69,6 +69,9 @@ class Decision:
     """True if KV was kept for later requests."""
     duties: Mapping[str, Role] = field(default_factory=dict)
     """Of the elastic ones among the workers."""
+    objective_ttft_s: float | None = None
+    when_late: WhenLate | None = None
+    """Treatment of the request, which no worker was predicted to serve in time; None in time."""
 
     @property
     def regret_s(self) -> float | None:
@@ -106,6 +109,8 @@ class Decision:
                 for worker_id in prediction.worker_ids
             ],
             "predicted_ttft_s": round(self.predicted_ttft_s, 6),
+            "objective_ttft_s": _rounded(self.objective_ttft_s),
+            "late": self.when_late,
             "actual_ttft_s": _rounded(self.ttft_s),
             "predicted_handover_s": _rounded(self.predicted_handover_s),
             "actual_handover_s": _rounded(self.handover_s),

@@ -8,7 +8,7 @@ from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
 from engine.core.manager.placement import Placement, Prediction
 from engine.core.manager.reservations import WorkerRecord
-from engine.core.types import AdmitRequest, BlockHash, Role
+from engine.core.types import AdmitRequest, BlockHash, Role, WhenLate
 
 
 class Explanations:
@@ -36,8 +36,11 @@ class Explanations:
         records: Sequence[BlockRecord | None],
         placement: Placement,
         workers: Mapping[str, WorkerRecord],
+        objective_ttft_s: float | None = None,
+        when_late: WhenLate | None = None,
     ) -> None:
-        """Keep the decision behind a placement, and count it. `records`: of the blocks of `request.hashes`."""
+        """Keep the decision behind a placement, and count it. `records`: of the blocks of `request.hashes`;
+        `when_late`: of a request that is predicted to be late."""
         num_local = placement.chosen.num_local_blocks
         num_cached = num_local + placement.chosen.num_imported_blocks
         imported = [_source(record) for record in records[num_local:num_cached] if record is not None]
@@ -59,6 +62,8 @@ class Explanations:
             considered=considered,
             prefix_caching=self._keeps_segments,
             duties=_duties(placement, considered, workers),
+            objective_ttft_s=objective_ttft_s,
+            when_late=when_late,
         )
         self._decisions.admitted(request.request_id, decision)
         self._statistics.admitted(request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview)

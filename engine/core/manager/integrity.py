@@ -42,6 +42,10 @@ def _check_load(worker: WorkerRecord, reservations: Collection[Reservation]) -> 
         reservation.queued_us for reservation in here if reservation.admission.prefill_epoch == worker.epoch
     )
 
+    assert worker.behind_us == sum(
+        each.queued_us for each in here if each.is_behind and each.admission.prefill_epoch == worker.epoch
+    )
+
     queued = [reservation for reservation in here if reservation.is_queued]
     assert worker.num_queued == len(queued)
     assert worker.num_reserved_blocks == sum(reservation.num_new_blocks for reservation in queued)

@@ -1,15 +1,22 @@
-"""Refusal of requests that would come too late."""
+"""Requests that no worker is predicted to serve in time."""
 
 from engine.core.errors import LateError
 from engine.core.manager.placement import Placement
-from engine.core.types import Objectives
+from engine.core.types import Late, Objectives, WhenLate
 
 
-def check_in_time(placement: Placement, objectives: Objectives) -> None:
-    """Raise LateError if late requests are to be refused, and every worker is predicted to give this one's first token
-    later than its objective."""
-    if not objectives.refuse_late or objectives.ttft_s is None:
-        return
+def check_in_time(placement: Placement, objectives: Objectives) -> WhenLate | None:
+    """The treatment of a request that every worker is predicted to give its first token later than its objective; None
+    in time, or without an objective.
+
+    Raises:
+        LateError: the request is to be refused.
+    """
+    if objectives.ttft_s is None:
+        return None
     earliest_s = min(prediction.ttft_s for prediction in (placement.chosen, *placement.considered))
-    if earliest_s > objectives.ttft_s:
-        raise LateError(earliest_s, objectives.ttft_s)
+    if earliest_s <= objectives.ttft_s:
+        return None
+    if objectives.when_late is WhenLate.REFUSE:
+        raise LateError(Late(earliest_s, objectives.ttft_s))
+    return objectives.when_late or WhenLate.WAIT

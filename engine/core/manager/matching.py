@@ -46,8 +46,8 @@ def match(records: Iterable[BlockRecord | None], workers: Workers, reservations:
         holders[num_reachable] = still
 
     # Blocks that are only being computed: available when the last queue of their producers is done.
-    computing = [reservations[name].admission.prefill for name in producers if name in reservations]
-    pending_us = max((workers[worker_id].queued_us for worker_id in computing), default=0)
+    computing = [reservations[name] for name in producers if name in reservations]
+    pending_us = max((workers[each.admission.prefill].ahead_us(each.is_behind) for each in computing), default=0)
     return Prefix(num_reachable, holders, pending_us)
 
 
@@ -102,4 +102,5 @@ def demand_of(
         objectives=objectives,
         sources=sources,
         generates=request.generates,
+        is_behind=request.is_behind,
     )

@@ -34,6 +34,7 @@ class AdmitNote(NamedTuple):
     generates: bool
     avoided: tuple[str, ...]
     objectives: Objectives
+    priority: int
 
     def recall(self, machine: object) -> AdmitRequest:
         return AdmitRequest(
@@ -47,6 +48,7 @@ class AdmitNote(NamedTuple):
             generates=self.generates,
             avoided=self.avoided,
             objectives=self.objectives,
+            priority=self.priority,
         )
 
 

@@ -89,6 +89,8 @@ class Demand:
     """Nodes of the reachable blocks; None: nodes make no difference, since all workers are on one."""
     generates: bool = True
     """True if tokens follow the prompt; otherwise nothing is handed over."""
+    is_behind: bool = False
+    """True if the request gives way to all that do not."""
 
 
 class WorkerLoad(NamedTuple):
@@ -112,6 +114,12 @@ class WorkerLoad(NamedTuple):
     tpot_s: float | None = None
     """The strictest objective of the streams of an elastic worker; None without one."""
     node: str = ""
+    behind_s: float = 0.0
+    """The part of `queued_s` that gives way to all other prefills."""
+
+    def ahead_s(self, is_behind: bool) -> float:
+        """The part of `queued_s` that goes before a new request."""
+        return self.queued_s if is_behind else self.queued_s - self.behind_s
 
 
 class Candidate(NamedTuple):
@@ -336,7 +344,8 @@ def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Predictio
     """The sum for `candidate` as the prefill worker, with the import that gives the shortest time to first token."""
     worker_ids, load, num_local = candidate
     # Without an import.
-    num_imported, wait_s, import_s = 0, load.queued_s, 0.0
+    queue_s = load.ahead_s(demand.is_behind)
+    num_imported, wait_s, import_s = 0, queue_s, 0.0
     compute_s = _compute_s(load, demand, num_local, model, load.num_decoding)
 
     # With an import of all reachable blocks, if that is quicker.
@@ -346,7 +355,7 @@ def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Predictio
         shorter_s = _compute_s(load, demand, num_local + num_importable, model, load.num_decoding)
         if all_import_s + shorter_s < compute_s:
             num_imported, import_s, compute_s = num_importable, all_import_s, shorter_s
-            wait_s = max(load.queued_s, demand.pending_s)
+            wait_s = max(queue_s, demand.pending_s)
 
     # Delay of others, and computing again the blocks that are evicted.
     others_s = 0.0
@@ -372,7 +381,7 @@ def _spread(load: WorkerLoad) -> float:
 
 def _least_s(candidate: Candidate) -> float:
     """Lower bound of any request's cost on `candidate`, within its spread and the range of a tie."""
-    return (candidate.load.queued_s - TIE_S) / (1 + TIE) * (1 - _spread(candidate.load))
+    return (candidate.load.ahead_s(is_behind=False) - TIE_S) / (1 + TIE) * (1 - _spread(candidate.load))
 
 
 def _tied(loads: Sequence[WorkerLoad], costs_s: Sequence[float]) -> list[int]:

@@ -39,6 +39,8 @@ class WorkerRecord:
     """The part of `requests` that decodes here, now or after the prefill."""
     queued_us: int = 0
     """Predicted time of the queued, unfinished prefills."""
+    behind_us: int = 0
+    """The part of `queued_us` that gives way to all other prefills."""
     num_queued: int = 0
     """Number of prefills in `queued_us`."""
     unsaved: list[BlockHash] = field(default_factory=list)
@@ -61,6 +63,10 @@ class WorkerRecord:
         self.num_free_blocks, self.num_empty_blocks, self.num_steps = num_free_blocks, num_empty_blocks, num_steps
         return has_stepped
 
+    def ahead_us(self, is_behind: bool) -> int:
+        """The part of `queued_us` that goes before a new request."""
+        return self.queued_us if is_behind else self.queued_us - self.behind_us
+
     def lacking(self, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
         """The part of `hashes` not held by the worker."""
         return tuple([block_hash for block_hash in hashes if block_hash not in self.blocks])
@@ -77,6 +83,7 @@ class WorkerRecord:
             costs=self.costs,
             token_budget=self.token_budget,
             queued_s=self.queued_us / US_PER_S,
+            behind_s=self.behind_us / US_PER_S,
             num_decoding=len(self.decoding),
             num_free_blocks=None if num_free is None else _rounded(num_free),
             num_queued=self.num_queued,
@@ -104,6 +111,8 @@ class Reservation:
     """True until the prefill worker of a request that decodes elsewhere has handed over."""
     tpot_s: float | None = None
     """Objective for the time of a token."""
+    is_behind: bool = False
+    """True if the request gives way to all that do not."""
 
     def __post_init__(self) -> None:
         self.awaits_handover = self.admission.prefill != self.admission.decode
@@ -194,6 +203,7 @@ class Workers(dict[str, WorkerRecord]):
         """Add a prefill to the queue of its worker."""
         worker = self[reservation.admission.prefill]
         worker.queued_us += reservation.queued_us
+        worker.behind_us += reservation.queued_us * reservation.is_behind
         worker.num_queued += 1
         worker.num_reserved_blocks += reservation.num_new_blocks
 
@@ -202,6 +212,7 @@ class Workers(dict[str, WorkerRecord]):
         worker = self.current(reservation.admission.prefill, reservation.admission.prefill_epoch)
         if worker is not None and reservation.is_queued:
             worker.queued_us -= reservation.queued_us
+            worker.behind_us -= reservation.queued_us * reservation.is_behind
             worker.num_queued -= 1
             worker.num_reserved_blocks -= reservation.num_new_blocks
         reservation.queued_us, reservation.is_queued = 0, False
@@ -214,11 +225,12 @@ def reservation_of(
     *,
     num_new_blocks: int,
     objectives: Objectives = NO_OBJECTIVES,
+    gives_way: bool = False,
 ) -> Reservation:
     """Assign a request to the workers of its placement, with the blocks that each of them is to get from elsewhere.
 
     `num_new_blocks`: blocks of the prompt that the prefill worker lacks. `objectives`: the request's, or of all
-    requests. Changes nothing.
+    requests; `gives_way`: the request is late, and others go first. Changes nothing.
     """
     chosen, prefill = placement.chosen, placement.prefill
     decode = placement.decode if request.generates else prefill
@@ -234,6 +246,7 @@ def reservation_of(
         decode_epoch=workers[decode].epoch,
         prefill_awaited=workers[prefill].lacking(imported),
         decode_awaited=workers[decode].lacking(request.hashes) if decode != prefill else (),
+        gives_way=gives_way,
     )
     return Reservation(
         admission=admission,
@@ -242,4 +255,5 @@ def reservation_of(
         queued_us=int(chosen.compute_s * US_PER_S),
         num_new_blocks=num_new_blocks,
         tpot_s=objectives.tpot_s,
+        is_behind=gives_way or request.is_behind,
     )
