@@ -78,8 +78,9 @@ def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Divisi
 
 
 def wanted(load: PoolLoad, objectives: Objectives, most: int) -> int:
-    """The least number of workers, at most `most`, that some division keeps at a pressure of `TARGET`."""
-    prompts = prefill_load(load, objectives)
+    """The least number of workers, at most `most`, that some division keeps at a pressure of `TARGET`. The queue is not
+    counted: what queues has arrived, and is in the load; more workers than that would come when it is worked off."""
+    prompts = load.prefill_rate
     for num_workers in range(1, most):
         if _least_pressure(num_workers, load, prompts, objectives) <= TARGET:
             return num_workers
