@@ -3,10 +3,10 @@
     python -m benchmarks.elastic TRACE [TRACE ...] [--day 0.25] [--faster 4] [--most 8] [--fixed 4 6 8 3:1 6:2]
         [--costs FILE] [--ttft-slo-ms 2000] [--tpot-slo-ms 50] [--json FILE]
 
-Several traces are played one after the other. `--faster 4` plays a trace in a quarter of the time. `--day 0.25` gives
-the trace the curve of a day, whose lowest rate is a quarter of the highest: arrivals keep their order, and the day is
-as long as the trace, so the load changes far quicker than on a real day. Workers are those of `benchmarks.replay`,
-behind the server's own directory:
+Several traces are played one after the other. `--faster 4` plays a trace in a quarter of the time; with several numbers
+each trace has its own. `--day 0.25` gives each trace the curve of a day, whose lowest rate is a quarter of the highest:
+arrivals keep their order, and the day is as long as the trace, so the load changes far quicker than on a real day.
+Workers are those of `benchmarks.replay`, behind the server's own directory:
 
 | row | |
 |---|---|
@@ -15,7 +15,9 @@ behind the server's own directory:
 | `elastic 1-8` | elastic workers, whose number follows the load, too; a worker takes 30 s to start |
 | `dynamo 2-8` | prefill and decode workers, whose numbers follow NVIDIA Dynamo's rule (`benchmarks.replaying.fleets`) |
 
-Where numbers follow the load, all workers are there at the beginning, for dynamo half of each role.
+Where numbers follow the load, all workers are there at the beginning, for dynamo half of each role. The last lines say
+for each of the other rows which fixed cluster needs the least worker-seconds for as much goodput, and how many of them
+the row saves.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -73,7 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 for a mistake of the user's."""
     options = _parser().parse_args(arguments)
     try:
-        trace = joined([shaped(read_trace(path, options.requests), options) for path in options.traces])
+        trace = joined(
+            [
+                shaped(read_trace(path, options.requests), faster, options.day)
+                for path, faster in zip(options.traces, _one_each(options.faster, options.traces), strict=True)
+            ]
+        )
         objectives = Objectives(options.ttft_slo_ms / 1000, options.tpot_slo_ms / 1000)
         machines = Machines(speeds_of(options), options.capacity_blocks, options.policy, objectives, options.most)
         names = [
@@ -84,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         print(f"{len(trace):,} requests in {trace[-1].arrival_s:,.0f} s")
         rows = [_printed(run(trace, name, machines)) for name in (options.only or names)]
+        for row in rows:
+            if not _is_fixed(row):
+                print(_compared(row, rows))
     except ReplayError as error:
         print(f"elastic: {error}", file=sys.stderr)
         return 2
@@ -130,12 +140,18 @@ def joined(traces: Sequence[Sequence[TraceRequest]]) -> list[TraceRequest]:
     return whole
 
 
-def shaped(trace: Sequence[TraceRequest], options: argparse.Namespace) -> Sequence[TraceRequest]:
+def shaped(trace: Sequence[TraceRequest], faster: float, day: float | None) -> Sequence[TraceRequest]:
     """The trace played faster, and with the curve of a day."""
-    if options.faster <= 0 or (options.day is not None and not 0 < options.day <= 1):
+    if faster <= 0 or (day is not None and not 0 < day <= 1):
         raise ReplayError("--faster must be above 0, and --day above 0 and at most 1")
-    played = [replace(request, arrival_s=request.arrival_s / options.faster) for request in trace]
-    return played if options.day is None else as_day(played, options.day)
+    played = [replace(request, arrival_s=request.arrival_s / faster) for request in trace]
+    return played if day is None else as_day(played, day)
+
+
+def cheapest(row: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The fixed cluster among `rows` of the least worker-seconds for the goodput of `row`; None if none has as much."""
+    enough = [each for each in rows if _is_fixed(each) and each["goodput_share"] >= row["goodput_share"]]
+    return min(enough, key=lambda each: int(each["worker_seconds"]), default=None)
 
 
 def as_day(trace: Sequence[TraceRequest], lowest: float) -> list[TraceRequest]:
@@ -174,6 +190,25 @@ def _fleet(name: str, machines: Machines) -> tuple[Fleet, list[Role]]:
     raise ReplayError(f"a number of workers, P:D, '{ELASTIC} N', '{ELASTIC} 1-N' or '{DYNAMO} 2-N', not {name!r}")
 
 
+def _one_each(factors: Sequence[float], traces: Sequence[Path]) -> Sequence[float]:
+    if len(factors) not in (1, len(traces)):
+        raise ReplayError("--faster takes one number, or one for each trace")
+    return factors if len(factors) == len(traces) else list(factors) * len(traces)
+
+
+def _is_fixed(row: Mapping[str, Any]) -> bool:
+    return not str(row["workers"]).startswith((ELASTIC, DYNAMO))
+
+
+def _compared(row: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """How many worker-seconds a row saves beside the cheapest fixed cluster with as much goodput."""
+    fixed = cheapest(row, rows)
+    if fixed is None:
+        return f"{row['workers']:<13} has more goodput than each fixed cluster"
+    saved = 1 - row["worker_seconds"] / fixed["worker_seconds"]
+    return f"{row['workers']:<13} needs {saved:.1%} fewer worker-s than {fixed['workers']}, for as much goodput"
+
+
 def _printed(row: dict[str, Any]) -> dict[str, Any]:
     print(
         f"{row['workers']:<13} {row['goodput_share']:6.1%} good, {row['worker_seconds']:>8,} worker-s "
@@ -190,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("traces", type=Path, nargs="+", help="Mooncake's JSON lines or Azure's CSV")
     parser.add_argument("--requests", type=int, help="replay only the first so many of each trace")
     parser.add_argument("--day", type=float, help="curve of a day: lowest rate as a share of the highest")
-    parser.add_argument("--faster", type=float, default=1.0, help="play each trace so many times as fast")
+    parser.add_argument("--faster", type=float, nargs="+", default=[1.0], help="play each trace so many times as fast")
     parser.add_argument("--most", type=int, default=8, help="limit of the elastic workers")
     parser.add_argument("--fixed", nargs="*", default=["4", "8", "6:2"], help="fixed clusters to compare with")
     parser.add_argument("--only", nargs="*", help="only these rows, by name")

@@ -13,6 +13,7 @@ from functools import partial
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.worker import ReplayWorker
+from engine.core.manager.elastic import SHRINK_S
 from engine.core.manager.reservations import US_PER_S, WorkerRecord
 from engine.core.types import Objectives, Role
 
@@ -96,7 +97,7 @@ class Fixed(Fleet):
 
 
 class Planned(Fleet):
-    """Elastic workers in the number that the directory's planner wants."""
+    """Elastic workers in the number that the directory's planner wants; not fewer before it has watched the load."""
 
     def __init__(self, make: Callable[[Role], ReplayWorker], least: int, most: int, start_s: float = START_S) -> None:
         super().__init__(make, start_s)
@@ -104,7 +105,10 @@ class Planned(Fleet):
 
     def wanted(self, router: Managed, now: float) -> Mapping[Role, int]:
         plan = router.divide(now, self._most)
-        return {} if plan is None else {Role.ELASTIC: max(self._least, plan.num_wanted)}
+        if plan is None:
+            return {}
+        least = self._least if now >= SHRINK_S else self.number(Role.ELASTIC, router)
+        return {Role.ELASTIC: max(least, plan.num_wanted)}
 
 
 class DynamoLoad(Fleet):

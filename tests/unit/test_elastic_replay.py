@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic import Machines, as_day, joined, main, run
+from benchmarks.elastic import Machines, as_day, cheapest, joined, main, run
 from benchmarks.replaying.speeds import FittedSpeeds
 from benchmarks.replaying.traces import ReplayError, TraceRequest
 from engine.core.costs import WorkerCosts
@@ -69,7 +69,30 @@ def test_the_table_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([str(trace), *options]) == 0
     shown = [row["workers"] for row in json.loads(report.read_text())["rows"]]
     assert shown == ["2", "elastic 2", "elastic 1-2", "dynamo 2-2"]
-    assert "good/worker-s" in capsys.readouterr().out
+    shown_too = capsys.readouterr().out
+    assert "good/worker-s" in shown_too and shown_too.count("as much goodput") + shown_too.count("more goodput") == 3
+
+
+def test_rows_are_compared_with_the_cheapest_fixed_cluster_of_as_much_goodput() -> None:
+    figures = {"8": (0.9, 800), "7": (0.9, 700), "4:4": (0.95, 900), "elastic 8": (0.99, 500), "dynamo 2-8": (0.9, 1)}
+    rows = [{"workers": name, "goodput_share": good, "worker_seconds": s} for name, (good, s) in figures.items()]
+    found = {row["workers"]: cheapest(row, rows) for row in rows}
+    assert {name: row and row["workers"] for name, row in found.items()} == {
+        "8": "7",
+        "7": "7",
+        "4:4": "4:4",
+        "elastic 8": None,
+        "dynamo 2-8": "7",
+    }
+
+
+def test_each_trace_has_its_own_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / name for name in ("slow.jsonl", "quick.jsonl")]
+    for path in paths:
+        rows = [{"timestamp": 8000 * n, "input_length": 9, "output_length": 2, "hash_ids": [n]} for n in range(2)]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main([*map(str, paths), "--faster", "1", "4", "--only", "1"]) == 0
+    assert "4 requests in 10 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -79,6 +102,7 @@ def test_the_table_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--only", "0"], "at least 1"),
         (["--day", "2"], "--day above 0"),
         (["--faster", "0"], "--faster must be above 0"),
+        (["--faster", "1", "2"], "one for each trace"),
     ],
 )
 def test_mistakes_are_named(

@@ -93,10 +93,11 @@ def test_no_division_is_much_better_than_the_chosen_one(num_workers: int, load: 
 def test_so_many_workers_are_wanted_as_are_enough(load: PoolLoad, most: int) -> None:
     number = wanted(load, TIGHT, most)
     assert 1 <= number <= most
+    lasting = load._replace(queued_s=0.0)
 
     def least(num_workers: int) -> float:
         divisions = [TOGETHER, *(Division(count, num_workers - count) for count in range(1, num_workers))]
-        return min(pressure(num_workers, each, load, TIGHT) for each in divisions)
+        return min(pressure(num_workers, each, lasting, TIGHT) for each in divisions)
 
     assert number == most or least(number) <= TARGET
     assert all(least(fewer) > TARGET for fewer in range(1, number))

@@ -80,8 +80,11 @@ def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Divisi
 
 def wanted(load: PoolLoad, objectives: Objectives, most: int) -> int:
     """The least number of workers, at most `most`, that some division keeps at a pressure of `TARGET`. More workers
-    never mean more pressure, so the number is searched for by halves."""
-    prompts = prefill_load(load, objectives)
+    never mean more pressure, so the number is searched for by halves.
+
+    The queue is not counted: what queues has arrived, and is in the load; more workers than that would come when it is
+    worked off."""
+    prompts = load.prefill_rate
     tpot_s = objectives.tpot_s
     if tpot_s is None:
         return max(1, min(most, ceil(prompts / TARGET)))
