@@ -91,9 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         print(f"{len(trace):,} requests in {trace[-1].arrival_s:,.0f} s")
         rows = [_printed(run(trace, name, machines)) for name in (options.only or names)]
-        for row in rows:
-            if not _is_fixed(row):
-                print(_compared(row, rows))
+        if any(map(_is_fixed, rows)):
+            for row in rows:
+                if not _is_fixed(row):
+                    print(_compared(row, rows))
     except ReplayError as error:
         print(f"elastic: {error}", file=sys.stderr)
         return 2

@@ -424,7 +424,7 @@ class AdmitRequest:
 
     @property
     def is_behind(self) -> bool:
-        """True if the request gives way to all that do not."""
+        """True if the request gives way to others."""
         return self.priority >= LATE_PRIORITY
 
 

@@ -9,7 +9,7 @@ from engine.core.costs import WorkerCosts
 from engine.core.manager.directory import Directory
 from engine.core.manager.links import FADE_S, LinkCosts, Links
 from engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerLoad, place
-from engine.core.types import Admission, AdmitRequest, BlockHash, Ended, Role, SegmentHeader
+from engine.core.types import NO_OBJECTIVES, Admission, AdmitRequest, BlockHash, Ended, Role, SegmentHeader
 
 BLOCK_BYTES = 368_640
 """16 positions of a model with 30 layers and 3 KV heads, in two bytes."""
@@ -240,11 +240,11 @@ def test_blocks_come_from_the_nodes_of_segments_producers_and_holders(make_direc
     directory.admit(AdmitRequest("r", 0, (b"computed", b"computed 2"), 9, avoided=("w1", "w2")), 0.0)
     hashes: tuple[BlockHash, ...] = (b"held", b"stored", b"computed", b"computed 2", b"unknown", b"held")
     request = AdmitRequest("s", 0, hashes, 30)
-    demand, _ = directory._options(request, directory._blocks.find(hashes))
+    demand, _ = directory._options(request, directory._blocks.find(hashes), NO_OBJECTIVES)
     assert demand.sources == [("a", 1), ("b", 1), ("c", 2)] and demand.num_reachable_blocks == 4
     for worker_id in ("w2", "w3"):
         directory.remove_worker(worker_id)
-    demand, _ = directory._options(request, directory._blocks.find(hashes))
+    demand, _ = directory._options(request, directory._blocks.find(hashes), NO_OBJECTIVES)
     assert demand.sources is None, "one node is left"
 
 

@@ -32,7 +32,7 @@ from engine.core.manager.lateness import check_in_time
 from engine.core.manager.links import Links
 from engine.core.manager.matching import demand_of, match, sources_of
 from engine.core.manager.peers import PeerCosts
-from engine.core.manager.placement import Candidate, CostModel, Demand, WorkerGroups, place
+from engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerGroups, place
 from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
 from engine.core.manager.roles import with_roles
 from engine.core.manager.saving import ask_for_blocks, give_away
@@ -335,14 +335,9 @@ class Directory(SegmentEvents):
 
         self.links.look(now)
         records = self._blocks.find(request.hashes)
-        demand, candidates = self._options(request, records)
-        placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
-        when_late = check_in_time(placement, demand.objectives) if is_new else None
-        gives_way = when_late is WhenLate.GIVE_WAY
-        if gives_way:
-            demand = replace(demand, is_behind=True)
-            placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
-        self._explanations.record(request, records, placement, self.workers, demand.objectives.ttft_s, when_late)
+        objectives = request.objectives.over(self.objectives)
+        placement, when_late = self._place(request, records, objectives, may_be_late=not is_new)
+        self._explanations.record(request, records, placement, self.workers, objectives.ttft_s, when_late)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
         num_local = placement.chosen.num_local_blocks
@@ -355,8 +350,8 @@ class Directory(SegmentEvents):
             placement,
             self.workers,
             num_new_blocks=len(lacking),
-            objectives=demand.objectives,
-            gives_way=gives_way,
+            objectives=objectives,
+            gives_way=when_late is WhenLate.GIVE_WAY,
         )
         admission = reservation.admission
         prefill, decode = admission.prefill, admission.decode
@@ -454,11 +449,29 @@ class Directory(SegmentEvents):
         self._is_spread = len(nodes) > 1
         self.segments.keep_nodes(nodes)
 
-    def _options(self, request: AdmitRequest, records: Sequence[BlockRecord | None]) -> tuple[Demand, list[Candidate]]:
+    def _place(
+        self,
+        request: AdmitRequest,
+        records: Sequence[BlockRecord | None],
+        objectives: Objectives,
+        *,
+        may_be_late: bool,
+    ) -> tuple[Placement, WhenLate | None]:
+        """Choose workers, once more for a request that gives way. Raises LateError for one that is refused."""
+        demand, candidates = self._options(request, records, objectives)
+        placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
+        when_late = None if may_be_late else check_in_time(placement, objectives)
+        if when_late is WhenLate.GIVE_WAY:
+            demand = replace(demand, is_behind=True)
+            placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
+        return placement, when_late
+
+    def _options(
+        self, request: AdmitRequest, records: Sequence[BlockRecord | None], objectives: Objectives
+    ) -> tuple[Demand, list[Candidate]]:
         """The needs of a request, and the workers grouped by load and held blocks."""
         prefix = match(records, self.workers, self._reservations)
         last_workers = self._sessions.of(request.cache.tenant, request.session)
-        objectives = request.objectives.over(self.objectives)
         sources = sources_of(records, self.workers, self._reservations) if self._is_spread else None
         demand = demand_of(
             request,

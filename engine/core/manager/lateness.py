@@ -6,7 +6,7 @@ from engine.core.types import Late, Objectives, WhenLate
 
 
 def check_in_time(placement: Placement, objectives: Objectives) -> WhenLate | None:
-    """The treatment of a request that every worker is predicted to give its first token later than its objective; None
+    """The treatment of a request with an objective for the first token, if all workers are predicted to miss it; None
     in time, or without an objective.
 
     Raises:

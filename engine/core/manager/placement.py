@@ -90,7 +90,7 @@ class Demand:
     generates: bool = True
     """True if tokens follow the prompt; otherwise nothing is handed over."""
     is_behind: bool = False
-    """True if the request gives way to all that do not."""
+    """True if the request gives way to others."""
 
 
 class WorkerLoad(NamedTuple):
@@ -115,10 +115,10 @@ class WorkerLoad(NamedTuple):
     """The strictest objective of the streams of an elastic worker; None without one."""
     node: str = ""
     behind_s: float = 0.0
-    """The part of `queued_s` that gives way to all other prefills."""
+    """The part of `queued_s` behind all other prefills."""
 
     def ahead_s(self, is_behind: bool) -> float:
-        """The part of `queued_s` that goes before a new request."""
+        """Time of the queued prefills before a new request."""
         return self.queued_s if is_behind else self.queued_s - self.behind_s
 
 

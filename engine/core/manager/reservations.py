@@ -40,7 +40,7 @@ class WorkerRecord:
     queued_us: int = 0
     """Predicted time of the queued, unfinished prefills."""
     behind_us: int = 0
-    """The part of `queued_us` that gives way to all other prefills."""
+    """The part of `queued_us` behind all other prefills."""
     num_queued: int = 0
     """Number of prefills in `queued_us`."""
     unsaved: list[BlockHash] = field(default_factory=list)
@@ -64,7 +64,7 @@ class WorkerRecord:
         return has_stepped
 
     def ahead_us(self, is_behind: bool) -> int:
-        """The part of `queued_us` that goes before a new request."""
+        """Time of the queued prefills before a new request."""
         return self.queued_us if is_behind else self.queued_us - self.behind_us
 
     def lacking(self, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
@@ -112,7 +112,7 @@ class Reservation:
     tpot_s: float | None = None
     """Objective for the time of a token."""
     is_behind: bool = False
-    """True if the request gives way to all that do not."""
+    """True if the request gives way to others."""
 
     def __post_init__(self) -> None:
         self.awaits_handover = self.admission.prefill != self.admission.decode
