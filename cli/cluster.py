@@ -49,12 +49,14 @@ SERVE_SWITCHES = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_preallocate_plasma_memory": "1",
     "RAY_worker_niceness": "0",
+    "RAY_object_manager_pull_timeout_ms": "1000",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Settings of every Ray process: Serve's fast path (both switches or neither), with handles that work outside an event
 loop; three failed checks of HAProxy, after which Serve replaces it, one second apart instead of ten; an object store
-without page faults; and workers that do not stand behind every other process of the machine."""
+without page faults; workers that do not stand behind every other process of the machine; and a second instead of ten
+until a fetch from a node that does not answer is tried at another node that has the object."""
 
 SERVE_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",

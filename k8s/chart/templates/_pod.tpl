@@ -101,6 +101,7 @@ since the root file system is read-only. */}}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ $times.stream | quote }}}
 - {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_object_manager_pull_timeout_ms, value: "1000"}
 - {name: XDG_CACHE_HOME, value: /tmp/cache}
 - {name: TRITON_CACHE_DIR, value: /tmp/cache/triton}
 - {name: CUDA_CACHE_PATH, value: /tmp/cache/nv}
