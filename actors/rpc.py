@@ -19,6 +19,7 @@ from engine.core.costs import WorkerCosts
 from engine.core.manager.cache_events import CacheUpdate
 from engine.core.manager.elastic import PoolLimits, Wanted
 from engine.core.manager.succession import Offer, Terms
+from engine.core.objectives import Late, Objectives
 from engine.core.settings import SchedulerLimits
 from engine.core.tenants import Tenant
 from engine.core.types import (
@@ -28,9 +29,7 @@ from engine.core.types import (
     BlockHash,
     Ended,
     FirstToken,
-    Late,
     Membership,
-    Objectives,
     PromptEvent,
     SegmentHeader,
     TokenEvent,

@@ -42,7 +42,8 @@ from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
 from benchmarks.replaying.worker import ReplayWorker
 from engine.core.eviction.policies import make_queue
-from engine.core.types import Objectives, Role
+from engine.core.objectives import Objectives
+from engine.core.types import Role
 from engine.core.worker.block_pool import BlockPool
 
 DAY_STEPS = 2000

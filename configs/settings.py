@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 from configs.schema import Config, SloSection, SpeculationSection, WorkerSection
 from configs.sections import ManagerArguments, Share, WorkerArguments, WorkerLive, worker_arguments, worker_live
+from engine.core.objectives import Objectives
 from engine.core.settings import GIB, DraftLimits, DraftModelSettings, EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant, Tenants
-from engine.core.types import DraftSource, Objectives
+from engine.core.types import DraftSource
 
 INDEX_TOKEN_BYTES = 128
 """Memory of an indexed token: 100 bytes were measured, and more where token ids are no small integers."""

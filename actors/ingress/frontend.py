@@ -32,8 +32,8 @@ from engine.api.routes import Route
 from engine.api.spec import Api
 from engine.core.errors import RaydixError, ServiceError
 from engine.core.ingress.room import Room
+from engine.core.objectives import NO_OBJECTIVES, Objectives
 from engine.core.tenants import Tenant, Tenants
-from engine.core.types import NO_OBJECTIVES, Objectives
 
 
 @dataclass(frozen=True, slots=True)

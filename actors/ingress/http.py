@@ -22,7 +22,7 @@ from engine.core.errors import (
     ServiceError,
 )
 from engine.core.ingress.body_room import BodyRoom
-from engine.core.types import Objectives
+from engine.core.objectives import Objectives
 
 T = TypeVar("T")
 

@@ -33,8 +33,9 @@ from engine.core.ingress.parsers import HERMES, ToolFormat
 from engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
 from engine.core.ingress.room import Permit, Room
+from engine.core.objectives import NO_OBJECTIVES, Objectives
 from engine.core.tenants import Tenant, num_public_tokens, salt_of
-from engine.core.types import NO_OBJECTIVES, BlockHash, CacheHints, CacheMark, ChatEnd, Objectives, Pooling, Salt
+from engine.core.types import BlockHash, CacheHints, CacheMark, ChatEnd, Pooling, Salt
 
 MARKED_PRIORITY = 1
 """`cache_priority` of the KV before a mark, unless the request has a higher one."""

@@ -42,19 +42,10 @@ from engine.core.manager.directory import Directory
 from engine.core.manager.elastic import ONE_WORKER, Plan, PoolLimits, Wanted
 from engine.core.manager.notes import NOTES
 from engine.core.manager.placement import CostModel
+from engine.core.objectives import NO_OBJECTIVES, Late, Objectives
 from engine.core.signs_of_life import SignsOfLife
 from engine.core.tenants import Tenant
-from engine.core.types import (
-    NO_OBJECTIVES,
-    Admission,
-    AdmitRequest,
-    Ended,
-    FirstToken,
-    Late,
-    Membership,
-    Objectives,
-    WorkerInfo,
-)
+from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, WorkerInfo
 
 logger = logging.getLogger(__name__)
 

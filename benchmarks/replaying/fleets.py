@@ -15,7 +15,8 @@ from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.worker import ReplayWorker
 from engine.core.manager.elastic import SHRINK_S
 from engine.core.manager.reservations import US_PER_S, WorkerRecord
-from engine.core.types import Objectives, Role
+from engine.core.objectives import Objectives
+from engine.core.types import Role
 
 START_S = 30.0
 """From the order to start a worker until it takes requests: loading a model, not waiting for a machine."""

@@ -15,7 +15,8 @@ from engine.core.manager.directory import Directory
 from engine.core.manager.elastic import Plan
 from engine.core.manager.instructions import Export, Instruction
 from engine.core.manager.reservations import WorkerRecord
-from engine.core.types import NO_OBJECTIVES, AdmitRequest, Objectives, SegmentHeader
+from engine.core.objectives import NO_OBJECTIVES, Objectives
+from engine.core.types import AdmitRequest, SegmentHeader
 
 
 class Managed:

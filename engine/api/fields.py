@@ -31,7 +31,8 @@ from engine.api.spec import (
 )
 from engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
 from engine.core.errors import RequestError
-from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, Grammar, Objectives, SamplingParams
+from engine.core.objectives import Objectives
+from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, Grammar, SamplingParams
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 from engine.api.validation import name_all
 from engine.core.errors import ContextLengthError, RequestError
-from engine.core.types import MODEL_TEMPLATE, NO_OBJECTIVES, ChatEnd, ChatTemplate, Objectives, SamplingParams
+from engine.core.objectives import NO_OBJECTIVES, Objectives
+from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, SamplingParams
 
 Prompt: TypeAlias = str | tuple[int, ...]
 Api: TypeAlias = Literal["openai", "messages", "responses"]

@@ -8,7 +8,7 @@ Both carry an HTTP status and a stable `code`; one handler in the ingress turns 
 
 import math
 
-from engine.core.types import Late
+from engine.core.objectives import Late
 
 
 class RaydixError(Exception):

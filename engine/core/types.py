@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 from engine.core.answers.continuations import BegunAnswer
 from engine.core.answers.lead import Lead
 from engine.core.answers.reasoning_limit import ReasoningLimit
+from engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
 
 BlockHash: TypeAlias = bytes
 """16-byte digest of a block: its tokens, all tokens before them, and the model (`engine.core.hashing`)."""
@@ -355,47 +356,6 @@ class SegmentHeader:
         return self.hashes[:-1] if self.handover is not None and self.handover.tail is not None else self.hashes
 
 
-class WhenLate(StrEnum):
-    """Treatment of a request whose first token is predicted to come later than its objective on every worker."""
-
-    WAIT = "wait"
-    REFUSE = "refuse"
-    GIVE_WAY = "give_way"
-    """The request goes behind all that are in time (`LATE_PRIORITY`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Objectives:
-    """Latencies that requests are to have; None: no objective."""
-
-    ttft_s: float | None = None
-    """From the admission to the first token."""
-    tpot_s: float | None = None
-    """Mean time of each further token."""
-    when_late: WhenLate | None = None
-
-    @staticmethod
-    def of_ms(ttft_ms: float | None, tpot_ms: float | None, when_late: str | None = None) -> "Objectives":
-        """Objectives as clients and operators give them: in milliseconds, `when_late` by its value."""
-        ttft_s, tpot_s = (None if ms is None else ms / 1000 for ms in (ttft_ms, tpot_ms))
-        return Objectives(ttft_s, tpot_s, None if when_late is None else WhenLate(when_late))
-
-    def over(self, others: "Objectives") -> "Objectives":
-        """These objectives, and the others where there is none."""
-        return Objectives(
-            others.ttft_s if self.ttft_s is None else self.ttft_s,
-            others.tpot_s if self.tpot_s is None else self.tpot_s,
-            others.when_late if self.when_late is None else self.when_late,
-        )
-
-
-NO_OBJECTIVES = Objectives()
-
-LATE_PRIORITY = 2**62
-"""`priority` of a late request that gives way to others; from here on requests, lines of batches too, keep nobody
-else waiting."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
     """Facts about a request for its placement."""
@@ -444,15 +404,6 @@ class Admission:
     """Packed answers that began where this one does, the likeliest last."""
     gives_way: bool = False
     """True if the request is late, and others go first (`LATE_PRIORITY`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """The manager's answer to a request that is refused, because its objective cannot be met now."""
-
-    predicted_s: float
-    """Earliest first token that a worker is predicted to give."""
-    objective_s: float
 
 
 @dataclass(frozen=True, slots=True)

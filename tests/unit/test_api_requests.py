@@ -13,7 +13,8 @@ from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
 from engine.core.errors import RequestError
-from engine.core.types import ChatEnd, ChatTemplate, Objectives, WhenLate
+from engine.core.objectives import Objectives, WhenLate
+from engine.core.types import ChatEnd, ChatTemplate
 
 USER = {"role": "user", "content": "hi"}
 

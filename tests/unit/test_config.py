@@ -13,9 +13,10 @@ from configs.load import CONFIG_FOLDER
 from configs.sections import manager_arguments
 from configs.settings import answer_bytes, engine_settings, objectives, tenants
 from engine.core.errors import StartupError
+from engine.core.objectives import Objectives, WhenLate
 from engine.core.settings import DraftLimits
 from engine.core.tenants import Tenant, key_hash
-from engine.core.types import DraftSource, Objectives, WhenLate
+from engine.core.types import DraftSource
 
 with warnings.catch_warnings():
     # Ray's own modules use a deprecated spelling of pydantic's when they are imported.

@@ -24,10 +24,11 @@ from engine.core.hashing import BlockChain
 from engine.core.ingress.dispatch import Dispatch
 from engine.core.manager.directory import Directory
 from engine.core.manager.elastic import PoolLimits
+from engine.core.objectives import Objectives
 from engine.core.settings import DraftLimits, SchedulerLimits
 from engine.core.stimuli import Record, replay
 from engine.core.tenants import Tenant
-from engine.core.types import Objectives, Role, Salt, SamplingParams
+from engine.core.types import Role, Salt, SamplingParams
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.replaying import replaying_scheduler

@@ -20,6 +20,7 @@ from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
 from engine.core.manager.notes import NOTES
 from engine.core.manager.placement import CostModel
 from engine.core.manager.segment_store import EraseFile, ReadFile, WriteFile
+from engine.core.objectives import Objectives
 from engine.core.tenants import Tenant
 from engine.core.types import (
     Admission,
@@ -28,7 +29,6 @@ from engine.core.types import (
     CacheHints,
     EvictionReason,
     Handover,
-    Objectives,
     Retention,
     Role,
     SegmentHeader,

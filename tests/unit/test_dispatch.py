@@ -29,14 +29,13 @@ from engine.core.ingress.instructions import (
     WorkerSilent,
 )
 from engine.core.ingress.notes import NOTES
+from engine.core.objectives import LATE_PRIORITY, Late
 from engine.core.types import (
-    LATE_PRIORITY,
     Admission,
     AdmitRequest,
     CacheHints,
     Ended,
     FinishReason,
-    Late,
     Membership,
     PromptEvent,
     Role,

@@ -14,13 +14,13 @@ from actors.rpc import ManagerClient, WorkerClient
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from engine.core.ingress.generation import Generation
+from engine.core.objectives import Late
 from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
     CacheHints,
     FinishReason,
-    Late,
     Membership,
     Role,
     Salt,

@@ -10,7 +10,8 @@ from engine.core.manager.cache_report import cache_report
 from engine.core.manager.directory import Directory
 from engine.core.manager.elastic import HOLD_S, SHRINK_S, WINDOW_S, Highest, Level, Rate
 from engine.core.manager.planner import Division
-from engine.core.types import NO_OBJECTIVES, Admission, AdmitRequest, Objectives, Role
+from engine.core.objectives import NO_OBJECTIVES, Objectives
+from engine.core.types import Admission, AdmitRequest, Role
 
 MakeDirectory = Callable[..., Directory]
 COSTS = WorkerCosts(0.01, 1e-3, 1e-3, import_s=1e-3, import_byte_s=0.0, spread=0.0)

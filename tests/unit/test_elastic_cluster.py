@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.costs import WorkerCosts
-from engine.core.types import Objectives, Role
+from engine.core.objectives import Objectives
+from engine.core.types import Role
 from tests.unit.cluster import Cluster, Sizes
 
 pytestmark = pytest.mark.no_cover

@@ -19,8 +19,8 @@ from configs import Config
 from configs.sections import MANAGER, DeploymentPart, parts
 from engine.core.errors import StartupError
 from engine.core.manager.elastic import PoolLimits, Wanted
+from engine.core.objectives import Objectives, WhenLate
 from engine.core.settings import SchedulerLimits
-from engine.core.types import Objectives, WhenLate
 from tests.unit.local_actors import LocalHandle
 
 TASK_ERROR: Any = RayTaskError

@@ -9,8 +9,8 @@ from ray import serve
 from actors.ingress.app import CLIENT_CLOSED_REQUEST, app
 from engine.api.responses import error_body
 from engine.core.errors import ServiceError
+from engine.core.objectives import Objectives
 from engine.core.tenants import Tenant, Tenants, key_hash
-from engine.core.types import Objectives
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call, objects_of
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

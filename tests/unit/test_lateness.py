@@ -8,7 +8,8 @@ import pytest
 from engine.core.costs import WorkerCosts
 from engine.core.errors import LateError
 from engine.core.manager.directory import Directory
-from engine.core.types import LATE_PRIORITY, Admission, AdmitRequest, Objectives, Role, WhenLate
+from engine.core.objectives import LATE_PRIORITY, Objectives, WhenLate
+from engine.core.types import Admission, AdmitRequest, Role
 
 MakeDirectory = Callable[..., Directory]
 COSTS = WorkerCosts(0.0, 1e-3, 0.0, import_s=1.0, spread=0.0)

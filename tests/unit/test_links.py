@@ -9,7 +9,8 @@ from engine.core.costs import WorkerCosts
 from engine.core.manager.directory import Directory
 from engine.core.manager.links import FADE_S, LinkCosts, Links
 from engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerLoad, place
-from engine.core.types import NO_OBJECTIVES, Admission, AdmitRequest, BlockHash, Ended, Role, SegmentHeader
+from engine.core.objectives import NO_OBJECTIVES
+from engine.core.types import Admission, AdmitRequest, BlockHash, Ended, Role, SegmentHeader
 
 BLOCK_BYTES = 368_640
 """16 positions of a model with 30 layers and 3 KV heads, in two bytes."""

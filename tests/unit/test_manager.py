@@ -16,19 +16,8 @@ from engine.core.answers.continuations import BegunAnswer
 from engine.core.costs import WorkerCosts
 from engine.core.manager.elastic import PoolLimits, Wanted
 from engine.core.manager.placement import CostModel
-from engine.core.types import (
-    Admission,
-    AdmitRequest,
-    BlockHash,
-    Ended,
-    FirstToken,
-    Late,
-    Objectives,
-    Retention,
-    Role,
-    SegmentHeader,
-    WhenLate,
-)
+from engine.core.objectives import Late, Objectives, WhenLate
+from engine.core.types import Admission, AdmitRequest, BlockHash, Ended, FirstToken, Retention, Role, SegmentHeader
 from engine.model.segment_files import SegmentFiles
 from engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT

@@ -42,6 +42,7 @@ from engine.core.ingress.instructions import (
 )
 from engine.core.ingress.outbox import Outbox
 from engine.core.ingress.retries import Retries
+from engine.core.objectives import Late
 from engine.core.stimuli import stimulus
 from engine.core.types import (
     Admission,
@@ -50,7 +51,6 @@ from engine.core.types import (
     BlockHash,
     Ended,
     FirstToken,
-    Late,
     Membership,
     PromptEvent,
     TokenEvent,

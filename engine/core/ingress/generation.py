@@ -17,9 +17,8 @@ from engine.core.answers.continuations import BegunAnswer, packed
 from engine.core.errors import ModelFailedError, RaydixError, RequestError
 from engine.core.hashing import BlockChain
 from engine.core.ingress.cluster_view import ModelFacts
+from engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
 from engine.core.types import (
-    LATE_PRIORITY,
-    NO_OBJECTIVES,
     Admission,
     AdmitRequest,
     Assignment,
@@ -28,7 +27,6 @@ from engine.core.types import (
     DraftSource,
     DraftUse,
     FinishReason,
-    Objectives,
     PromptEvent,
     Salt,
     SamplingParams,

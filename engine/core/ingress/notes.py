@@ -9,17 +9,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from engine.core.ingress.generation import Generation
+from engine.core.objectives import NO_OBJECTIVES, Late, Objectives
 from engine.core.stimuli import Notes, as_it_is
 from engine.core.types import (
-    NO_OBJECTIVES,
     Admission,
     AdmitRequest,
     Assignment,
     CacheHints,
     Ended,
-    Late,
     Membership,
-    Objectives,
     PromptEvent,
     Salt,
     SamplingParams,

@@ -40,18 +40,10 @@ from engine.core.manager.segment_events import SegmentEvents
 from engine.core.manager.segment_store import SegmentStore
 from engine.core.manager.session_workers import Sessions, SessionWorkers
 from engine.core.manager.supply import Supply
+from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
 from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant
-from engine.core.types import (
-    NO_OBJECTIVES,
-    Admission,
-    AdmitRequest,
-    BlockHash,
-    EvictionReason,
-    Objectives,
-    Role,
-    WhenLate,
-)
+from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Role
 
 
 class Directory(SegmentEvents):

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from engine.core.costs import WorkerCosts
 from engine.core.manager.planner import TOGETHER, Division, PoolLoad, divide, wanted
 from engine.core.manager.reservations import US_PER_S, WorkerRecord
-from engine.core.types import Objectives, Role
+from engine.core.objectives import Objectives
+from engine.core.types import Role
 
 WINDOW_S = 3.0
 """Time in which a second of prefill that arrived counts for 1/e of it."""

@@ -11,7 +11,8 @@ from heapq import nsmallest
 from itertools import groupby
 
 from engine.core.manager.placement import Placement, Prediction
-from engine.core.types import DraftUse, Ended, Outcome, Role, WhenLate
+from engine.core.objectives import WhenLate
+from engine.core.types import DraftUse, Ended, Outcome, Role
 
 MAX_CONSIDERED = 16
 """Workers kept per decision, the best ones."""

@@ -8,7 +8,8 @@ from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
 from engine.core.manager.placement import Placement, Prediction
 from engine.core.manager.reservations import WorkerRecord
-from engine.core.types import AdmitRequest, BlockHash, Role, WhenLate
+from engine.core.objectives import WhenLate
+from engine.core.types import AdmitRequest, BlockHash, Role
 
 
 class Explanations:

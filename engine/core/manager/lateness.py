@@ -2,7 +2,7 @@
 
 from engine.core.errors import LateError
 from engine.core.manager.placement import Placement
-from engine.core.types import Late, Objectives, WhenLate
+from engine.core.objectives import Late, Objectives, WhenLate
 
 
 def check_in_time(placement: Placement, objectives: Objectives) -> WhenLate | None:

@@ -8,7 +8,8 @@ from engine.core.manager.links import Sources
 from engine.core.manager.placement import Demand
 from engine.core.manager.reservations import US_PER_S, Reservation, Workers
 from engine.core.manager.session_workers import SessionWorkers
-from engine.core.types import NO_OBJECTIVES, AdmitRequest, Objectives
+from engine.core.objectives import NO_OBJECTIVES, Objectives
+from engine.core.types import AdmitRequest
 
 
 class Prefix(NamedTuple):

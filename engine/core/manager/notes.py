@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 from engine.core.costs import WorkerCosts
 from engine.core.manager.block_index import Segment
 from engine.core.manager.segment_store import SegmentStore
+from engine.core.objectives import Objectives
 from engine.core.stimuli import Notes, as_it_is
 from engine.core.tenants import Tenant
-from engine.core.types import AdmitRequest, BlockHash, CacheHints, Objectives, SegmentHeader
+from engine.core.types import AdmitRequest, BlockHash, CacheHints, SegmentHeader
 
 
 class Segments(Protocol):

@@ -38,7 +38,8 @@ from engine.core.errors import NoWorkerError
 from engine.core.hashing import preferred
 from engine.core.manager.links import Links, Sources
 from engine.core.manager.session_workers import NO_WORKERS, SessionWorkers
-from engine.core.types import NO_OBJECTIVES, Objectives, Role
+from engine.core.objectives import NO_OBJECTIVES, Objectives
+from engine.core.types import Role
 
 MAX_DELAYED = 3
 """Limit of the requests assumed to wait for one computation: behind a longer queue, requests go elsewhere."""

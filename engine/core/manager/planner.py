@@ -20,7 +20,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from engine.core.costs import WorkerCosts
-from engine.core.types import Objectives
+from engine.core.objectives import Objectives
 
 MARGIN = 0.15
 """Share by which the pressure of another division must be lower."""

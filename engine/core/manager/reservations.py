@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from engine.core.costs import WorkerCosts
 from engine.core.manager.block_index import Segment
 from engine.core.manager.placement import Placement, WorkerGroups, WorkerLoad
-from engine.core.types import NO_OBJECTIVES, Admission, AdmitRequest, BlockHash, CacheHints, Objectives, Role
+from engine.core.objectives import NO_OBJECTIVES, Objectives
+from engine.core.types import Admission, AdmitRequest, BlockHash, CacheHints, Role
 
 US_PER_S = 1_000_000
 
