@@ -25,7 +25,8 @@ from actors.hosted import MANAGER_CPUS
 from actors.ingress.app import Ingress
 from actors.scaling import scaled
 from configs import Config, load_config
-from configs.schema import CacheSection, WorkerSection
+from configs.pools import WorkerSection
+from configs.schema import CacheSection
 from configs.sections import INGRESS, MANAGER, DeploymentPart, parts
 
 HOST_CPUS = 0.01

@@ -191,7 +191,7 @@ class ManagerMetrics:
             self._elastic.set(duties.count(duty), {"duty": str(duty)})
 
     def wanted(self, number: int) -> None:
-        """Report the number of elastic workers that the load needs."""
+        """Report the wanted number of elastic workers."""
         self._wanted.set(number, {})
 
     def first_token(self, decision: "Decision") -> None:

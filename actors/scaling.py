@@ -17,13 +17,13 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 WANTED = "raydix_wanted"
-"""Number of workers that the load needs."""
+"""Wanted number of workers."""
 MAY_SHRINK = "raydix_may_shrink"
 """1 if the number may be lower than the present one."""
 ASK_S = 2.0
 """Interval between two questions to a host."""
 KEPT_S = 10.0
-"""Age up to which a host sends its answers again; a fifth of it is at least `ASK_S`."""
+"""Age up to which a host sends its answers again; a fifth of this age is at least `ASK_S`."""
 STALE_S = 10.0
 
 
@@ -45,7 +45,7 @@ def scaled(least: int, most: int) -> AutoscalingConfig:
 
 
 def number_of_workers(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """The number of replicas that the elastic deployment is to have; Serve holds it within the bounds."""
+    """The number of replicas of the elastic deployment; Serve holds the number within the bounds."""
     present = context.target_num_replicas
     reports = context.raw_metrics or {}
     wanted = newest(reports.get(WANTED, {}), context.current_time)
@@ -56,7 +56,7 @@ def number_of_workers(context: AutoscalingContext) -> tuple[int, dict[str, Any]]
 
 
 def newest(series: Mapping[Any, Any], now: float | None) -> float | None:
-    """The last value that any replica reported; None if it is older than `STALE_S`."""
+    """The last value of any replica; None if older than `STALE_S`."""
     points = [points[-1] for points in series.values() if points]
     if not points or now is None:
         return None

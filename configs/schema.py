@@ -2,29 +2,25 @@
 
 import re
 from collections import Counter
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StringConstraints,
     field_validator,
     model_validator,
 )
 
+from configs.pools import WorkersSection
+from configs.section import Section
 from engine.core.eviction.policies import EvictionPolicy
 from engine.core.settings import Quantization
 from engine.core.types import DraftSource
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """The served model."""
 
     source: str = Field(
@@ -73,7 +69,7 @@ class ModelSection(_Section):
     )
 
 
-class CacheSection(_Section):
+class CacheSection(Section):
     """KV blocks: in each worker's pool and in the object store."""
 
     prefix_caching: bool = Field(
@@ -151,119 +147,12 @@ class CacheSection(_Section):
         return self
 
 
-class Numbers(NamedTuple):
-    """Bounds of a number of replicas; the same for a fixed number."""
-
-    least: int
-    most: int
-
-
-class WorkerSection(_Section):
-    """One pool of workers."""
-
-    replicas: int = Field(default=1, ge=1, le=4096, description="Workers of this role.")
-    token_budget: int = Field(default=512, ge=16, le=65536, description="Tokens of one step; at least max_requests.")
-    max_requests: int = Field(default=64, ge=1, le=4096, description="Requests that run at the same time.")
-    num_threads: int = Field(default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
-    num_cpus: float = Field(default=0.1, gt=0, description="CPUs reserved at Ray for one worker.")
-    num_gpus: float = Field(default=0.0, ge=0, description="GPUs reserved at Ray for one worker.")
-    resources: dict[str, float] = Field(default_factory=dict, description="Other Ray resources of one worker.")
-    label_selector: dict[str, str] = Field(default_factory=dict, description="Labels of a node for such a worker.")
-
-    @property
-    def numbers(self) -> Numbers:
-        """Bounds of the number of workers."""
-        return Numbers(self.replicas, self.replicas)
-
-    @model_validator(mode="after")
-    def _budget_covers_decodes(self) -> Self:
-        if self.token_budget < self.max_requests:
-            raise ValueError(
-                f"token_budget ({self.token_budget}) must be at least max_requests ({self.max_requests}): "
-                "every decoding request takes one token of each step"
-            )
-        return self
-
-
-class ElasticSection(WorkerSection):
-    """A pool of workers whose number may follow the load."""
-
-    min_replicas: int = Field(default=1, ge=1, le=4096, description="Least number of workers, with `max_replicas`.")
-    max_replicas: int | None = Field(
-        default=None,
-        ge=1,
-        le=4096,
-        description="Highest number of workers, in the place of `replicas`: the number follows the load and the "
-        "objectives of `slo`. By default the number is fixed.",
-    )
-    shrink_after_s: float = Field(
-        default=60.0,
-        gt=0,
-        le=86_400,
-        description="Seconds for which fewer workers must have been enough before the number falls.",
-    )
-
-    @property
-    def numbers(self) -> Numbers:
-        if self.max_replicas is None:
-            return Numbers(self.replicas, self.replicas)
-        return Numbers(self.min_replicas, self.max_replicas)
-
-    @model_validator(mode="after")
-    def _one_number(self) -> Self:
-        if self.max_replicas is None:
-            if self.min_replicas != 1:
-                raise ValueError(
-                    f"min_replicas ({self.min_replicas}) needs max_replicas: without it the number is fixed"
-                )
-        elif self.replicas != 1:
-            raise ValueError(
-                f"replicas ({self.replicas}) is a fixed number, and max_replicas ({self.max_replicas}) the limit of a "
-                "number that follows the load: one of them must go"
-            )
-        elif self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})")
-        return self
-
-
-class WorkersSection(_Section):
-    """The worker pools. Prefill and decode belong together; mixed and elastic stand alone or beside them."""
-
-    prefill: WorkerSection | None = Field(default=None, description="Workers that compute prompts.")
-    decode: WorkerSection | None = Field(default=None, description="Workers that generate from imported KV.")
-    mixed: WorkerSection | None = Field(default=None, description="Workers that do both.")
-    elastic: ElasticSection | None = Field(
-        default=None,
-        description="Workers that prefill, decode or do both as the load asks, to keep to the objectives of `slo`.",
-    )
-
-    @property
-    def sections(self) -> dict[str, WorkerSection]:
-        """The configured pools, by role."""
-        pools = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed, "elastic": self.elastic}
-        return {role: section for role, section in pools.items() if section is not None}
-
-    @property
-    def hands_over(self) -> bool:
-        """True if some workers may hand KV over to others that decode."""
-        return self.prefill is not None or self.elastic is not None
-
-    @model_validator(mode="after")
-    def _roles_complete(self) -> Self:
-        if (self.prefill is None) != (self.decode is None):
-            raise ValueError("prefill and decode workers belong together: configure both, or mixed")
-        if not self.sections:
-            raise ValueError("no workers: configure prefill and decode, mixed, or elastic")
-        return self
-
-
 def _word_of(value: object) -> object:
     """`off`, which YAML reads as false."""
     return "off" if value is False else value
 
 
-class SpeculationSection(_Section):
+class SpeculationSection(Section):
     """Drafts: guesses of an answer's next tokens, checked in the step that computes the next one. They change no bit of
     an answer."""
 
@@ -307,7 +196,7 @@ class SpeculationSection(_Section):
         return self.mode == "auto" and source in self.sources
 
 
-class PlacementSection(_Section):
+class PlacementSection(Section):
     """First values of the manager's cost model."""
 
     import_gib_per_s: float = Field(
@@ -318,7 +207,7 @@ class PlacementSection(_Section):
     )
 
 
-class SloSection(_Section):
+class SloSection(Section):
     """Objectives for latencies, of requests that do not bring their own. Elastic workers divide prompts and answers to
     keep to them."""
 
@@ -335,7 +224,7 @@ class SloSection(_Section):
     )
 
 
-class IngressSection(_Section):
+class IngressSection(Section):
     """The HTTP front."""
 
     replicas: int = Field(default=1, ge=1, le=1024, description="Ingress replicas.")
@@ -364,7 +253,7 @@ def _is_key_hash(value: str) -> str:
     return value
 
 
-class TenantSection(_Section):
+class TenantSection(Section):
     """One tenant: its requests share KV with each other and with no other tenant."""
 
     name: str = Field(
@@ -405,7 +294,7 @@ class TenantSection(_Section):
         return self
 
 
-class BatchesSection(_Section):
+class BatchesSection(Section):
     """Uploaded files and batches of requests, on the disk of the ingress replicas' node."""
 
     gib: float = Field(default=4.0, ge=0, description="Bytes of all files and batches, in GiB; 0 turns both off.")
@@ -434,7 +323,7 @@ _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})
 """`*`, or an origin as browsers write it: scheme, host in lower case, port; no path."""
 
 
-class HttpSection(_Section):
+class HttpSection(Section):
     """Address and limits of the server, when raydix starts Serve itself."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the server listens.")
@@ -461,7 +350,7 @@ class HttpSection(_Section):
     )
 
 
-class LoggingSection(_Section):
+class LoggingSection(Section):
     """The log files of raydix's processes, in Ray's log folder, and recordings."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
@@ -480,7 +369,7 @@ class LoggingSection(_Section):
     stimuli_mib: int = Field(default=64, ge=1, description="Size at which a recording ends, in MiB; a warning says so.")
 
 
-class Config(_Section):
+class Config(Section):
     """All of raydix's configuration."""
 
     model: ModelSection = Field(default_factory=ModelSection, description="The model.")

@@ -21,17 +21,15 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from configs.load import explain
+from configs.pools import ElasticSection, Numbers, WorkerSection
 from configs.schema import (
     CacheSection,
     Config,
-    ElasticSection,
     LoggingSection,
     ModelSection,
-    Numbers,
     PlacementSection,
     SloSection,
     SpeculationSection,
-    WorkerSection,
 )
 from engine.core.errors import StartupError
 
@@ -242,8 +240,8 @@ def _only(section: S, *names: str) -> S:
 
 
 def _worker_part(config: Config, section: WorkerSection) -> DeploymentPart:
-    """The part of the workers of one section. A number that Serve is to set later must be Serve's from the start of a
-    host, so the number of elastic workers always is."""
+    """The part of the workers of one section. Serve sets the number of elastic workers even where the bounds
+    are equal: a host asks the manager only if it started so, and the bounds may change later."""
     part = _part(worker_arguments(config, section), worker_live(config, section), section.numbers)
     return replace(part, follows_load=isinstance(section, ElasticSection))
 

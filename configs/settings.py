@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from configs.schema import Config, SloSection, SpeculationSection, WorkerSection
+from configs.pools import WorkerSection
+from configs.schema import Config, SloSection, SpeculationSection
 from configs.sections import ManagerArguments, Share, WorkerArguments, WorkerLive, worker_arguments, worker_live
 from engine.core.objectives import Objectives
 from engine.core.settings import GIB, DraftLimits, DraftModelSettings, EngineSettings, SchedulerLimits

@@ -241,7 +241,7 @@ class KVCacheManager(Succession, DirectoryReports):
         self._starting[worker_id] = time.monotonic()
 
     async def wanted_workers(self) -> Wanted | None:
-        """The number of elastic workers that the load needs; None before the first look at it."""
+        """The number of elastic workers for the present load; None before the first look at the load."""
         self.check_not_retired()
         plan = self._directory.plan
         return None if plan is None else Wanted(plan.num_wanted, plan.may_shrink)
@@ -368,7 +368,7 @@ class KVCacheManager(Succession, DirectoryReports):
             self._forget_silent(WORKER_SILENCE_S, set(self._worker_signs))
 
     async def _watch_load(self) -> None:
-        """Divide the elastic workers between prompts and answers as the load asks, and say how many it needs."""
+        """Divide the elastic workers between prompts and answers as the load asks, and find the wanted number."""
         while True:
             await asyncio.sleep(DIVIDE_S)
             had, plan = self._directory.plan, self._divide()

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ MOST = 3
 NUM_ASKING = 8
 PROMPT_TOKENS = 1500
 STREAM_TOKENS = 2500
+NUM_ANSWERS = 16
+FOLLOW_S = 5.0
+"""Time in which duties follow a load that has changed."""
 
 
 def config(**elastic: Any) -> dict[str, Any]:
@@ -119,3 +123,36 @@ def test_the_number_of_workers_follows_the_load(live: Live) -> None:
     for thread in threads:
         thread.join()
     assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in undisturbed]
+
+
+def test_duties_follow_the_load(live: Live) -> None:
+    """Long prompts beside two answers, and then many answers: two workers prefill, and then none does only that."""
+    fixed = {**config(replicas=MOST, token_budget=1024), "slo": {"ttft_ms": 1000, "tpot_ms": 150}}
+    done = live.deploy(fixed)
+    assert done.returncode == 0 and "restarts: nothing" in done.stdout, done.stdout + done.stderr
+    eventually(lambda: len(workers(live)) == MOST, "three workers", 180)
+    for thread in started(live, "for measuring", 3 * MOST, 150)[1]:
+        thread.join()
+
+    _, threads = started(live, "few", 2, 1500)
+    asking = Asking(live.server, 6, 1000)
+    try:
+        began = time.monotonic()
+        eventually(lambda: duties(live) == ["decode", "prefill", "prefill"], "two workers prefill", 60)
+        print(f"two workers prefill after {time.monotonic() - began:.1f} s")
+    finally:
+        asking.stop()
+
+    began = time.monotonic()
+    many, others = started(live, "many", NUM_ANSWERS, 400)
+    eventually(lambda: duties(live).count("prefill") < 2, "more workers decode", 30)
+    took_s = time.monotonic() - began
+    print(f"other duties after {took_s:.1f} s: {duties(live)}")
+    for thread in [*threads, *others]:
+        thread.join()
+    assert took_s < FOLLOW_S
+    assert [stream.error for stream in many] == [None] * NUM_ANSWERS
+
+
+def duties(live: Live) -> list[str]:
+    return sorted(worker["duty"] for worker in workers(live))

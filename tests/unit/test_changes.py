@@ -7,7 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from configs.changes import KEYS, ROLE, Change, Effect, changes
-from configs.schema import Config, WorkerSection, WorkersSection
+from configs.pools import WorkerSection, WorkersSection
+from configs.schema import Config
 from configs.sections import (
     INGRESS,
     MANAGER,

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from configs.schema import Config, WorkersSection
+from configs.pools import WorkersSection
+from configs.schema import Config
 from docs.generate import DOCUMENTS, ROOT, document_page, pages
 from engine.api.requests import ChatCompletionRequest, CompletionRequest
 

@@ -5,8 +5,8 @@ mainly prefill and which decode (`engine.core.manager.planner`). A duty is a pre
 way moves, and `engine.core.manager.roles` makes exceptions of it for single requests.
 
 Duties follow the load of seconds, since another duty costs nothing. The number of workers follows the load of half a
-minute, and falls only where no load of the last minute needed more: a worker takes long to start. Whoever has not
-watched for that minute, as a manager that has just been replaced, asks for more workers and never for fewer.
+minute, and falls only where no load of the last minute needed more: a worker takes long to start. A
+manager that has watched for less than the minute asks for more workers and never for fewer.
 """
 
 from collections import deque
@@ -26,8 +26,8 @@ WINDOW_S = 3.0
 HOLD_S = 2.0
 """Least time between two divisions of the same workers."""
 SHRINK_S = 60.0
-"""Time for which a lower number of workers must have been enough, by default. Half of it is the window of the load that
-the number follows."""
+"""Time for which a lower number of workers must have been enough, by default. Half of the time is the window of the
+load behind the number."""
 TYPICAL_DECODES = 8
 
 
@@ -118,7 +118,7 @@ class Plan(NamedTuple):
     num_wanted: int
     """Workers that this load needs."""
     may_shrink: bool
-    """True if the load has been watched for so long that a number lower than the present one is known to be enough."""
+    """True if the load has been watched for long enough to know a lower number than the present one to be enough."""
 
 
 class Elastic:
