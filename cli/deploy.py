@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,11 +216,23 @@ def _check(config: Config, running: Config | None) -> None:
     if running is None or running.model != config.model:
         identity_of(config)
     cluster: Any = ray
-    has_gib = cluster.cluster_resources().get("object_store_memory", 0.0) / GIB
-    if config.stored_gib > has_gib:
+    resources = [node["Resources"] for node in cluster.nodes() if node["Alive"]]
+    require_stores(config, [each.get("object_store_memory", 0.0) / GIB for each in resources if each.get("CPU")])
+
+
+def require_stores(config: Config, stores_gib: Sequence[float]) -> None:
+    """Raise StartupError unless the object stores of the nodes with CPUs, in GiB, have room for the exported KV: each
+    one, or, where it is the only one, with the swapped KV of all workers."""
+    if not stores_gib:
+        return  # Nodes for workers come when workers are to start.
+    cache, has_gib = config.cache, min(stores_gib)
+    is_alone = len(stores_gib) == 1
+    needed_gib = config.stored_gib if is_alone else cache.segment_gib + cache.swap_gib
+    if needed_gib > has_gib:
+        swaps = "each worker's" if is_alone else "one worker's"
         raise StartupError(
-            f"cache.segment_gib and each worker's cache.swap_gib come to {config.stored_gib:,.1f} GiB; the object "
-            f"store of the cluster has {has_gib:,.1f} GiB"
+            f"cache.segment_gib and {swaps} cache.swap_gib come to {needed_gib:,.1f} GiB; the object store of a node "
+            f"of the cluster has {has_gib:,.1f} GiB"
         )
 
 

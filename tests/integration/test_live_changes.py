@@ -240,7 +240,7 @@ def test_bad_configurations_change_nothing(live: Live) -> None:
     for wrong, words in (
         (changed(ingress={"max_queued_requests": 0}), "ingress.max_queued_requests: "),
         (changed(model={"source": "/nowhere"}), "there is no model at /nowhere"),
-        (changed(cache={"segment_gib": 10_000.0}), "the object store of the cluster has "),
+        (changed(cache={"segment_gib": 10_000.0}), "the object store of a node of the cluster has "),
     ):
         refused = live.deploy(wrong)
         assert refused.returncode == 2 and words in refused.stderr, refused

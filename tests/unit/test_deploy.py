@@ -7,7 +7,7 @@ import pytest
 
 from cli import deploy
 from cli.cluster import LOCAL_NAMES
-from cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, planned
+from cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, planned, require_stores
 from cli.main import main
 from configs import Config, load_config
 from configs.sections import INGRESS, MANAGER, parts
@@ -143,3 +143,21 @@ def test_bad_configurations_are_refused_before_anything_is_asked(
 def test_a_configuration_has_to_be_named() -> None:
     with pytest.raises(SystemExit):
         main(["deploy"])
+
+
+@pytest.mark.parametrize("stores", [(), (2.0,), (1.25, 1.25), (9.0, 1.25)], ids=str)
+def test_stores_with_room(stores: tuple[float, ...]) -> None:
+    """On one node the segments and the swapped KV of four workers; on each of several those of one."""
+    config = config_of(
+        cache={"segment_gib": 1.0, "swap_gib": 0.25}, workers={"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
+    )
+    require_stores(config, stores)
+
+
+@pytest.mark.parametrize("stores", [(1.9,), (9.0, 1.2)], ids=str)
+def test_the_smallest_store_counts(stores: tuple[float, ...]) -> None:
+    config = config_of(
+        cache={"segment_gib": 1.0, "swap_gib": 0.25}, workers={"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
+    )
+    with pytest.raises(StartupError, match=f"a node of the cluster has {stores[-1]:,.1f} GiB"):
+        require_stores(config, stores)
