@@ -128,12 +128,13 @@ class ActorHost:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the number of replicas follows the load; empty while no manager can say."""
-        with contextlib.suppress(RayError, TimeoutError, AttributeError):  # of older code, away, or silent
+        wanted = None
+        with contextlib.suppress(RayError, TimeoutError):  # away, or silent
             manager = await find_manager(self._app_name)
-            wanted = None if manager is None else await answer(manager.wanted_workers(), ASK_TIMEOUT_S)
-            if wanted is not None:
-                return {WANTED: wanted.number, MAY_SHRINK: float(wanted.may_shrink)}
-        return {}
+            if manager is not None:
+                with contextlib.suppress(AttributeError):  # of older code
+                    wanted = await answer(manager.wanted_workers(), ASK_TIMEOUT_S)
+        return {} if wanted is None else {WANTED: wanted.number, MAY_SHRINK: float(wanted.may_shrink)}
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Called by Serve before the host's process ends; awaited by Serve if a worker is to leave first."""

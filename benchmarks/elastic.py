@@ -206,9 +206,10 @@ def _compared(row: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """How many worker-seconds a row saves beside the cheapest fixed cluster with as much goodput."""
     fixed = cheapest(row, rows)
     if fixed is None:
-        return f"{row['workers']:<13} has more goodput than each fixed cluster"
-    saved = 1 - row["worker_seconds"] / fixed["worker_seconds"]
-    return f"{row['workers']:<13} needs {saved:.1%} fewer worker-s than {fixed['workers']}, for as much goodput"
+        return f"{row['workers']:<13} has more goodput than each fixed cluster of this run"
+    more = row["worker_seconds"] / fixed["worker_seconds"] - 1
+    word = "more" if more > 0 else "fewer"
+    return f"{row['workers']:<13} needs {abs(more):.1%} {word} worker-s than {fixed['workers']}, for as much goodput"
 
 
 def _printed(row: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from engine.core.ingress.parsers import HERMES, ToolFormat
 from engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
 from engine.core.ingress.room import Permit, Room
-from engine.core.objectives import NO_OBJECTIVES, Objectives
+from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
 from engine.core.tenants import Tenant, num_public_tokens, salt_of
 from engine.core.types import BlockHash, CacheHints, CacheMark, ChatEnd, Pooling, Salt
 
@@ -93,7 +93,10 @@ def _num_permits(spec: GenerationSpec, most: int) -> int:
 
 
 def _hand_out(permits: list[Permit], answers: Sequence[Answer]) -> None:
-    """Give the first answers a permit each; each other answer is to succeed an earlier one, and gets its permit."""
+    """Give the first answers a permit each; each other answer is to succeed an earlier one, and gets its permit. These
+    are parts of a request under way, which is neither refused nor put behind others for being late."""
+    for waiting in answers[len(permits) :]:
+        waiting.generation.objectives = replace(waiting.generation.objectives, when_late=WhenLate.WAIT)
     for answer, waiting in zip_longest(answers, answers[len(permits) :]):
         answer.successor = waiting
         if permits:

@@ -373,8 +373,8 @@ class KVCacheManager(Succession, DirectoryReports):
             await asyncio.sleep(DIVIDE_S)
             had, plan = self._directory.plan, self._divide()
             self._metrics.duties([worker.duty for worker in self._directory.workers.elastic])
-            if plan is not None:
-                self._metrics.wanted(plan.num_wanted)
+            if plan is not None or had is not None:
+                self._metrics.wanted(0 if plan is None else plan.num_wanted)
             if plan is not None and (had is None or had.num_wanted != plan.num_wanted):
                 extra = about("wanted", workers=plan.num_wanted, was=len(self._directory.workers.elastic))
                 logger.info("%d elastic workers are wanted", plan.num_wanted, extra=extra)
@@ -384,8 +384,7 @@ class KVCacheManager(Succession, DirectoryReports):
 
     def _divide(self) -> Plan | None:
         """Look at the load; None without elastic workers."""
-        if not self._directory.workers.elastic:
-            self._directory.plan = None
+        if not self._directory.workers.elastic and self._directory.plan is None:
             return None
         return self._directory.divide(time.time(), self._elastic.most, self._elastic.shrink_after_s)
 

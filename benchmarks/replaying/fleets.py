@@ -13,7 +13,6 @@ from functools import partial
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.worker import ReplayWorker
-from engine.core.manager.elastic import SHRINK_S
 from engine.core.manager.reservations import US_PER_S, WorkerRecord
 from engine.core.objectives import Objectives
 from engine.core.types import Role
@@ -108,7 +107,7 @@ class Planned(Fleet):
         plan = router.divide(now, self._most)
         if plan is None:
             return {}
-        least = self._least if now >= SHRINK_S else self.number(Role.ELASTIC, router)
+        least = self._least if plan.may_shrink else self.number(Role.ELASTIC, router)
         return {Role.ELASTIC: max(least, plan.num_wanted)}
 
 

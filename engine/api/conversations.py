@@ -26,7 +26,8 @@ class ConversationsRequest(BaseModel):
 
     messages: Annotated[list[Messages], Field(min_length=1, max_length=MAX_CONVERSATIONS), FailFast()] = Field(
         description="Conversations, each a list of messages. Other fields are those of ChatCompletionRequest, for all "
-        "conversations; `stream`, `tools`, `prompt_logprobs`, `input_ids` and `n` above 1 are refused."
+        "conversations; `stream`, `tools`, `prompt_logprobs`, `input_ids`, `kv_transfer_params` and `n` above 1 are "
+        "refused."
     )
 
 

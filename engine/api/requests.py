@@ -240,7 +240,8 @@ class ChatCompletionRequest(HttpFields, ChatFields, ToolFields, ReasoningFields,
         if self.store or any(message.is_continued for message in self.messages):
             name = "store" if self.store else "messages"
             raise RequestError(
-                "'input_ids' is not supported together with 'store', or with messages that have 'id' or 'token_ids'.",
+                "'input_ids', or 'kv_transfer_params.prompt_token_ids', is not supported together with 'store' or with "
+                "messages that have 'id' or 'token_ids'.",
                 param=name,
             )
         return tuple(given)

@@ -134,6 +134,7 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
         # The prompts' ids stand for these.
         messages=spec.messages[-1:] if spec.echo else (),
         prompts=(),
+        given_prompt=None,
         continued=(),
         text_if_missing=False,
         template=MODEL_TEMPLATE,

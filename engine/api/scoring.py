@@ -70,7 +70,9 @@ class ScoringFields(PromptFields):
                 tuple(self.label_token_ids),
                 self.is_relative if self.apply_softmax is None else self.apply_softmax,
             ),
-            sampling=replace(DEFAULT_SAMPLING, temperature=0.0, logprobs=0, logprob_token_ids=labels),
+            sampling=replace(
+                DEFAULT_SAMPLING, temperature=0.0, logprobs=0, logprob_token_ids=labels, speculation=False
+            ),
             max_tokens=1,
             ignore_eos=True,
             truncation=self.truncated_to(),

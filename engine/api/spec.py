@@ -299,6 +299,8 @@ class GenerationSpec:
             return "input"
         if self.scoring is not None:
             return "items"
+        if self.given_prompt is not None:
+            return "input_ids"
         return "messages" if self.kind == "chat" else "prompt"
 
     @property

@@ -10,7 +10,7 @@ from engine.core.manager.cache_report import cache_report
 from engine.core.manager.directory import Directory
 from engine.core.manager.elastic import HOLD_S, SHRINK_S, WINDOW_S, Highest, Level, Rate
 from engine.core.manager.planner import Division
-from engine.core.objectives import NO_OBJECTIVES, Objectives
+from engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
 from engine.core.types import Admission, AdmitRequest, Role
 
 MakeDirectory = Callable[..., Directory]
@@ -31,18 +31,23 @@ def pool(make_directory: MakeDirectory) -> Directory:
 
 
 def admit(
-    directory: Directory, name: str, num_tokens: int, now: float = 0.0, objectives: Objectives = NO_OBJECTIVES
+    directory: Directory,
+    name: str,
+    num_tokens: int,
+    now: float = 0.0,
+    objectives: Objectives = NO_OBJECTIVES,
+    priority: int = 0,
 ) -> Admission:
     hashes = tuple(f"{name}{index}".encode() for index in range(num_tokens // 4))
-    request = AdmitRequest(name, 0, hashes, num_tokens, objectives=objectives)
+    request = AdmitRequest(name, 0, hashes, num_tokens, objectives=objectives, priority=priority)
     return directory.admit(request, now)[0]
 
 
-def prompts(directory: Directory, count: int = 16, since: float = 0.0) -> None:
+def prompts(directory: Directory, count: int = 16, since: float = 0.0, priority: int = 0) -> None:
     """Long prompts in four seconds, whose answers end at once; 16 keep one and a half workers busy."""
     for number in range(count):
         name, now = f"p{since:g}-{number}", since + 4 * number / count
-        admit(directory, name, 500, now)
+        admit(directory, name, 500, now, priority=priority)
         directory.first_token(name, 0, 0.1)
         directory.end_request(name, now)
 
@@ -194,14 +199,29 @@ def test_a_rate_fades() -> None:
     assert rate.at(29.0) == rate.at(29.9), "time that goes backwards counts as none"
 
 
-def test_a_rate_over_another_window_is_the_same_at_once() -> None:
-    rate = Rate(30.0)
-    for second in range(200):
-        rate.add(0.5, float(second))
-    before = rate.at(199.0)
-    rate.over(3.0)
-    assert rate.at(199.0) == pytest.approx(before)
-    assert rate.at(202.0) == pytest.approx(before / 2.718, rel=0.01)
+def test_another_time_before_the_number_falls_begins_at_once(pool: Directory) -> None:
+    def may_shrink(now: float, shrink_after_s: float) -> bool:
+        plan = pool.divide(now, 8, shrink_after_s=shrink_after_s)
+        assert plan is not None
+        return plan.may_shrink
+
+    assert [may_shrink(0.0, 10.0), may_shrink(10.0, 10.0)] == [False, True]
+    assert [may_shrink(11.0, 20.0), may_shrink(30.0, 20.0), may_shrink(31.0, 20.0)] == [False, False, True]
+
+
+@pytest.mark.parametrize("shrink_after_s", [60.0, 86_400.0])
+def test_the_number_grows_as_fast_however_long_it_stays(pool: Directory, shrink_after_s: float) -> None:
+    for second in range(30):
+        prompts(pool, since=float(second), count=12)
+        plan = pool.divide(float(second), 8, shrink_after_s=shrink_after_s)
+    assert plan is not None and plan.num_wanted > 3
+
+
+def test_requests_behind_all_others_want_no_worker(pool: Directory) -> None:
+    prompts(pool, 48, priority=LATE_PRIORITY)
+    plan = pool.divide(4.0, 8)
+    assert plan is not None
+    assert (plan.num_wanted, plan.load.queued_s, plan.load.prefill_rate) == (1, 0.0, 0.0)
 
 
 def test_more_are_wanted_at_once_and_fewer_after_a_while(pool: Directory) -> None:
@@ -234,6 +254,8 @@ def test_a_level_follows_slowly() -> None:
     assert level.look(8.0, 0.0) == 8.0
     assert 8.0 < level.look(16.0, 1.0) < 9.0
     assert level.look(16.0, 100.0) == pytest.approx(16.0, abs=0.01)
+    assert 0 < level.look(0.0, 150.0) < 1
+    assert level.look(0.0, 200.0) == 0, "an objective that nobody can meet asks for workers no longer"
 
 
 def test_the_highest_number_of_the_last_minute_counts() -> None:
@@ -241,3 +263,19 @@ def test_the_highest_number_of_the_last_minute_counts() -> None:
     assert [highest.look(number, now) for number, now in ((3, 0.0), (5, 10.0), (2, 20.0), (4, 30.0))] == [3, 5, 5, 5]
     assert highest.look(1, 10.0 + SHRINK_S + 1) == 4
     assert highest.look(1, 30.0 + SHRINK_S + 1) == 1
+
+
+def test_the_number_does_not_fall_while_the_queue_is_long(pool: Directory) -> None:
+    """Clients that wait for their answers send nothing."""
+    for number in range(24):
+        admit(pool, f"w{number}", 500, 0.0)
+    numbers = []
+    for second in range(0, 600, 60):
+        plan = pool.divide(float(second), 3)
+        assert plan is not None
+        numbers.append(plan.num_wanted)
+    assert numbers == [3] * 10
+    for number in range(24):
+        pool.end_request(f"w{number}", 600.0)
+    plans = [pool.divide(now, 3) for now in (661.0, 722.0)]
+    assert [plan.num_wanted for plan in plans if plan is not None] == [1, 1]

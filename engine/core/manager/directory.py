@@ -328,7 +328,7 @@ class Directory(SegmentEvents):
         self.links.look(now)
         records = self._blocks.find(request.hashes)
         objectives = request.objectives.over(self.objectives)
-        placement, when_late = self._place(request, records, objectives, may_be_late=not is_new)
+        placement, when_late = self._place(request, records, objectives, is_new=is_new)
         self._explanations.record(request, records, placement, self.workers, objectives.ttft_s, when_late)
 
         # Blocks of the prompt: [0, num_local) in the pool, [num_local, num_cached) imported, the rest computed.
@@ -347,7 +347,7 @@ class Directory(SegmentEvents):
         )
         admission = reservation.admission
         prefill, decode = admission.prefill, admission.decode
-        if self.workers[prefill].is_elastic:
+        if self.workers[prefill].is_elastic and not request.is_behind:
             self._elastic.admitted(placement.chosen.compute_s, now)
         self._reservations[request.request_id] = reservation
         self._sessions.moved(request.cache.tenant, request.session, SessionWorkers(prefill, decode))
@@ -447,12 +447,13 @@ class Directory(SegmentEvents):
         records: Sequence[BlockRecord | None],
         objectives: Objectives,
         *,
-        may_be_late: bool,
+        is_new: bool,
     ) -> tuple[Placement, WhenLate | None]:
-        """Choose workers, once more for a request that gives way. Raises LateError for one that is refused."""
+        """Choose workers, once more for a request that gives way. Raises LateError for one that is refused; a request
+        under way and one that is behind all others are never late."""
         demand, candidates = self._options(request, records, objectives)
         placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)
-        when_late = None if may_be_late else check_in_time(placement, objectives)
+        when_late = check_in_time(placement, objectives) if is_new and not request.is_behind else None
         if when_late is WhenLate.GIVE_WAY:
             demand = replace(demand, is_behind=True)
             placement = place(demand, with_roles(candidates, demand, self.costs), self.costs)

@@ -16,7 +16,7 @@ from math import exp
 from typing import NamedTuple
 
 from engine.core.costs import WorkerCosts
-from engine.core.manager.planner import TOGETHER, Division, PoolLoad, divide, wanted
+from engine.core.manager.planner import TARGET, TOGETHER, Division, PoolLoad, divide, queue_load, wanted
 from engine.core.manager.reservations import US_PER_S, WorkerRecord
 from engine.core.objectives import Objectives
 from engine.core.types import Role
@@ -25,9 +25,14 @@ WINDOW_S = 3.0
 """Time in which a second of prefill that arrived counts for 1/e of it."""
 HOLD_S = 2.0
 """Least time between two divisions of the same workers."""
+NUMBER_WINDOW_S = 30.0
+"""Window of the load that the number of workers follows; half of the time for which a lower number must have been
+enough, if that is less."""
 SHRINK_S = 60.0
-"""Time for which a lower number of workers must have been enough, by default. Half of the time is the window of the
-load behind the number."""
+"""Time for which a lower number of workers must have been enough, by default."""
+LEAST_LEVEL = 0.01
+"""A mean below it counts as none: it would take hours to fade, and an objective that no worker can meet asks for all
+workers as long as there is any stream."""
 TYPICAL_DECODES = 8
 
 
@@ -48,11 +53,6 @@ class Rate:
         """Amount per second."""
         return self._faded(now) / self.window_s
 
-    def over(self, window_s: float) -> None:
-        """Fade as another window has it; the amount per second is the same at once."""
-        self._amount *= window_s / self.window_s
-        self.window_s = window_s
-
     def _faded(self, now: float) -> float:
         return 0.0 if self._at is None else self._amount * exp(-max(0.0, now - self._at) / self.window_s)
 
@@ -61,7 +61,7 @@ class Rate:
 class Level:
     """The mean of a count over the last `window_s` or so, looked at now and then."""
 
-    window_s: float = SHRINK_S / 2
+    window_s: float = NUMBER_WINDOW_S
     _mean: float = 0.0
     _at: float | None = None
 
@@ -70,7 +70,7 @@ class Level:
         kept = 0.0 if self._at is None else exp(-max(0.0, now - self._at) / self.window_s)
         self._mean = kept * self._mean + (1 - kept) * count
         self._at = now
-        return self._mean
+        return self._mean if self._mean >= LEAST_LEVEL else 0.0
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Wanted(NamedTuple):
 
     number: int
     may_shrink: bool
-    """False: the number is at least so high as this one and the present one."""
+    """False: the load was not watched for long enough, and the number must not fall."""
 
 
 class Plan(NamedTuple):
@@ -126,7 +126,7 @@ class Elastic:
 
     def __init__(self) -> None:
         self._prefill = Rate()
-        self._long_prefill = Rate(SHRINK_S / 2)
+        self._long_prefill = Rate(NUMBER_WINDOW_S)
         self._streams = Level()
         self._wanted = Highest()
         self._watched_since: float | None = None
@@ -140,10 +140,12 @@ class Elastic:
         self._long_prefill.add(compute_s, now)
 
     def shrink_after(self, shrink_after_s: float) -> None:
-        """Want fewer workers only where so few were enough for this time."""
-        self._wanted.window_s = shrink_after_s
-        self._streams.window_s = shrink_after_s / 2
-        self._long_prefill.over(shrink_after_s / 2)
+        """Want fewer workers only where so few were enough for this time. Another time than before begins now."""
+        if shrink_after_s == self._wanted.window_s:
+            return
+        window_s = min(NUMBER_WINDOW_S, shrink_after_s / 2)
+        self._wanted, self._watched_since = Highest(shrink_after_s), None
+        self._long_prefill, self._streams = Rate(window_s), Level(window_s)
 
     def plan(self, workers: Sequence[WorkerRecord], objectives: Objectives, most: int, now: float) -> Plan | None:
         """Divide the elastic `workers` that stay; None without any. `most`: limit of their number."""
@@ -161,17 +163,23 @@ class Elastic:
         duties = _duties(workers, division)
         changed = {each.worker_id: duty for each in workers if (duty := duties[each.worker_id]) is not each.duty}
         may_shrink = now - self._watched_since >= self._wanted.window_s
-        return Plan(changed, division, load, self._num_wanted(load, objectives, most, now), may_shrink)
+        num_wanted = self._num_wanted(load, objectives, min(most, len(workers)), most, now)
+        return Plan(changed, division, load, num_wanted, may_shrink)
 
-    def _num_wanted(self, load: PoolLoad, objectives: Objectives, most: int, now: float) -> int:
+    def _num_wanted(self, load: PoolLoad, objectives: Objectives, present: int, most: int, now: float) -> int:
+        """The number that the load wants, and not fewer than the present one while the queue is long: clients that wait
+        for their answers send nothing."""
         streams = self._streams.look(load.num_decoding, now)
         slow = load._replace(prefill_rate=self._long_prefill.at(now), num_decoding=streams)
-        return self._wanted.look(wanted(slow, objectives, most), now)
+        number = wanted(slow, objectives, most)
+        if queue_load(load, objectives) > TARGET * present:
+            number = max(number, present)
+        return self._wanted.look(number, now)
 
     def _load(self, workers: Sequence[WorkerRecord], now: float) -> PoolLoad:
         return PoolLoad(
             prefill_rate=self._prefill.at(now),
-            queued_s=sum(worker.queued_us for worker in workers) / US_PER_S,
+            queued_s=sum(worker.queued_us - worker.behind_us for worker in workers) / US_PER_S,
             num_decoding=sum(len(worker.decoding) for worker in workers),
             costs=_typical([worker.costs for worker in workers]),
             token_budget=min(worker.token_budget for worker in workers),

@@ -98,7 +98,12 @@ def wanted(load: PoolLoad, objectives: Objectives, most: int) -> int:
 
 def prefill_load(load: PoolLoad, objectives: Objectives) -> float:
     """Workers that the prompts keep busy."""
-    return load.prefill_rate + load.queued_s / (objectives.ttft_s or BACKLOG_S)
+    return load.prefill_rate + queue_load(load, objectives)
+
+
+def queue_load(load: PoolLoad, objectives: Objectives) -> float:
+    """Workers that the queue keeps busy if it is worked off within the objective."""
+    return load.queued_s / (objectives.ttft_s or BACKLOG_S)
 
 
 def max_streams(load: PoolLoad, tpot_s: float, busy: float = 0.0) -> int:
