@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from engine.core.errors import StartupError
 from engine.core.manager.block_index import Segment
-from engine.core.manager.segment_store import DamagedFileError
+from engine.core.manager.disk_instructions import DamagedFileError
 from engine.core.types import SegmentHeader
 
 logger = logging.getLogger(__name__)

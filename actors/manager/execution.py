@@ -13,8 +13,8 @@ from actors.messages import Imported
 from actors.rpc import WorkerClient
 from engine.core.manager.block_index import Segment
 from engine.core.manager.directory import Directory
+from engine.core.manager.disk_instructions import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
 from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
-from engine.core.manager.segment_store import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
 
 logger = logging.getLogger(__name__)
 

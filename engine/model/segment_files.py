@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from engine.core.errors import StartupError
-from engine.core.manager.segment_store import DamagedFileError
+from engine.core.manager.disk_instructions import DamagedFileError
 from engine.core.types import Retention, SegmentHeader
 from engine.model.segments import Bytes, checksum
 from engine.model.sources import cache_folder

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import StartupError
-from engine.core.manager.segment_store import DamagedFileError
+from engine.core.manager.disk_instructions import DamagedFileError
 from engine.core.types import Handover, Retention, SegmentHeader
 from engine.model.segment_files import LOCK, SegmentFiles
 from engine.model.segments import Bytes, checksum

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from engine.core.manager.directory import Directory
+from engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
 from engine.core.manager.explain import BlockSource
 from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
 from engine.core.manager.saving import MIN_SAVED_BLOCKS
-from engine.core.manager.segment_store import EraseFile, ReadFile, WriteFile
 from engine.core.types import AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 
 MakeDirectory = Callable[..., Directory]

@@ -16,10 +16,10 @@ from engine.core.costs import WorkerCosts
 from engine.core.errors import NoWorkerError
 from engine.core.manager.block_index import Segment
 from engine.core.manager.directory import Directory
+from engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
 from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
 from engine.core.manager.notes import NOTES
 from engine.core.manager.placement import CostModel
-from engine.core.manager.segment_store import EraseFile, ReadFile, WriteFile
 from engine.core.objectives import Objectives
 from engine.core.tenants import Tenant
 from engine.core.types import (

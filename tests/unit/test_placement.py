@@ -22,12 +22,12 @@ from engine.core.manager.placement import (
     Demand,
     Placement,
     Prediction,
-    WorkerGroups,
     WorkerLoad,
     place,
     predict,
 )
 from engine.core.manager.session_workers import SessionWorkers
+from engine.core.manager.worker_groups import WorkerGroups
 from engine.core.types import Role
 
 MODEL = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)

@@ -6,7 +6,8 @@ import pytest
 
 from engine.core.manager.block_index import BlockIndex, Segment
 from engine.core.manager.cache_statistics import CacheStatistics
-from engine.core.manager.segment_store import SegmentStore, WriteFile
+from engine.core.manager.disk_instructions import WriteFile
+from engine.core.manager.segment_store import SegmentStore
 from engine.core.tenants import Tenant
 from engine.core.types import BlockHash, CacheHints, CacheMark, Retention, SegmentHeader
 

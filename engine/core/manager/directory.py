@@ -32,7 +32,7 @@ from engine.core.manager.lateness import check_in_time
 from engine.core.manager.links import Links
 from engine.core.manager.matching import demand_of, match, sources_of
 from engine.core.manager.peers import PeerCosts
-from engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerGroups, place
+from engine.core.manager.placement import Candidate, CostModel, Demand, Placement, place
 from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
 from engine.core.manager.roles import with_roles
 from engine.core.manager.saving import ask_for_blocks, give_away
@@ -40,6 +40,7 @@ from engine.core.manager.segment_events import SegmentEvents
 from engine.core.manager.segment_store import SegmentStore
 from engine.core.manager.session_workers import Sessions, SessionWorkers
 from engine.core.manager.supply import Supply
+from engine.core.manager.worker_groups import WorkerGroups
 from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
 from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant

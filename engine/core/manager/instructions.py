@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from engine.core.manager.block_index import Segment
-from engine.core.manager.segment_store import DiskInstruction
+from engine.core.manager.disk_instructions import DiskInstruction
 from engine.core.types import BlockHash
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from engine.core.costs import WorkerCosts
 from engine.core.manager.block_index import Segment
-from engine.core.manager.placement import Placement, WorkerGroups, WorkerLoad
+from engine.core.manager.placement import Placement, WorkerLoad
+from engine.core.manager.worker_groups import WorkerGroups
 from engine.core.objectives import NO_OBJECTIVES, Objectives
 from engine.core.types import Admission, AdmitRequest, BlockHash, CacheHints, Role
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from engine.core.manager.block_index import BlockIndex, Segment
+from engine.core.manager.disk_instructions import DiskInstruction
 from engine.core.manager.instructions import Deliver, Instruction
 from engine.core.manager.links import Links
 from engine.core.manager.reservations import Reservation, Workers
-from engine.core.manager.segment_store import DiskInstruction, SegmentStore
+from engine.core.manager.segment_store import SegmentStore
 from engine.core.manager.succession import Offer
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus

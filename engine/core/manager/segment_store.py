@@ -12,14 +12,13 @@ Events come in (exported, written, read, lost, used) and instructions go out: `W
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
 
 from engine.core.eviction.queue import EvictionQueue
 from engine.core.eviction.ranking import LeastRecent
 from engine.core.eviction.retention import marked, retention
 from engine.core.manager.block_index import BlockIndex, Segment
+from engine.core.manager.disk_instructions import DiskInstruction, EraseFile, ReadFile, WriteFile
 from engine.core.tenants import Tenant, quotas
 from engine.core.types import BlockHash, CacheHints, EvictionReason, Retention, SegmentHeader
 
@@ -27,35 +26,6 @@ MAX_WRITING_BYTES = 256 << 20
 """Limit of segments being written, which cannot leave the object store; when the disk falls behind, others stay off
 it."""
 NO_MARKS: Mapping[int, Retention] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFile:
-    """Copy a segment to disk, and answer with `SegmentStore.written`."""
-
-    segment: Segment
-
-
-@dataclass(frozen=True, slots=True)
-class ReadFile:
-    """Put a segment's file into the object store, and answer with `Directory.segment_read`, `segment_unread` or
-    `segment_lost`."""
-
-    segment: Segment
-
-
-class DamagedFileError(Exception):
-    """A segment's file is missing or damaged."""
-
-
-@dataclass(frozen=True, slots=True)
-class EraseFile:
-    """Remove the file with this header."""
-
-    header: SegmentHeader
-
-
-DiskInstruction: TypeAlias = WriteFile | ReadFile | EraseFile
 
 
 class SegmentStore:

@@ -1,0 +1,36 @@
+"""Instructions of the segment store to the disk tier."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from engine.core.manager.block_index import Segment
+from engine.core.types import SegmentHeader
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Copy a segment to disk, and answer with `SegmentStore.written`."""
+
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Put a segment's file into the object store, and answer with `Directory.segment_read`, `segment_unread` or
+    `segment_lost`."""
+
+    segment: Segment
+
+
+class DamagedFileError(Exception):
+    """A segment's file is missing or damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class EraseFile:
+    """Remove the file with this header."""
+
+    header: SegmentHeader
+
+
+DiskInstruction: TypeAlias = WriteFile | ReadFile | EraseFile
