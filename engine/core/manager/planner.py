@@ -9,8 +9,9 @@
 | P workers prefill, D decode | prefill load / P; decode load / D |
 | all do both | prefill load, longer by the decodes beside it; decode load with chunks for that share of the time |
 
-The division of the lowest pressure is taken. Another one than the present takes its place only with a pressure lower by
-`MARGIN`, and only where the present one is above `IDLE`. Without a TPOT objective all workers do both: a role separates
+The division of the lowest pressure is taken. Where even that has too many prompts, all workers do both if tokens stay
+in time: so all of them prefill. Another one than the present takes its place only with a pressure lower by `MARGIN`,
+and only where the present one is above `IDLE`. Without a TPOT objective all workers do both: a role separates
 answers from prompts for the sake of the token time.
 """
 
@@ -61,6 +62,11 @@ TOGETHER = Division(0, 0)
 """All workers do both."""
 
 
+class _Pressures(NamedTuple):
+    prompts: float
+    decodes: float
+
+
 def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Division = TOGETHER) -> Division:
     """The division of `num_workers` that suits the load. `now`: the present one."""
     if objectives.tpot_s is None or num_workers < 2:
@@ -72,6 +78,8 @@ def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Divisi
         return _pressure(num_workers, division, load, prompts, tpot_s)
 
     best = min(_divisions(num_workers), key=pressure)
+    if pressure(best) > 1 and _together(num_workers, load, prompts, tpot_s).decodes <= 1:
+        return TOGETHER
     is_possible = not now.is_split or sum(now) == num_workers
     if is_possible and (pressure(now) <= IDLE or pressure(best) > (1 - MARGIN) * pressure(now)):
         return now
@@ -141,9 +149,14 @@ def _pressure(num_workers: int, division: Division, load: PoolLoad, prompts: flo
     if division.is_split:
         decodes = _share(load.num_decoding / division.num_decode, max_streams(load, tpot_s))
         return max(prompts / division.num_prefill, decodes)
+    return max(_together(num_workers, load, prompts, tpot_s))
+
+
+def _together(num_workers: int, load: PoolLoad, prompts: float, tpot_s: float) -> _Pressures:
+    """The pressures where all workers do both."""
     num_streams = load.num_decoding / num_workers
     busy = prompts / num_workers * _slower(load, num_streams)
-    return max(busy, _share(num_streams, max_streams(load, tpot_s, min(1.0, busy))))
+    return _Pressures(busy, _share(num_streams, max_streams(load, tpot_s, min(1.0, busy))))
 
 
 def _share(num_streams: float, most: int) -> float:
