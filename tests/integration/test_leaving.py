@@ -26,6 +26,7 @@ def config(num_workers: int) -> dict[str, Any]:
         "model": {"max_model_len": 4096},
         "cache": {"num_blocks": 1600, "segment_gib": 0.5, "swap_gib": 0.05},
         "workers": {"mixed": {"replicas": num_workers, "token_budget": 256, "max_requests": 32}},
+        "speculation": {"mode": "off"},  # Streams that repeat themselves would be over before the worker leaves.
     }
 
 

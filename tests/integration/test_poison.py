@@ -54,7 +54,8 @@ def test_a_poisoned_stream_ends_alone(server: Server) -> None:
             got = [
                 token for chunk in chunks[:-1] for choice in chunk["choices"] for token in choice.get("token_ids", [])
             ]
-            assert got == tokens[:5]
+            assert got == tokens[: len(got)], "with a draft, a step more or less"
+            assert 5 <= len(got) < len(tokens)
             assert "illegal memory access" in chunks[-1]["error"]["message"]
     finally:
         mend(server)
