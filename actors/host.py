@@ -11,8 +11,8 @@ calls the child directly.
   workers first.
 * The host dies: Ray ends its child, whose owner is gone, and Serve starts another host.
 
-Of elastic workers' hosts Serve asks every 2 s for the wanted number of workers (`actors.scaling`), and the hosts ask
-the manager.
+Serve asks the hosts of elastic workers every 2 s for the wanted number of workers (`actors.scaling`); the hosts ask the
+manager.
 
 Serve calls `reconfigure` once before a host counts as started, and then for each change of the deployment's
 `user_config`. The host keeps the new values for the next incarnation and hands them to the running child. A child that

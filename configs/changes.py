@@ -128,8 +128,8 @@ def _changes_of_tenants(old: tuple[TenantSection, ...], new: tuple[TenantSection
 
 def _effect_of(prefix: str, name: str) -> Effect:
     section, _, role = prefix.rstrip(".").partition(".")
-    own = KEYS.get(f"{prefix}{name}")
-    return KEYS[f"{section}.{ROLE}.{name}"] if own is None and role else KEYS[f"{prefix}{name}"]
+    own = f"{prefix}{name}"
+    return KEYS[f"{section}.{ROLE}.{name}" if role and own not in KEYS else own]
 
 
 def _shown(value: object) -> str:

@@ -4,12 +4,13 @@ As for OpenAI's other routes, a field is supported, or harmless and ignored, or 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.api.fields import PromptFields, RequestId
+from engine.api.fields import InputsFields
 from engine.api.known import Ignored, UnlessEmpty, Unsupported
 from engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
 from engine.api.responses import ResponseHead, Usage
@@ -18,42 +19,20 @@ from engine.api.validation import INTEGRAL, describe, only, parse_body, request_
 from engine.core.errors import RequestError
 
 
-class EmbeddingFields(PromptFields):
+class EmbeddingFields(InputsFields):
     """Fields over HTTP and through the Python handle."""
 
     input: Inputs = Field(description="A text, token ids, or a list of either: up to 2,048.")
-    model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
     dimensions: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID), INTEGRAL] | None = Field(
         default=None, description="Taken where it is the size of the model's hidden states; vectors are never cut."
     )
-    add_special_tokens: bool | None = Field(
-        default=None, description="A text gets the special tokens that the model wants around it; true."
-    )
     use_activation: bool | None = Field(default=None, description="Scale each vector to length 1; true.")
     normalize: bool | None = Field(default=None, description="Older name of `use_activation`.")
-    request_id: RequestId | None = Field(
-        default=None, description="Name of the request, in `id` and logs; it goes before the header `x-request-id`."
-    )
 
     def spec(self, encoding: Literal["float", "base64"] = "float") -> GenerationSpec:
         """The request in normal form. Raises RequestError for contradicting fields."""
-        return GenerationSpec(
-            kind="completion",
-            model=self.model,
-            prompts=self.input,
-            embedding=EmbeddingUse(encoding, self._is_normalized(), self.dimensions),
-            max_tokens=0,
-            truncation=self.truncated_to(),
-            add_special_tokens=self.add_special_tokens is not False,
-            user=self.user or None,
-            session_id=self.session_id,
-            priority=self.priority or 0,
-            objectives=self.objectives(),
-            cache_salt=self.cache_salt,
-            cache_priority=self.cache_priority or 0,
-            cache_ttl_s=self.cache_ttl_s,
-            request_id=self.request_id,
-        )
+        use = EmbeddingUse(encoding, self._is_normalized(), self.dimensions)
+        return replace(self.of_inputs(self.input), embedding=use, max_tokens=0)
 
     def _is_normalized(self) -> bool:
         """Value of `use_activation` under either of its names."""

@@ -162,8 +162,8 @@ class Prediction(StrictModel):
 
 
 class TransferParameters(StrictModel):
-    """vLLM's word to a server that goes on with another one's prompt. KV moves by itself here, so that there is nothing
-    to say but the prompt's ids."""
+    """vLLM's parameters of a transfer of KV between servers. raydix moves KV between its own workers, so only the ids
+    of the prompt have a meaning."""
 
     prompt_token_ids: GivenPrompt | None = Field(default=None, description="As `input_ids`.")
 

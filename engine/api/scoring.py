@@ -16,9 +16,9 @@ from typing import Annotated, ClassVar
 import orjson
 from pydantic import Field
 
-from engine.api.fields import PromptFields, RequestId, TokenId
+from engine.api.fields import InputsFields, TokenId
 from engine.api.known import Ignored, UnlessEmpty, Unsupported
-from engine.api.prompts import Inputs, Label, OnePrompt
+from engine.api.prompts import Inputs, OnePrompt
 from engine.api.responses import Json, ResponseHead, Usage
 from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, LabelScoring, Prompt, ScoreForm
 from engine.api.validation import parse_body
@@ -28,7 +28,7 @@ from engine.core.types import TokenLogprobs
 MAX_LABELS = 128
 
 
-class ScoringFields(PromptFields):
+class ScoringFields(InputsFields):
     """Fields of both routes."""
 
     form: ClassVar[ScoreForm]
@@ -46,13 +46,6 @@ class ScoringFields(PromptFields):
         "`/generative_scoring`, false at `/v1/score`.",
     )
     item_first: bool | None = Field(default=None, description="The item stands before the query; false.")
-    add_special_tokens: bool | None = Field(
-        default=None, description="A text gets the special tokens that the model wants around it; true."
-    )
-    model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
-    request_id: RequestId | None = Field(
-        default=None, description="Name of the request, in `id` and logs; it goes before the header `x-request-id`."
-    )
 
     rid: Unsupported = None
     lora_path: UnlessEmpty = None
@@ -61,10 +54,8 @@ class ScoringFields(PromptFields):
     def spec(self) -> GenerationSpec:
         """The request in normal form. Raises RequestError for texts beside token ids."""
         labels = tuple(dict.fromkeys(self.label_token_ids))
-        return GenerationSpec(
-            kind="completion",
-            model=self.model,
-            prompts=tuple(self._joined(item) for item in self.items),
+        return replace(
+            self.of_inputs(tuple(self._joined(item) for item in self.items)),
             scoring=LabelScoring(
                 self.form,
                 tuple(self.label_token_ids),
@@ -75,16 +66,6 @@ class ScoringFields(PromptFields):
             ),
             max_tokens=1,
             ignore_eos=True,
-            truncation=self.truncated_to(),
-            add_special_tokens=self.add_special_tokens is not False,
-            user=self.user or None,
-            session_id=self.session_id,
-            priority=self.priority or 0,
-            objectives=self.objectives(),
-            cache_salt=self.cache_salt,
-            cache_priority=self.cache_priority or 0,
-            cache_ttl_s=self.cache_ttl_s,
-            request_id=self.request_id,
         )
 
     def _joined(self, item: Prompt) -> Prompt:
