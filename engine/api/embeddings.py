@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.api.fields import InputsFields
+from engine.api.inputs import InputsFields
 from engine.api.known import Ignored, UnlessEmpty, Unsupported
 from engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
 from engine.api.responses import ResponseHead, Usage

@@ -16,7 +16,8 @@ from typing import Annotated, ClassVar
 import orjson
 from pydantic import Field
 
-from engine.api.fields import InputsFields, TokenId
+from engine.api.fields import TokenId
+from engine.api.inputs import InputsFields
 from engine.api.known import Ignored, UnlessEmpty, Unsupported
 from engine.api.prompts import Inputs, OnePrompt
 from engine.api.responses import Json, ResponseHead, Usage

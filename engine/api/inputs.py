@@ -1,0 +1,37 @@
+"""Fields of requests for figures of many inputs: embeddings and scores."""
+
+from pydantic import Field
+
+from engine.api.fields import PromptFields, RequestId
+from engine.api.prompts import Label
+from engine.api.spec import GenerationSpec, Prompt
+
+
+class InputsFields(PromptFields):
+    """Fields of requests for figures of many inputs, instead of texts."""
+
+    model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="A text gets the special tokens that the model wants around it; true."
+    )
+    request_id: RequestId | None = Field(
+        default=None, description="Name of the request, in `id` and logs; it goes before the header `x-request-id`."
+    )
+
+    def of_inputs(self, inputs: tuple[Prompt, ...]) -> GenerationSpec:
+        """The part of the normal form that all such requests have."""
+        return GenerationSpec(
+            kind="completion",
+            model=self.model,
+            prompts=inputs,
+            truncation=self.truncated_to(),
+            add_special_tokens=self.add_special_tokens is not False,
+            user=self.user or None,
+            session_id=self.session_id,
+            priority=self.priority or 0,
+            objectives=self.objectives(),
+            cache_salt=self.cache_salt,
+            cache_priority=self.cache_priority or 0,
+            cache_ttl_s=self.cache_ttl_s,
+            request_id=self.request_id,
+        )
