@@ -104,6 +104,7 @@ def test_the_number_of_workers_follows_the_load(live: Live) -> None:
     asking = Asking(live.server)
     try:
         eventually(lambda: len(workers(live)) == MOST, "as many workers as there may be", 180)
+        num_left = len(events(live, "worker_leaving"))  # while others started, and slowed this machine down
     finally:
         asking.stop()
     assert {*asking.statuses} == {200}
@@ -117,7 +118,7 @@ def test_the_number_of_workers_follows_the_load(live: Live) -> None:
     assert [stream.error for stream in streams] == [None] * MOST
     pause_s = max(stream.longest_pause_s(stream.times[0]) for stream in streams)
     print(f"longest pause {pause_s:.2f} s, {len(events(live, 'moved'))} requests moved")
-    assert len(events(live, "worker_leaving")) == MOST - 1 and not events(live, "failover")
+    assert len(events(live, "worker_leaving")) == num_left + MOST - 1 and not events(live, "failover")
 
     undisturbed, threads = started(live, "undisturbed")
     for thread in threads:

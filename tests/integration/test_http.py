@@ -4,7 +4,7 @@ import http.client
 import json
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import openai
 import pytest
@@ -200,6 +200,11 @@ def test_both_names_limit_the_tokens_of_a_chat(client: openai.OpenAI, limit: Lim
 # Usage and token ids
 
 
+def without_drafts(usage: CompletionUsage) -> dict[str, Any]:
+    """The usage without its numbers of drafted tokens, which depend on what was answered before."""
+    return usage.model_dump(exclude={"completion_tokens_details"})
+
+
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_usage_tells_tokens_and_hits_in_a_stream_as_in_a_whole_answer(client: openai.OpenAI, kind: str) -> None:
     words = "rivers run to the sea " * 30
@@ -230,7 +235,7 @@ def test_usage_tells_tokens_and_hits_in_a_stream_as_in_a_whole_answer(client: op
     assert num_cached(warm) == (cold.prompt_tokens - 1) // 16 * 16, "every full block"
     *chunks, last = pieces()
     assert last.choices == []
-    assert last.usage == warm
+    assert last.usage is not None and without_drafts(last.usage) == without_drafts(warm)
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 

@@ -35,7 +35,13 @@ CONFIG = {
 KILL_AFTER = 12
 """Events of a stream, after which a process is killed."""
 INGRESS, HAPROXY = "ray::ServeReplica:raydix:ingress", "haproxy"
-COMPLETION = {"prompt": "The four seasons of the year are", "max_tokens": 160, "ignore_eos": True, "temperature": 0}
+COMPLETION = {
+    "prompt": "The four seasons of the year are",
+    "max_tokens": 160,
+    "ignore_eos": True,
+    "temperature": 0,
+    "speculation": False,  # with drafts this answer, which repeats itself, is over before a process is killed
+}
 QUESTION = [{"role": "user", "content": "Tell a long story of a fox, a river and a mill."}]
 COLOURS = {"type": "array", "minItems": 40, "maxItems": 60, "items": {"enum": ["red", "green"]}}
 TOOL = {
