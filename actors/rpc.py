@@ -91,10 +91,12 @@ class WorkerClient(ActorClient):
         """References to `ExportItem`s, each followed by a reference to its payload if there is one."""
         return _streamed(self.handle.export_stream.remote())
 
-    def import_segment(self, header: SegmentHeader, payload: Sequence[object]) -> Awaitable[ImportReport]:
+    def import_segment(
+        self, header: SegmentHeader, payload: Sequence[object], patience_s: float | None
+    ) -> Awaitable[ImportReport]:
         """`payload` holds one reference, or none for no bytes; Ray does not fetch a reference inside a list before the
         call."""
-        return _sent(self.handle.import_segment.remote(header, payload))
+        return _sent(self.handle.import_segment.remote(header, payload, patience_s))
 
     def export_blocks(self, hashes: Sequence[BlockHash]) -> Awaitable[None]:
         return _sent(self.handle.export_blocks.remote(hashes))

@@ -47,8 +47,9 @@ class Execution:
         """Hand a segment to a worker, and note the time of the import; after a failure, the segment is promised from
         this source to no other worker."""
         header, node = segment.header, segment.node
+        patience_s = self._directory.patience_s(worker_id, segment, time.time())
         try:
-            report = await client.import_segment(header, [] if segment.ref is None else [segment.ref])
+            report = await client.import_segment(header, [] if segment.ref is None else [segment.ref], patience_s)
         except RayError as error:  # the worker is gone; its stream tells
             logger.debug("segment not delivered: %s", type(error).__name__)
             return

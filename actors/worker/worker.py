@@ -32,6 +32,7 @@ from actors.names import own_node
 from actors.rpc import Handle, ManagerClient, find_manager
 from actors.worker.export_stream import ExportStream
 from actors.worker.recording import record_scheduler
+from actors.worker.segment_import import import_segment
 from actors.worker.statistics import engine_statistics
 from actors.worker.swap_space import ObjectStoreSwap
 from actors.worker.token_streams import TokenStreams
@@ -54,7 +55,6 @@ Ts = TypeVarTuple("Ts")
 HEARTBEAT_S = 0.5
 HEARTBEAT_TIMEOUT_S = 2.0
 REPORT_S = 0.5
-FETCH_TIMEOUT_S = 20.0
 
 
 class Worker:
@@ -169,36 +169,15 @@ class Worker:
         async for item in self._exports.read():
             yield item
 
-    async def import_segment(self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]") -> ImportReport:
-        """Fetch a segment and take its blocks into the pool. `payload` holds one reference, or none for no bytes."""
-        content, is_late = None, False
-        started = time.monotonic()
-
-        try:
-            if payload:
-                content = await answer(payload[0], FETCH_TIMEOUT_S)
-                self._metrics.imported_bytes(header.num_bytes)
-        except (RayError, TimeoutError) as error:
-            logger.warning("segment of %d blocks not fetched: %s", len(header.hashes), type(error).__name__)
-            is_late = isinstance(error, TimeoutError)
-
-        fetched = time.monotonic()
-
-        def take(engine: "Engine") -> tuple[bool, float]:
-            began = time.monotonic()
-            return engine.import_segment(header, content, fetched), time.monotonic() - began
-
-        intact, take_s = await self._ask(take)
-        if payload and content is None:
-            return ImportReport(Imported.NOT_FETCHED, fetched - started if is_late else None)
-        if not intact:
-            return ImportReport(Imported.DAMAGED)
-        if content is None:
-            return ImportReport(Imported.TAKEN)
-
-        seconds = fetched - started + take_s
-        self._costs.imported(header.num_bytes, seconds)
-        return ImportReport(Imported.TAKEN, seconds)
+    async def import_segment(
+        self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]", patience_s: float | None
+    ) -> ImportReport:
+        """Fetch a segment and take its blocks into the pool (`segment_import.import_segment`)."""
+        report = await import_segment(self._ask, header, payload, patience_s)
+        if report.fate is Imported.TAKEN and report.seconds is not None:
+            self._metrics.imported_bytes(header.num_bytes)
+            self._costs.imported(header.num_bytes, report.seconds)
+        return report
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Export blocks of the pool; tells the manager of blocks that are missing or could not be sent."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,10 @@ import pytest
 
 import actors.ingress.dispatcher as dispatcher_module
 import actors.manager.execution as execution_module
+import actors.worker.segment_import as segment_import_module
 import actors.worker.worker as worker_module
+import engine.core.manager.segment_events as segment_events_module
+from actors.calls import answer
 from actors.ingress.dispatcher import Dispatcher
 from actors.logs import DEFAULTS
 from actors.manager.kv_cache_manager import KVCacheManager
@@ -342,6 +345,33 @@ def test_imports_teach_the_manager_what_links_take(scene: Scene, monkeypatch: py
         report: Any = await manager.cache_report("default", is_admin=True)
         assert len(report["links"]) == len(manager._directory.links)
         assert report["object_store"]["bytes"] == sum(report["object_store"]["nodes"].values())
+        manager._directory.check_integrity()
+
+    scene.run(play())
+
+
+def test_requests_compute_what_another_node_is_late_with(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker registers from a node of its own; nothing that one has exported comes until the answer is over."""
+    numbers = count()
+    monkeypatch.setattr(worker_module, "own_node", lambda: f"node {next(numbers)}")
+    monkeypatch.setattr(segment_events_module, "PATIENCE_S", 0.05)
+
+    async def play() -> None:
+        is_over, fetched = asyncio.Event(), []
+
+        async def fetch(call: Awaitable[object], timeout_s: float) -> object:
+            await is_over.wait()
+            fetched.append(content := await answer(call, timeout_s))
+            return content
+
+        monkeypatch.setattr(segment_import_module, "answer", fetch)
+        manager, dispatcher = await scene.start()
+        assert await answer_of(dispatcher, "late", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+        assert not fetched
+        is_over.set()
+        await until(lambda: fetched and len(manager._directory.links))
+        assert await answer_of(dispatcher, "again", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+        await until(lambda: manager._directory.num_reservations == 0)
         manager._directory.check_integrity()
 
     scene.run(play())

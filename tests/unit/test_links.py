@@ -7,10 +7,12 @@ import pytest
 
 from engine.core.costs import WorkerCosts
 from engine.core.manager.directory import Directory
+from engine.core.manager.instructions import Deliver
 from engine.core.manager.links import FADE_S, LinkCosts, Links
 from engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerLoad, place
+from engine.core.manager.segment_events import PATIENCE, PATIENCE_S
 from engine.core.objectives import NO_OBJECTIVES
-from engine.core.types import Admission, AdmitRequest, BlockHash, Ended, Role, SegmentHeader
+from engine.core.types import Admission, AdmitRequest, BlockHash, Ended, Handover, Role, SegmentHeader
 
 BLOCK_BYTES = 368_640
 """16 positions of a model with 30 layers and 3 KV heads, in two bytes."""
@@ -288,3 +290,26 @@ def test_nodes_without_workers_share_one_budget(make_directory: Callable[..., Di
     directory.register("w3", Role.MIXED, 2, 10, (), node="n3")
     exported(directory, "stays", 1)
     assert directory.segments.node_bytes == {"n2": 10, "n3": 20, "stays": 20}, "n3 is back with what it held"
+
+
+def test_a_fetch_from_another_node_is_awaited_as_long_as_its_link_may_take(cluster: Cluster) -> None:
+    admission = cluster.ask()
+    header = SegmentHeader("model", (b"block",), 10_000_000, 0)
+    *_, delivered = cluster.directory.segment_exported("p", 1, replace(header, handover=bare(admission)), "ref", 0.0)
+    assert isinstance(delivered, Deliver)
+
+    def patience_s(worker_id: str) -> float | None:
+        return cluster.directory.patience_s(worker_id, delivered.segment, cluster.now)
+
+    unknown = patience_s("d")
+    assert unknown is not None and PATIENCE_S < unknown < 2 * PATIENCE_S
+    assert patience_s("p") is None, "on its own node"
+    assert patience_s("gone") is None
+    for _ in range(20):
+        cluster.answered(admission, MEGABYTE_S["slow"])
+    slow = patience_s("d")
+    assert slow == pytest.approx(PATIENCE_S + PATIENCE * 1.6, rel=0.3)
+
+
+def bare(admission: Admission) -> Handover:
+    return Handover(admission.request_id, admission.attempt, 7, None)

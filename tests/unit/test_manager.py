@@ -46,7 +46,9 @@ class SilentWorker:
     async def blocks_lost(self, hashes: tuple[BlockHash, ...]) -> None:
         self.lost += hashes
 
-    async def import_segment(self, header: SegmentHeader, payload: list[object]) -> ImportReport:
+    async def import_segment(
+        self, header: SegmentHeader, payload: list[object], patience_s: float | None
+    ) -> ImportReport:
         self.imported.append(header)
         return ImportReport(self.answer, 0.25)
 

@@ -14,6 +14,10 @@ from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
 from engine.core.types import BlockHash, SegmentHeader
 
+PATIENCE_S = 1.0
+PATIENCE = 3.0
+"""A fetch from another node is late after `PATIENCE_S` and `PATIENCE` times what it is predicted to take."""
+
 
 class SegmentEvents:
     """Events of segments, for `Directory`, which has the attributes.
@@ -42,6 +46,17 @@ class SegmentEvents:
     def segment_undelivered(self, segment: Segment, now: float) -> None:
         """A worker could not fetch a segment from the object store (`SegmentStore.undelivered`)."""
         self.segments.undelivered(segment, now)
+
+    @stimulus
+    def patience_s(self, worker_id: str, segment: Segment, now: float) -> float | None:
+        """Time for which requests of a worker wait for the bytes of a segment of another node, and then compute its
+        blocks. None: as long as the fetch takes, because the segment is on the worker's own node."""
+        worker = self.workers.get(worker_id)
+        if worker is None or not segment.node or segment.node == worker.node:
+            return None
+        self.links.look(now)
+        num_bytes = segment.header.num_bytes
+        return PATIENCE_S + PATIENCE * self.links.import_s(segment.node, worker.node, num_bytes, worker.costs)
 
     @stimulus
     def imported(self, worker_id: str, source: str, num_bytes: int, seconds: float, now: float) -> None:
