@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.types import DraftSource, Role
+from engine.core.worker.early import KEEP_S
 from tests.unit.cluster import AWAIT_TIMEOUT_S, PING_S, Cluster, Sizes
 
 MAX_WORKERS = 4
@@ -119,6 +120,7 @@ class ClusterMachine(RuleBasedStateMachine):
         """A worker works, and nobody hears its heartbeats and answers for a while."""
         worker_id = data.draw(st.sampled_from(list(self.cluster.workers)))
         self.cluster.mute(worker_id)
+        self._let_requests_be_late(num_pings * PING_S)
         for _ in range(num_pings):
             self.cluster.pass_time(PING_S)
             self.cluster.ping()
@@ -132,9 +134,13 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 6.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
-        # A worker forgets what overtook a request that is so long on its way.
-        self.is_disturbed |= seconds > 6 and any(channel[0] in ("calls", "found") for channel in self.cluster.mail)
+        self._let_requests_be_late(seconds)
         self.cluster.pass_time(seconds)
+
+    def _let_requests_be_late(self, seconds: float) -> None:
+        """A worker forgets what has overtaken a request, if the request or its admission is on its way for long."""
+        is_on_its_way = any(channel[0] in ("from manager", "found", "calls") for channel in self.cluster.mail)
+        self.is_disturbed |= seconds > KEEP_S and is_on_its_way
 
     @rule()
     def ping(self) -> None:
