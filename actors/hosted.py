@@ -28,6 +28,7 @@ from engine.core.types import Role
 MIB = 1 << 20
 MAX_CONCURRENT_CALLS = 10_000
 MANAGER_CPUS = 0.1
+"""Reserved for the manager and its standby, half for each."""
 
 L = TypeVar("L", ManagerLive, WorkerLive)
 
@@ -91,7 +92,7 @@ class HostedManager(Hosted):
     def create(self, name: str, epoch: int) -> ManagerClient:
         cache = self._arguments.cache
         costs = CostModel(cache.block_size, piggyback_tokens=self._live.placement.piggyback_tokens, prior=self._prior())
-        actor: Any = ray.remote(KVCacheManager).options(**self._options(name, num_cpus=MANAGER_CPUS))
+        actor: Any = ray.remote(KVCacheManager).options(**self._options(name, num_cpus=MANAGER_CPUS / 2))
         handle = actor.remote(
             costs,
             segment_budget_bytes=int(cache.segment_gib * GIB),

@@ -62,8 +62,21 @@ class Live:
             timeout=DEPLOY_S,
         )
 
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Lines of an event in the logs of all processes."""
+        lines = [line for path in self.terminal.log_files() for line in path.read_text().splitlines()]
+        return [entry for line in lines if (entry := json.loads(line)).get("event") == name]
+
     def parts(self) -> dict[int, str]:
-        """The replicas and actors by process id."""
+        """The replicas and actors by process id, but for the manager's standby."""
+        standbys = self.standbys()
+        return {pid: part for pid, part in self._processes().items() if pid not in standbys}
+
+    def standbys(self) -> set[int]:
+        started = {event["pid"] for event in self.events("started")}
+        return {pid for pid, part in self._processes().items() if part == "KVCacheManager"} - started
+
+    def _processes(self) -> dict[int, str]:
         found = {}
         for process in self.terminal.processes():
             try:

@@ -1,6 +1,5 @@
 """The manager is replaced by another one, and killed, under streams: nothing breaks, and what was cached is hit."""
 
-import json
 import os
 import signal
 import time
@@ -50,12 +49,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         terminal.close()
 
 
-def events(live: Live, name: str) -> list[dict[str, Any]]:
-    """The log lines of an event, of all processes."""
-    lines = [json.loads(line) for path in live.terminal.log_files() for line in path.read_text().splitlines()]
-    return [line for line in lines if line.get("event") == name]
-
-
 def test_the_manager_is_replaced_under_a_stream(live: Live) -> None:
     prompt = random_prompt(50, 320)
     live.server.complete(prompt, max_tokens=1)
@@ -73,16 +66,17 @@ def test_the_manager_is_replaced_under_a_stream(live: Live) -> None:
     eventually(lambda: len(live.parts()) == len(before), "the old manager's host is gone")
     changed = {part for pid, part in before.items() - live.parts().items()}
     assert changed == {"KVCacheManager", "ServeReplica:raydix:kv_cache_manager"}
-    [took_over] = events(live, "took_over")
+    [took_over] = live.events("took_over")
     assert took_over["segments"] > 0, took_over
     print(took_over)
-    assert not events(live, "failover")
+    assert not live.events("failover")
     assert cached(live.server.complete(prompt, max_tokens=1)) >= 304
 
 
 def test_hits_from_pools_return_after_the_manager_is_killed(live: Live) -> None:
     prompt = random_prompt(51, 320)
     live.server.complete(prompt, max_tokens=1)
+    eventually(live.standbys, "the manager has a standby", 60)
     [pid] = [pid for pid, part in live.parts().items() if part == "KVCacheManager"]
     since = time.monotonic()
     os.kill(pid, signal.SIGKILL)

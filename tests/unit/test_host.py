@@ -89,7 +89,12 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     monkeypatch.setattr(host_module, "announce_manager", scene.announce)
     monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0))
-    for name, value in (("RETRY_S", 0.005), ("STARTING_REPORT_S", 0.01), ("CHECK_TIMEOUT_S", 0.05)):
+    for name, value in (
+        ("RETRY_S", 0.005),
+        ("STARTING_REPORT_S", 0.01),
+        ("CHECK_TIMEOUT_S", 0.05),
+        ("STANDBY_AFTER_S", 0.0),
+    ):
         monkeypatch.setattr(host_module, name, value)
     monkeypatch.setattr(ray, "kill", scene.kill)
     for kind in (HostedManager, HostedWorker):
@@ -135,6 +140,53 @@ def test_the_manager_is_announced_when_it_is_ready(scene: Scene) -> None:
         scene.handles[-1].die()
         await until(lambda: len(scene.announced) == 2)
         assert scene.announced == scene.names
+
+    asyncio.run(play())
+
+
+def test_the_manager_has_a_standby_which_is_started_when_it_dies(scene: Scene) -> None:
+    async def play() -> None:
+        host = await start(MANAGER)
+        assert len(scene.names) == 1
+        await host.check_health()
+        first, standby = scene.names
+        await host.check_health()
+        assert len(scene.names) == 2 and scene.announced == [first]
+        await host.reconfigure(part_of(MANAGER, slo={"ttft_ms": 700}).live)
+        assert not scene.handles[1].actor.told, "it gets the values when it is started"  # type: ignore[attr-defined]
+
+        scene.handles[0].die()
+        await until(lambda: len(scene.announced) == 2)
+        assert scene.announced == [first, standby] == scene.names
+        assert scene.handles[1].actor.told  # type: ignore[attr-defined]
+        await until(lambda: host._child is not None and host._child.handle is scene.handles[1])
+        await host.check_health()
+        assert len(scene.names) == 3 and scene.announced == [first, standby]
+
+    asyncio.run(play())
+
+
+def test_a_standby_that_is_dead_is_created_anew(scene: Scene) -> None:
+    async def play() -> None:
+        host = await start(MANAGER)
+        await host.check_health()
+        scene.handles[1].die()
+        for _ in range(2):
+            await host.check_health()
+        assert len(scene.names) == 3
+        scene.handles[2].die()
+        scene.handles[0].die()
+        await until(lambda: len(scene.announced) == 2)
+        assert scene.announced == [scene.names[0], scene.names[3]], "started after the dead one could not be"
+
+    asyncio.run(play())
+
+
+def test_workers_have_no_standby(scene: Scene) -> None:
+    async def play() -> None:
+        host = await start("decode")
+        await host.check_health()
+        assert len(scene.names) == 1
 
     asyncio.run(play())
 
