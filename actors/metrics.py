@@ -9,7 +9,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from actors.instruments import CounterInstrument, GaugeInstrument, HistogramInstrument
 from engine.core.costs import StepShape
 from engine.core.types import DraftSource, Role
-from engine.core.worker.drafts.draft import DraftCounts
+from engine.core.worker.drafts.draft import DEPTHS, DraftCounts, by_depth
 
 if TYPE_CHECKING:
     from engine.core.manager.explain import Decision
@@ -57,8 +57,13 @@ class WorkerMetrics:
 
         self._prefilled = counter("raydix_prefill_tokens", "Prompt tokens computed, again after a loss too.")
         self._decoded = counter("raydix_decode_tokens", "Generated tokens computed, without drafts.")
-        self._drafted = counter("raydix_draft_tokens", "Draft tokens computed beside decodes.", "source")
-        self._accepted = counter("raydix_accepted_draft_tokens", "Draft tokens that became part of answers.", "source")
+        of_drafts = "by origin and place in the draft."
+        self._drafted = counter(
+            "raydix_draft_tokens", f"Draft tokens computed beside decodes, {of_drafts}", "source", "depth"
+        )
+        self._accepted = counter(
+            "raydix_accepted_draft_tokens", f"Draft tokens that became part of answers, {of_drafts}", "source", "depth"
+        )
         self._exported = counter("raydix_exported_bytes", "KV bytes sent to the object store.")
         self._imported = counter("raydix_imported_bytes", "KV bytes taken from the object store.")
         self._preempted = counter(
@@ -95,7 +100,7 @@ class WorkerMetrics:
             metric.begin()
         self._idle.begin(outcome=("computed", "found", "dropped"))
         for metric in (self._drafted, self._accepted):
-            metric.begin(source=tuple(DraftSource))
+            metric.begin(source=tuple(DraftSource), depth=tuple(DEPTHS))
         self._preempted.begin(way=("swap", "recompute"))
         self._swapped.begin(direction=("out", "in"))
         self._swap_s.begin(direction=("out", "in"))
@@ -121,9 +126,10 @@ class WorkerMetrics:
     def _flush_counts(self, counts: dict[str, float]) -> None:
         """Report the growth of these counts."""
         drafts: list[tuple[str, CounterInstrument, dict[str, str]]] = [
-            (f"{source} {name}", metric, {"source": source})
+            (_name(source, depth, outcome), metric, {"source": source, "depth": depth})
             for source in DraftSource
-            for name, metric in (("drafted", self._drafted), ("accepted", self._accepted))
+            for depth in DEPTHS
+            for outcome, metric in (("drafted", self._drafted), ("accepted", self._accepted))
         ]
         for name, metric, tags in (
             ("num_swapped", self._preempted, {"way": "swap"}),
@@ -275,10 +281,16 @@ class IngressMetrics:
 
 def _named(drafts: Mapping[DraftSource, DraftCounts]) -> dict[str, float]:
     """The counts of drafts by names of their own."""
-    named: dict[str, float] = {}
-    for source, counts in drafts.items():
-        named |= {f"{source} drafted": counts.num_drafted, f"{source} accepted": counts.num_accepted}
-    return named
+    return {
+        _name(source, depth, outcome): count
+        for source, counts in drafts.items()
+        for outcome, tokens in (("drafted", counts.lengths), ("accepted", counts.survivals))
+        for depth, count in by_depth(tokens).items()
+    }
+
+
+def _name(source: DraftSource, depth: str, outcome: str) -> str:
+    return f"{source} {depth} {outcome}"
 
 
 def _keys(*names: str) -> Any:

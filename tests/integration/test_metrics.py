@@ -13,6 +13,7 @@ import ray
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.core.types import DraftSource
 from tests.integration.conftest import MODEL, NUM_BLOCKS, Server, eventually, random_prompt
 
 PROMPT_TOKENS = 500
@@ -52,8 +53,8 @@ class Scrape:
 COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "prefill_tokens": {},
     "decode_tokens": {},
-    "draft_tokens": {"source": ("request", "prediction", "past", "grammar")},
-    "accepted_draft_tokens": {"source": ("request", "prediction", "past", "grammar")},
+    "draft_tokens": {"source": tuple(DraftSource)},
+    "accepted_draft_tokens": {"source": tuple(DraftSource)},
     "exported_bytes": {},
     "imported_bytes": {},
     "preemptions": {"way": ("swap", "recompute")},

@@ -97,21 +97,33 @@ def test_counters_are_there_at_0_and_grow() -> None:
     assert (buckets["0.01"], buckets["0.025"], buckets["+Inf"]) == (0, 1, 1)
 
 
-def test_draft_tokens_are_counted_by_source() -> None:
+def test_draft_tokens_are_counted_by_source_and_place() -> None:
     metrics, engine = WorkerMetrics("w", Role.MIXED), drafting_engine()
     counts = engine.scheduler.drafting.counts
-    counts[DraftSource.PAST].num_drafted, counts[DraftSource.PAST].num_accepted = 9, 7
+    counts[DraftSource.PAST].add(12, 3)
+    counts[DraftSource.PAST].add(1, 0)
     metrics.flush(engine)
-    counts[DraftSource.GRAMMAR].num_drafted = counts[DraftSource.GRAMMAR].num_accepted = 5
+    counts[DraftSource.PAST].add(4, 4)
+    counts[DraftSource.GRAMMAR].add(5, 5)
     metrics.flush(engine)
 
     async def answer() -> tuple[Family, ...]:
         return families_of(metrics)
 
     text = asyncio.run(Cluster(w=answer).metrics.text())
-    none = {"request": 0, "prediction": 0, "cluster": 0, "model": 0}
-    assert values(text, "raydix_draft_tokens_total", "source") == {**none, "past": 9, "grammar": 5}
-    assert values(text, "raydix_accepted_draft_tokens_total", "source") == {**none, "past": 7, "grammar": 5}
+    drafted, accepted = ("raydix_draft_tokens_total", "raydix_accepted_draft_tokens_total")
+    assert depths(text, drafted, "past") == {"1": 3, "2": 2, "3-4": 4, "5-8": 4, "9+": 4}
+    assert depths(text, accepted, "past") == {"1": 2, "2": 2, "3-4": 3, "5-8": 0, "9+": 0}
+    assert depths(text, drafted, "grammar") == {"1": 1, "2": 1, "3-4": 2, "5-8": 1, "9+": 0}
+    for source in ("request", "prediction", "cluster", "model"):
+        assert depths(text, drafted, source) == dict.fromkeys(("1", "2", "3-4", "5-8", "9+"), 0)
+
+
+def depths(text: str, name: str, source: str) -> dict[str, float]:
+    """Values of a counter of drafts of one source, by depth."""
+    found = (sample for metric in text_string_to_metric_families(text) for sample in metric.samples)
+    of_source = [each for each in found if each.name == name and each.labels["source"] == source]
+    return {sample.labels["depth"]: sample.value for sample in of_source}
 
 
 def test_a_process_that_does_not_answer_in_time_is_marked() -> None:

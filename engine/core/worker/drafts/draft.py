@@ -1,9 +1,14 @@
 """Values of drafts: guesses and counts."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core.types import DraftSource
+
+DEPTHS = {"1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9+": (9, 1 << 30)}
+"""Places in a draft by name, from the first to the last of each."""
 
 
 class Draft(NamedTuple):
@@ -24,3 +29,23 @@ class DraftCounts:
     """Computed in a step."""
     num_accepted: int = 0
     """Equal to the token sampled in their place, and so part of an answer."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Drafts by the number of their tokens that were computed."""
+    survivals: Counter[int] = field(default_factory=Counter)
+    """Drafts by the number of their tokens that were accepted."""
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one draft."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.lengths[num_drafted] += 1
+        self.survivals[num_accepted] += 1
+
+
+def by_depth(drafts: Mapping[int, int]) -> dict[str, int]:
+    """The number of tokens at each of `DEPTHS`, the place in a draft counted from 1, from the number of drafts by
+    their number of tokens."""
+    return {
+        name: sum(count * max(0, min(length, last) - first + 1) for length, count in drafts.items())
+        for name, (first, last) in DEPTHS.items()
+    }

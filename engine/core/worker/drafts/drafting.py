@@ -78,8 +78,7 @@ class Drafting:
         num_accepted = max(0, len(events) - 1)
         request.token_ids += [token.token_id for token in sampled[:num_accepted]]
         request.num_computed = chunk.start + chunk.num_tokens - len(chunk.draft) + num_accepted
-        self.counts[chunk.draft_source].num_drafted += len(chunk.draft)
-        self.counts[chunk.draft_source].num_accepted += num_accepted
+        self.counts[chunk.draft_source].add(len(chunk.draft), num_accepted)
         num_blocks = -(-request.num_computed // self._pool.block_size)
         self._pool.release(request.blocks[num_blocks:], now)
         del request.blocks[num_blocks:]
