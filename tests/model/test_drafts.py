@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from engine.core.answers.continuations import packed
 from engine.core.costs import WorkerCosts
 from engine.core.manager.answer_store import AnswerStore
 from engine.core.settings import DraftLimits, SchedulerLimits
-from engine.core.types import Assignment, DraftSource, Salt, SamplingParams, Stage, TokenEvent
+from engine.core.types import Assignment, DraftSource, Salt, SamplingParams, Stage, TokenEvent, TokenLogprobs
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.drafts.drafter import Drafter
@@ -299,20 +300,55 @@ def test_drafts_of_requests_that_are_preempted(decoder: Decoder, plain: dict[str
     assert accepted(engine) > 20
 
 
-def test_a_decode_worker_begins_with_a_draft(decoder: Decoder, plain: dict[str, Output]) -> None:
-    prefill, decode = make_engine(decoder, Told(plain, mixed)), make_engine(decoder, Told(plain, right))
-    whole = next(each for each in requests() if each.request_id == "copy penalties")
-    prefill.submit(replace(whole, stage=Stage.PREFILL), 0.0)
-    decode.submit(replace(whole, stage=Stage.DECODE), 0.0)
-    outputs: dict[str, Output] = {whole.request_id: []}
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_decode_workers_begin_with_a_draft(
+    decoder: Decoder, plain: dict[str, Output], spoil: Callable[[list[int], random.Random], list[int]]
+) -> None:
+    prefill, decode = make_engine(decoder, Told(plain, mixed)), make_engine(decoder, Told(plain, spoil))
+    outputs: dict[str, Output] = {each.request_id: [] for each in requests()}
+    for each in requests():
+        prefill.submit(replace(each, stage=Stage.PREFILL), 0.0)
+        decode.submit(replace(each, stage=Stage.DECODE), 0.0)
     while (step := prefill.step(0.0)) is not None:
         take(outputs, step.events)
         for segment in map(ExportedSegment.arrived, step.segments):
             assert decode.import_segment(segment.header, segment.payload, 0.0)
     while (step := decode.step(0.0)) is not None:
         take(outputs, step.events)
-    assert outputs[whole.request_id] == plain[whole.request_id]
-    assert accepted(prefill) == 0 < accepted(decode)
+    assert outputs == plain
+    assert accepted(prefill) == 0 and (accepted(decode) > 100) == (spoil is not wrong)
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_prompts_are_scored_beside_drafts(
+    decoder: Decoder, plain: dict[str, Output], spoil: Callable[[list[int], random.Random], list[int]]
+) -> None:
+    """Scores of prompts in chunks that share their steps with drafts of others."""
+    asked = [replace(each, sampling=replace(each.sampling, prompt_logprobs=2)) for each in requests()]
+
+    def scored(engine: Engine) -> tuple[dict[str, Output], dict[tuple[str, int], TokenLogprobs]]:
+        for each in asked[:8]:
+            engine.submit(each, 0.0)
+        outputs: dict[str, Output] = {each.request_id: [] for each in asked}
+        scores: dict[tuple[str, int], TokenLogprobs] = {}
+        for number in count():
+            step = engine.step(0.0)
+            if step is None:
+                return outputs, scores
+            take(outputs, step.events)
+            for event in step.scores:
+                places = count(event.position)
+                scores |= {(event.request_id, next(places)): logprobs for logprobs in event.logprobs}
+            if number == 2:
+                for each in asked[8:]:
+                    engine.submit(each, 0.0)
+        raise AssertionError("counting does not end")
+
+    engine = make_engine(decoder, Told(plain, spoil))
+    outputs, scores = scored(engine)
+    assert outputs == plain and scores
+    assert scores == scored(make_engine(decoder))[1]
+    assert (accepted(engine) > 100) == (spoil is not wrong)
 
 
 def test_another_attempt_goes_on_with_drafts(decoder: Decoder, plain: dict[str, Output]) -> None:
