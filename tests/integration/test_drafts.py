@@ -96,6 +96,20 @@ def test_answers_are_the_same_with_drafts(
     assert sum(each["accepted"] for each in drafts_of(drafting, again).values()) > 0
 
 
+def test_choices_that_end_with_a_stop_string_are_the_same_with_drafts(drafting: Server) -> None:
+    fields = {
+        "n": 3,
+        "temperature": 0.7,
+        "stop": ["height", "return"],
+        "prediction": {"type": "content", "content": FILE},
+    }
+    plain = ask(drafting, "choices", speculation=False, **fields)
+    drafted = ask(drafting, "choices", **fields)
+    assert plain["choices"] == drafted["choices"] and len(drafted["choices"]) == 3
+    assert "stop" in {choice["finish_reason"] for choice in drafted["choices"]}
+    assert drafted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
 def test_another_salt_has_no_past(drafting: Server) -> None:
     ask(drafting, "mine", temperature=0)
     assert "past" not in drafts_of(drafting, ask(drafting, "others", temperature=0))
