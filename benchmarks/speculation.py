@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation [--workloads NAME ...] [--streams 1 8 64] [--rounds 5] [--no-gaps] [--json FILE]
     python -m benchmarks.speculation --draft-layers 8 [--sources model] [...]
-    python -m benchmarks.speculation --identity [--requests 200] [--tokens 48] [--json FILE]
+    python -m benchmarks.speculation --identity [--kinds NAME ...] [--requests 200] [--tokens 48] [...]
 
 Engines as in a worker of `cpu_mixed`, without Ray and HTTP, on the same weights. The prompts are texts written for this
 benchmark (`benchmarks/drafting/prompts`).
@@ -36,6 +36,8 @@ from benchmarks.machine import describe, public_name
 from engine.core.types import DraftSource
 from engine.model.sources import DEFAULT_MODEL, resolve_model
 
+KINDS = ("off", *DraftSource, "all", "adversarial", "random")
+"""Kinds of drafts whose answers are compared."""
 GAP_STREAMS = 8
 GAP_PROMPT = 2048
 
@@ -53,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved repetitions; the medians are reported")
     parser.add_argument("--no-gaps", action="store_true", help="leave out the gaps beside a prefill")
     parser.add_argument("--identity", action="store_true", help="compare answers bit by bit instead of measuring")
+    parser.add_argument(
+        "--kinds", nargs="+", default=[], choices=KINDS, help="kinds of drafts to compare; default: all"
+    )
     parser.add_argument("--requests", type=int, default=200, help="requests whose answers are compared")
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of each compared answer")
     parser.add_argument("--json", type=Path, help="where to write the result")
@@ -68,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workshop = Workshop(options.model, drafting, options.sources)
         reader = Reader(workshop.folder, MAX_MODEL_LEN)
         if options.identity:
-            result |= prove(workshop, reader, workloads, options.requests, options.tokens)
+            result |= prove(workshop, reader, workloads, options)
         else:
             result |= measure(workshop, reader, workloads, options)
     if options.json is not None:
@@ -120,14 +125,15 @@ def measure_gaps(speed: Speed, questions: Sequence[Question], rounds: int, works
 
 
 def prove(
-    workshop: Workshop, reader: Reader, workloads: Sequence[Workload], num_requests: int, num_tokens: int
+    workshop: Workshop, reader: Reader, workloads: Sequence[Workload], options: argparse.Namespace
 ) -> dict[str, Any]:
     """The comparison of answers, printed and ready for JSON."""
     questions = {workload.name: reader.questions(workload) for workload in workloads}
-    report = identity.check(workshop, questions, num_requests, num_tokens)
+    report = identity.check(workshop, questions, options.requests, options.tokens, options.kinds)
     print(identity_table(report))
     print(f"{compared(report):,} answers compared, {differing(report):,} differ")
-    return {"requests": num_requests, "compared": compared(report), "differing": differing(report), "identity": report}
+    counts = {"requests": options.requests, "compared": compared(report), "differing": differing(report)}
+    return counts | {"identity": report}
 
 
 def differs(result: Mapping[str, Any]) -> bool:

@@ -71,8 +71,14 @@ class Bench:
 Circumstance: TypeAlias = Callable[[Bench, Sequence[Assignment]], Answers]
 
 
-def check(workshop: Workshop, questions: Mapping[str, Sequence[Question]], count: int, num_tokens: int) -> Report:
-    """The tallies of `count` requests, by kind of drafts and circumstance."""
+def check(
+    workshop: Workshop,
+    questions: Mapping[str, Sequence[Question]],
+    count: int,
+    num_tokens: int,
+    names: Sequence[str] = (),
+) -> Report:
+    """The tallies of `count` requests, by kind of drafts and circumstance. `names`: of kinds; default: all."""
     asked = requests(questions, count, num_tokens)
     plain = Kind("off", lambda grammars: None)
     expected = alone(Bench(workshop, plain, Tally()), asked)
@@ -80,7 +86,7 @@ def check(workshop: Workshop, questions: Mapping[str, Sequence[Question]], count
 
     report: Report = {}
     for kind in kinds(workshop.draft_limits, workshop.vocab_size, expected, workshop.draft_model()):
-        for name, answer in CIRCUMSTANCES.items():
+        for name, answer in CIRCUMSTANCES.items() if not names or kind.name in names else ():
             tally = Tally()
             tally.compare(expected, answer(Bench(workshop, kind, tally), asked))
             report.setdefault(kind.name, {})[name] = tally.report()
