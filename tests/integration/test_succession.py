@@ -18,6 +18,8 @@ from tests.integration.test_serve_cli import READY_S, Terminal
 
 HITS_S = 10.0
 """Bound for a busy machine of the time until hits return after a kill; the goal is 2 s."""
+NUM_PROMPTS = 20
+ASK_S = 0.1
 
 
 def config(transcript_mib: int) -> dict[str, Any]:
@@ -74,11 +76,18 @@ def test_the_manager_is_replaced_under_a_stream(live: Live) -> None:
 
 
 def test_hits_from_pools_return_after_the_manager_is_killed(live: Live) -> None:
-    prompt = random_prompt(51, 320)
-    live.server.complete(prompt, max_tokens=1)
+    """Each prompt is asked once after the kill: one that missed is cached again."""
+    prompts = [random_prompt(100 + number, 320) for number in range(NUM_PROMPTS)]
+    for prompt in prompts:
+        live.server.complete(prompt, max_tokens=1)
     eventually(live.standbys, "the manager has a standby", 60)
     [pid] = [pid for pid, part in live.parts().items() if part == "KVCacheManager"]
-    since = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: cached(live.server.complete(prompt, max_tokens=1)) >= 304, "a hit", HITS_S)
-    print(f"a hit {time.monotonic() - since:.2f} s after the kill")
+    since, missed_s = time.monotonic(), 0.0
+    for prompt in prompts:
+        asked_s = time.monotonic() - since
+        if cached(live.server.complete(prompt, max_tokens=1)) < 304:
+            missed_s = asked_s
+        time.sleep(ASK_S)
+    print(f"the last miss was asked {missed_s:.2f} s after the kill")
+    assert missed_s < min(HITS_S, asked_s)
