@@ -14,7 +14,7 @@ from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
 from engine.core.types import BlockHash, SegmentHeader
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.5
 PATIENCE = 3.0
 """A fetch from another node is late after `PATIENCE_S` and `PATIENCE` times what it is predicted to take."""
 
