@@ -23,8 +23,19 @@ EitherWay = Annotated[Any, only(True, False)]
 Ignored = Annotated[Any, Field(description=IGNORED)]
 
 
-class KnownFields(StrictModel):
-    """Fields of both routes."""
+class KnownEngineFields(StrictModel):
+    """vLLM's fields of every route with a generated answer."""
+
+    mm_payload: Annotated[Any, only("tensors")] = None
+    return_mm_kwargs: UnlessTrue = None
+    watermarking: UnlessFalse = None
+    kv_transfer_params: UnlessEmpty = None
+    ec_transfer_params: UnlessEmpty = None
+    vllm_xargs: UnlessEmpty = None
+
+
+class KnownFields(KnownEngineFields):
+    """Fields of both of OpenAI's completions."""
 
     # OpenAI
     metadata: Ignored = None
@@ -46,14 +57,9 @@ class KnownFields(StrictModel):
     early_stopping: UnlessFalse = None
     length_penalty: Annotated[Any, only(1)] = None
     return_token_offsets: UnlessFalse = None
-    return_mm_kwargs: UnlessTrue = None
     routed_experts_prompt_start: UnlessZero = None
     stream_interval: Annotated[Any, only(1)] = None
-    watermarking: UnlessFalse = None
     repetition_detection: Unsupported = None
-    kv_transfer_params: UnlessEmpty = None
-    ec_transfer_params: UnlessEmpty = None
-    vllm_xargs: UnlessEmpty = None
 
     # SGLang
     stop_regex: UnlessEmpty = None
