@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from engine.api.known import GuidedFields
 from engine.api.schemas import Schema, closed, shape_finding, strict_finding, subschemas
 from engine.api.validation import StrictModel, describe, only
 from engine.core.errors import RequestError
@@ -29,8 +30,13 @@ OPTIONS_KEY = "x-guidance"
 """Keyword of a schema for llguidance's options, forbidden to requests."""
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-_PARTS = {"json_schema": "json_schema", "structures": "structural_tag", "triggers": "structural_tag"}
+_PARTS = {
+    "json_schema": "json_schema",
+    **dict.fromkeys(("structures", "triggers", "at_least_one", "stop_after_first"), "structural_tag"),
+}
 """Fields of a `response_format`, each with the type that has the field."""
+_TAG_KEYS = ("type", "triggers", "structures", "at_least_one", "stop_after_first")
+_STRUCTURE_KEYS = ("begin", "schema", "end")
 _EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -57,17 +63,23 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchemaFormat | None = Field(default=None, description="Of `json_schema`.")
     structures: list[Any] | None = Field(default=None, description="Of `structural_tag`: `begin`, `schema` and `end`.")
     triggers: list[Any] | None = Field(default=None, description="Of `structural_tag`: texts that begin a structure.")
+    at_least_one: bool | None = Field(
+        default=None, description="Of `structural_tag`: the answer begins with a structure; false."
+    )
+    stop_after_first: bool | None = Field(
+        default=None, description="Of `structural_tag`: the answer ends with its first structure; false."
+    )
     format: Annotated[Any, only()] = None
 
     def constraint(self) -> Constraint | None:
         """Return the grammar of this format; None for free text. Raises RequestError naming the place at fault."""
         for name, kind in _PARTS.items():
-            if getattr(self, name) is not None and self.type != kind:
+            if getattr(self, name) not in (None, False) and self.type != kind:
                 _require(f"is only allowed where 'type' is '{kind}'", f"response_format.{name}")
         if self.type == "json_object":
             return Constraint(schema_grammar({"type": "object"}, "response_format"), "response_format")
         if self.type == "structural_tag":
-            tag = {"structures": self.structures, "triggers": self.triggers}
+            tag = {name: getattr(self, name) for name in _TAG_KEYS}
             return Constraint(_tag_grammar(tag, "response_format"), "response_format")
         if self.type == "text":
             return None
@@ -143,7 +155,7 @@ class StructuredOutputs(StrictModel):
         )
 
 
-class FormatFields(StrictModel):
+class FormatFields(GuidedFields):
     """Fields for the form of the answer, over HTTP and through the Python handle."""
 
     response_format: ResponseFormat | None = Field(
@@ -216,8 +228,7 @@ def schema_grammar(
 def _tag_grammar(tag: Mapping[str, Any], param: str) -> Grammar:
     """Return the grammar of a structural tag. Raises RequestError naming the place at fault."""
     triggers, structures = tag.get("triggers"), tag.get("structures")
-    if "format" in tag:
-        _require("is not supported yet", f"{param}.format")
+    _require_known(tag, _TAG_KEYS, param)
     if not _are(triggers, str) or not all(triggers or ()):
         _require("must be a list of strings that are not empty", f"{param}.triggers")
     if not _are(structures, Mapping) or not structures or len(structures) > MAX_STRUCTURES:
@@ -225,12 +236,15 @@ def _tag_grammar(tag: Mapping[str, Any], param: str) -> Grammar:
 
     assert isinstance(structures, Sequence) and isinstance(triggers, Sequence)
     normal = [_structure(each, triggers, f"{param}.structures[{i}]") for i, each in enumerate(structures)]
-    return Grammar(GrammarKind.STRUCTURAL_TAG, _source({"triggers": list(triggers), "structures": normal}, param))
+    options = {name: True for name in ("at_least_one", "stop_after_first") if _flag(tag, name, param)}
+    source = _source({"triggers": list(triggers), "structures": normal, **options}, param)
+    return Grammar(GrammarKind.STRUCTURAL_TAG, source)
 
 
 def _structure(structure: Mapping[str, Any], triggers: Sequence[str], param: str) -> dict[str, Any]:
     """Check one structure of a structural tag, and return its normal form."""
     begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
+    _require_known(structure, _STRUCTURE_KEYS, param)
     if not isinstance(begin, str) or not any(begin.startswith(trigger) for trigger in triggers):
         _require("must be a string that begins with one of the triggers", f"{param}.begin")
     if not isinstance(end, str):
@@ -239,6 +253,21 @@ def _structure(structure: Mapping[str, Any], triggers: Sequence[str], param: str
         _require(f"must be an object, got {describe(schema)}", f"{param}.schema")
     grammar = schema_grammar(schema or {}, f"{param}.schema")
     return {"begin": begin, "schema": json.loads(grammar.source), "end": end}
+
+
+def _require_known(value: Mapping[str, Any], names: Sequence[str], param: str) -> None:
+    """Raise RequestError for a key that could change the answer and is not supported."""
+    unknown = next((name for name, each in value.items() if name not in names and each is not None), None)
+    if unknown is not None:
+        _require("is not supported yet", f"{param}.{unknown}")
+
+
+def _flag(value: Mapping[str, Any], name: str, param: str) -> bool:
+    """Return a flag of an object; false where there is none."""
+    flag = value.get(name)
+    if flag is not None and not isinstance(flag, bool):
+        _require(f"must be true or false, got {describe(flag)}", f"{param}.{name}")
+    return bool(flag)
 
 
 def _are(values: object, kind: type) -> bool:

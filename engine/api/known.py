@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from engine.api.validation import LenientModel, StrictModel, only, renamed
+from engine.api.validation import LenientModel, StrictModel, dropped, only, renamed
 
 IGNORED = "Taken and ignored: no value changes an answer."
 """Description of an ignored field."""
@@ -21,6 +21,18 @@ UnlessZero = Annotated[Any, only(0)]
 EitherWay = Annotated[Any, only(True, False)]
 """A choice about the pieces of a stream, which are as they come."""
 Ignored = Annotated[Any, Field(description=IGNORED)]
+
+
+class GuidedFields(StrictModel):
+    """vLLM's former fields for the form of the answer, at every route and through the Python handle."""
+
+    guided_json: Annotated[Any, renamed("structured_outputs.json")] = None
+    guided_json_object: Annotated[Any, renamed("structured_outputs.json_object", False)] = None
+    guided_regex: Annotated[Any, renamed("structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, renamed("structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, renamed("structured_outputs.grammar")] = None
+    guided_whitespace_pattern: Annotated[Any, renamed("structured_outputs.whitespace_pattern")] = None
+    guided_decoding_backend: Annotated[Any, dropped("leave it out, since there is one backend")] = None
 
 
 class KnownEngineFields(StrictModel):
@@ -46,12 +58,6 @@ class KnownFields(KnownEngineFields):
     moderation: Unsupported = None
 
     # vLLM
-    guided_json: Annotated[Any, renamed("structured_outputs.json")] = None
-    guided_regex: Annotated[Any, renamed("structured_outputs.regex")] = None
-    guided_choice: Annotated[Any, renamed("structured_outputs.choice")] = None
-    guided_grammar: Annotated[Any, renamed("structured_outputs.grammar")] = None
-    guided_decoding_backend: Unsupported = None
-    guided_whitespace_pattern: Annotated[Any, renamed("structured_outputs.whitespace_pattern")] = None
     logits_processors: UnlessEmpty = None
     use_beam_search: UnlessFalse = None
     early_stopping: UnlessFalse = None

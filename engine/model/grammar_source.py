@@ -62,7 +62,8 @@ def _of_ebnf(source: str) -> str:
 
 def structural_tag_lark(tag: Mapping[str, Any]) -> str:
     """Return a structural tag in Lark's notation: text up to a trigger, one of the structures that begin with the
-    trigger, and so on; in the end text without a trigger."""
+    trigger, and so on; in the end text without a trigger. With `at_least_one` the first structure stands at the
+    beginning, without text before; with `stop_after_first` nothing follows a structure."""
     triggers: Sequence[str] = sorted(tag["triggers"], key=len, reverse=True)
     ends: dict[str, list[str]] = {}
     for structure in tag["structures"]:
@@ -75,12 +76,22 @@ def structural_tag_lark(tag: Mapping[str, Any]) -> str:
         )
         ends.setdefault(trigger, []).append(" ".join(part for part in parts if part != '""'))
 
-    lines = ["start: (" + _alternatives(f"tag_{i}" for i in range(len(ends))) + ")* rest", "rest: TEXT"]
-    lines.append(r"TEXT: /(.|\n)*/")
+    lines = [f"start: {_order_of(tag)}", r"TEXT: /(.|\n)*/", "rest: TEXT"]
+    lines.append("any: " + _alternatives(f"tag_{i}" for i in range(len(ends))))
     for index, (trigger, bodies) in enumerate(ends.items()):
         lines.append(f"trigger_{index}[lazy]: TEXT {json.dumps(trigger)}")
         lines.append(f"tag_{index}: trigger_{index} ({_alternatives(bodies)})")
+    if tag.get("at_least_one"):
+        firsts = (f"{json.dumps(trigger)} ({_alternatives(bodies)})" for trigger, bodies in ends.items())
+        lines.append(f"first: {_alternatives(firsts)}")
     return "\n".join(lines)
+
+
+def _order_of(tag: Mapping[str, Any]) -> str:
+    """Return how structures (`any`, and `first` without text before) and text follow each other."""
+    if tag.get("stop_after_first"):
+        return "first" if tag.get("at_least_one") else "any | rest"
+    return "first any* rest" if tag.get("at_least_one") else "any* rest"
 
 
 def _alternatives(parts: Iterable[str]) -> str:

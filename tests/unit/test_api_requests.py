@@ -462,7 +462,7 @@ BAD = [
     ({"model": ""}, "model", "must not be empty"),
     ({"model": 1}, "model", "must be a string"),
     ({"guided_json": {}}, "guided_json", "is 'structured_outputs.json' today"),
-    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "is not supported yet"),
+    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "leave it out"),
     ({"temprature": 1}, "temprature", "supplied: temprature. Did you mean 'temperature'?"),
     ({"xyzzy": 1}, "xyzzy", "Unrecognized request argument supplied: xyzzy"),
     ({f"x{i}": i for i in range(200)}, "x0", "Unrecognized request argument supplied: x0"),

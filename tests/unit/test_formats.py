@@ -1,18 +1,22 @@
 """The fields that prescribe an answer's form, and the grammars that they come to."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from engine.api.anthropic.requests import parse_messages
 from engine.api.formats import MAX_GRAMMAR_CHARS
 from engine.api.generate import GenerateRequest, as_generate_request
+from engine.api.openai_responses.requests import parse_responses
 from engine.api.requests import parse_chat, parse_completion
 from engine.api.schemas import MAX_DEPTH, closed, strict_finding, subschemas
 from engine.api.spec import GenerationSpec
 from engine.core.errors import RequestError
 from engine.core.types import Grammar, GrammarKind
 
+USER = {"role": "user", "content": "x"}
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
@@ -174,8 +178,53 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structural_tag.structures[0].schema",
         "must be an object, got 1",
     ),
+    ({"structural_tag": json.dumps({**TAG, "excludes": ["x"]})}, "structural_tag.excludes", "not supported yet"),
+    ({"structural_tag": json.dumps({**TAG, "at_least_one": 1})}, "structural_tag.at_least_one", "true or false, got 1"),
+    (
+        {"structural_tag": json.dumps({"triggers": ["a"], "structures": [{"begin": "a", "end": "", "max": 1}]})},
+        "structural_tag.structures[0].max",
+        "not supported yet",
+    ),
+    ({"response_format": {"type": "text", "at_least_one": True}}, "response_format.at_least_one", "only allowed where"),
     ({"guided_regex": "a"}, "guided_regex", "is 'structured_outputs.regex' today"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({"at_least_one": False, "stop_after_first": None}, {}),
+        ({"at_least_one": True}, {"at_least_one": True}),
+        ({"stop_after_first": True, "at_least_one": False}, {"stop_after_first": True}),
+    ],
+    ids=str,
+)
+def test_options_of_structural_tags_arrive(asked: dict[str, Any], kept: dict[str, Any]) -> None:
+    tag = {"type": "structural_tag", **TAG, **asked}
+    for fields in ({"response_format": tag}, {"structural_tag": json.dumps(tag)}):
+        assert grammar(**fields) == Grammar(GrammarKind.STRUCTURAL_TAG, compact({**TAG, **kept}))
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        lambda body: parse_chat(json.dumps({"messages": [USER], **body}).encode()),
+        lambda body: parse_completion(json.dumps({"prompt": "x", **body}).encode()),
+        lambda body: parse_responses(json.dumps({"input": "x", **body}).encode()),
+        lambda body: parse_messages(json.dumps({"messages": [USER], "max_tokens": 5, **body}).encode()),
+        lambda body: as_generate_request({"prompt": "x", **body}).spec(),
+    ],
+    ids=["chat", "completion", "responses", "messages", "handle"],
+)
+def test_former_names_lead_to_the_new_ones(parse: Callable[[dict[str, Any]], GenerationSpec]) -> None:
+    for name in ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern"):
+        with pytest.raises(RequestError, match=f"it is 'structured_outputs.{name}' today") as caught:
+            parse({f"guided_{name}": True})
+        assert caught.value.param == f"guided_{name}"
+    with pytest.raises(RequestError, match="'guided_decoding_backend' is not supported any more; leave it out"):
+        parse({"guided_decoding_backend": "outlines"})
+    asked_for_nothing = {"guided_json": None, "guided_json_object": False, "guided_decoding_backend": None}
+    assert parse(asked_for_nothing).sampling.grammar is None
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=lambda value: str(value)[:60])

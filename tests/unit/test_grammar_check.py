@@ -61,6 +61,13 @@ def follows(kind: GrammarKind, source: object, text: str) -> bool:
     return bool(matcher.validate_tokens(token_ids) == len(token_ids))
 
 
+def is_whole(kind: GrammarKind, source: object, text: str) -> bool:
+    """True if the grammar allows an answer to be this text."""
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, llguidance_source(grammar(kind, source)))
+    return bool(matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting())
+
+
 def test_white_space_of_json_is_bounded_unless_the_request_says_otherwise() -> None:
     """A small model that prefers line breaks would write nothing else."""
     schema = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "type": "object"}
@@ -133,6 +140,27 @@ def test_what_is_too_large_is_refused_at_once() -> None:
 def test_a_structure_belongs_to_its_longest_trigger() -> None:
     lark = structural_tag_lark({**TAG, "structures": [{"begin": "<call:g", "schema": {}, "end": "!"}]})
     assert 'trigger_0[lazy]: TEXT "<call:"' in lark and 'tag_0: trigger_0 ("g" %json {"x-guidance"' in lark
+
+
+CALLED = "<call f>{}</call>"
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "forbidden"),
+    [
+        ({}, ("", "x", CALLED, f"x{CALLED}y", CALLED * 2), ("x<call f>",)),
+        ({"at_least_one": True}, (CALLED, f"{CALLED}y", CALLED * 2), ("", "x", f"x{CALLED}")),
+        ({"stop_after_first": True}, ("", "x", CALLED, f"x{CALLED}"), (f"{CALLED}y", CALLED * 2)),
+        ({"at_least_one": True, "stop_after_first": True}, (CALLED,), ("", "x", f"x{CALLED}", f"{CALLED}y")),
+    ],
+    ids=str,
+)
+def test_options_of_a_structural_tag(
+    options: dict[str, bool], allowed: tuple[str, ...], forbidden: tuple[str, ...]
+) -> None:
+    tag = {**TAG, "structures": TAG["structures"][:1], **options}
+    assert [text for text in allowed if not is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
+    assert [text for text in forbidden if is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
 
 
 def test_the_words_of_a_message() -> None:
