@@ -163,6 +163,55 @@ def test_options_of_a_structural_tag(
     assert [text for text in forbidden if is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
 
 
+INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+NUMBER = {"type": "tag", "begin": "<n>", "content": INTEGER, "end": ["</n>"]}
+THOUGHT = {"type": "tag", "begin": "<t>", "content": None, "end": ["</t>", "</u>"]}
+WORD = {"type": "const_string", "value": "yes"}
+FORMATS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+    (NUMBER, ("<n>12</n>",), ("", "<n></n>", "<n>1</n>x", "x<n>1</n>")),
+    (THOUGHT, ("<t></t>", "<t>a\n<</u>"), ("<t>a", "<t>a</t>b", "a</t>")),
+    ({"type": "sequence", "elements": [THOUGHT, NUMBER]}, ("<t>x</t><n>1</n>",), ("<t>x</t>", "<n>1</n>")),
+    ({"type": "or", "elements": [WORD, NUMBER]}, ("yes", "<n>1</n>"), ("", "yes<n>1</n>", "no")),
+    ({**NUMBER, "content": {"type": "or", "elements": [WORD, INTEGER]}}, ("<n>yes</n>", "<n>3</n>"), ("<n>no</n>",)),
+    (
+        {"type": "tags_with_separator", "tags": [NUMBER, THOUGHT], "separator": ","},
+        ("", "<n>1</n>", "<n>1</n>,<t>,</t>,<n>2</n>"),
+        ("x", "<n>1</n>,", "<n>1</n><n>1</n>"),
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [NUMBER], "separator": "", "at_least_one": True},
+        ("<n>1</n>", "<n>1</n><n>2</n>"),
+        ("", "<n>1</n>,<n>2</n>"),
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [NUMBER], "separator": ",", "stop_after_first": True},
+        ("", "<n>1</n>"),
+        ("<n>1</n>,<n>2</n>",),
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["<n", "<t"], "tags": [NUMBER, THOUGHT]},
+        ("", "a", "a<n>1</n>b<t>c<n></u>d", "<t></t>"),
+        ("a<n>", "<n>a</n>", "<t>"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("node", "allowed", "forbidden"), FORMATS, ids=lambda value: str(value)[:40])
+def test_formats_of_structural_tags(node: dict[str, Any], allowed: tuple[str, ...], forbidden: tuple[str, ...]) -> None:
+    tag = {"format": node}
+    check_grammar(grammar(GrammarKind.STRUCTURAL_TAG, tag), "p")
+    assert [text for text in allowed if not is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
+    assert [text for text in forbidden if is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
+
+
+def test_the_schema_at_fault_in_a_format_is_named() -> None:
+    broken = {"type": "json_schema", "json_schema": {"properties": {"x": {"not": {}}}}}
+    sequence = {"type": "sequence", "elements": [THOUGHT, {**NUMBER, "content": broken}]}
+    with pytest.raises(RequestError, match="cannot be compiled") as caught:
+        check_grammar(grammar(GrammarKind.STRUCTURAL_TAG, {"format": sequence}), "p")
+    assert caught.value.param == "p.format.elements[1].content.json_schema.properties.x"
+
+
 def test_the_words_of_a_message() -> None:
     assert first_words("at 1\n  | (\nerror: unclosed group\n") == "unclosed group"
     assert first_words("one\ntwo") == "one" and first_words("") == "unknown error"

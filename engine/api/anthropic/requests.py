@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 from engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn
 from engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, tool_use
 from engine.api.fields import SamplingFields, Stops, build_spec
-from engine.api.formats import Constraint, schema_grammar
+from engine.api.formats import Constraint
+from engine.api.grammars import schema_grammar
 from engine.api.known import Ignored, KnownEngineFields, UnlessEmpty, UnlessFalse, Unsupported
 from engine.api.prompts import Label, few_messages
 from engine.api.spec import GenerationSpec, ReasoningUse
