@@ -16,7 +16,7 @@ from engine.api.tokenization import parse_detokenize, parse_tokenize
 from engine.core.errors import RequestError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-SAMPLING = {
+SAMPLING: dict[str, Any] = {
     "allowed_token_ids": None,
     "bad_words": [],
     "frequency_penalty": 0.0,
@@ -36,7 +36,7 @@ SAMPLING = {
     "top_k": 0,
     "top_p": 1.0,
 }
-VLLM = {
+VLLM: dict[str, Any] = {
     **SAMPLING,
     "add_special_tokens": None,
     "cache_salt": None,
@@ -65,7 +65,7 @@ VLLM = {
     "use_beam_search": False,
     "user": None,
 }
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "ec_transfer_params": None,
     "kv_transfer_params": None,
     "mm_payload": "tensors",
@@ -73,7 +73,7 @@ ENGINE = {
     "vllm_xargs": None,
     "watermarking": False,
 }
-SGLANG = {
+SGLANG: dict[str, Any] = {
     "bootstrap_host": None,
     "bootstrap_port": None,
     "bootstrap_room": None,
@@ -100,7 +100,7 @@ SGLANG = {
     "stop_regex": None,
     "top_k": -1,
 }
-SGLANG_CHAT = {
+SGLANG_CHAT: dict[str, Any] = {
     **SGLANG,
     "input_ids": None,
     "max_dynamic_patch": None,
@@ -112,7 +112,7 @@ SGLANG_CHAT = {
     "task": None,
     "use_audio_in_video": False,
 }
-VLLM_CHAT = {
+VLLM_CHAT: dict[str, Any] = {
     **VLLM,
     **ENGINE,
     "add_generation_prompt": True,
@@ -134,7 +134,7 @@ VLLM_CHAT = {
     "tools": None,
     "top_logprobs": 0,
 }
-OPENAI_CHAT = {
+OPENAI_CHAT: dict[str, Any] = {
     "audio": None,
     "function_call": "none",
     "functions": None,
@@ -157,7 +157,7 @@ OPENAI_CHAT = {
     "verbosity": "medium",
     "web_search_options": None,
 }
-VLLM_RESPONSES = {
+VLLM_RESPONSES: dict[str, Any] = {
     **SAMPLING,
     **ENGINE,
     "background": False,
@@ -175,14 +175,14 @@ VLLM_RESPONSES = {
     "stop": [],
     "truncation": "disabled",
 }
-SGLANG_RESPONSES = {
+SGLANG_RESPONSES: dict[str, Any] = {
     "chat_template_kwargs": None,
     "extra_key": None,
     "ngram_corpus_id": None,
     "priority": 0,
     "top_k": -1,
 }
-OPENAI_RESPONSES = {
+OPENAI_RESPONSES: dict[str, Any] = {
     "access_programs": None,
     "background": False,
     "background_options": None,
@@ -216,7 +216,7 @@ OPENAI_RESPONSES = {
     "truncation": "disabled",
     "user": None,
 }
-VLLM_MESSAGES = {
+VLLM_MESSAGES: dict[str, Any] = {
     **ENGINE,
     "cache_salt": None,
     "chat_template_kwargs": None,
@@ -227,7 +227,7 @@ VLLM_MESSAGES = {
     "top_k": None,
     "top_p": None,
 }
-ANTHROPIC_CHAT = {
+ANTHROPIC_CHAT: dict[str, Any] = {
     "billing_policy": None,
     "cache_control": None,
     "compaction": None,
@@ -240,7 +240,7 @@ ANTHROPIC_CHAT = {
     "tool_choice": None,
     "tools": [],
 }
-ANTHROPIC = {
+ANTHROPIC: dict[str, Any] = {
     **ANTHROPIC_CHAT,
     "container": None,
     "diagnostics": None,
@@ -252,7 +252,7 @@ ANTHROPIC = {
     "stop_sequences": [],
     "thread": None,
 }
-EMBEDDINGS = {
+EMBEDDINGS: dict[str, Any] = {
     "add_generation_prompt": False,
     "add_special_tokens": True,
     "cache_salt": None,
@@ -278,7 +278,7 @@ EMBEDDINGS = {
     "use_activation": None,
     "user": None,
 }
-SCORES = {
+SCORES: dict[str, Any] = {
     "add_special_tokens": True,
     "cache_salt": None,
     "embed_override_token_id": None,
@@ -287,7 +287,7 @@ SCORES = {
     "query_embed_overrides": None,
     "return_pooled_hidden_states": False,
 }
-TOKENIZE_CHAT = {
+TOKENIZE_CHAT: dict[str, Any] = {
     "add_generation_prompt": True,
     "add_special_tokens": False,
     "chat_template": None,
@@ -300,7 +300,13 @@ TOKENIZE_CHAT = {
     "tool_choice": None,
     "tools": None,
 }
-COMPLETION = {"add_special_tokens": True, "best_of": 1, "logprobs": None, "max_tokens": None, "suffix": None}
+COMPLETION: dict[str, Any] = {
+    "add_special_tokens": True,
+    "best_of": 1,
+    "logprobs": None,
+    "max_tokens": None,
+    "suffix": None,
+}
 
 
 class Case(NamedTuple):
@@ -315,8 +321,8 @@ class Case(NamedTuple):
         return self.parse(json.dumps({**self.body, "model": "m", **fields}).encode())
 
 
-CHAT = {"messages": MESSAGES}
-SCORING = {"query": "a", "items": ["b"], "label_token_ids": [1]}
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+SCORING: dict[str, Any] = {"query": "a", "items": ["b"], "label_token_ids": [1]}
 CASES = {
     "chat, openai": Case(parse_chat, CHAT, OPENAI_CHAT),
     "chat, vllm": Case(parse_chat, CHAT, VLLM_CHAT),
@@ -352,14 +358,14 @@ def test_defaults_of_other_servers_ask_for_nothing(case: Case) -> None:
     assert case.parsed(**case.defaults) == case.parsed()
 
 
-ENGINE_ASKED = {
+ENGINE_ASKED: dict[str, Any] = {
     "chat_template_kwargs": {"a": 1},
     "ec_transfer_params": {"a": 1},
     "mm_payload": "none",
     "return_mm_kwargs": False,
     "watermarking": True,
 }
-OTHERS_ASKED = [
+OTHERS_ASKED: list[tuple[str, str, Any]] = [
     *[("responses, vllm", name, value) for name, value in ENGINE_ASKED.items()],
     *[("messages, vllm", name, value) for name, value in ENGINE_ASKED.items()],
     *[("chat, vllm", name, value) for name, value in ENGINE_ASKED.items() if name != "chat_template_kwargs"],
