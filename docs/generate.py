@@ -37,9 +37,10 @@ from configs.changes import KEYS, ROLE
 from configs.schema import Config
 from engine.api.anthropic.requests import MessagesRequest
 from engine.api.batches import BatchRequest
+from engine.api.chat_prompts import ChatPromptFields
 from engine.api.conversations import ConversationsRequest
 from engine.api.embeddings import EmbeddingsRequest, EmbedRequest, EmbedResponse
-from engine.api.fields import ChatFields, SamplingFields
+from engine.api.fields import SamplingFields
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from engine.api.known import IGNORED
 from engine.api.openai_responses.requests import ResponsesRequest
@@ -215,8 +216,8 @@ def http_page() -> str:
         *_responses(),
         "## Python handle",
         "`raydix.GenerateRequest` has the fields of every request, as above `store`, `continue_from_missing`, those of "
-        "tools, reasoning and the chat template, and:",
-        _model_table(GenerateRequest, without=(SamplingFields, ChatFields, ToolFields, ReasoningFields)),
+        "tools, reasoning, the chat template and the end of a chat's prompt, and:",
+        _model_table(GenerateRequest, without=(SamplingFields, ChatPromptFields, ToolFields, ReasoningFields)),
         "`raydix.GenerateResponse` is a whole answer:",
         _model_table(GenerateResponse, without=()),
         "`raydix.GenerateChunk` is the next piece of a stream; the last one alone has `finish_reason` and `usage`:",

@@ -5,6 +5,7 @@ Checks need no model: special tokens unknown to the model are found by the worke
 
 import json
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llguidance import LLMatcher
@@ -72,8 +73,21 @@ def _place(root: Schema, finding: str) -> str:
 
 def _structure_place(tag: dict[str, Any]) -> str:
     """Return the place of the first schema at fault among a structural tag's; none if it is no schema's fault."""
-    for index, structure in enumerate(tag["structures"]):
-        finding = _schema_finding(structure["schema"])
+    for place, schema in _schemas_of(tag):
+        finding = _schema_finding(schema)
         if finding is not None:
-            return f".structures[{index}].schema{_place(structure['schema'], finding)}"
+            return place + _place(schema, finding)
     return ""
+
+
+def _schemas_of(node: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Schema]]:
+    """The schemas of a structural tag or of a part of one, each with its place."""
+    for name, value in node.items():
+        if name in ("schema", "json_schema"):
+            yield f"{place}.{name}", value
+        elif isinstance(value, Mapping):
+            yield from _schemas_of(value, f"{place}.{name}")
+        elif isinstance(value, list):
+            for index, each in enumerate(value):
+                if isinstance(each, Mapping):
+                    yield from _schemas_of(each, f"{place}.{name}[{index}]")

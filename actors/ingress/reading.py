@@ -309,12 +309,14 @@ class Reader:
         return tokenize_body(token_ids, names, self._facts.model.max_model_len)
 
     def detokenize(self, body: bytes) -> bytes:
-        """Return the response to a body of `/detokenize`, with the names of special tokens. Raises RequestError."""
+        """Return the response to a body of `/detokenize`. Raises RequestError."""
         request = parse_detokenize(body)
         if request.model is not None:
             self.check_model(request.model)
         require_token_ids(request.tokens, self._facts.model.vocab_size, "tokens")
-        return detokenize_body(self._tokenizer.decode(request.tokens, skip_special_tokens=False))
+        return detokenize_body(
+            self._tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))
+        )
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError unless `name` is the model's name."""

@@ -65,7 +65,7 @@ class Rendering:
         assert answer.finish is not None
         return GenerateResponse(
             request_id=job.request_id,
-            text=answer.text if answer.message is None else answer.message.content,
+            text=answer.echo + answer.text if answer.message is None else answer.message.content,
             token_ids=tuple(answer.token_ids),
             logprobs=tuple(answer.logprobs) if spec.sampling.logprobs is not None else None,
             prompt_logprobs=_prompt_logprobs(spec, answer),
@@ -152,7 +152,7 @@ class Rendering:
         spec, answer = job.spec, job.answers[0]
         return GenerateChunk(
             request_id=job.request_id,
-            text=piece.text if answer.message is None else text_of(piece.events),
+            text=(answer.echo if is_first else "") + (piece.text if answer.message is None else text_of(piece.events)),
             reasoning=reasoning_of(piece.events),
             tool_calls=call_parts(piece.events, answer.message) if answer.message is not None and spec.tools else None,
             token_ids=piece.token_ids,

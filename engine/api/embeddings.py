@@ -11,7 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.api.inputs import InputsFields
-from engine.api.known import Ignored, UnlessEmpty, Unsupported
+from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
 from engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
 from engine.api.responses import ResponseHead, Usage
 from engine.api.spec import EmbeddingUse, GenerationSpec
@@ -50,12 +50,22 @@ class EmbeddingsRequest(EmbeddingFields):
     )
 
     metadata: Ignored = None
-    messages: Unsupported = None
+    padding: Annotated[Any, only("do_not_pad")] = None
     embed_dtype: Annotated[Any, only("float32")] = None
     endianness: Annotated[Any, only("native", "little")] = None
     mm_processor_kwargs: UnlessEmpty = None
     lora_path: UnlessEmpty = None
     rid: Unsupported = None
+    embed_override_token_id: Unsupported = None
+    embed_overrides: UnlessEmpty = None
+
+    # of a chat, which would be embedded
+    messages: Unsupported = None
+    add_generation_prompt: UnlessFalse = None
+    continue_final_message: UnlessFalse = None
+    chat_template: Unsupported = None
+    chat_template_kwargs: UnlessEmpty = None
+    media_io_kwargs: UnlessEmpty = None
 
 
 class EmbedRequest(EmbeddingFields):

@@ -11,27 +11,34 @@ where its library is (`actors.ingress.grammar_check`).
 """
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from engine.api.schemas import Schema, closed, shape_finding, strict_finding, subschemas
-from engine.api.validation import StrictModel, describe, only
+from engine.api.grammars import (
+    MAX_GRAMMAR_CHARS,
+    object_of,
+    require,
+    schema_grammar,
+    short,
+    unicode_of,
+    written_grammar,
+)
+from engine.api.known import GuidedFields
+from engine.api.structural_tags import TAG_KEYS, tag_grammar
+from engine.api.validation import StrictModel
 from engine.core.errors import RequestError
 from engine.core.types import Grammar, GrammarKind
 
-MAX_GRAMMAR_CHARS = 120_000
 MAX_CHOICES = 1000
-MAX_STRUCTURES = 128
-OPTIONS_KEY = "x-guidance"
-"""Keyword of a schema for llguidance's options, forbidden to requests."""
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-_PARTS = {"json_schema": "json_schema", "structures": "structural_tag", "triggers": "structural_tag"}
+_PARTS = {
+    "json_schema": "json_schema",
+    **dict.fromkeys(("structures", "triggers", "at_least_one", "stop_after_first", "format"), "structural_tag"),
+}
 """Fields of a `response_format`, each with the type that has the field."""
-_EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 class Constraint(NamedTuple):
@@ -57,18 +64,24 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchemaFormat | None = Field(default=None, description="Of `json_schema`.")
     structures: list[Any] | None = Field(default=None, description="Of `structural_tag`: `begin`, `schema` and `end`.")
     triggers: list[Any] | None = Field(default=None, description="Of `structural_tag`: texts that begin a structure.")
-    format: Annotated[Any, only()] = None
+    at_least_one: bool | None = Field(
+        default=None, description="Of `structural_tag`: the answer begins with a structure; false."
+    )
+    stop_after_first: bool | None = Field(
+        default=None, description="Of `structural_tag`: the answer ends with its first structure; false."
+    )
+    format: Any = Field(default=None, description="Of `structural_tag`, in place of these: a format of xgrammar's.")
 
     def constraint(self) -> Constraint | None:
         """Return the grammar of this format; None for free text. Raises RequestError naming the place at fault."""
         for name, kind in _PARTS.items():
-            if getattr(self, name) is not None and self.type != kind:
-                _require(f"is only allowed where 'type' is '{kind}'", f"response_format.{name}")
+            if getattr(self, name) not in (None, False) and self.type != kind:
+                require(f"is only allowed where 'type' is '{kind}'", f"response_format.{name}")
         if self.type == "json_object":
             return Constraint(schema_grammar({"type": "object"}, "response_format"), "response_format")
         if self.type == "structural_tag":
-            tag = {"structures": self.structures, "triggers": self.triggers}
-            return Constraint(_tag_grammar(tag, "response_format"), "response_format")
+            tag = {name: getattr(self, name) for name in TAG_KEYS}
+            return Constraint(tag_grammar(tag, "response_format"), "response_format")
         if self.type == "text":
             return None
 
@@ -91,7 +104,7 @@ class StructuredOutputs(StrictModel):
         default=None, description="Texts, of which the answer is one."
     )
     grammar: GrammarText | None = Field(default=None, description="A grammar in Lark or EBNF (GBNF).")
-    structural_tag: GrammarText | None = Field(default=None, description="`structures` and `triggers` as JSON.")
+    structural_tag: GrammarText | None = Field(default=None, description="As of `response_format`, as JSON.")
     whitespace_pattern: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         default=None, description="White space between JSON's parts, as a regular expression."
     )
@@ -122,17 +135,16 @@ class StructuredOutputs(StrictModel):
 
     def _grammar(self, param: str) -> Grammar:
         if self.regex is not None:
-            return Grammar(GrammarKind.REGEX, _unicode(self.regex, param))
+            return Grammar(GrammarKind.REGEX, unicode_of(self.regex, param))
         if self.choice is not None:
-            source = _unicode(json.dumps(self.choice, ensure_ascii=False), param)
-            return Grammar(GrammarKind.CHOICE, _short(source, param))
+            source = unicode_of(json.dumps(self.choice, ensure_ascii=False), param)
+            return Grammar(GrammarKind.CHOICE, short(source, param))
         if self.grammar is not None:
-            kind = GrammarKind.EBNF if _EBNF_RULE.search(self.grammar) else GrammarKind.LARK
-            return Grammar(kind, _unicode(self.grammar, param))
+            return written_grammar(self.grammar, param)
         if self.structural_tag is not None:
-            return _tag_grammar(_object(self.structural_tag, param), param)
+            return tag_grammar(object_of(self.structural_tag, param), param)
 
-        schema = {"type": "object"} if self.json_ is None else _object(self.json_, param)
+        schema = {"type": "object"} if self.json_ is None else object_of(self.json_, param)
         options: dict[str, object] = {}
         if self.whitespace_pattern is not None:
             options["whitespace_pattern"] = self.whitespace_pattern
@@ -143,7 +155,7 @@ class StructuredOutputs(StrictModel):
         )
 
 
-class FormatFields(StrictModel):
+class FormatFields(GuidedFields):
     """Fields for the form of the answer, over HTTP and through the Python handle."""
 
     response_format: ResponseFormat | None = Field(
@@ -160,7 +172,7 @@ class FormatFields(StrictModel):
     regex: GrammarText | None = Field(default=None, description="SGLang's: a regular expression for the whole answer.")
     ebnf: GrammarText | None = Field(default=None, description="SGLang's: a grammar in EBNF (GBNF) or Lark.")
     structural_tag: GrammarText | None = Field(
-        default=None, description="SGLang's: `structures` and `triggers` as a JSON string."
+        default=None, description="SGLang's: a structural tag as of `response_format`, as a JSON string."
     )
 
     def constraint(self) -> Constraint | None:
@@ -179,114 +191,14 @@ class FormatFields(StrictModel):
         text: str | None = getattr(self, name)
         if text is None:
             return None
-        _unicode(text, name)
+        unicode_of(text, name)
         if name == "json_schema":
-            return Constraint(schema_grammar(_object(text, name), name), name)
+            return Constraint(schema_grammar(object_of(text, name), name), name)
         if name == "structural_tag":
-            return Constraint(_tag_grammar(_object(text, name), name), name)
+            return Constraint(tag_grammar(object_of(text, name), name), name)
         if name == "regex":
             return Constraint(Grammar(GrammarKind.REGEX, text), name)
-        return Constraint(Grammar(GrammarKind.EBNF if _EBNF_RULE.search(text) else GrammarKind.LARK, text), name)
-
-
-def schema_grammar(
-    schema: Schema,
-    param: str,
-    *,
-    strict: bool = False,
-    is_closed: bool = False,
-    options: Mapping[str, object] | None = None,
-) -> Grammar:
-    """Return the grammar of a JSON Schema.
-
-    `strict` holds the schema to OpenAI's rules; `is_closed` forbids properties that the schema does not describe;
-    `options` are llguidance's. Raises RequestError naming the place below `param`.
-    """
-    _require(shape_finding(schema), param)
-    for path, each, _ in subschemas(schema):
-        if OPTIONS_KEY in each:
-            _require(f"must not have '{OPTIONS_KEY}'", param + path)
-    if strict and (finding := strict_finding(schema)) is not None:
-        _require(finding[1], param + finding[0])
-
-    whole = closed(schema) if is_closed else schema
-    return Grammar(GrammarKind.JSON_SCHEMA, _source({**whole, OPTIONS_KEY: dict(options)} if options else whole, param))
-
-
-def _tag_grammar(tag: Mapping[str, Any], param: str) -> Grammar:
-    """Return the grammar of a structural tag. Raises RequestError naming the place at fault."""
-    triggers, structures = tag.get("triggers"), tag.get("structures")
-    if "format" in tag:
-        _require("is not supported yet", f"{param}.format")
-    if not _are(triggers, str) or not all(triggers or ()):
-        _require("must be a list of strings that are not empty", f"{param}.triggers")
-    if not _are(structures, Mapping) or not structures or len(structures) > MAX_STRUCTURES:
-        _require(f"must be a list of 1 to {MAX_STRUCTURES} objects", f"{param}.structures")
-
-    assert isinstance(structures, Sequence) and isinstance(triggers, Sequence)
-    normal = [_structure(each, triggers, f"{param}.structures[{i}]") for i, each in enumerate(structures)]
-    return Grammar(GrammarKind.STRUCTURAL_TAG, _source({"triggers": list(triggers), "structures": normal}, param))
-
-
-def _structure(structure: Mapping[str, Any], triggers: Sequence[str], param: str) -> dict[str, Any]:
-    """Check one structure of a structural tag, and return its normal form."""
-    begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
-    if not isinstance(begin, str) or not any(begin.startswith(trigger) for trigger in triggers):
-        _require("must be a string that begins with one of the triggers", f"{param}.begin")
-    if not isinstance(end, str):
-        _require(f"must be a string, got {describe(end)}", f"{param}.end")
-    if schema is not None and not isinstance(schema, Mapping):
-        _require(f"must be an object, got {describe(schema)}", f"{param}.schema")
-    grammar = schema_grammar(schema or {}, f"{param}.schema")
-    return {"begin": begin, "schema": json.loads(grammar.source), "end": end}
-
-
-def _are(values: object, kind: type) -> bool:
-    return isinstance(values, list) and all(isinstance(each, kind) for each in values)
-
-
-def _object(value: str | Mapping[str, Any], param: str) -> Mapping[str, Any]:
-    """Return a JSON object, parsed if given as text."""
-    if isinstance(value, str):
-        _short(value, param)
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            _require("is not valid JSON", param)
-    if not isinstance(value, Mapping):
-        _require(f"must be a JSON object, got {describe(value)}", param)
-    assert isinstance(value, Mapping)
-    return value
-
-
-def _source(value: Mapping[str, Any], param: str) -> str:
-    """Return a JSON value as text of bounded size."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError):
-        _require("must be JSON", param)
-    return _short(_unicode(text, param), param)
-
-
-def _short(text: str, param: str) -> str:
-    if len(text) > MAX_GRAMMAR_CHARS:
-        _require(f"must have at most {MAX_GRAMMAR_CHARS} characters, got {len(text)}", param)
-    return text
-
-
-def _unicode(text: str, param: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        _require("must be valid Unicode", param)
-    return text
-
-
-def _require(finding: str | None, param: str) -> None:
-    """Raise RequestError if there is a finding about the field `param`."""
-    if finding is not None:
-        name = param if len(param) <= 200 else f"{param[:197]}..."
-        raise RequestError(f"'{name}' {finding}.", param=name)
+        return Constraint(written_grammar(text, name), name)
 
 
 def _too_many(params: Sequence[str]) -> RequestError:

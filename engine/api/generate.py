@@ -7,10 +7,11 @@ ValidationError, in the caller's process); `spec` finds contradictions (RequestE
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from engine.api.fields import ChatFields, RequestId, SamplingFields, build_spec
-from engine.api.prompts import Label, Messages, OnePrompt
+from engine.api.chat_prompts import ChatPromptFields
+from engine.api.fields import RequestId, SamplingFields, build_spec
+from engine.api.prompts import Label, Messages, OnePrompt, unicode_text
 from engine.api.reasoning import ReasoningFields
 from engine.api.responses import Usage
 from engine.api.spec import GenerationSpec
@@ -19,10 +20,22 @@ from engine.api.validation import INTEGRAL, describe, request_error
 from engine.core.errors import RequestError
 from engine.core.ingress.parsers.answer import AnswerMessage
 from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
-from engine.core.types import FinishReason, TokenLogprobs
+from engine.core.types import ChatEnd, FinishReason, TokenLogprobs
+
+_OF_CHATS: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("store", "continue_final_message", "echo"), (False,)),
+    **dict.fromkeys(("chat_template", "input_ids", "prediction", "reasoning_effort"), ()),
+    "tools": ([],),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "include_reasoning": (True,),
+    "thinking_token_budget": (-1,),
+}
+"""Fields of chats alone, each with its values without effect beside None."""
+_OF_PROMPTS: Mapping[str, tuple[object, ...]] = {"suffix": ("",), "add_special_tokens": (False,)}
 
 
-class GenerateRequest(SamplingFields, ChatFields, ToolFields, ReasoningFields):
+class GenerateRequest(SamplingFields, ChatPromptFields, ToolFields, ReasoningFields):
     """One prompt, or one chat, and how to answer it: exactly one of `prompt` and `messages`."""
 
     prompt: OnePrompt | None = Field(default=None, description="A text or its token ids.")
@@ -36,6 +49,13 @@ class GenerateRequest(SamplingFields, ChatFields, ToolFields, ReasoningFields):
         description="Generate so many answers and return the one with the highest mean log-probability of its tokens; "
         "not in a stream.",
     )
+    suffix: Annotated[str, AfterValidator(unicode_text)] | None = Field(
+        default=None, description="With `prompt`, a text: text behind the answer, as over HTTP."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="With `prompt`: a text begins with the special tokens that the model wants before it; true.",
+    )
     tenant: Label | None = Field(
         default=None, description="On whose behalf: a configured tenant. Taken on trust, so not a field over HTTP."
     )
@@ -48,9 +68,11 @@ class GenerateRequest(SamplingFields, ChatFields, ToolFields, ReasoningFields):
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Give exactly one of 'prompt' and 'messages'.", param="prompt")
         if self.messages is None:
-            for name in ("store", "tools", "chat_template", "chat_template_kwargs"):
-                if getattr(self, name):
-                    raise RequestError(f"'{name}' is allowed with 'messages' only.", param=name)
+            self._refuse(_OF_CHATS, "messages")
+        else:
+            self._refuse(_OF_PROMPTS, "prompt")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise RequestError("'suffix' is only allowed with a text as 'prompt'.", param="suffix")
 
         prompt = self.prompt if isinstance(self.prompt, str) else tuple(self.prompt or ())
         return build_spec(
@@ -59,11 +81,17 @@ class GenerateRequest(SamplingFields, ChatFields, ToolFields, ReasoningFields):
             model=self.model,
             prompts=(prompt,) if prompt else (),
             messages=self.messages,
+            given_prompt=None if self.messages is None else self.given_ids(self.messages),
             tools=self.tool_use(),
             reasoning=self.reasoning_use(),
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
             best_of=self.best_of,
+            suffix=self.suffix or None,
+            add_special_tokens=self.messages is not None or self.add_special_tokens is not False,
+            chat_end=ChatEnd.ANSWER if self.messages is None else self.end_of(self.messages),
+            echo=bool(self.echo),
+            prediction=None if self.prediction is None else self.prediction.content,
             stream=stream,
             include_usage=True,
             store=bool(self.store),
@@ -71,6 +99,13 @@ class GenerateRequest(SamplingFields, ChatFields, ToolFields, ReasoningFields):
             template=self.template(),
             request_id=self.request_id,
         )
+
+    def _refuse(self, fields: Mapping[str, tuple[object, ...]], only_with: str) -> None:
+        """Raise RequestError naming the first of these fields that asks for something."""
+        for name, harmless in fields.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise RequestError(f"'{name}' is allowed with '{only_with}' only.", param=name)
 
 
 def as_generate_request(value: GenerateRequest | Mapping[str, object]) -> GenerateRequest:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from engine.api.validation import LenientModel, StrictModel, only, renamed
+from engine.api.validation import LenientModel, StrictModel, dropped, only, renamed
 
 IGNORED = "Taken and ignored: no value changes an answer."
 """Description of an ignored field."""
@@ -23,8 +23,31 @@ EitherWay = Annotated[Any, only(True, False)]
 Ignored = Annotated[Any, Field(description=IGNORED)]
 
 
-class KnownFields(StrictModel):
-    """Fields of both routes."""
+class GuidedFields(StrictModel):
+    """vLLM's former fields for the form of the answer, at every route and through the Python handle."""
+
+    guided_json: Annotated[Any, renamed("structured_outputs.json")] = None
+    guided_json_object: Annotated[Any, renamed("structured_outputs.json_object", False)] = None
+    guided_regex: Annotated[Any, renamed("structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, renamed("structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, renamed("structured_outputs.grammar")] = None
+    guided_whitespace_pattern: Annotated[Any, renamed("structured_outputs.whitespace_pattern")] = None
+    guided_decoding_backend: Annotated[Any, dropped("leave it out, since there is one backend")] = None
+
+
+class KnownEngineFields(StrictModel):
+    """vLLM's fields of every route with a generated answer."""
+
+    mm_payload: Annotated[Any, only("tensors")] = None
+    return_mm_kwargs: UnlessTrue = None
+    watermarking: UnlessFalse = None
+    kv_transfer_params: UnlessEmpty = None
+    ec_transfer_params: UnlessEmpty = None
+    vllm_xargs: UnlessEmpty = None
+
+
+class KnownFields(KnownEngineFields):
+    """Fields of both of OpenAI's completions."""
 
     # OpenAI
     metadata: Ignored = None
@@ -35,25 +58,14 @@ class KnownFields(StrictModel):
     moderation: Unsupported = None
 
     # vLLM
-    guided_json: Annotated[Any, renamed("structured_outputs.json")] = None
-    guided_regex: Annotated[Any, renamed("structured_outputs.regex")] = None
-    guided_choice: Annotated[Any, renamed("structured_outputs.choice")] = None
-    guided_grammar: Annotated[Any, renamed("structured_outputs.grammar")] = None
-    guided_decoding_backend: Unsupported = None
-    guided_whitespace_pattern: Annotated[Any, renamed("structured_outputs.whitespace_pattern")] = None
     logits_processors: UnlessEmpty = None
     use_beam_search: UnlessFalse = None
     early_stopping: UnlessFalse = None
     length_penalty: Annotated[Any, only(1)] = None
     return_token_offsets: UnlessFalse = None
-    return_mm_kwargs: UnlessTrue = None
     routed_experts_prompt_start: UnlessZero = None
     stream_interval: Annotated[Any, only(1)] = None
-    watermarking: UnlessFalse = None
     repetition_detection: Unsupported = None
-    kv_transfer_params: UnlessEmpty = None
-    ec_transfer_params: UnlessEmpty = None
-    vllm_xargs: UnlessEmpty = None
 
     # SGLang
     stop_regex: UnlessEmpty = None

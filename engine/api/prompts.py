@@ -68,6 +68,12 @@ def require_unicode(text: str) -> None:
             raise problem("must be valid Unicode") from None
 
 
+def unicode_text(text: str) -> str:
+    """The text, if it is valid Unicode."""
+    require_unicode(text)
+    return text
+
+
 def _token_prompt(value: list[Any] | tuple[Any, ...]) -> tuple[int, ...]:
     if not value:
         raise problem("must not be empty")

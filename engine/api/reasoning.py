@@ -14,7 +14,7 @@ from engine.core.errors import RequestError
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_inside, ends_reasoning
 from engine.core.types import ChatEnd
 
-Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ReasoningFields(StrictModel):

@@ -4,34 +4,20 @@ A field is supported, or harmless and ignored, or refused by name: nothing that 
 silently. Beside OpenAI's fields some of vLLM's are supported, under vLLM's names; `engine.api.known` has the others.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
-from engine.api.fields import ChatFields, RequestId, SamplingFields, build_spec
+from engine.api.chat_prompts import ChatPromptFields
+from engine.api.fields import RequestId, SamplingFields, build_spec
 from engine.api.known import KnownChatFields, KnownCompletionFields, KnownFields, UnlessEmpty, UnlessFalse, Unsupported
-from engine.api.prompts import (
-    GivenPrompt,
-    Label,
-    Message,
-    Prompts,
-    TextPart,
-    chat_end,
-    few_messages,
-    join_content,
-    require_unicode,
-)
+from engine.api.prompts import GivenPrompt, Label, Message, Prompts, few_messages, unicode_text
 from engine.api.reasoning import ReasoningFields
 from engine.api.spec import GenerationSpec
 from engine.api.tools import ToolFields
 from engine.api.validation import INTEGRAL, StrictModel, only, parse_body
 from engine.core.errors import RequestError
 from engine.core.types import ChatEnd
-
-
-def _unicode(value: str) -> str:
-    require_unicode(value)
-    return value
 
 
 class StreamOptions(StrictModel):
@@ -108,7 +94,7 @@ class CompletionRequest(HttpFields, KnownCompletionFields):
         default=None, description="Report log-probabilities of the tokens and of this many likeliest ones; -1: of all."
     )
     echo: bool | None = Field(default=None, description="The text begins with the prompt, and so do the logprobs.")
-    suffix: Annotated[str, AfterValidator(_unicode)] | None = Field(
+    suffix: Annotated[str, AfterValidator(unicode_text)] | None = Field(
         default=None,
         description="Text behind the answer, for models whose tokenizer has tokens for filling in; not with `echo`.",
     )
@@ -152,15 +138,6 @@ class CompletionRequest(HttpFields, KnownCompletionFields):
         return self.suffix
 
 
-class Prediction(StrictModel):
-    """The client's guess of an answer."""
-
-    type: Literal["content"] = Field(description="Kind of guess.")
-    content: Annotated[str, BeforeValidator(join_content, json_schema_input_type=str | list[TextPart])] = Field(
-        description="The guessed text, or a list of text parts."
-    )
-
-
 class TransferParameters(StrictModel):
     """vLLM's parameters of a transfer of KV between servers. raydix moves KV between its own workers, so only the ids
     of the prompt have a meaning."""
@@ -177,7 +154,7 @@ class TransferParameters(StrictModel):
     tp_size: Annotated[Any, only(1)] = None
 
 
-class ChatCompletionRequest(HttpFields, ChatFields, ToolFields, ReasoningFields, KnownChatFields):
+class ChatCompletionRequest(HttpFields, ChatPromptFields, ToolFields, ReasoningFields, KnownChatFields):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast(), BeforeValidator(few_messages)] = Field(
@@ -188,63 +165,18 @@ class ChatCompletionRequest(HttpFields, ChatFields, ToolFields, ReasoningFields,
         default=None, description="Report this many likeliest tokens at each position; -1: all."
     )
 
-    add_generation_prompt: bool | None = Field(
-        default=None, description="The prompt ends with the beginning of an answer; true."
-    )
-    continue_final_message: bool | None = Field(
-        default=None, description="Go on with the last message instead of beginning an answer."
-    )
-    echo: bool | None = Field(
-        default=None, description="The answer begins with the last message's text where that is of the answer's role."
-    )
-
-    input_ids: GivenPrompt | None = Field(
-        default=None,
-        description="Ids of the whole prompt, in place of what the messages would be rendered to: where a router has "
-        "tokenized the chat before.",
-    )
     kv_transfer_params: TransferParameters | None = Field(
         default=None, description="As at vLLM; `prompt_token_ids` is another name of `input_ids`."
-    )
-    prediction: Prediction | None = Field(
-        default=None,
-        description="A guess of the answer, such as a file before an edit: makes the answer quicker where drafts are "
-        "on and the guess is right, and changes no token.",
     )
 
     def chat_end(self) -> ChatEnd:
         """End of the prompt. Raises RequestError where fields or the last message contradict."""
-        end = chat_end(self.add_generation_prompt, self.continue_final_message)
-        if end is not ChatEnd.ANSWER and self.store:
-            name = "continue_final_message" if end is ChatEnd.OPEN else "add_generation_prompt"
-            raise RequestError(f"'{name}' is not supported together with 'store'.", param=name)
-        last = self.messages[-1]
-        if end is ChatEnd.OPEN and (last.tool_calls or last.is_continued):
-            raise RequestError(
-                "'continue_final_message' is not supported where the last message has 'tool_calls', 'id' or "
-                "'token_ids'.",
-                param="continue_final_message",
-            )
-        return end
+        return self.end_of(self.messages)
 
     def given_prompt(self) -> tuple[int, ...] | None:
         """The prompt's ids where they are given. Raises RequestError where fields contradict."""
         forwarded = None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
-        given = self.input_ids if forwarded is None else forwarded
-        if given is None:
-            return None
-        if self.input_ids is not None and tuple(self.input_ids) != tuple(given):
-            raise RequestError(
-                "'input_ids' and 'kv_transfer_params.prompt_token_ids' differ; give one of them.", param="input_ids"
-            )
-        if self.store or any(message.is_continued for message in self.messages):
-            name = "store" if self.store else "messages"
-            raise RequestError(
-                "'input_ids', or 'kv_transfer_params.prompt_token_ids', is not supported together with 'store' or with "
-                "messages that have 'id' or 'token_ids'.",
-                param=name,
-            )
-        return tuple(given)
+        return self.given_ids(self.messages, forwarded)
 
     def spec(self) -> GenerationSpec:
         """The request in normal form."""

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from engine.api.fields import TokenId
 from engine.api.inputs import InputsFields
-from engine.api.known import Ignored, UnlessEmpty, Unsupported
+from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
 from engine.api.prompts import Inputs, OnePrompt
 from engine.api.responses import Json, ResponseHead, Usage
 from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, LabelScoring, Prompt, ScoreForm
@@ -51,6 +51,10 @@ class ScoringFields(InputsFields):
     rid: Unsupported = None
     lora_path: UnlessEmpty = None
     metadata: Ignored = None
+    embed_override_token_id: Unsupported = None
+    query_embed_overrides: UnlessEmpty = None
+    item_embed_overrides: UnlessEmpty = None
+    return_pooled_hidden_states: UnlessFalse = None
 
     def spec(self) -> GenerationSpec:
         """The request in normal form. Raises RequestError for texts beside token ids."""

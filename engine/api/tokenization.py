@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import orjson
 from pydantic import ConfigDict, Field
 
 from engine.api.fields import TemplateFields
-from engine.api.known import UnlessEmpty
+from engine.api.known import UnlessEmpty, Unsupported
 from engine.api.prompts import Label, Messages, TokenIds, chat_end
 from engine.api.spec import GenerationSpec
 from engine.api.tools import OfferedTools
-from engine.api.validation import StrictModel, parse_body
+from engine.api.validation import StrictModel, only, parse_body
 from engine.core.errors import RequestError
 
 
@@ -53,6 +54,8 @@ class TokenizeRequest(OfferedTools, TemplateFields):
 
     media_io_kwargs: UnlessEmpty = None
     mm_processor_kwargs: UnlessEmpty = None
+    reasoning_effort: Unsupported = None
+    tool_choice: Annotated[Any, only("auto")] = None
 
     def spec(self) -> TokenizeSpec:
         """The request in normal form. Raises RequestError for contradicting fields."""
@@ -106,6 +109,7 @@ class DetokenizeRequest(StrictModel):
 
     model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
     tokens: TokenIds = Field(description="Token ids.")
+    skip_special_tokens: bool | None = Field(default=None, description="Leave special tokens out of the text; false.")
 
 
 def parse_tokenize(body: bytes) -> TokenizeSpec:

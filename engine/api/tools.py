@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
-from engine.api.formats import schema_grammar
+from engine.api.grammars import schema_grammar
 from engine.api.spec import ToolUse
 from engine.api.validation import LenientModel, StrictModel, describe, problem
 from engine.core.errors import RequestError

@@ -90,15 +90,20 @@ def only(*harmless: object) -> Only:
     return Only(check, harmless)
 
 
-def renamed(name: str) -> Only:
-    """Check of a field that has another name today: takes null."""
+def renamed(name: str, *harmless: object) -> Only:
+    """Check of a field that has another name today: takes null and the values that ask for nothing."""
+    return dropped(f"it is '{name}' today", *harmless)
+
+
+def dropped(advice: str, *harmless: object) -> Only:
+    """Check of a field of former times: takes null and the values that ask for nothing."""
 
     def check(value: object) -> object:
-        if value is None:
+        if value is None or value in harmless:
             return value
-        raise problem(f"is not supported any more; it is '{name}' today")
+        raise problem(f"is not supported any more; {advice}")
 
-    return Only(check, ())
+    return Only(check, harmless)
 
 
 def parse_body(model: type[ModelT], body: bytes) -> ModelT:

@@ -61,26 +61,84 @@ def _of_ebnf(source: str) -> str:
 
 
 def structural_tag_lark(tag: Mapping[str, Any]) -> str:
-    """Return a structural tag in Lark's notation: text up to a trigger, one of the structures that begin with the
-    trigger, and so on; in the end text without a trigger."""
-    triggers: Sequence[str] = sorted(tag["triggers"], key=len, reverse=True)
-    ends: dict[str, list[str]] = {}
-    for structure in tag["structures"]:
-        begin: str = structure["begin"]
-        trigger = next(each for each in triggers if begin.startswith(each))
-        parts = (
-            json.dumps(begin[len(trigger) :]),
-            f"%json {json.dumps(with_white_space(structure['schema']))}",
-            json.dumps(structure["end"]),
-        )
-        ends.setdefault(trigger, []).append(" ".join(part for part in parts if part != '""'))
+    """Return a structural tag in Lark's notation."""
+    node = tag["format"] if "format" in tag else _of_structures(tag)
+    lines = [r"TEXT: /(.|\n)*/"]
+    start = _triggered(node, lines) if node["type"] == "triggered_tags" else _expression(node, lines)
+    return "\n".join([f"start: {start}", *lines])
 
-    lines = ["start: (" + _alternatives(f"tag_{i}" for i in range(len(ends))) + ")* rest", "rest: TEXT"]
-    lines.append(r"TEXT: /(.|\n)*/")
-    for index, (trigger, bodies) in enumerate(ends.items()):
+
+def _of_structures(tag: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the format of `triggers` and `structures`."""
+    tags = [
+        {
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each["schema"]},
+            "end": [each["end"]],
+        }
+        for each in tag["structures"]
+    ]
+    return {**tag, "type": "triggered_tags", "tags": tags}
+
+
+def _triggered(node: Mapping[str, Any], lines: list[str]) -> str:
+    """Return text up to a trigger, one of the tags that begin with the trigger, and so on; in the end text without a
+    trigger. With `at_least_one` the first tag stands at the beginning, without text before; with `stop_after_first`
+    nothing follows a tag."""
+    triggers: Sequence[str] = sorted(node["triggers"], key=len, reverse=True)
+    bodies: dict[str, list[str]] = {}
+    for tag in node["tags"]:
+        trigger = next(each for each in triggers if tag["begin"].startswith(each))
+        bodies.setdefault(trigger, []).append(_tag(tag, tag["begin"][len(trigger) :], lines) or '""')
+
+    lines += ["rest: TEXT", "any: " + _alternatives(f"tag_{i}" for i in range(len(bodies)))]
+    for index, (trigger, of_trigger) in enumerate(bodies.items()):
         lines.append(f"trigger_{index}[lazy]: TEXT {json.dumps(trigger)}")
-        lines.append(f"tag_{index}: trigger_{index} ({_alternatives(bodies)})")
-    return "\n".join(lines)
+        lines.append(f"tag_{index}: trigger_{index} ({_alternatives(of_trigger)})")
+    is_first, is_last = node.get("at_least_one"), node.get("stop_after_first")
+    if is_first:
+        firsts = (f"{json.dumps(trigger)} ({_alternatives(of_trigger)})" for trigger, of_trigger in bodies.items())
+        lines.append(f"first: {_alternatives(firsts)}")
+    if is_last:
+        return "first" if is_first else "any | rest"
+    return "first any* rest" if is_first else "any* rest"
+
+
+def _expression(node: Mapping[str, Any], lines: list[str]) -> str:
+    """Return a part of a structural tag; `lines` are further rules."""
+    match node["type"]:
+        case "json_schema":
+            return f"%json {json.dumps(with_white_space(node['json_schema']))}"
+        case "const_string":
+            return json.dumps(node["value"])
+        case "tag":
+            return _tag(node, node["begin"], lines)
+        case "tags_with_separator":
+            return _separated(node, lines)
+    parts = [_expression(each, lines) for each in node["elements"]]
+    return f"({_alternatives(parts)})" if node["type"] == "or" else f"({' '.join(parts)})"
+
+
+def _tag(tag: Mapping[str, Any], begin: str, lines: list[str]) -> str:
+    """Return a tag from `begin` on."""
+    end = _alternatives(map(json.dumps, tag["end"]))
+    parts = [json.dumps(begin)]
+    if tag["content"] is None:
+        name = f"until_{len(lines)}"
+        lines.append(f"{name}[lazy]: TEXT ({end})")
+        parts.append(name)
+    else:
+        parts += [_expression(tag["content"], lines), end if len(tag["end"]) == 1 else f"({end})"]
+    return " ".join(part for part in parts if part != '""')
+
+
+def _separated(node: Mapping[str, Any], lines: list[str]) -> str:
+    """Return tags with a text between each two, and nothing else."""
+    tags = f"({_alternatives(_expression(tag, lines) for tag in node['tags'])})"
+    if not node.get("stop_after_first"):
+        separator = json.dumps(node["separator"]) if node["separator"] else ""
+        tags = f"({tags} ({separator} {tags})*)"
+    return tags if node.get("at_least_one") else f"({tags})?"
 
 
 def _alternatives(parts: Iterable[str]) -> str:

@@ -58,8 +58,73 @@ def test_the_prompt_can_be_scored() -> None:
     assert GenerateRequest(prompt="x", prompt_logprobs=3).spec(stream=True).stream
     with pytest.raises(RequestError, match="'max_tokens' must be at least 1"):
         GenerateRequest(prompt="x", max_tokens=0).spec()
-    with pytest.raises(RequestError, match="Unrecognized request argument supplied: echo"):
-        as_generate_request({"prompt": "x", "echo": True})
+    with pytest.raises(RequestError, match="'echo' is allowed with 'messages' only"):
+        as_generate_request({"prompt": "x", "echo": True}).spec()
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]}
+OF_CHATS: dict[str, Any] = {
+    "add_generation_prompt": False,
+    "chat_template": "x",
+    "chat_template_kwargs": {"y": 1},
+    "continue_final_message": True,
+    "echo": True,
+    "include_reasoning": False,
+    "input_ids": [1, 2],
+    "prediction": {"type": "content", "content": "Well then."},
+    "reasoning_effort": "low",
+    "store": True,
+    "thinking_token_budget": 5,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+}
+OF_PROMPTS: dict[str, Any] = {"suffix": "x", "add_special_tokens": True}
+
+
+@pytest.mark.parametrize(("name", "value"), OF_CHATS.items(), ids=str)
+def test_a_field_of_chats_has_its_effect_there_and_is_refused_beside_a_prompt(name: str, value: object) -> None:
+    own = as_generate_request({**CHAT, name: value}).spec()
+    assert own != as_generate_request(CHAT).spec()
+    over_http = parse_chat(json.dumps({**CHAT, name: value}).encode())
+    assert replace(own, include_usage=False) == over_http
+    with pytest.raises(RequestError, match=f"'{name}' is allowed with 'messages' only") as caught:
+        as_generate_request({"prompt": "x", name: value}).spec()
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(("name", "value"), OF_PROMPTS.items(), ids=str)
+def test_a_field_of_prompts_is_refused_beside_messages(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"'{name}' is allowed with 'prompt' only") as caught:
+        as_generate_request({**CHAT, name: value}).spec()
+    assert caught.value.param == name
+
+
+def test_fields_of_prompts_have_their_effect() -> None:
+    for fields in ({"suffix": "x"}, {"add_special_tokens": False}):
+        own = as_generate_request({"prompt": "hi", **fields}).spec()
+        over_http = parse_completion(json.dumps({"prompt": "hi", **fields}).encode())
+        assert replace(own, include_usage=False) == over_http != parse_completion(b'{"prompt": "hi"}')
+    with pytest.raises(RequestError, match="'suffix' is only allowed with a text"):
+        GenerateRequest(prompt=[1], suffix="x").spec()
+
+
+def test_values_without_effect_are_taken_with_either() -> None:
+    idle = {
+        **dict.fromkeys(("store", "continue_final_message", "echo", "add_special_tokens"), False),
+        **dict.fromkeys(("add_generation_prompt", "include_reasoning"), True),
+        "chat_template_kwargs": {},
+        "thinking_token_budget": -1,
+        "suffix": "",
+    }
+    assert as_generate_request({**CHAT, **idle}).spec() == as_generate_request(CHAT).spec()
+    prompt = {**idle, "add_special_tokens": True, "prompt": "x"}
+    assert as_generate_request(prompt).spec() == GenerateRequest(prompt="x").spec()
+
+
+def test_a_chat_with_all_its_fields_travels() -> None:
+    for name in OF_CHATS:
+        request = as_generate_request({**CHAT, name: OF_CHATS[name]})
+        assert pickle.loads(pickle.dumps(request)) == request
+        assert GenerateRequest.model_validate_json(request.model_dump_json()) == request
 
 
 @pytest.mark.parametrize(

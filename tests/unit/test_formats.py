@@ -1,18 +1,22 @@
 """The fields that prescribe an answer's form, and the grammars that they come to."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from engine.api.formats import MAX_GRAMMAR_CHARS
+from engine.api.anthropic.requests import parse_messages
 from engine.api.generate import GenerateRequest, as_generate_request
+from engine.api.grammars import MAX_GRAMMAR_CHARS
+from engine.api.openai_responses.requests import parse_responses
 from engine.api.requests import parse_chat, parse_completion
 from engine.api.schemas import MAX_DEPTH, closed, strict_finding, subschemas
 from engine.api.spec import GenerationSpec
 from engine.core.errors import RequestError
 from engine.core.types import Grammar, GrammarKind
 
+USER = {"role": "user", "content": "x"}
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
@@ -140,7 +144,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": schema_format(3)}, SCHEMA, "must be an object, got 3"),
     ({"response_format": schema_format({}, format="x")}, "response_format.json_schema.format", "Unrecognized"),
     ({"response_format": {"type": "text", **TAG}}, "response_format.structures", "only allowed where 'type' is"),
-    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "not supported yet"),
+    ({"response_format": {"type": "text", "format": {}}}, "response_format.format", "only allowed where 'type' is"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format.type", "got null"),
     ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.triggers", "strings"),
     (
         {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["a"]}},
@@ -174,8 +179,146 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structural_tag.structures[0].schema",
         "must be an object, got 1",
     ),
+    ({"structural_tag": json.dumps({**TAG, "excludes": ["x"]})}, "structural_tag.excludes", "not supported yet"),
+    ({"structural_tag": json.dumps({**TAG, "at_least_one": 1})}, "structural_tag.at_least_one", "true or false, got 1"),
+    (
+        {"structural_tag": json.dumps({"triggers": ["a"], "structures": [{"begin": "a", "end": "", "max": 1}]})},
+        "structural_tag.structures[0].max",
+        "not supported yet",
+    ),
+    ({"response_format": {"type": "text", "at_least_one": True}}, "response_format.at_least_one", "only allowed where"),
     ({"guided_regex": "a"}, "guided_regex", "is 'structured_outputs.regex' today"),
 ]
+
+
+X_TAG: dict[str, Any] = {"begin": "<f>", "content": {"type": "json_schema", "json_schema": POINT}, "end": "</f>"}
+TYPED = {"type": "tag", **X_TAG}
+FORMATS: list[tuple[dict[str, Any], GrammarKind, str]] = [
+    ({"type": "json_schema", "json_schema": POINT, "style": "json"}, GrammarKind.JSON_SCHEMA, compact(POINT)),
+    ({"type": "const_string", "value": "é"}, GrammarKind.CHOICE, '["é"]'),
+    ({"type": "regex", "pattern": "a+"}, GrammarKind.REGEX, "a+"),
+    ({"type": "grammar", "grammar": 'root ::= "a"'}, GrammarKind.EBNF, 'root ::= "a"'),
+    (TYPED, GrammarKind.STRUCTURAL_TAG, compact({"format": {**TYPED, "end": ["</f>"]}})),
+    (
+        {"type": "triggered_tags", "triggers": ["<f"], "tags": [X_TAG], "at_least_one": True, "excludes": []},
+        GrammarKind.STRUCTURAL_TAG,
+        compact(
+            {
+                "format": {
+                    "type": "triggered_tags",
+                    "triggers": ["<f"],
+                    "tags": [{**TYPED, "end": ["</f>"]}],
+                    "at_least_one": True,
+                }
+            }
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "kind", "source"), FORMATS, ids=lambda value: str(value)[:40])
+def test_formats_of_structural_tags_come_to_grammars(form: dict[str, Any], kind: GrammarKind, source: str) -> None:
+    tag = {"type": "structural_tag", "format": form}
+    for fields in (
+        {"response_format": tag},
+        {"structural_tag": json.dumps(tag)},
+        {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+    ):
+        assert grammar(**fields) == Grammar(kind, source)
+
+
+def deep_sequence(depth: int) -> dict[str, Any]:
+    part = deep_sequence(depth - 1) if depth else {"type": "const_string", "value": "a"}
+    return {"type": "sequence", "elements": [part]}
+
+
+BAD_FORMATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"type": "token", "token": 3}, ".type", 'is not supported here, got "token"'),
+    ({"type": "any_text"}, ".type", "is not supported here"),
+    ({"type": "regex", "pattern": ""}, ".pattern", "not empty"),
+    ({"type": "regex", "pattern": "a", "flags": "i"}, ".flags", "not supported yet"),
+    ({"type": "const_string", "value": 3}, ".value", "not empty"),
+    ({"type": "const_string", "value": "a", "case": "any"}, ".case", "not supported yet"),
+    ({"type": "regex", "pattern": "a" * (MAX_GRAMMAR_CHARS + 1)}, ".pattern", "at most 120000 characters"),
+    ({"type": "json_schema", "json_schema": True}, ".json_schema", "must be an object"),
+    ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, ".style", "not supported yet"),
+    ({"type": "json_schema", "json_schema": {}, "any_order": True}, ".any_order", "not supported yet"),
+    ({"type": "sequence", "elements": []}, ".elements", "1 to 128 objects"),
+    ({"type": "sequence", "elements": [{"type": "regex", "pattern": "a"}]}, ".elements[0].type", "not supported here"),
+    ({"type": "or", "elements": [3]}, ".elements[0].type", "not supported here"),
+    (deep_sequence(20), ".elements[0]" * 17, "nested too deeply"),
+    ({**TYPED, "begin": {"type": "token", "token": 1}}, ".begin", "must be a string"),
+    ({**TYPED, "end": []}, ".end", "a string or a list of strings"),
+    ({**TYPED, "content": {"type": "any_text"}, "end": ""}, ".end", "not be empty behind any text"),
+    ({**TYPED, "content": {"type": "any_text", "max_tokens": 3}}, ".content.max_tokens", "not supported yet"),
+    ({"type": "triggered_tags", "triggers": [""], "tags": [X_TAG]}, ".triggers", "not empty"),
+    ({"type": "triggered_tags", "triggers": ["x"], "tags": [X_TAG]}, ".tags[0].begin", "one of the triggers"),
+    ({"type": "triggered_tags", "triggers": ["<"], "tags": [X_TAG], "excludes": ["a"]}, ".excludes", "not supported"),
+    ({"type": "tags_with_separator", "tags": [X_TAG]}, ".separator", "must be a string, got null"),
+    (
+        {"type": "tags_with_separator", "separator": "", "tags": [{"type": "const_string", "value": "a"}]},
+        ".tags[0].type",
+        "must be 'tag'",
+    ),
+]
+
+
+@pytest.mark.parametrize("form", [3, "x", []], ids=str)
+def test_a_format_is_an_object(form: object) -> None:
+    with pytest.raises(RequestError, match=r"'response_format\.format' must be an object"):
+        chat(response_format={"type": "structural_tag", "format": form})
+
+
+@pytest.mark.parametrize(("form", "place", "words"), BAD_FORMATS, ids=lambda value: str(value)[:40])
+def test_the_place_at_fault_in_a_format_is_named(form: dict[str, Any], place: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(response_format={"type": "structural_tag", "format": form})
+    assert caught.value.param is not None and words in caught.value.message
+    assert caught.value.param.removesuffix("...") in f"response_format.format{place}"
+
+
+def test_a_format_stands_alone() -> None:
+    for field, value in {"at_least_one": True, **TAG}.items():
+        with pytest.raises(RequestError, match="is not allowed beside 'format'") as caught:
+            chat(response_format={"type": "structural_tag", "format": TYPED, field: value})
+        assert caught.value.param == f"response_format.{field}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({"at_least_one": False, "stop_after_first": None}, {}),
+        ({"at_least_one": True}, {"at_least_one": True}),
+        ({"stop_after_first": True, "at_least_one": False}, {"stop_after_first": True}),
+    ],
+    ids=str,
+)
+def test_options_of_structural_tags_arrive(asked: dict[str, Any], kept: dict[str, Any]) -> None:
+    tag = {"type": "structural_tag", **TAG, **asked}
+    for fields in ({"response_format": tag}, {"structural_tag": json.dumps(tag)}):
+        assert grammar(**fields) == Grammar(GrammarKind.STRUCTURAL_TAG, compact({**TAG, **kept}))
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        lambda body: parse_chat(json.dumps({"messages": [USER], **body}).encode()),
+        lambda body: parse_completion(json.dumps({"prompt": "x", **body}).encode()),
+        lambda body: parse_responses(json.dumps({"input": "x", **body}).encode()),
+        lambda body: parse_messages(json.dumps({"messages": [USER], "max_tokens": 5, **body}).encode()),
+        lambda body: as_generate_request({"prompt": "x", **body}).spec(),
+    ],
+    ids=["chat", "completion", "responses", "messages", "handle"],
+)
+def test_former_names_lead_to_the_new_ones(parse: Callable[[dict[str, Any]], GenerationSpec]) -> None:
+    for name in ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern"):
+        with pytest.raises(RequestError, match=f"it is 'structured_outputs.{name}' today") as caught:
+            parse({f"guided_{name}": True})
+        assert caught.value.param == f"guided_{name}"
+    with pytest.raises(RequestError, match="'guided_decoding_backend' is not supported any more; leave it out"):
+        parse({"guided_decoding_backend": "outlines"})
+    asked_for_nothing = {"guided_json": None, "guided_json_object": False, "guided_decoding_backend": None}
+    assert parse(asked_for_nothing).sampling.grammar is None
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=lambda value: str(value)[:60])

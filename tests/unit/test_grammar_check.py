@@ -61,6 +61,13 @@ def follows(kind: GrammarKind, source: object, text: str) -> bool:
     return bool(matcher.validate_tokens(token_ids) == len(token_ids))
 
 
+def is_whole(kind: GrammarKind, source: object, text: str) -> bool:
+    """True if the grammar allows an answer to be this text."""
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, llguidance_source(grammar(kind, source)))
+    return bool(matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting())
+
+
 def test_white_space_of_json_is_bounded_unless_the_request_says_otherwise() -> None:
     """A small model that prefers line breaks would write nothing else."""
     schema = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "type": "object"}
@@ -133,6 +140,76 @@ def test_what_is_too_large_is_refused_at_once() -> None:
 def test_a_structure_belongs_to_its_longest_trigger() -> None:
     lark = structural_tag_lark({**TAG, "structures": [{"begin": "<call:g", "schema": {}, "end": "!"}]})
     assert 'trigger_0[lazy]: TEXT "<call:"' in lark and 'tag_0: trigger_0 ("g" %json {"x-guidance"' in lark
+
+
+CALLED = "<call f>{}</call>"
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "forbidden"),
+    [
+        ({}, ("", "x", CALLED, f"x{CALLED}y", CALLED * 2), ("x<call f>",)),
+        ({"at_least_one": True}, (CALLED, f"{CALLED}y", CALLED * 2), ("", "x", f"x{CALLED}")),
+        ({"stop_after_first": True}, ("", "x", CALLED, f"x{CALLED}"), (f"{CALLED}y", CALLED * 2)),
+        ({"at_least_one": True, "stop_after_first": True}, (CALLED,), ("", "x", f"x{CALLED}", f"{CALLED}y")),
+    ],
+    ids=str,
+)
+def test_options_of_a_structural_tag(
+    options: dict[str, bool], allowed: tuple[str, ...], forbidden: tuple[str, ...]
+) -> None:
+    tag = {**TAG, "structures": TAG["structures"][:1], **options}
+    assert [text for text in allowed if not is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
+    assert [text for text in forbidden if is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
+
+
+INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+NUMBER = {"type": "tag", "begin": "<n>", "content": INTEGER, "end": ["</n>"]}
+THOUGHT = {"type": "tag", "begin": "<t>", "content": None, "end": ["</t>", "</u>"]}
+WORD = {"type": "const_string", "value": "yes"}
+FORMATS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+    (NUMBER, ("<n>12</n>",), ("", "<n></n>", "<n>1</n>x", "x<n>1</n>")),
+    (THOUGHT, ("<t></t>", "<t>a\n<</u>"), ("<t>a", "<t>a</t>b", "a</t>")),
+    ({"type": "sequence", "elements": [THOUGHT, NUMBER]}, ("<t>x</t><n>1</n>",), ("<t>x</t>", "<n>1</n>")),
+    ({"type": "or", "elements": [WORD, NUMBER]}, ("yes", "<n>1</n>"), ("", "yes<n>1</n>", "no")),
+    ({**NUMBER, "content": {"type": "or", "elements": [WORD, INTEGER]}}, ("<n>yes</n>", "<n>3</n>"), ("<n>no</n>",)),
+    (
+        {"type": "tags_with_separator", "tags": [NUMBER, THOUGHT], "separator": ","},
+        ("", "<n>1</n>", "<n>1</n>,<t>,</t>,<n>2</n>"),
+        ("x", "<n>1</n>,", "<n>1</n><n>1</n>"),
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [NUMBER], "separator": "", "at_least_one": True},
+        ("<n>1</n>", "<n>1</n><n>2</n>"),
+        ("", "<n>1</n>,<n>2</n>"),
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [NUMBER], "separator": ",", "stop_after_first": True},
+        ("", "<n>1</n>"),
+        ("<n>1</n>,<n>2</n>",),
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["<n", "<t"], "tags": [NUMBER, THOUGHT]},
+        ("", "a", "a<n>1</n>b<t>c<n></u>d", "<t></t>"),
+        ("a<n>", "<n>a</n>", "<t>"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("node", "allowed", "forbidden"), FORMATS, ids=lambda value: str(value)[:40])
+def test_formats_of_structural_tags(node: dict[str, Any], allowed: tuple[str, ...], forbidden: tuple[str, ...]) -> None:
+    tag = {"format": node}
+    check_grammar(grammar(GrammarKind.STRUCTURAL_TAG, tag), "p")
+    assert [text for text in allowed if not is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
+    assert [text for text in forbidden if is_whole(GrammarKind.STRUCTURAL_TAG, tag, text)] == []
+
+
+def test_the_schema_at_fault_in_a_format_is_named() -> None:
+    broken = {"type": "json_schema", "json_schema": {"properties": {"x": {"not": {}}}}}
+    sequence = {"type": "sequence", "elements": [THOUGHT, {**NUMBER, "content": broken}]}
+    with pytest.raises(RequestError, match="cannot be compiled") as caught:
+        check_grammar(grammar(GrammarKind.STRUCTURAL_TAG, {"format": sequence}), "p")
+    assert caught.value.param == "p.format.elements[1].content.json_schema.properties.x"
 
 
 def test_the_words_of_a_message() -> None:

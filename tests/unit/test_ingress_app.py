@@ -254,6 +254,19 @@ def test_the_python_handle(served: Served) -> None:
     assert served(Replica(), ask) == (ANSWER, ANSWER)
 
 
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "f"}}]], ids=["text", "tools"])
+def test_the_python_handle_echoes_the_message_that_it_goes_on_with(served: Served, tools: list[object]) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+    request = {"messages": messages, "continue_final_message": True, "echo": True, "tools": tools}
+
+    async def ask() -> tuple[str, str]:
+        ingress: Any = serve.get_replica_context().servable_object
+        whole = await ingress.generate(request)
+        return whole.text, "".join([chunk.text async for chunk in ingress.stream(request)])
+
+    assert served(Replica(), ask) == (f"Well, {ANSWER}", f"Well, {ANSWER}")
+
+
 def test_a_body_that_is_too_large(served: Served) -> None:
     reply = served(Replica(), post(prompt="x" * 2000), ingress={"max_body_bytes": 1024})
     assert reply.status == 413

@@ -675,6 +675,8 @@ def test_a_text_s_tokens_are_those_of_its_completion_and_lead_back_to_it() -> No
     assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), CONTEXT)
     assert "<|im_start|>" in found["token_strs"]
     assert text_of(found["tokens"]) == text
+    shown = reader().detokenize(json.dumps({"tokens": found["tokens"], "skip_special_tokens": True}).encode())
+    assert json.loads(shown)["prompt"] == text.replace("<|im_start|>", "")
 
 
 def test_a_chat_s_tokens_are_those_of_its_prompt() -> None:

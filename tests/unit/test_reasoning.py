@@ -171,6 +171,9 @@ def test_an_effort_is_a_variable_of_the_template() -> None:
     assert effort_arguments(ReasoningUse(effort="low"), "{{ reasoning_effort }}") == {"reasoning_effort": "low"}
     assert effort_arguments(ReasoningUse(effort="low"), "{{ enable_thinking }}") == {"enable_thinking": True}
     assert effort_arguments(ReasoningUse(effort="none"), "{{ enable_thinking }}") == {"enable_thinking": False}
+    for effort in ("xhigh", "max"):
+        assert effort_arguments(ReasoningUse(effort=effort), "{{ reasoning_effort }}") == {"reasoning_effort": effort}
+        assert effort_arguments(ReasoningUse(effort=effort), "{{ enable_thinking }}") == {"enable_thinking": True}
     assert effort_arguments(ReasoningUse(effort="none"), "") == {}
     assert effort_arguments(ReasoningUse(effort="high"), "", has_reasoning=False) == {}
     known = effort_arguments(ReasoningUse(effort="high"), "{{ reasoning_effort }}", has_reasoning=False)

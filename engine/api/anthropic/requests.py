@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 from engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn
 from engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, tool_use
 from engine.api.fields import SamplingFields, Stops, build_spec
-from engine.api.formats import Constraint, schema_grammar
-from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
+from engine.api.formats import Constraint
+from engine.api.grammars import schema_grammar
+from engine.api.known import Ignored, KnownEngineFields, UnlessEmpty, UnlessFalse, Unsupported
 from engine.api.prompts import Label, few_messages
 from engine.api.spec import GenerationSpec, ReasoningUse
 from engine.api.validation import INTEGRAL, LenientModel, StrictModel, only, parse_body
@@ -41,6 +42,7 @@ class OutputConfig(StrictModel):
 
     format: OutputFormat | None = Field(default=None, description="Form of the answer.")
     effort: Unsupported = None
+    task_budget: Unsupported = None
 
 
 class Thinking(StrictModel):
@@ -66,7 +68,7 @@ class Thinking(StrictModel):
         )
 
 
-class ChatBody(SamplingFields):
+class ChatBody(SamplingFields, KnownEngineFields):
     """Fields of both routes."""
 
     model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
@@ -92,10 +94,15 @@ class ChatBody(SamplingFields):
         default=None, description="With `format`, a JSON schema that the answer follows."
     )
     output_format: Unsupported = None
+    billing_policy: Ignored = None
+    compaction: Unsupported = None
     context_management: Unsupported = None
+    fallback_credit_token: Ignored = None
+    fallbacks: UnlessEmpty = None
     mcp_servers: UnlessEmpty = None
     speed: Ignored = None
 
+    chat_template_kwargs: UnlessEmpty = None
     truncate_prompt_tokens: Unsupported = None
     truncation_side: Unsupported = None
     logprob_token_ids: Unsupported = None

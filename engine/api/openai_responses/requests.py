@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
 from engine.api.fields import RequestId, SamplingFields, build_spec
-from engine.api.formats import Constraint, schema_grammar
-from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
+from engine.api.formats import Constraint
+from engine.api.grammars import schema_grammar
+from engine.api.known import Ignored, KnownEngineFields, UnlessEmpty, UnlessFalse, UnlessTrue, Unsupported
 from engine.api.openai_responses.items import Item, as_items, messages_of
 from engine.api.openai_responses.tools import FunctionTool, ToolChoice, tool_use
 from engine.api.prompts import Label, Message
@@ -71,11 +72,13 @@ class ReasoningOptions(StrictModel):
         description="For chat templates that know it; others of models that reason take `none` only. Ignored where the "
         "model has no reasoning.",
     )
+    context: Annotated[Any, only("auto")] = None
+    mode: Annotated[Any, only("standard")] = None
     summary: Annotated[Any, only("auto")] = None
     generate_summary: Annotated[Any, only("auto")] = None
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, KnownEngineFields):
     """Body of `/v1/responses`."""
 
     model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
@@ -131,9 +134,12 @@ class ResponsesRequest(SamplingFields):
         "`output_messages`.",
     )
 
+    access_programs: Unsupported = None
     background: UnlessFalse = None
+    background_options: UnlessEmpty = None
     context_management: UnlessEmpty = None
     conversation: Unsupported = None
+    image: UnlessEmpty = None
     max_tool_calls: Ignored = None
     moderation: Unsupported = None
     prompt: Unsupported = None
@@ -143,11 +149,13 @@ class ResponsesRequest(SamplingFields):
     service_tier: Ignored = None
     truncation: Annotated[Any, only("disabled")] = None
 
-    kv_transfer_params: UnlessEmpty = None
+    chat_template_kwargs: UnlessEmpty = None
+    extra_key: Unsupported = None
+    include_reasoning: UnlessTrue = None
     media_io_kwargs: UnlessEmpty = None
     mm_processor_kwargs: UnlessEmpty = None
+    ngram_corpus_id: Unsupported = None
     previous_input_messages: UnlessEmpty = None
-    vllm_xargs: UnlessEmpty = None
 
     max_tokens: Unsupported = None
     prompt_logprobs: Unsupported = None
