@@ -77,11 +77,14 @@ exhaustive: install
 chaos: install
 	RAYDIX_CHAOS_JSON=benchmarks/results/chaos.json $(BIN)/python -m pytest tests/chaos
 
-# Sends requests generated from /openapi.json to the running server at URL: no 5xx, and every reply as described.
+FUZZ_URL = $(or $(URL),http://127.0.0.1:8000)
+# Sends requests generated from /openapi.json to the idle server at URL on this machine, whose logs are in the folder
+# LOGS: no 5xx, every reply as described, no traceback in the logs, and no request or held block left behind.
 fuzz: $(VENV)-fuzz/bin/schemathesis
-	$< run $(or $(URL),http://127.0.0.1:8000)/openapi.json --phases coverage,fuzzing --max-examples 50 \
+	$(VENV)-fuzz/bin/python -m tests.fuzz $(FUZZ_URL) $(or $(LOGS),/tmp/ray/session_latest/logs) \
+		$< run $(FUZZ_URL)/openapi.json --phases coverage,fuzzing --max-examples $(or $(EXAMPLES),50) \
 		--checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance \
-		--exclude-path /v1/cache/events --request-timeout 300 --suppress-health-check all
+		--exclude-path /v1/cache/events --request-timeout 300 --suppress-health-check all $(FUZZ)
 
 $(VENV)-fuzz/bin/schemathesis:
 	$(PYTHON) -m venv $(VENV)-fuzz
