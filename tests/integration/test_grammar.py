@@ -99,6 +99,33 @@ def test_other_forms(server: Server, fields: dict[str, Any], pattern: str) -> No
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+TAG = {
+    "triggers": ["@"],
+    "structures": [{"begin": "@city:", "schema": {"enum": ["Paris", "Rome"]}, "end": ";"}],
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "structural_tag", **TAG}},
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+        {"structural_tag": json.dumps(TAG)},
+    ],
+    ids=["response_format", "structured_outputs", "structural_tag"],
+)
+def test_structural_tags_bind_behind_their_triggers(server: Server, fields: dict[str, Any]) -> None:
+    """The trigger is made likely everywhere, so it comes wherever the form lets it."""
+    _, _, data = server.request("POST", "/tokenize", {"prompt": "@", "add_special_tokens": False})
+    [trigger] = json.loads(data)["tokens"]
+    likely = {str(trigger): 100}
+    assert set(content(chat(server, logit_bias=likely, max_tokens=8))) == {"@"}
+    text = content(chat(server, logit_bias=likely, max_tokens=60, **fields))
+    *tags, last = text.split(";")
+    assert len(tags) >= 2 and all(re.fullmatch(r'@city:\s*"(Paris|Rome)"', tag) for tag in tags), text
+    assert last == "" or last.startswith("@"), "cut off in a tag"
+
+
 def test_the_end_comes_where_the_grammar_ends_whatever_else_is_asked(server: Server) -> None:
     for fields in ({"min_tokens": 50}, {"ignore_eos": True}, {"min_tokens": 50, "ignore_eos": True}):
         answer = chat(server, structured_outputs={"choice": ["Paris", "Rome"]}, **fields)

@@ -1,22 +1,41 @@
-"""Drafts change no bit of an answer that follows a grammar, whatever the drafts, and with the grammar's own."""
+"""Drafts change no bit of an answer that follows a grammar, prescribed calls among them, whatever the drafts, and with
+the grammar's own; nor do preemption and a hand-over."""
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from engine.core.answers.lead import Lead
+from engine.core.ingress.parsers import HERMES
+from engine.core.ingress.parsers.forms import CallGrammar
 from engine.core.settings import DraftLimits
 from engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
 from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.scheduler import Scheduler
+from engine.model.build import make_grammars
 from engine.model.decoder import Decoder
+from engine.model.engine import Engine, ExportedSegment
+from engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.model import random_logits
 from tests.model.random_logits import assignment
-from tests.model.test_drafts import CHEAP, SPOILT, Output, Told, accepted, make_engine, mixed, right, run, wrong
+from tests.model.test_drafts import (
+    CHEAP,
+    SPOILT,
+    Output,
+    Told,
+    accepted,
+    make_engine,
+    mixed,
+    right,
+    run,
+    take,
+    wrong,
+)
 from tests.model.test_exactness import load_decoder
 from tests.model.test_grammars import FORMS, VOCAB, favoured, grammars, schema_grammar, thoughtful, tokenizer
 
@@ -57,6 +76,7 @@ def requests() -> list[Assignment]:
         "regex": Grammar(GrammarKind.REGEX, "(Ann|Bob)(, (Ann|Bob|[a-z]{1,4})){3,9}"),
         "choice": Grammar(GrammarKind.CHOICE, json.dumps(["delivered to Ann", "delivered to Bob", "delayed"])),
         "free": None,
+        "call": CallGrammar(HERMES.form, {"report": ORDER}, {}).required(),
     }
     return [
         Assignment(
@@ -81,6 +101,39 @@ def plain(decoder: Decoder) -> dict[str, Output]:
         outputs |= run(engine, [each])
         engine.scheduler.reset()
     return outputs
+
+
+def run_split(prefill: Engine, decode: Engine, assignments: Sequence[Assignment]) -> dict[str, Output]:
+    """The answers to requests that one engine prefills and another one decodes."""
+    for engine, stage in ((prefill, Stage.PREFILL), (decode, Stage.DECODE)):
+        for each in assignments:
+            engine.submit(replace(each, stage=stage), 0.0)
+        random_logits.wait_for_grammars(engine)
+    outputs: dict[str, Output] = {each.request_id: [] for each in assignments}
+    while (step := prefill.step(0.0)) is not None:
+        take(outputs, step.events)
+        for segment in map(ExportedSegment.arrived, step.segments):
+            assert decode.import_segment(segment.header, segment.payload, 0.0)
+    assert all(len(output) == 1 for output in outputs.values()), "the rest is the other engine's"
+    while (step := decode.step(0.0)) is not None:
+        take(outputs, step.events)
+    return outputs
+
+
+def test_requests_that_are_preempted(decoder: Decoder, plain: dict[str, Output]) -> None:
+    engine = make_engine(decoder, num_blocks=16, grammars=grammars())
+    assert run(engine, requests()) == plain
+    assert engine.preemptions.num_recomputed > 0
+
+
+@pytest.mark.parametrize("spoil", [None, mixed], ids=["plain", "drafts"])
+def test_answers_decoded_by_another_engine(decoder: Decoder, plain: dict[str, Output], spoil: Spoil | None) -> None:
+    """Nothing of a grammar travels: the other engine compiles it, and takes the first token into account."""
+    others = make_grammars(resolve_model(DEFAULT_MODEL), VOCAB)
+    drafter = None if spoil is None else Told(plain, spoil)
+    prefill, decode = make_engine(decoder, grammars=grammars()), make_engine(decoder, drafter, grammars=others)
+    assert run_split(prefill, decode, requests()) == plain
+    assert (accepted(decode) > 20) == (spoil is not None)
 
 
 @pytest.mark.parametrize("spoil", SPOILT)

@@ -4,16 +4,20 @@ valid, and the same bits alone, in a batch and preempted."""
 import json
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jsonschema
 import pytest
 
 from actors.ingress.grammar_check import check_grammar
 from benchmarks.made_schemas import Schema, made_schema
+from engine.api.assembler import ChoiceAssembler
+from engine.api.requests import parse_completion
+from engine.api.spec import sampling_params
 from engine.core.answers.lead import Lead
 from engine.core.answers.reasoning_limit import ReasoningLimit
 from engine.core.errors import RequestError, StartupError
+from engine.core.ingress.detokenizer import ByteDetokenizer
 from engine.core.ingress.parsers.reasoning import Thinking
 from engine.core.types import Assignment, FinishReason, Grammar, GrammarKind
 from engine.model.build import make_grammars
@@ -174,6 +178,45 @@ def test_grammars_together_with_other_parameters(changes: dict[str, object]) -> 
             assert all(event.logprobs is not None and event.logprobs.chosen > -100 for event in found)
     if changes.get("min_tokens"):
         assert len(tokens_of(events["regex"])) >= 20, "a longer answer was possible"
+
+
+WORDS = "(red|green|blue)( (red|green|blue)){30,50}"
+PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+
+
+def choices(**fields: object) -> list[Assignment]:
+    """The requests of a completion's choices under a grammar, as the API makes them."""
+    body = {"prompt": "x", "seed": 5, "max_tokens": 300, "temperature": 1, "structured_outputs": {"regex": WORDS}}
+    spec = parse_completion(json.dumps({**body, **fields}).encode())
+    params = partial(sampling_params, spec, prompt_len=3, max_model_len=1000, vocab_size=VOCAB, default_seed=0)
+    eos = tokenizer().eos_token_ids
+    return [
+        replace(assignment(f"choice-{index}", None), sampling=params(eos_token_ids=eos, choice=index))
+        for index in range(spec.num_samples)
+    ]
+
+
+def test_several_choices_with_stop_strings_penalties_and_a_shortest_length() -> None:
+    requests = choices(n=3, logprobs=2, min_tokens=12, stop=[" blue"], **PENALTIES)
+    together = run(engine(), requests)
+    table = tokenizer().token_bytes(skip_special_tokens=True)
+    assert table is not None
+    texts = []
+    for each in requests:
+        events = together[each.request_id]
+        alone = run(engine(), [each])[each.request_id]
+        assert [(event.token_id, event.logprobs) for event in alone] == [
+            (event.token_id, event.logprobs) for event in events
+        ]
+        piece = ChoiceAssembler(ByteDetokenizer(table), (" blue",), min_tokens=12).push(events)
+        assert (piece.finish, piece.stop_reason) == (FinishReason.STOP, " blue")
+        assert 12 <= len(piece.token_ids) == len(piece.logprobs) < len(events)
+        assert re.fullmatch("(red|green|blue)( (red|green|blue))*", piece.text)
+        texts.append(piece.text)
+    assert len(set(texts)) == 3
+
+    free = run(engine(), choices(n=3, logprobs=2, min_tokens=12))
+    assert all(tokens_of(free[name]) != tokens_of(events) for name, events in together.items()), "penalties count"
 
 
 def test_a_stop_token_ends_an_answer_before_its_grammar_does() -> None:
