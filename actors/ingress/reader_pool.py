@@ -66,6 +66,11 @@ def size_of(spec: GenerationSpec) -> int:
     return sum(map(len, spec.prompts)) + MESSAGE_BYTES * len(spec.messages) + sum(map(len, values))
 
 
+def _parsed_size(request: Work) -> int:
+    """Characters of the prompts of a parsed request, which are more than the body has where parts are joined."""
+    return sum(map(len, request.prompts)) if isinstance(request, GenerationSpec) else 0
+
+
 class RequestReader:
     """Reads short requests in this process, one in each turn of the event loop, and long ones in processes beside."""
 
@@ -147,9 +152,10 @@ class RequestReader:
             async with self._turn:
                 await asyncio.sleep(0)
                 request = self._reader.parse(request)
-                if not self._reader.runs_program(request):
+                size = max(size, _parsed_size(request))
+                if size <= SHORT_BYTES and not self._reader.runs_program(request):
                     return self._reader.answer(request)
-        # Long requests, and a client's own program, which may run for long.
+        # Long requests, short ones of long prompts, and a client's own program, which may run for long.
         return await self._readers.read(request, size)
 
 

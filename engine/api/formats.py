@@ -104,7 +104,9 @@ class StructuredOutputs(StrictModel):
         default=None, description="Texts, of which the answer is one."
     )
     grammar: GrammarText | None = Field(default=None, description="A grammar in Lark or EBNF (GBNF).")
-    structural_tag: GrammarText | None = Field(default=None, description="As of `response_format`, as JSON.")
+    structural_tag: GrammarText | dict[str, Any] | None = Field(
+        default=None, description="As of `response_format`, as JSON."
+    )
     whitespace_pattern: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         default=None, description="White space between JSON's parts, as a regular expression."
     )

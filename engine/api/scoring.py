@@ -27,6 +27,8 @@ from engine.core.errors import RequestError
 from engine.core.types import TokenLogprobs
 
 MAX_LABELS = 128
+MAX_JOINED = 1 << 22
+"""Characters, or token ids, of the prompts of a request: the query counts with each item."""
 
 
 class ScoringFields(InputsFields):
@@ -58,6 +60,14 @@ class ScoringFields(InputsFields):
 
     def spec(self) -> GenerationSpec:
         """The request in normal form. Raises RequestError for texts beside token ids."""
+        num_joined = len(self.query) * len(self.items) + sum(map(len, self.items))
+        if num_joined > MAX_JOINED:
+            parts = "characters" if isinstance(self.query, str) else "token ids"
+            raise RequestError(
+                f"'query' and 'items' make prompts of {num_joined:,} {parts}, more than the {MAX_JOINED:,} that a "
+                "request may have; send the items in several requests.",
+                param="items",
+            )
         labels = tuple(dict.fromkeys(self.label_token_ids))
         return replace(
             self.of_inputs(tuple(self._joined(item) for item in self.items)),

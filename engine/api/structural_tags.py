@@ -27,6 +27,7 @@ Node = dict[str, Any]
 def tag_grammar(tag: Mapping[str, Any], param: str) -> Grammar:
     """Return the grammar of a structural tag. Raises RequestError naming the place at fault."""
     _require_known(tag, TAG_KEYS, param)
+    require(None if tag.get("type") in (None, "structural_tag") else "must be 'structural_tag'", f"{param}.type")
     if tag.get("format") is None:
         return _grammar_of_structures(tag, param)
     both = next((name for name in ("triggers", "structures", *_FLAGS) if tag.get(name)), None)

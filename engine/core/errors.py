@@ -19,12 +19,17 @@ class RaydixError(Exception):
     kind: str = "server_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _printable(message)
+        self.param = None if param is None else _printable(param)
+        super().__init__(self.message)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.param, self.__dict__))
+
+
+def _printable(text: str) -> str:
+    """The text with lone surrogates, which a client's JSON may have, as escapes: UTF-8 cannot encode them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _rebuild(kind: type[RaydixError], message: str, param: str | None, attributes: dict[str, object]) -> RaydixError:
@@ -157,6 +162,9 @@ class LateError(OverloadedError):
             retry_after_s=min(60, max(1, math.ceil(predicted_s - objective_s))),
         )
         self.late = late
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (LateError, (self.late,))
 
 
 class NoWorkerError(ServiceError):

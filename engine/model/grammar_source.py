@@ -136,8 +136,10 @@ def _separated(node: Mapping[str, Any], lines: list[str]) -> str:
     """Return tags with a text between each two, and nothing else."""
     tags = f"({_alternatives(_expression(tag, lines) for tag in node['tags'])})"
     if not node.get("stop_after_first"):
+        name = f"tags_{len(lines)}"  # a rule of its own: said twice, each level would double the grammar
+        lines.append(f"{name}: {tags}")
         separator = json.dumps(node["separator"]) if node["separator"] else ""
-        tags = f"({tags} ({separator} {tags})*)"
+        tags = f"({name} ({separator} {name})*)"
     return tags if node.get("at_least_one") else f"({tags})?"
 
 

@@ -28,7 +28,7 @@ from engine.api.responses import (
 )
 from engine.api.spec import GenerationSpec
 from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
-from engine.core.errors import ContextLengthError, OverloadedError
+from engine.core.errors import ContextLengthError, OverloadedError, RequestError
 from engine.core.types import FinishReason, TokenLogprobs
 
 CHAT = ResponseHead("chat", response_id(GenerationSpec(kind="chat"), "abc"), 1_700_000_000, "m")
@@ -306,6 +306,12 @@ def test_models_and_version() -> None:
     listed = json.loads(models_body([model]))
     assert listed == {"object": "list", "data": [model]}
     assert json.loads(version_body("1.2.3")) == {"version": "1.2.3"}
+
+
+def test_an_error_may_quote_what_utf_8_cannot_encode() -> None:
+    error = RequestError("'a.\ud800' is not supported yet.", param="a.\ud800")
+    assert json.loads(error_body(error))["error"]["param"] == "a.\\ud800"
+    assert "\\ud800" in json.loads(error_body(error))["error"]["message"]
 
 
 def test_errors() -> None:

@@ -223,6 +223,7 @@ def test_formats_of_structural_tags_come_to_grammars(form: dict[str, Any], kind:
         {"response_format": tag},
         {"structural_tag": json.dumps(tag)},
         {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+        {"structured_outputs": {"structural_tag": tag}},
     ):
         assert grammar(**fields) == Grammar(kind, source)
 

@@ -216,3 +216,13 @@ def test_the_words_of_a_message() -> None:
     assert first_words("at 1\n  | (\nerror: unclosed group\n") == "unclosed group"
     assert first_words("one\ntwo") == "one" and first_words("") == "unknown error"
     assert len(first_words("x" * 999)) == 200
+
+
+def test_nested_tags_do_not_double_the_grammar() -> None:
+    node: dict[str, Any] = {"type": "json_schema", "json_schema": {"type": "object"}}
+    sizes = []
+    for _ in range(10):
+        tag = {"type": "tag", "begin": "<", "content": node, "end": [">"]}
+        node = {"type": "tags_with_separator", "separator": ",", "tags": [tag]}
+        sizes.append(len(structural_tag_lark({"format": node})))
+    assert sizes[-1] < 20 * sizes[0]

@@ -1,5 +1,6 @@
 """Requests that every worker would be late with: they wait, are refused, or give way to others."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from engine.core.costs import WorkerCosts
 from engine.core.errors import LateError
 from engine.core.manager.directory import Directory
-from engine.core.objectives import LATE_PRIORITY, Objectives, WhenLate
+from engine.core.objectives import LATE_PRIORITY, Late, Objectives, WhenLate
 from engine.core.types import Admission, AdmitRequest, Role
 
 MakeDirectory = Callable[..., Directory]
@@ -104,3 +105,8 @@ def test_a_request_that_gave_way_goes_on_behind_others(worker: Directory) -> Non
     admit(worker, "late", 2000, WhenLate.GIVE_WAY)
     assert not admit(worker, "late", 2000, WhenLate.GIVE_WAY, priority=LATE_PRIORITY, attempt=1).gives_way
     assert worker.workers["a"].behind_us == worker.workers["a"].queued_us > 0, "its priority says so by now"
+
+
+def test_the_refusal_reaches_callers_in_other_processes() -> None:
+    error = pickle.loads(pickle.dumps(LateError(Late(predicted_s=3.0, objective_s=1.0))))
+    assert isinstance(error, LateError) and error.retry_after_s == 2 and "after 3.0 s" in error.message

@@ -514,6 +514,31 @@ def test_long_next_turns_are_left_out_while_anybody_waits() -> None:
     asyncio.run(run())
 
 
+def test_short_bodies_of_long_prompts_are_read_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        requests = RequestReader(facts(), reader()._tokenizer, 1 << 24)
+        requests.start()
+        sizes: list[int] = []
+        read = requests._readers.read
+
+        async def watched(request: Any, size: int) -> Any:
+            sizes.append(size)
+            return await read(request, size)
+
+        monkeypatch.setattr(requests._readers, "read", watched)
+        try:
+            for count in (2, 40):
+                scored = {"query": "x " * 100, "items": ["a"] * count, "label_token_ids": [1]}
+                body = json.dumps(scored).encode()
+                assert len(body) < SHORT_BYTES
+                await requests.read(("score", body), len(body))
+            assert sizes == [40 * 201]
+        finally:
+            await requests.close()
+
+    asyncio.run(run())
+
+
 def test_grammars_are_checked_in_the_process_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.ingress.reader_pool.MAX_VALID_GRAMMARS", 1)
 

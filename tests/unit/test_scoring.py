@@ -83,6 +83,8 @@ def test_the_routes_differ_in_what_they_do_by_default() -> None:
         ({"label_token_ids": [-1]}, "label_token_ids[0]"),
         ({"temperature": 1}, "temperature"),
         ({"rid": "a"}, "rid"),
+        ({"query": "1" * 4000, "items": ["a"] * 1100}, "items"),
+        ({"query": [1] * 4000, "items": [[1]] * 1100}, "items"),
     ],
     ids=str,
 )
