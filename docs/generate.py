@@ -215,8 +215,8 @@ def http_page() -> str:
         "`GET /openapi.json` says which route has which, and `GET /docs` shows the same as a page.",
         *_responses(),
         "## Python handle",
-        "`raydix.GenerateRequest` has the fields of every request, as above `store`, `continue_from_missing`, those of "
-        "tools, reasoning, the chat template and the end of a chat's prompt, and:",
+        "`raydix.GenerateRequest` has the fields of every request, of those of a chat "
+        f"{_names(ChatPromptFields, ToolFields, ReasoningFields)}, and:",
         _model_table(GenerateRequest, without=(SamplingFields, ChatPromptFields, ToolFields, ReasoningFields)),
         "`raydix.GenerateResponse` is a whole answer:",
         _model_table(GenerateResponse, without=()),
@@ -315,6 +315,12 @@ def _model_table(model: type[BaseModel], without: Sequence[type[BaseModel]]) -> 
     return "\n\n".join(parts)
 
 
+def _names(*models: type[BaseModel]) -> str:
+    """The names of all fields of the models."""
+    names = dict.fromkeys(name for model in models for name in model.model_fields)
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def _harmless_values(model: type[BaseModel], name: str) -> Sequence[object] | None:
     """The values that `engine.api.validation.only` lets pass for a field; None for a field without it."""
     for item in model.model_fields[name].metadata:
@@ -363,9 +369,11 @@ def metrics_page() -> str:
         }
     return _page(
         "# Metrics",
-        "Generated from `actors/metrics.py`. Ray exports them for Prometheus on each node, with the prefix `ray_`, and "
-        "`_total` behind a counter's name. Counters are there from the start, at 0; histograms from their first value. "
-        "`GET /metrics` has them under these names, without `ray_`, and histograms from the start, too.",
+        "Generated from `actors/metrics.py`. Ray exports them for Prometheus on each node, with the prefix `ray_`; "
+        "`GET /metrics` has them without the prefix. Both write `_total` behind the name of a counter: "
+        "`raydix_draft_tokens` is `raydix_draft_tokens_total` at `/metrics`. Counters are there from the start, "
+        "at 0; histograms from their first value, at "
+        "`GET /metrics` from the start, too.",
         *chain.from_iterable((f"## {name}", _metric_table(group, values)) for name, group in groups.items()),
         "## `/metrics` alone",
         _table(("metric", "kind", "tags", ""), [(f"`{UP.name}`", UP.kind, "`process`, `kind`", UP.description)]),

@@ -28,7 +28,9 @@ class ChatPromptFields(ChatFields):
         default=None, description="The prompt ends with the beginning of an answer; true."
     )
     continue_final_message: bool | None = Field(
-        default=None, description="Go on with the last message instead of beginning an answer."
+        default=None,
+        description="Go on with the last message instead of beginning an answer; not with "
+        "`add_generation_prompt: true`.",
     )
     echo: bool | None = Field(
         default=None, description="The answer begins with the last message's text where that is of the answer's role."
@@ -37,7 +39,7 @@ class ChatPromptFields(ChatFields):
     input_ids: GivenPrompt | None = Field(
         default=None,
         description="Ids of the whole prompt, in place of what the messages would be rendered to: where a router has "
-        "tokenized the chat before.",
+        "tokenized the chat before. `messages` is still required.",
     )
     prediction: Prediction | None = Field(
         default=None,

@@ -168,7 +168,7 @@ class Attempt(Shape):
     blocks: list[BlockRun] = Field(description="The prompt's blocks.")
     unhashed_tokens: int = Field(description="Tokens behind the last full block.")
     note: str | None = Field(description="Why there are no blocks.")
-    prefill_worker: str | None = Field(description="Worker of the prompt, if another one than the answer's.")
+    prefill_worker: str | None = Field(description="Worker of the prompt: the answer's, or another one.")
     decode_worker: str = Field(description="Worker of the answer.")
     duties: dict[str, str] = Field(
         description="Main work, at the placement, of the elastic ones among these workers and the candidates."
