@@ -2,7 +2,7 @@
 
     RAY_AUTH_MODE=token python examples/ray_handle.py --address 192.168.1.5:43737
 
-The address is the one that `raydix serve` prints; without it the only cluster on the machine is taken.
+The address is the one that `raydix serve` prints; it may be left out where no other cluster runs on the machine.
 """
 
 import argparse

@@ -118,7 +118,7 @@ def connect(address: str | None = None, *, app_name: str = "raydix") -> Client:
     """Connect to the server that runs on a Ray cluster.
 
     `address` is the cluster's, as `raydix serve` prints it; None: the cluster that this program is connected to, else
-    the only one on this machine.
+    the one on this machine. Where several run there, give the address: Ray would take one of them.
 
     Raises:
         ConnectionError: there is no such cluster.
