@@ -8,6 +8,7 @@ import pytest
 
 from actors.ingress.app import app
 from engine.api.openai_responses.requests import parse_responses
+from engine.core.errors import RequestError
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, END, MODEL, Replica, Reply, Served, body_of, call
@@ -390,3 +391,11 @@ def test_only_responses_in_the_background_could_be_cancelled(served: Served) -> 
     for unknown in ("resp_none/cancel", f"{response['id']}/cancel"):
         assert served(replica, send("POST", unknown)).json["error"]["code"] == "response_not_found"
     assert served(replica, send("GET", f"{response['id']}?cache_salt=a")).json == response
+
+
+@pytest.mark.parametrize("kind", [{}, [], 1, None, "picture"], ids=str)
+def test_an_item_of_an_unknown_type_is_refused(kind: object) -> None:
+    items = [{"type": kind, "role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match="has an item of type") as caught:
+        parse_responses(json.dumps({"input": items}).encode())
+    assert caught.value.param == "input"

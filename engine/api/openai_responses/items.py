@@ -32,7 +32,7 @@ def as_items(value: object) -> object:
         if not isinstance(item, dict):
             raise problem(f"must have objects as items, but item {number} is {describe(item)}")
         kind = item.get("type", "message")
-        if kind not in FIELDS:
+        if not isinstance(kind, str) or kind not in FIELDS:
             known = ", ".join(f"'{each}'" for each in FIELDS)
             raise problem(f"has an item of type {describe(kind)} at {number}; supported are {known}")
         for name in FIELDS[kind]:
