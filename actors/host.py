@@ -223,19 +223,18 @@ class ActorHost:
         return Incarnation(name, epoch, self._hosted.create(name, epoch), self._num_changes)
 
     async def _keep_standby(self) -> None:
-        """Create a standby if there is none, and drop one that has died, for the next call to create another."""
+        """Create a standby if there is none, and end one that is dead or hangs, for the next call to create another."""
         standby = self._standby
         if standby is None:
             if time.monotonic() >= self._started_at + STANDBY_AFTER_S:
                 self._standby = self._create()
             return
         try:
-            await answer(standby.child.check(), ASK_TIMEOUT_S)
-        except TimeoutError:
-            pass  # It may be starting on a busy machine.
-        except RayError:
-            if self._standby is standby:
+            await answer(standby.child.check(), CHECK_TIMEOUT_S)
+        except (RayError, TimeoutError):
+            if self._standby is standby:  # and not the manager by now
                 self._standby = None
+                standby.child.kill()
 
     async def _start_manager(self, child: ActorClient, name: str) -> None:
         """Start a manager that takes over from the one announced last, if that lives; returns when everything is taken

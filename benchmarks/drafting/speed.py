@@ -7,6 +7,7 @@ round has answered is forgotten, so answers are drafted from what the same clien
 
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -81,7 +82,7 @@ def _answer(worker: Worker, clients: Sequence[Client]) -> Turn:
     following = {one.request_id: other for client in clients for one, other in pairwise(client)}
     num_left = sum(map(len, clients))
     worker.answers = {}
-    before, started = _counts(worker), time.perf_counter()
+    before, started = counts_now(worker), time.perf_counter()
     for client in clients:
         worker.submit(client[0])
     while num_left:
@@ -98,10 +99,11 @@ def _answer(worker: Worker, clients: Sequence[Client]) -> Turn:
         decode_tokens=sum(len(answer.token_ids) - 1 for answer in answers.values()),
         decode_s=sum(answer.seconds for answer in answers.values()),
         decode_steps=sum(len(answer.times) - 1 for answer in answers.values()),
-        drafts=since(_counts(worker), before),
+        drafts=since(counts_now(worker), before),
         answers=blake2b(repr(sorted((name, it.token_ids) for name, it in answers.items())).encode()).hexdigest(),
     )
 
 
-def _counts(worker: Worker) -> dict[DraftSource, DraftCounts]:
-    return {source: replace(counts) for source, counts in worker.engine.scheduler.drafting.counts.items()}
+def counts_now(worker: Worker) -> dict[DraftSource, DraftCounts]:
+    """Drafts so far, by source."""
+    return deepcopy(worker.engine.scheduler.drafting.counts)

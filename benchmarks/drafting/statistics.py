@@ -88,10 +88,4 @@ def drafts(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
 
 def since(counts: Counts, before: Counts) -> Counts:
     """The counts less those of an earlier time."""
-    return {
-        source: DraftCounts(
-            counts[source].num_drafted - before[source].num_drafted,
-            counts[source].num_accepted - before[source].num_accepted,
-        )
-        for source in counts
-    }
+    return {source: counts[source].since(before[source]) for source in counts}

@@ -11,8 +11,8 @@ from benchmarks.drafting.drafters import Kind, Told, adversarial
 from benchmarks.drafting.engines import Worker, Workshop, settings
 from benchmarks.drafting.identity import CIRCUMSTANCES, Bench
 from benchmarks.drafting.questions import Question
-from benchmarks.drafting.speed import MODES, Speed
-from benchmarks.drafting.statistics import compared
+from benchmarks.drafting.speed import MODES, Speed, counts_now
+from benchmarks.drafting.statistics import compared, since
 from engine.core.settings import SchedulerLimits
 from engine.core.types import DraftSource, SamplingParams
 from engine.core.worker.block_pool import BlockPool
@@ -132,6 +132,13 @@ def test_drafts_are_of_the_vocabulary() -> None:
 
 
 # Speed and gaps
+
+
+def test_counts_are_those_of_their_time() -> None:
+    worker = Speed(SmallWorkshop()).workers["auto"]
+    before = counts_now(worker)
+    worker.engine.scheduler.drafting.counts[DraftSource.PAST].add(3, 2)
+    assert since(counts_now(worker), before)[DraftSource.PAST].num_drafted == 3
 
 
 def test_speed_of_both_engines() -> None:

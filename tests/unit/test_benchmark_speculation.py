@@ -65,7 +65,7 @@ def test_a_request_s_own_fields_count(tmp_path: Path) -> None:
 def turn(seconds: float, *, tokens: int = 41, answers: str = "a", drafted: int = 0, accepted: int = 0) -> Turn:
     """A turn with one answer whose first token takes no time."""
     counts = {source: DraftCounts() for source in DraftSource}
-    counts[DraftSource.PAST] = DraftCounts(drafted, accepted)
+    counts[DraftSource.PAST].add(drafted, accepted)
     return Turn(
         tokens=tokens,
         seconds=seconds,
@@ -103,9 +103,12 @@ def test_a_spread() -> None:
 
 
 def test_counts_since() -> None:
-    assert since({DraftSource.PAST: DraftCounts(5, 3)}, {DraftSource.PAST: DraftCounts(4, 3)}) == {
-        DraftSource.PAST: DraftCounts(1, 0)
-    }
+    before, now = DraftCounts(), DraftCounts()
+    for counts in (before, now):
+        counts.add(4, 3)
+    now.add(2, 1)
+    grown = since({DraftSource.PAST: now}, {DraftSource.PAST: before})[DraftSource.PAST]
+    assert (grown.num_drafted, grown.num_accepted) == (2, 1) and grown.lengths == {2: 1}
 
 
 def test_streams_ask_the_same_questions_as_different_clients() -> None:

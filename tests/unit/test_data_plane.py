@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from itertools import count
 from pathlib import Path
@@ -35,6 +36,7 @@ from engine.core.types import Role, Salt, SamplingParams
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.replaying import replaying_scheduler
+from engine.model.engine import Engine, StepResult
 from tests.unit.builders import ROOT, expected_answer
 from tests.unit.local_actors import MAX_MODEL_LEN, LocalWorkers, answer_of, make_dispatcher
 from tests.unit.replaying import blocks_of, requests_of, state_of, vars_of, without_tokens
@@ -366,7 +368,8 @@ def test_requests_compute_what_another_node_is_late_with(scene: Scene, monkeypat
 
         monkeypatch.setattr(segment_import_module, "answer", fetch)
         manager, dispatcher = await scene.start()
-        assert await answer_of(dispatcher, "late", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+        async with asyncio.timeout(10):  # much less than `await_timeout_s`, after which anybody would compute
+            assert await answer_of(dispatcher, "late", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
         assert not fetched
         is_over.set()
         await until(lambda: fetched and len(manager._directory.links))
@@ -465,10 +468,17 @@ def test_what_was_recorded_is_replayed(scene: Scene, tmp_path: Path, monkeypatch
     scene.run(play())
 
 
-def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path) -> None:
+def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same tokens, same actors; the manager learns of the other budget; and a recording has the change."""
     logs = LoggingSection(stimuli=str(tmp_path))
     shares = (Tenant("alice", cache_min=0.5),)
+    step = Engine.step
+
+    def slow_step(engine: Engine, now: float) -> StepResult | None:
+        time.sleep(0.003)  # or the stream could be over before it is seen to run
+        return step(engine, now)
+
+    monkeypatch.setattr(Engine, "step", slow_step)
 
     async def play() -> None:
         manager, dispatcher = await scene.start(logs=logs)

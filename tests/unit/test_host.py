@@ -182,6 +182,18 @@ def test_a_standby_that_is_dead_is_created_anew(scene: Scene) -> None:
     asyncio.run(play())
 
 
+def test_a_standby_that_hangs_is_killed_and_created_anew(scene: Scene) -> None:
+    async def play() -> None:
+        host = await start(MANAGER)
+        scene.plan.append(Child(hangs=True))
+        for _ in range(3):
+            await host.check_health()
+        assert [handle.is_dead for handle in scene.handles] == [False, True, False]
+        assert host._standby is not None and host._standby.child.handle is scene.handles[2]
+
+    asyncio.run(play())
+
+
 def test_workers_have_no_standby(scene: Scene) -> None:
     async def play() -> None:
         host = await start("decode")

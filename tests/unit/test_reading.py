@@ -514,25 +514,31 @@ def test_long_next_turns_are_left_out_while_anybody_waits() -> None:
     asyncio.run(run())
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[RequestReader, list[tuple[object, int]]]:
+    """A reader that has started, and what it will hand to its processes, with sizes."""
+    requests = RequestReader(facts(), reader()._tokenizer, 1 << 24)
+    requests.start()
+    asked: list[tuple[object, int]] = []
+    read = requests._readers.read
+
+    async def note(request: Any, size: int) -> Any:
+        asked.append((request, size))
+        return await read(request, size)
+
+    monkeypatch.setattr(requests._readers, "read", note)
+    return requests, asked
+
+
 def test_short_bodies_of_long_prompts_are_read_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        requests = RequestReader(facts(), reader()._tokenizer, 1 << 24)
-        requests.start()
-        sizes: list[int] = []
-        read = requests._readers.read
-
-        async def watched(request: Any, size: int) -> Any:
-            sizes.append(size)
-            return await read(request, size)
-
-        monkeypatch.setattr(requests._readers, "read", watched)
+        requests, asked = watched(monkeypatch)
         try:
             for count in (2, 40):
                 scored = {"query": "x " * 100, "items": ["a"] * count, "label_token_ids": [1]}
                 body = json.dumps(scored).encode()
                 assert len(body) < SHORT_BYTES
                 await requests.read(("score", body), len(body))
-            assert sizes == [40 * 201]
+            assert [size for _, size in asked] == [40 * 201]
         finally:
             await requests.close()
 
@@ -543,23 +549,14 @@ def test_grammars_are_checked_in_the_process_and_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr("actors.ingress.reader_pool.MAX_VALID_GRAMMARS", 1)
 
     async def run() -> None:
-        requests = RequestReader(facts(), reader()._tokenizer, 1 << 24)
-        requests.start()
-        asked: list[object] = []
-        read = requests._readers.read
-
-        async def watched(request: Any, size: int) -> Any:
-            asked.append(request)
-            return await read(request, size)
-
-        monkeypatch.setattr(requests._readers, "read", watched)
+        requests, asked = watched(monkeypatch)
         try:
             for regex, num_asked in (("a", 1), ("a", 1), ("b", 2), ("a", 3)):
                 reading = await requests.read(("completion", completion("x", regex=regex)), 99)
                 assert reading.spec.grammar_param == "regex" and len(asked) == num_asked
             with pytest.raises(RequestError, match="unclosed group") as error:
                 await requests.read(("completion", completion("x", regex="(")), 99)
-            assert error.value.param == "regex" and isinstance(asked[-1], GrammarQuestion)
+            assert error.value.param == "regex" and isinstance(asked[-1][0], GrammarQuestion)
         finally:
             await requests.close()
 

@@ -26,21 +26,29 @@ class Draft(NamedTuple):
 class DraftCounts:
     """Draft tokens of one source since the engine began."""
 
-    num_drafted: int = 0
-    """Computed in a step."""
-    num_accepted: int = 0
-    """Equal to the token sampled in their place, and so part of an answer."""
     lengths: Counter[int] = field(default_factory=Counter)
-    """Drafts by the number of their tokens that were computed."""
+    """Drafts by the number of their tokens that were computed in a step."""
     survivals: Counter[int] = field(default_factory=Counter)
-    """Drafts by the number of their tokens that were accepted."""
+    """Drafts by the number of their tokens that were sampled in their place, and so became part of an answer."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Computed tokens."""
+        return _num_tokens(self.lengths)
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens that became part of an answer."""
+        return _num_tokens(self.survivals)
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Count one draft."""
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
         self.lengths[num_drafted] += 1
         self.survivals[num_accepted] += 1
+
+    def since(self, before: "DraftCounts") -> "DraftCounts":
+        """The growth since an earlier time."""
+        return DraftCounts(self.lengths - before.lengths, self.survivals - before.survivals)
 
 
 def by_depth(drafts: Mapping[int, int]) -> dict[str, int]:
@@ -50,3 +58,7 @@ def by_depth(drafts: Mapping[int, int]) -> dict[str, int]:
         name: sum(count * max(0, min(length, last) - first + 1) for length, count in drafts.items())
         for name, (first, last) in DEPTHS.items()
     }
+
+
+def _num_tokens(drafts: Mapping[int, int]) -> int:
+    return sum(length * count for length, count in drafts.items())
