@@ -314,6 +314,7 @@ class Preparation:
                     default_seed=origin.seed,
                     prediction=prediction,
                 )
+                generation.reasoning_turn = self._reasoning_turn(chat)
                 answers.append(self._answer(spec, generation, index, chat, origin))
             await asyncio.sleep(0)  # others' tokens pass between prompts
 
@@ -407,6 +408,12 @@ class Preparation:
             has_only_calls=tools is not None and bool(tools.required),
             shows_reasoning=spec.reasoning.is_shown,
         )
+
+    def _reasoning_turn(self, chat: Chat | None) -> int | None:
+        """Number of earlier answers in a chat with a model that writes reasoning."""
+        if chat is None or not self._facts.has_reasoning:
+            return None
+        return sum(message["role"] == "assistant" for message in chat.messages)
 
     def _call_id(self, unique: str) -> str:
         return unique[:9] if self._facts.tool_format.has_short_ids else f"call_{unique}"

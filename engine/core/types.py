@@ -381,6 +381,8 @@ class AdmitRequest:
     """The request's own, which go before those of the configuration."""
     priority: int = 0
     """As `Assignment.priority`."""
+    reasoning_turn: int | None = None
+    """Number of earlier answers in a chat whose next answer may begin with reasoning; None for other requests."""
 
     @property
     def is_behind(self) -> bool:

@@ -247,6 +247,31 @@ def test_only_the_deployment_concerned_restarts(live: Live) -> None:
     assert cached(live.server.complete(prompt, max_tokens=1)) >= 144
 
 
+def test_explain_names_a_template_that_leaves_reasoning_out(live: Live) -> None:
+    """The first turn has two answers, so that nobody computes the second turn's prompt beforehand."""
+    assert live.deploy(changed(model={"reasoning_parser": "think"})).returncode == 0
+    eventually(lambda: live.server.request("GET", "/health")[0] == 200, "the next ingress")
+
+    def chat(messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+        status, _, data = live.server.request("POST", "/v1/chat/completions", {"messages": messages, **fields})
+        assert status == 200, data
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+    question = {"role": "user", "content": "Name the largest planet, and say in a few words what it is made of."}
+    first = chat([question], n=2, max_tokens=40)
+    shown = {"role": "assistant", "content": "It is Jupiter, which is made of hydrogen and helium above all."}
+    second = chat([question, shown, question], max_tokens=4)
+
+    def sources(answer: dict[str, Any]) -> list[str]:
+        _, _, data = live.server.request("GET", f"/v1/requests/{answer['id']}/explain")
+        return [run["source"] for run in json.loads(data)["choices"][0]["attempts"][0]["blocks"]]
+
+    assert sources(first) == ["never_seen"]
+    assert sources(second)[-2:] == ["reasoning_left_out", "never_seen"]
+    assert len(sources(second)) == 3, "a hit before them"
+
+
 def test_bad_configurations_change_nothing(live: Live) -> None:
     assert live.deploy(CONFIG).returncode == 0
     before, settings = live.parts(), live.settings()

@@ -16,6 +16,7 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     BlockHash,
+    CacheHints,
     DraftSource,
     DraftUse,
     Ended,
@@ -616,6 +617,33 @@ def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory
     assert sources_of_admission(directory, "late", A, B) == [BlockSource.LOCAL, BlockSource.EVICTED]
     assert directory.statistics.sources[BlockSource.LOCAL] == 3
     assert directory.statistics.evicted_blocks[EvictionReason.FULL] == 1
+
+
+def test_a_template_that_leaves_reasoning_out_is_named_as_the_reason(make_directory: MakeDirectory) -> None:
+    """Turns of a chat whose answers reasoned; the last full block of the second prompt ends before its question."""
+    directory = make_directory()
+    join(directory, "m", Role.MIXED)
+
+    def missed(name: str, turn: int | None, *hashes: BlockHash, tenant: str = "t") -> list[BlockSource]:
+        request = AdmitRequest(name, 0, hashes, len(hashes) * 4 + 2, cache=CacheHints(tenant), reasoning_turn=turn)
+        directory.admit(request, 0.0)
+        directory.end_request(name, 0.0)
+        return sources(directory, name)
+
+    assert missed("first", 0, A) == [BlockSource.NEVER_SEEN]
+    seal(directory, "m", A)
+    assert missed("another question", 0, A, b"ay") == [BlockSource.LOCAL, BlockSource.NEVER_SEEN]
+    assert missed("of another tenant", 1, A, b"az", tenant="u") == [BlockSource.LOCAL, BlockSource.NEVER_SEEN]
+    assert missed("no reasoning", None, A, b"aw") == [BlockSource.LOCAL, BlockSource.DIVERGED]
+    expected = [BlockSource.LOCAL, BlockSource.REASONING_LEFT_OUT, BlockSource.NEVER_SEEN]
+    assert missed("second", 1, A, B, C) == expected
+    seal(directory, "m", B, C)
+    assert missed("second, asked otherwise", 1, A, B, C, b"abcx") == [BlockSource.LOCAL] * 3 + [BlockSource.NEVER_SEEN]
+    assert missed("third", 2, A, B, C, D) == [BlockSource.LOCAL] * 3 + [BlockSource.REASONING_LEFT_OUT]
+    seal(directory, "m", D)
+    evict(directory, "m", D)
+    assert missed("again", 2, A, B, C, D) == [BlockSource.LOCAL] * 3 + [BlockSource.EVICTED]
+    assert directory.statistics.sources[BlockSource.REASONING_LEFT_OUT] == 2
 
 
 def test_what_a_pool_loses_counts_once_and_for_its_reason(make_directory: MakeDirectory) -> None:

@@ -19,8 +19,9 @@ from engine.api.requests import parse_chat
 from engine.api.spec import ReasoningUse
 from engine.core.answers.lead import Lead
 from engine.core.errors import RequestError
+from engine.core.ingress.cluster_view import ModelFacts
 from engine.core.ingress.parsers.reasoning import Thinking, begins_inside, ends_reasoning
-from engine.core.types import FinishReason, Grammar, GrammarKind
+from engine.core.types import AdmitRequest, FinishReason, Grammar, GrammarKind
 from tests.unit.ingress import CONTEXT, END, MODEL, VOCAB, LetterTokenizer, Replica
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is noon."
@@ -98,6 +99,21 @@ def test_reasoning_stands_beside_the_text() -> None:
     num_reasoning = len(THOUGHT) - len("\n\nIt is noon.") - len("<think")
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
     assert answer["usage"]["completion_tokens"] == len(THOUGHT) + 1
+
+
+def test_the_manager_is_told_which_turn_may_reason() -> None:
+    user, earlier = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+
+    def turn(made: Replica, route: str = "chat", **fields: Any) -> int | None:
+        job = asyncio.run(made.closed_job(route, **fields))
+        facts = ModelFacts("model", block_size=4, await_timeout_s=1.0)
+        asked: AdmitRequest = job.answers[0].generation.admit_request(b"root", facts, "i", ())
+        return asked.reasoning_turn
+
+    assert turn(replica(THOUGHT)) == 0
+    assert turn(replica(THOUGHT), messages=[user, earlier, user, earlier, user]) == 2
+    assert turn(replica(THOUGHT), "completion") is None
+    assert turn(Replica(), messages=[user, earlier, user]) is None, "the model writes no reasoning"
 
 
 def test_a_stream_says_the_same() -> None:

@@ -54,6 +54,8 @@ class Generation:
     objectives: Objectives = NO_OBJECTIVES
     prediction: tuple[int, ...] = ()
     """As `Assignment.prediction`."""
+    reasoning_turn: int | None = None
+    """As `AdmitRequest.reasoning_turn`."""
     answer_name: bytes = b""
     """As `AdmitRequest.answer_name`, from the first admission on."""
     tokens: list[int] = field(default_factory=list)
@@ -204,6 +206,7 @@ class Generation:
             answer_name=self.named_answer(chain, hashes) if model.names_answers else b"",
             objectives=self.objectives,
             priority=self.priority,
+            reasoning_turn=self.reasoning_turn,
         )
 
     def named_answer(self, chain: BlockChain, hashes: Sequence[BlockHash]) -> bytes:

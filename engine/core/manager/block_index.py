@@ -3,13 +3,16 @@
 from collections import OrderedDict, defaultdict
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from engine.core.manager.cache_events import CacheEvents, CacheUpdate
 from engine.core.manager.cache_statistics import ROOM_REASONS, CacheStatistics
 from engine.core.types import BlockHash, EvictionReason, SegmentHeader
 
 MAX_REMEMBERED = 1 << 17
-"""Limit of the evicted blocks, and of the continuations of blocks, remembered to explain misses."""
+"""Limit of the evicted blocks, and of the notes about blocks, remembered to explain misses."""
+
+V = TypeVar("V")
 
 GC_THRESHOLDS = (10_000, 10, 10_000)
 """For the manager's process: the index is millions of objects without cycles, and a full collection, usual after a
@@ -263,8 +266,8 @@ class BlockIndex:
             self._events.add(False, block_hash)
 
 
-class Continuations:
-    """For each tenant, the block that followed a block in the tenant's last prompt with new blocks.
+class BlockNotes(Generic[V]):
+    """For each tenant, what was last noted about each of some blocks.
 
     Keeps the last `capacity` entries, and at most as many older ones. The older ones are forgotten all at once: one by
     one, forgetting would cost as much as noting.
@@ -272,18 +275,18 @@ class Continuations:
 
     def __init__(self, capacity: int = MAX_REMEMBERED) -> None:
         self._capacity = capacity
-        self._recent: defaultdict[str, dict[BlockHash, BlockHash]] = defaultdict(dict)
-        self._older: defaultdict[str, dict[BlockHash, BlockHash]] = defaultdict(dict)
+        self._recent: defaultdict[str, dict[BlockHash, V]] = defaultdict(dict)
+        self._older: defaultdict[str, dict[BlockHash, V]] = defaultdict(dict)
         self._num_recent = 0
 
-    def after(self, tenant: str, hashes: Iterable[BlockHash]) -> list[BlockHash | None]:
-        """The blocks that followed each of `hashes`; None if unknown."""
+    def of(self, tenant: str, hashes: Iterable[BlockHash]) -> list[V | None]:
+        """The note about each of `hashes`; None if there is none."""
         recent, older = self._recent[tenant], self._older[tenant]
-        return [recent.get(block_hash) or older.get(block_hash) for block_hash in hashes]
+        return [recent.get(block_hash, older.get(block_hash)) for block_hash in hashes]
 
-    def note(self, tenant: str, links: Mapping[BlockHash, BlockHash]) -> None:
-        """Note the blocks that follow others in a prompt."""
-        self._recent[tenant].update(links)
-        self._num_recent += len(links)
+    def note(self, tenant: str, notes: Mapping[BlockHash, V]) -> None:
+        """Note something about each of some blocks, in place of what was noted before."""
+        self._recent[tenant].update(notes)
+        self._num_recent += len(notes)
         if self._num_recent >= self._capacity:
             self._older, self._recent, self._num_recent = self._recent, defaultdict(dict), 0

@@ -35,6 +35,8 @@ class BlockSource(StrEnum):
     """Stored before, and evicted to make room."""
     DIVERGED = "diverged"
     """The blocks before this one are known, with another continuation."""
+    REASONING_LEFT_OUT = "reasoning_left_out"
+    """An answer began here in an earlier turn, with reasoning that the chat template leaves out of later prompts."""
     RECOMPUTED = "recomputed"
     """Stored somewhere, but computing was predicted to be faster."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from engine.core.manager.block_index import BlockIndex, BlockRecord, Continuations
+from engine.core.manager.block_index import BlockIndex, BlockNotes, BlockRecord
 from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
 from engine.core.manager.placement import Placement, Prediction
@@ -13,7 +13,7 @@ from engine.core.types import AdmitRequest, BlockHash, Role
 
 
 class Explanations:
-    """Writes `decisions` and the `statistics` of admissions; owner of the continuations of blocks."""
+    """Writes `decisions` and the `statistics` of admissions; owner of the notes about blocks that explain misses."""
 
     def __init__(
         self,
@@ -29,7 +29,10 @@ class Explanations:
         self._decisions = decisions
         self._block_size = block_size
         self._keeps_segments = keeps_segments
-        self._continuations = Continuations()
+        self._continuations: BlockNotes[BlockHash] = BlockNotes()
+        """The block that followed a block in the tenant's last prompt with new blocks."""
+        self._reasoned: BlockNotes[int] = BlockNotes()
+        """The last turn in which an answer that may have reasoned began behind a block."""
 
     def record(
         self,
@@ -48,6 +51,9 @@ class Explanations:
         computed = self._misses(request, records, num_cached)
         local = ((BlockSource.LOCAL, num_local),) if num_local else ()
         runs = (*local, *runs_of(chain(imported, computed)))
+
+        if request.reasoning_turn is not None and request.hashes:
+            self._reasoned.note(request.cache.tenant, {request.hashes[-1]: request.reasoning_turn})
 
         considered = best_considered(placement)
         decision = Decision(
@@ -76,19 +82,25 @@ class Explanations:
         prompt."""
         if num_cached == len(request.hashes):
             return []
+        tenant, turn = request.cache.tenant, request.reasoning_turn or 0
         hashes, parents = request.hashes[num_cached:], (b"", *request.hashes)[num_cached:-1]
-        followers = self._continuations.after(request.cache.tenant, parents)
+        followers = self._continuations.of(tenant, parents)
+        reasoned = self._reasoned.of(tenant, parents) if turn else [None] * len(parents)
         gone = self._blocks.gone
         reasons: list[BlockSource] = []
         links: dict[BlockHash, BlockHash] = {}
 
-        for parent, block_hash, record, follower in zip(parents, hashes, records[num_cached:], followers, strict=True):
+        for parent, block_hash, record, follower, earlier in zip(
+            parents, hashes, records[num_cached:], followers, reasoned, strict=True
+        ):
             if record is not None:
                 reasons.append(BlockSource.RECOMPUTED)
                 continue
             if block_hash in gone:
                 reasons.append(BlockSource.EVICTED)
                 self._statistics.num_returned_blocks += gone[block_hash]
+            elif earlier is not None and earlier < turn:
+                reasons.append(BlockSource.REASONING_LEFT_OUT)
             elif follower is not None and follower != block_hash:
                 reasons.append(BlockSource.DIVERGED)
             else:
@@ -96,7 +108,7 @@ class Explanations:
             if parent:
                 links[parent] = block_hash
 
-        self._continuations.note(request.cache.tenant, links)
+        self._continuations.note(tenant, links)
         return reasons
 
 

@@ -36,6 +36,7 @@ class AdmitNote(NamedTuple):
     avoided: tuple[str, ...]
     objectives: Objectives
     priority: int
+    reasoning_turn: int | None
 
     def recall(self, machine: object) -> AdmitRequest:
         return AdmitRequest(
@@ -50,6 +51,7 @@ class AdmitNote(NamedTuple):
             avoided=self.avoided,
             objectives=self.objectives,
             priority=self.priority,
+            reasoning_turn=self.reasoning_turn,
         )
 
 
