@@ -4,6 +4,7 @@ Calls that gather in one turn of the event loop go out as one call for each rece
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -47,6 +48,8 @@ from engine.core.types import AdmitRequest, BlockHash, TokenEvent, WorkerInfo
 logger = logging.getLogger(__name__)
 
 PING_S = 1.0
+LOOKS_PER_PING = 4
+"""Looks for silent workers in `PING_S`."""
 ADMIT_TIMEOUT_S = 2.0
 """A manager that has not placed a request after so long is silent."""
 MEMBERSHIP_TIMEOUT_S = 2.0
@@ -281,15 +284,19 @@ class Dispatcher:
             self._dispatch.not_settled(settle.ended)
 
     async def _keep_alive(self) -> None:
-        """Ping the workers at a steady pace: nothing here waits for the manager, whose silence is not theirs."""
+        """Ping the workers and look for silent ones at a steady pace: nothing here waits for the manager, whose silence
+        is not theirs."""
         late_s = 0.0
-        while True:
+        for number in itertools.count():
+            is_ping = number % LOOKS_PER_PING == 0
+            look = self._dispatch.keep_alive if is_ping else self._dispatch.leave_silent
             try:
-                self._carry_out(self._dispatch.keep_alive(time.monotonic(), late_s))
+                self._carry_out(look(time.monotonic(), late_s))
             except Exception:  # Without pings workers would give up all requests of this replica.
                 logger.exception("workers not told that this replica is alive")
-            self._flush_soon()  # what could not be told while the manager was away
-            late_s = await sleep(PING_S)
+            if is_ping:
+                self._flush_soon()  # what could not be told while the manager was away
+            late_s = await sleep(PING_S / LOOKS_PER_PING)
 
     # Workers
 

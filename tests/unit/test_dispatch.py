@@ -392,6 +392,17 @@ def test_workers_are_told_for_which_requests_to_wait_on() -> None:
     assert Ping("d", []) in dispatch.keep_alive(2.0, 0.0)
 
 
+def test_a_silent_worker_is_left_between_two_pings() -> None:
+    dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
+    submitted(dispatch)
+    dispatch.ping_answered("d", 2.0)
+    dispatch.ping_answered("p", 4.0)
+    assert dispatch.leave_silent(5.0, 0.0) == []
+    instructions = dispatch.leave_silent(5.2, 0.0)
+    assert of_type(instructions, WorkerSilent) == [WorkerSilent("d", 1)]
+    assert of_type(instructions, Ping) == []
+
+
 def test_requests_of_a_silent_worker_go_on_elsewhere() -> None:
     dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
     submitted(dispatch)

@@ -283,15 +283,21 @@ class Dispatch:
 
     @stimulus
     def keep_alive(self, now: float, late_s: float) -> list[Instruction]:
-        """Tell workers and the manager that this replica is alive, and have the requests of silent workers go on
-        elsewhere. `late_s`: how much later than planned this call comes, because this process stood still."""
+        """Tell workers and the manager that this replica is alive, and leave silent workers (`leave_silent`)."""
+        instructions = self.leave_silent(now, late_s)
+        pings = [Ping(worker_id, self._awaiting_prefill(worker_id)) for worker_id in self._view.followed]
+        return [*instructions, *pings, AskWorkers(is_probe=True)]
+
+    @stimulus
+    def leave_silent(self, now: float, late_s: float) -> list[Instruction]:
+        """Have the requests of silent workers go on elsewhere. `late_s`: how much later than planned this call comes,
+        because this process stood still."""
         self._view.stood_still(late_s)
         instructions: list[Instruction] = []
         for worker_id in sorted(self._view.newly_silent(now)):
             affected = self._affected_by(worker_id)
             instructions += [WorkerSilent(worker_id, len(affected)), *self._do_without(worker_id, affected, now)]
-        pings = [Ping(worker_id, self._awaiting_prefill(worker_id)) for worker_id in self._view.followed]
-        return [*instructions, *pings, AskWorkers(is_probe=True)]
+        return instructions
 
     @stimulus
     def ping_answered(self, worker_id: str, now: float) -> None:

@@ -26,7 +26,7 @@ from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.elastic import SHRINK_S, Elastic, Plan
 from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
-from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.manager.instructions import Export, Instruction, Lost
 from engine.core.manager.integrity import check_records
 from engine.core.manager.lateness import check_in_time
 from engine.core.manager.links import Links
@@ -278,8 +278,6 @@ class Directory(SegmentEvents):
             instructions.append(Export(worker_id, awaited))
         return instructions
 
-    # Exports
-
     @stimulus
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
@@ -288,28 +286,6 @@ class Directory(SegmentEvents):
         failed = self._supply.take_back(worker_id, hashes)
         evicted = [(block_hash, EvictionReason.FULL) for block_hash in failed]
         return self.blocks_changed(worker_id, epoch, sealed=(), evicted=evicted) + self._supply.fail(failed)
-
-    @stimulus
-    def blocks_unsent(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
-        """A worker could not send blocks after a request to export, and may hold the blocks still.
-
-        No holder is asked again for the waiting workers, since exports could fail for ever: the workers compute.
-        """
-        if self.workers.current(worker_id, epoch) is None:
-            return []
-        return self._supply.fail(self._supply.take_back(worker_id, hashes), asks_holders=False)
-
-    @stimulus
-    def save(self) -> list[Instruction]:
-        """Ask the workers that stay for exports of blocks without a segment, to the disk; called periodically."""
-        staying = [worker for worker in self.workers.values() if not worker.is_leaving]
-        return ask_for_blocks(staying, self._blocks, self._supply)
-
-    @stimulus
-    def replace_stalled(self, now: float, patience_s: float) -> list[Instruction]:
-        """Replace producers that have sent nothing for `patience_s` (`Supply.replace_stalled`). `now`: monotonic
-        seconds."""
-        return self._supply.replace_stalled(now, patience_s)
 
     # Requests
 
@@ -422,19 +398,6 @@ class Directory(SegmentEvents):
         if self.segments.disk_budget_bytes:
             worker.unsaved += [h for h, record in zip(hashes, records, strict=True) if record.segment is None]
         return self._supply.sealed(worker.worker_id, hashes, records)
-
-    def _supply_to(self, reservation: Reservation, worker_id: str, hashes: Sequence[BlockHash]) -> list[Instruction]:
-        """Arrange that a worker gets blocks: from segments now, from other workers or producers when ready."""
-        if not hashes:
-            return []
-        instructions: list[Instruction] = []
-        segments, exports = self._supply.arrange(worker_id, hashes)
-        reservation.leased += segments
-        for segment in segments:
-            instructions += self.segments.lease(segment, worker_id)
-            if segment.is_in_store:
-                instructions.append(Deliver(worker_id, segment))
-        return [*instructions, *exports]
 
     def _nodes_changed(self) -> None:
         """A worker has come or gone, and maybe its node."""

@@ -1,4 +1,4 @@
-"""The directory's part for segments: exported, fetched, written to disk, read again, lost."""
+"""The directory's part for segments: asked for, exported, fetched, written to disk, read again, lost."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -8,13 +8,14 @@ from engine.core.manager.disk_instructions import DiskInstruction
 from engine.core.manager.instructions import Deliver, Instruction
 from engine.core.manager.links import Links
 from engine.core.manager.reservations import Reservation, Workers
+from engine.core.manager.saving import ask_for_blocks
 from engine.core.manager.segment_store import SegmentStore
 from engine.core.manager.succession import Offer
 from engine.core.manager.supply import Supply
 from engine.core.stimuli import stimulus
 from engine.core.types import BlockHash, SegmentHeader
 
-PATIENCE_S = 0.5
+PATIENCE_S = 0.25
 PATIENCE = 3.0
 """A fetch from another node is late after `PATIENCE_S` and `PATIENCE` times what it is predicted to take."""
 
@@ -120,6 +121,30 @@ class SegmentEvents:
             return []
         return self._deliver(self.segments.read(segment, ref, now), segment)
 
+    # Exports that workers are asked for
+
+    @stimulus
+    def blocks_unsent(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """A worker could not send blocks after a request to export, and may hold the blocks still.
+
+        No holder is asked again for the waiting workers, since exports could fail for ever: the workers compute.
+        """
+        if self.workers.current(worker_id, epoch) is None:
+            return []
+        return self._supply.fail(self._supply.take_back(worker_id, hashes), asks_holders=False)
+
+    @stimulus
+    def save(self) -> list[Instruction]:
+        """Ask the workers that stay for exports of blocks without a segment, to the disk; called periodically."""
+        staying = [worker for worker in self.workers.values() if not worker.is_leaving]
+        return ask_for_blocks(staying, self._blocks, self._supply)
+
+    @stimulus
+    def replace_stalled(self, now: float, patience_s: float) -> list[Instruction]:
+        """Replace producers that have sent nothing for `patience_s` (`Supply.replace_stalled`). `now`: monotonic
+        seconds."""
+        return self._supply.replace_stalled(now, patience_s)
+
     # From one manager to the next
 
     @stimulus
@@ -154,6 +179,19 @@ class SegmentEvents:
         """True if no segment has a block."""
         record = self._blocks.get(block_hash)
         return record is None or record.segment is None
+
+    def _supply_to(self, reservation: Reservation, worker_id: str, hashes: Sequence[BlockHash]) -> list[Instruction]:
+        """Arrange that a worker gets blocks: from segments now, from other workers or producers when ready."""
+        if not hashes:
+            return []
+        instructions: list[Instruction] = []
+        segments, exports = self._supply.arrange(worker_id, hashes)
+        reservation.leased += segments
+        for segment in segments:
+            instructions += self.segments.lease(segment, worker_id)
+            if segment.is_in_store:
+                instructions.append(Deliver(worker_id, segment))
+        return [*instructions, *exports]
 
     def _deliver(self, receivers: Iterable[str], segment: Segment) -> list[Instruction]:
         """Hand a segment to the registered workers among `receivers`."""
