@@ -392,6 +392,36 @@ def test_workers_are_told_for_which_requests_to_wait_on() -> None:
     assert Ping("d", []) in dispatch.keep_alive(2.0, 0.0)
 
 
+def test_a_worker_whose_stream_ended_is_avoided_for_a_while_though_nobody_calls_it_dead() -> None:
+    dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
+    submitted(dispatch)
+    dispatch.ping_answered("p", 4.0)
+
+    def avoided(name: str, now: float) -> tuple[str, ...]:
+        [admit] = of_type(dispatch.begin(make_generation(name), now), Admit)
+        return admit.request.avoided
+
+    [again] = of_type(dispatch.worker_lost("d", 1, "unavailable", 4.0, is_dead=False), Admit)
+    assert again.request.avoided == ("d",) == avoided("s", 4.1)
+    dispatch.ping_answered("p", 6.0)
+    dispatch.leave_silent(6.0, 0.0)
+    assert avoided("t", 6.1) == ("d",)
+    dispatch.ping_answered("p", 9.0)
+    dispatch.leave_silent(9.0, 0.0)
+    assert avoided("u", 9.1) == (), "it may have been listed again meanwhile"
+
+
+def test_a_doubted_worker_that_is_heard_is_doubted_no_longer() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    dispatch.worker_lost("d", 1, "unavailable", 4.0, is_dead=False)
+    dispatch.admitted("r", 1, admission_of(1), 4.1)
+    dispatch.found("d", 1, 4.2)
+    dispatch.tokens("d", [], 4.3)
+    [admit] = of_type(dispatch.begin(make_generation("s"), 4.4), Admit)
+    assert admit.request.avoided == ()
+
+
 def test_a_silent_worker_is_left_between_two_pings() -> None:
     dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
     submitted(dispatch)

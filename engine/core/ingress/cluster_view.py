@@ -6,6 +6,7 @@
 | followed | an answer under the worker's name | the end of the token stream |
 | leaving | the manager's list | the manager drops the worker |
 | silent | no token and no answer to a ping for some time | the next sign of life |
+| doubted | the token stream has ended, and nobody says that the worker is dead | the next sign of life, or some time |
 | dead | the error at the end of the token stream | for good: a successor has a higher epoch |
 """
 
@@ -31,6 +32,9 @@ class Timeouts:
     worker_silent_s: float = 3.0
     """A worker that has sent no token and answered no ping for so long, which is three pings, is silent: its requests
     go to others, if there are others."""
+    worker_doubted_s: float = 5.0
+    """A worker whose token stream has ended is avoided for so long. By then the manager has heard it or has forgotten
+    it."""
     manager_missed_s: float = 4.0
     """A manager that has not answered for so long is being replaced; workers may register with its successor."""
     manager_gone_s: float = 180.0
@@ -70,6 +74,8 @@ class ClusterView:
         self._signs = SignsOfLife()
         """Of followed workers."""
         self._silent: set[str] = set()
+        self._doubted: dict[str, float] = {}
+        """End of the doubt about each worker that is doubted."""
         self._listed: frozenset[str] = frozenset()
         """Workers of the manager's last list."""
         self._leaving: frozenset[str] = frozenset()
@@ -135,7 +141,7 @@ class ClusterView:
     def preferred(self, session: str) -> WorkerInfo | None:
         """The worker for a whole request without the manager: of those that decode, if there are any, the one that the
         session prefers. None without a worker."""
-        heard = [each for each in self._registered.values() if each.worker_id not in self._silent]
+        heard = [each for each in self._registered.values() if each.worker_id not in self.avoided]
         heard = [each for each in heard if each.worker_id not in self._leaving] or heard
         able = [each.worker_id for each in heard if each.role is not Role.PREFILL]
         worker_ids = able or [each.worker_id for each in heard] or [*self._registered]
@@ -187,13 +193,15 @@ class ClusterView:
         self._followed[worker_id] = epoch
         self._signs.heard(worker_id, now)
 
-    def leave(self, worker_id: str, *, is_dead: bool) -> int:
+    def leave(self, worker_id: str, now: float, *, is_dead: bool) -> int:
         """Follow a worker no longer; returns the epoch of the incarnation."""
         epoch = self._followed.pop(worker_id)
         self._signs.forget(worker_id)
         self._silent.discard(worker_id)
         if is_dead:
             self._note_dead(worker_id, epoch)
+        else:
+            self._doubted[worker_id] = now + self._timeouts.worker_doubted_s
         return epoch
 
     def forget(self, worker_id: str, epoch: int) -> None:
@@ -209,18 +217,21 @@ class ClusterView:
         if worker_id in self._signs:
             self._signs.heard(worker_id, now)
             self._silent.discard(worker_id)
+            self._doubted.pop(worker_id, None)
 
     def stood_still(self, late_s: float) -> None:
         """Extend all deadlines by `late_s`, for which this process itself was stopped and received nothing."""
         self._signs.stood_still(late_s)
 
     @property
-    def silent(self) -> Set[str]:
-        """Followed workers that are silent; none if no other worker could take their requests."""
-        return self._silent
+    def avoided(self) -> Set[str]:
+        """Workers that are silent or doubted; none if no other worker could take their requests."""
+        avoided = self._silent | self._doubted.keys()
+        return avoided if self._registered.keys() - avoided else set()
 
     def newly_silent(self, now: float) -> Set[str]:
-        """Bring `silent` up to date; returns the workers that were not silent before."""
+        """Bring `avoided` up to date; returns the workers that were not silent before."""
+        self._doubted = {worker_id: until for worker_id, until in self._doubted.items() if now < until}
         silent = set(self._signs.silent(now, self._timeouts.worker_silent_s))
         before, self._silent = self._silent, silent if self._registered.keys() - silent else set()
         return self._silent - before
@@ -228,7 +239,7 @@ class ClusterView:
     @property
     def to_be_left(self) -> Sequence[str]:
         """Followed workers that are about to stop, if another worker that is heard could take their requests."""
-        others = self._registered.keys() & self._listed - self._leaving - self._silent
+        others = self._registered.keys() & self._listed - self._leaving - self.avoided
         return sorted(self._leaving & self._followed.keys()) if others else ()
 
     # Inside

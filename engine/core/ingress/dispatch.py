@@ -230,7 +230,7 @@ class Dispatch:
         followed = self._view.followed.get(worker_id)
         if followed is None or followed > epoch:
             return []
-        self._view.leave(worker_id, is_dead=is_dead)
+        self._view.leave(worker_id, now, is_dead=is_dead)
 
         affected = self._affected_by(worker_id)
         return [WorkerLost(worker_id, followed, reason, len(affected)), *self._do_without(worker_id, affected, now)]
@@ -317,7 +317,7 @@ class Dispatch:
             self._retry(entry, now)
             return [AskWorkers()]
         self._retries.drop(entry.generation.request_id)
-        entry.avoided = tuple(sorted(self._view.silent))
+        entry.avoided = tuple(sorted(self._view.avoided))
         request = entry.generation.admit_request(self._view.root, self._model, self._ingress_id, entry.avoided)
         return [Admit(request)]
 
@@ -333,7 +333,7 @@ class Dispatch:
         manager was asked is avoided: nothing would move the request away from it later."""
         admission = entry.admission
         assert admission is not None
-        if {admission.prefill, admission.decode} & (self._view.silent - {*entry.avoided}):
+        if {admission.prefill, admission.decode} & (self._view.avoided - {*entry.avoided}):
             entry.admission = None
             return self._admit(entry, now)
 
