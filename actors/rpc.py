@@ -75,8 +75,8 @@ class WorkerClient(ActorClient):
     def submit(self, assignments: Sequence[Assignment]) -> Awaitable[None]:
         return _sent(self.handle.submit.remote(assignments))
 
-    def abort(self, request_ids: Sequence[str], *, has_ended: bool = False) -> Awaitable[None]:
-        return _sent(self.handle.abort.remote(request_ids, has_ended=has_ended))
+    def abort(self, request_id: str, attempt: int, *, has_ended: bool = False) -> Awaitable[None]:
+        return _sent(self.handle.abort.remote(request_id, attempt, has_ended))
 
     def stop_awaiting(self, request_ids: Sequence[str]) -> Awaitable[None]:
         return _sent(self.handle.stop_awaiting.remote(request_ids))

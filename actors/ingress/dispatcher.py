@@ -203,8 +203,8 @@ class Dispatcher:
                 call = run_detached(client.submit, assignments)
                 self._background.start(self._submitted(call, instruction))
                 return
-            case Abort(_, request_id, has_ended):
-                send = partial(client.abort, [request_id], has_ended=has_ended)
+            case Abort(_, request_id, attempt, has_ended):
+                send = partial(client.abort, request_id, attempt, has_ended=has_ended)
             case StopAwaiting(_, request_id):
                 send = partial(client.stop_awaiting, [request_id])
             case Ping(_, awaiting):

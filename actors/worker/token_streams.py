@@ -33,14 +33,17 @@ class TokenStreams:
     def begin(self, assignments: Iterable[Assignment]) -> None:
         """Expect events of these attempts; nobody reads what is computed at idle priority."""
         for assignment in assignments:
-            if not assignment.is_idle:
+            known, _ = self._reply_to.get(assignment.request_id, (assignment.attempt, ""))
+            if not assignment.is_idle and assignment.attempt >= known:
                 self._reply_to[assignment.request_id] = (assignment.attempt, assignment.reply_to)
                 self.seen(assignment.reply_to)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the later events of requests."""
-        for request_id in request_ids:
-            self._reply_to.pop(request_id, None)
+    def forget(self, request_id: str, attempt: int) -> bool:
+        """Drop the later events of an attempt, and of earlier ones; False if a later attempt has begun."""
+        if self._reply_to.get(request_id, (0, ""))[0] > attempt:
+            return False
+        self._reply_to.pop(request_id, None)
+        return True
 
     def end(self, request_id: str, attempt: int) -> None:
         """An attempt has had its last event."""
@@ -83,9 +86,9 @@ class TokenStreams:
         """Extend all deadlines by `late_s`, for which this process was stopped and received nothing."""
         self._signs.stood_still(late_s)
 
-    def drop_silent(self, silence_s: float) -> dict[str, list[str]]:
+    def drop_silent(self, silence_s: float) -> dict[str, list[tuple[str, int]]]:
         """End the streams of replicas that were not seen for so long, behind the events that wait there; returns the
-        requests of each."""
+        requests of each, with their attempts."""
         silent = self._signs.silent(time.monotonic(), silence_s)
         for ingress_id in silent:
             self._signs.forget(ingress_id)
@@ -93,7 +96,9 @@ class TokenStreams:
             outbox.is_over = True
             outbox.filled.set()
         return {
-            ingress_id: [request for request, (_, ingress) in self._reply_to.items() if ingress == ingress_id]
+            ingress_id: [
+                (request, attempt) for request, (attempt, ingress) in self._reply_to.items() if ingress == ingress_id
+            ]
             for ingress_id in silent
         }
 

@@ -140,11 +140,12 @@ class Worker:
         now = time.monotonic()
         self._loop_thread.post(lambda engine: self._take_on(engine, assignments, now))
 
-    async def abort(self, request_ids: Sequence[str], has_ended: bool = False) -> None:
-        """Forget requests; unknown ones have ended already. `has_ended`: the requests are complete, not cut short."""
-        self._tokens.forget(request_ids)
-        now = time.monotonic()
-        self._loop_thread.post(lambda engine: engine.abort(request_ids, now, has_ended=has_ended))
+    async def abort(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
+        """Forget a request, unless a later attempt of it has come: Ray does not keep the order of calls. An unknown
+        request has ended already. `has_ended`: the request is complete, not cut short."""
+        if self._tokens.forget(request_id, attempt):
+            now = time.monotonic()
+            self._loop_thread.post(lambda engine: engine.abort([request_id], now, has_ended=has_ended))
 
     async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
         """Recompute the missing blocks of these requests, whose prefill worker is gone."""
@@ -402,7 +403,8 @@ class Worker:
             late_s = await sleep(INGRESS_SILENCE_S / 4)
             self._tokens.stood_still(late_s)
             for ingress_id, orphans in self._tokens.drop_silent(INGRESS_SILENCE_S).items():
-                await self.abort(orphans)
+                for request_id, attempt in orphans:
+                    await self.abort(request_id, attempt)
                 logger.log(
                     logging.WARNING if orphans else logging.INFO,
                     "ingress %s is silent for %d s: %d requests aborted",

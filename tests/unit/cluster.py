@@ -402,7 +402,7 @@ class Cluster:
             case ingress.Submit(worker_id, assignments):
                 for assignment in assignments:
                     self._assign(self.followed[worker_id], assignment)
-            case ingress.Abort(worker_id, request_id, has_ended):
+            case ingress.Abort(worker_id, request_id, _, has_ended):
                 self._call(worker_id, lambda w: w.engine.abort([request_id], self.now, has_ended=has_ended))
             case ingress.StopAwaiting(worker_id, request_id):
                 self._call(worker_id, lambda w: w.engine.scheduler.stop_awaiting([request_id]))

@@ -112,7 +112,7 @@ def test_a_request_from_its_admission_to_its_last_token() -> None:
     assert isinstance(settle, Settle)
     assert [(first.request_id, first.ttft_s) for first in settle.first_tokens] == [("r", 1.5)]
     assert dispatch.tokens("d", [token(1, ends=True)], 3.0) == [Deliver("r", [token(1, ends=True)])]
-    assert dispatch.end("r") == [Abort("p", "r", has_ended=True)]
+    assert dispatch.end("r") == [Abort("p", "r", 0, has_ended=True)]
     [settle] = dispatch.flush(has_manager=True)
     assert isinstance(settle, Settle)
     assert [(ended.request_id, ended.how) for ended in settle.ended] == [("r", "finished")]
@@ -310,7 +310,7 @@ def test_when_the_decode_worker_dies_the_request_goes_on_from_its_last_token() -
     generation = submitted(dispatch)
     dispatch.tokens("p", [token(0)], 2.0)
     instructions = dispatch.worker_lost("d", 1, "died", 3.0, is_dead=True)
-    assert of_type(instructions, Abort) == [Abort("p", "r")]
+    assert of_type(instructions, Abort) == [Abort("p", "r", 0)]
     assert of_type(instructions, FailedOver) == [FailedOver("r", 1, ["d", "p"], 1)]
     [admit] = of_type(instructions, Admit)
     assert (admit.request.attempt, admit.request.num_tokens) == (1, 10)
@@ -370,7 +370,7 @@ def test_a_request_that_ends_before_it_is_sent_is_not_sent() -> None:
     dispatch.admitted("r", 0, admission_of(), 1.0)
     dispatch.found("p", 1, 1.0)
     dispatch.found("d", 1, 1.0)
-    assert sorted(dispatch.end("r")) == [Abort("d", "r"), Abort("p", "r")]
+    assert sorted(dispatch.end("r")) == [Abort("d", "r", 0), Abort("p", "r", 0)]
     assert of_type(dispatch.flush(has_manager=True), Submit) == []
 
 
@@ -444,7 +444,7 @@ def test_requests_of_a_silent_worker_go_on_elsewhere() -> None:
     dispatch.ping_answered("p", 5.0)
     instructions = dispatch.keep_alive(5.0, 0.0)
     assert of_type(instructions, WorkerSilent) == [WorkerSilent("d", 1)]
-    assert Abort("d", "r") in instructions, "the worker is not to compute for nobody when it goes on"
+    assert Abort("d", "r", 0) in instructions, "the worker is not to compute for nobody when it goes on"
     assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [1]
     assert [admit.request.avoided for admit in of_type(instructions, Admit)] == [("d",)]
     assert of_type(instructions, Ping) == [Ping("p", []), Ping("d", [])], "it may answer again"
@@ -543,7 +543,7 @@ def test_requests_of_a_leaving_worker_move_to_others() -> None:
     leaving = Membership((P, D, other), 0, FINGERPRINT, leaving=frozenset({"d"}))
     instructions = dispatch.membership(leaving, 3.0)
     assert of_type(instructions, MovedOn) == [MovedOn("r", 1, ["d", "p"], 1)]
-    assert of_type(instructions, Abort) == [Abort("d", "r"), Abort("p", "r")]
+    assert of_type(instructions, Abort) == [Abort("d", "r", 0), Abort("p", "r", 0)]
     assert [admit.request.attempt for admit in of_type(instructions, Admit)] == [1]
     assert of_type(instructions, FailedOver) == [], "nothing has failed"
     assert dispatch.membership(leaving, 3.5) == [], "on its way already"
@@ -590,7 +590,7 @@ def test_a_stopped_request_is_delivered_nothing_more_and_has_ended() -> None:
     assert dispatch.tokens("p", [token(0)], 2.0) == [Deliver("r", [token(0)])]
     dispatch.stopped("r")
     assert generation.is_stopped and dispatch.tokens("d", [token(1)], 3.0) == []
-    assert dispatch.end("r") == [Abort("d", "r", has_ended=True), Abort("p", "r", has_ended=True)]
+    assert dispatch.end("r") == [Abort("d", "r", 0, has_ended=True), Abort("p", "r", 0, has_ended=True)]
 
 
 def test_a_recording_has_neither_tokens_nor_text() -> None:

@@ -45,7 +45,7 @@ class FakeWorker(WorkerClient):
     async def submit(self, assignments: Sequence[Assignment]) -> None:
         self.taken += assignments
 
-    async def abort(self, request_ids: Sequence[str], *, has_ended: bool = False) -> None:
+    async def abort(self, request_id: str, attempt: int, *, has_ended: bool = False) -> None:
         pass
 
     async def ping(self, ingress_id: str, awaiting: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """The events of one worker on their way to ingress replicas."""
 
 import asyncio
+from dataclasses import replace
 
 from actors.worker.token_streams import TokenStreams
 from engine.core.types import TokenEvent
@@ -22,7 +23,7 @@ def test_a_replica_that_is_given_up_gets_what_waits_for_it_before_the_end() -> N
         streams.put([event(0)])
         assert await anext(reader) == [event(0)]
         streams.put([event(1), event(2)])
-        assert streams.drop_silent(-1.0) == {INGRESS: ["a"]}
+        assert streams.drop_silent(-1.0) == {INGRESS: [("a", 0)]}
         assert [events async for events in reader] == [[event(1), event(2)]]
 
     asyncio.run(play())
@@ -35,7 +36,7 @@ def test_a_replica_that_is_given_up_with_nothing_waiting_gets_the_end() -> None:
         reader = streams.read(INGRESS)
         waiting = asyncio.ensure_future(anext(reader, None))
         await asyncio.sleep(0)
-        assert streams.drop_silent(-1.0) == {INGRESS: ["a"]}
+        assert streams.drop_silent(-1.0) == {INGRESS: [("a", 0)]}
         assert await waiting is None
         assert streams.drop_silent(-1.0) == {}
 
@@ -53,5 +54,23 @@ def test_a_later_reader_takes_over() -> None:
         await asyncio.sleep(0)
         streams.put([event(0)])
         assert (await later, await waiting) == ([event(0)], None)
+
+    asyncio.run(play())
+
+
+def test_calls_of_an_earlier_attempt_come_too_late_for_a_later_one() -> None:
+    """Ray does not keep the order of calls."""
+
+    async def play() -> None:
+        streams = TokenStreams()
+        earlier, later = make_assignment("a"), replace(make_assignment("a"), attempt=1)
+        streams.begin([later])
+        streams.begin([earlier])
+        assert not streams.forget("a", 0)
+        token = event(0)._replace(attempt=1)
+        streams.put([token])
+        assert await anext(streams.read(INGRESS)) == [token]
+        assert streams.forget("a", 1)
+        assert streams.forget("a", 1), "unknown"
 
     asyncio.run(play())

@@ -119,7 +119,7 @@ class Dispatch:
         self._retries.drop(request_id)
         self._outbox.release(generation, generation.answer())
         return [
-            Abort(worker_id, request_id, generation.has_ended)
+            Abort(worker_id, request_id, generation.attempt, generation.has_ended)
             for worker_id in sorted(generation.workers_to_abort())
             if worker_id in self._view.followed
         ]
@@ -398,10 +398,10 @@ class Dispatch:
 
     def _start_over(self, entry: Entry) -> tuple[list[str], list[Instruction]]:
         """Begin another attempt; returns the workers of the last one, and what ends the attempt there."""
+        request_id, attempt = entry.generation.request_id, entry.generation.attempt
         left = sorted(entry.generation.start_over())
         entry.admission = None
-        request_id = entry.generation.request_id
-        return left, [Abort(worker_id, request_id) for worker_id in left if worker_id in self._view.followed]
+        return left, [Abort(worker_id, request_id, attempt) for worker_id in left if worker_id in self._view.followed]
 
     def _fail_over(self, entry: Entry, now: float) -> list[Instruction]:
         """Go on elsewhere from the last token delivered."""

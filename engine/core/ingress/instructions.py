@@ -33,10 +33,11 @@ class Submit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Have a worker forget a request; `has_ended`: the request has got all its tokens."""
+    """Have a worker forget an attempt of a request; `has_ended`: the request has got all its tokens."""
 
     worker_id: str
     request_id: str
+    attempt: int
     has_ended: bool = False
 
 
