@@ -154,6 +154,9 @@ class ActorHost:
                     wanted = await answer(manager.wanted_workers(), ASK_TIMEOUT_S)
         return {} if wanted is None else {WANTED: wanted.number, MAY_SHRINK: float(wanted.may_shrink)}
 
+    async def greet(self) -> None:
+        """Answered once the child is there (`actors.scaling.start_first_worker`)."""
+
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Called by Serve before the host's process ends; awaited by Serve if a worker is to leave first."""
         watch: asyncio.Task[None] | None = getattr(self, "_watch", None)  # None before the first child is ready

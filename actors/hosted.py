@@ -119,7 +119,7 @@ class HostedManager(Hosted):
         )
 
     def _elastic(self) -> PoolLimits:
-        return PoolLimits(self._live.max_elastic, self._live.shrink_after_s)
+        return PoolLimits(self._live.max_elastic, self._live.shrink_after_s, self._live.min_elastic)
 
     def _prior(self) -> WorkerCosts:
         return WorkerCosts(import_byte_s=1 / (self._live.placement.import_gib_per_s * GIB))

@@ -4,6 +4,9 @@ Each elastic worker's host asks the manager for the wanted number (`ActorHost.re
 brings the answers to its controller, which calls `number_of_workers` ten times a second. Hosts see no requests, so
 Serve's own policy would always shrink the pool to its minimum.
 
+Where there is no worker there is no host to ask. An ingress replica with a request that waits calls the deployment
+(`start_first_worker`): Serve counts the call as a request that waits for a replica, and the policy starts one.
+
 The wanted number is the manager's word alone: the planner has the hysteresis, and Serve adds no delay of its own. Where
 no host has an answer of the last `STALE_S`, as while the manager is away, the number stays.
 
@@ -14,8 +17,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+POOL = "elastic"
+"""Name of the deployment."""
 WANTED = "raydix_wanted"
 """Wanted number of workers."""
 MAY_SHRINK = "raydix_may_shrink"
@@ -35,6 +41,7 @@ def scaled(least: int, most: int) -> AutoscalingConfig:
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=least,
+            initial_replicas=None if least else 1,
             max_replicas=most,
             metrics_interval_s=ASK_S,
             look_back_period_s=KEPT_S,
@@ -44,9 +51,16 @@ def scaled(least: int, most: int) -> AutoscalingConfig:
         )
 
 
+async def start_first_worker(app_name: str) -> None:
+    """Have the elastic deployment start a worker; returns when there is one."""
+    await serve.get_deployment_handle(POOL, app_name).greet.remote()
+
+
 def number_of_workers(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """The number of replicas of the elastic deployment; Serve holds the number within the bounds."""
     present = context.target_num_replicas
+    if present == 0:
+        return (1 if context.total_num_requests else 0), {}
     reports = context.raw_metrics or {}
     wanted = newest(reports.get(WANTED, {}), context.current_time)
     may_shrink = newest(reports.get(MAY_SHRINK, {}), context.current_time)

@@ -45,7 +45,13 @@ class WorkerSection(Section):
 class ElasticSection(WorkerSection):
     """A pool of workers whose number may follow the load."""
 
-    min_replicas: int = Field(default=1, ge=1, le=4096, description="Least number of workers, with `max_replicas`.")
+    min_replicas: int = Field(
+        default=1,
+        ge=0,
+        le=4096,
+        description="Least number of workers, with `max_replicas`. With 0 there is none while nobody asks, and the "
+        "first request waits for one to start.",
+    )
     max_replicas: int | None = Field(
         default=None,
         ge=1,
@@ -111,4 +117,6 @@ class WorkersSection(Section):
             raise ValueError("prefill and decode workers belong together: configure both, or mixed")
         if not self.sections:
             raise ValueError("no workers: configure prefill and decode, mixed, or elastic")
+        if self.elastic is not None and self.elastic.numbers.least == 0 and len(self.sections) > 1:
+            raise ValueError("elastic.min_replicas is 0, which needs all workers to be elastic: the others stay anyway")
         return self

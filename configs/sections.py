@@ -86,6 +86,8 @@ class ManagerLive(_Part):
     slo: SloSection
     max_elastic: int
     """Limit of the number of elastic workers; 1 without any."""
+    min_elastic: int
+    """Least number of elastic workers; 1 without any."""
     shrink_after_s: float
     shares: tuple[Share, ...]
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -172,6 +174,7 @@ def manager_live(config: Config) -> ManagerLive:
         placement=config.placement,
         slo=config.slo,
         max_elastic=elastic.numbers.most,
+        min_elastic=elastic.numbers.least,
         shrink_after_s=elastic.shrink_after_s,
         shares=_shares(config),
         level=config.logging.level,

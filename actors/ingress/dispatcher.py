@@ -18,6 +18,7 @@ from actors.ingress.manager_link import ManagerLink
 from actors.logs import DEFAULTS
 from actors.recording import recorded
 from actors.rpc import WorkerClient, find_worker
+from actors.scaling import start_first_worker
 from configs.schema import LoggingSection
 from engine.core.errors import ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
@@ -36,6 +37,7 @@ from engine.core.ingress.instructions import (
     Ping,
     Read,
     Settle,
+    StartWorker,
     StopAwaiting,
     Submit,
     WorkerLost,
@@ -90,6 +92,7 @@ class Dispatcher:
         """The kinds of questions about workers that the manager has not answered yet: True for probes."""
         self._admits: list[AdmitRequest] = []
         self._is_flush_due = False
+        self._is_starting_worker = False
         self._retry: asyncio.TimerHandle | None = None
         self._background = Background()
 
@@ -170,6 +173,10 @@ class Dispatcher:
                 if is_probe not in self._asking:
                     self._asking.add(is_probe)
                     self._background.start(self._ask_workers(is_probe=is_probe))
+            case StartWorker():
+                if not self._is_starting_worker:
+                    self._is_starting_worker = True
+                    self._background.start(self._start_worker())
             case FailedOver():
                 self._on_failover()
                 _log_failover(instruction)
@@ -272,6 +279,14 @@ class Dispatcher:
             self._carry_out(self._dispatch.membership(membership, time.monotonic()))
         finally:
             self._asking.discard(is_probe)
+
+    async def _start_worker(self) -> None:
+        try:
+            await start_first_worker(self._app_name)
+        except Exception as error:  # asked again with the manager's next list
+            logger.warning("no worker was started: %s", type(error).__name__)
+        finally:
+            self._is_starting_worker = False
 
     async def _settle(self, settle: Settle) -> None:
         manager = self._manager.client

@@ -264,6 +264,7 @@ class KVCacheManager(Succession, DirectoryReports):
             len(self._starting),
             self._directory.workers.fingerprint,
             leaving=self._directory.workers.leaving,
+            starts_on_demand=self._elastic.least == 0,
         )
 
     # Requests
@@ -386,7 +387,7 @@ class KVCacheManager(Succession, DirectoryReports):
         """Look at the load; None without elastic workers."""
         if not self._directory.workers.elastic and self._directory.plan is None:
             return None
-        return self._directory.divide(time.time(), self._elastic.most, self._elastic.shrink_after_s)
+        return self._directory.divide(time.time(), *self._elastic)
 
     def _forget_silent(self, silence_s: float, among: set[str]) -> None:
         """Forget the workers of `among` that are silent for so long, and what only their nodes have."""

@@ -429,6 +429,8 @@ class Membership:
     """The fingerprint of the registered workers' KV; None if there are none."""
     leaving: frozenset[str] = frozenset()
     """Registered workers that are about to stop: their requests are to go on elsewhere."""
+    starts_on_demand: bool = False
+    """True if there may be no worker while nobody asks: a request has one started."""
 
 
 class DraftUse(NamedTuple):

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,26 @@ def test_duties_follow_the_load(live: Live) -> None:
 
 def duties(live: Live) -> list[str]:
     return sorted(worker["duty"] for worker in workers(live))
+
+
+def test_the_last_worker_goes_and_comes_back_for_a_request(live: Live) -> None:
+    """Two clients ask while there is no worker: both are answered, with the KV that the last worker left behind."""
+    none = config(min_replicas=0, max_replicas=MOST, shrink_after_s=4)
+    done = live.deploy(none)
+    assert done.returncode == 0 and "restarts: nothing" in done.stdout, done.stdout + done.stderr
+
+    def answered() -> list[dict[str, Any]]:
+        with ThreadPoolExecutor() as pool:
+            prompts = [random_prompt(8000 + number, 400) for number in range(2)]
+            return list(pool.map(lambda prompt: live.server.complete(prompt, max_tokens=8, cache_salt="zero"), prompts))
+
+    before = answered()
+    eventually(lambda: not workers(live), "no worker", 180)
+    assert live.server.request("GET", "/health")[0] == 200
+    began = time.monotonic()
+    after = answered()
+    print(f"two answers after {time.monotonic() - began:.1f} s; {len(workers(live))} worker")
+    assert [each["choices"][0]["token_ids"] for each in after] == [each["choices"][0]["token_ids"] for each in before]
+    assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in after] == [399, 399], (
+        "all but the last position"
+    )

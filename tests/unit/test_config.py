@@ -395,6 +395,7 @@ def test_elastic_workers_stand_alone_and_hand_over(tmp_path: Path) -> None:
         ({"replicas": 3}, (3, 3)),
         ({"max_replicas": 4}, (1, 4)),
         ({"min_replicas": 2, "max_replicas": 2}, (2, 2)),
+        ({"min_replicas": 0, "max_replicas": 2}, (0, 2)),
         ({"min_replicas": 2, "max_replicas": 8, "replicas": 1}, (2, 8)),
     ],
 )
@@ -411,8 +412,8 @@ def test_a_number_of_elastic_workers_is_fixed_or_follows_the_load(
     ("section", "words"),
     [
         (
-            {"min_replicas": 0, "max_replicas": 3},
-            "workers.elastic.min_replicas: Input should be greater than or equal to 1",
+            {"min_replicas": -1, "max_replicas": 3},
+            "workers.elastic.min_replicas: Input should be greater than or equal to 0",
         ),
         ({"min_replicas": 2}, "workers.elastic: min_replicas (2) needs max_replicas"),
         ({"replicas": 2, "max_replicas": 3}, "workers.elastic: replicas (2) is a fixed number, and max_replicas (3)"),
@@ -421,6 +422,11 @@ def test_a_number_of_elastic_workers_is_fixed_or_follows_the_load(
 )
 def test_contradictory_numbers_are_refused(tmp_path: Path, section: dict[str, Any], words: str) -> None:
     assert words in complaint(tmp_path, {"workers": {"elastic": section}})
+
+
+def test_no_workers_at_all_only_where_all_of_them_are_elastic(tmp_path: Path) -> None:
+    section = {"min_replicas": 0, "max_replicas": 3}
+    assert "needs all workers to be elastic" in complaint(tmp_path, {"workers": {"elastic": section, "mixed": {}}})
 
 
 def test_the_number_of_other_workers_is_fixed(tmp_path: Path) -> None:

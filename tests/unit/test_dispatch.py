@@ -24,6 +24,7 @@ from engine.core.ingress.instructions import (
     Ping,
     Read,
     Settle,
+    StartWorker,
     StopAwaiting,
     Submit,
     WorkerSilent,
@@ -156,6 +157,23 @@ def test_waiting_requests_are_admitted_by_priority_and_then_by_age() -> None:
     submits = of_type(dispatch.flush(has_manager=True), Submit)
     for submit in submits:
         assert [assignment.request_id for assignment in submit.assignments] == admitted
+
+
+def test_a_request_has_the_first_worker_started_and_waits_for_it() -> None:
+    dispatch = make_dispatch(P, D)
+    asleep = Membership((), 0, None, starts_on_demand=True)
+    assert of_type(dispatch.membership(asleep, 1.0), StartWorker) == [], "nobody asks"
+    assert dispatch.can_serve
+    generation = make_generation()
+    dispatch.begin(generation, 1.0)
+    dispatch.admitted("r", 0, None, 1.0)
+    for now in range(2, 90):
+        assert len(of_type(dispatch.membership(asleep, now), StartWorker)) == 1
+        assert of_type(dispatch.membership(replace(asleep, num_starting=1), now), StartWorker) == []
+        dispatch.admitted("r", 0, None, now)
+        dispatch.tick(now + 1.0)
+    assert generation.failure is None
+    assert of_type(dispatch.membership(replace(asleep, workers=(P, D)), 90.0), StartWorker) == []
 
 
 @pytest.mark.parametrize("num_starting", [0, 1])

@@ -85,6 +85,7 @@ class FakeManager(ManagerClient):
     def __init__(self) -> None:
         self.registered: list[WorkerInfo] = []
         self.num_starting = 0
+        self.starts_on_demand = False
         self.fingerprint = f"{FINGERPRINT}/cpu"
         self.num_asked = 0
         """Calls about workers."""
@@ -93,7 +94,12 @@ class FakeManager(ManagerClient):
 
     async def workers(self, ingress_id: str, active: Sequence[str]) -> Membership:
         self.num_asked += 1
-        return Membership(tuple(self.registered), self.num_starting, self.fingerprint if self.registered else None)
+        return Membership(
+            tuple(self.registered),
+            self.num_starting,
+            self.fingerprint if self.registered else None,
+            starts_on_demand=self.starts_on_demand,
+        )
 
     async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission | Late | None]:
         self.num_admits += 1
@@ -183,6 +189,37 @@ def test_a_request_waits_for_a_worker_that_is_starting(cluster: Cluster) -> None
         await until(lambda: worker.taken)
         worker.answer(2, ends=True)
         assert await answer == [100, 101]
+
+    asyncio.run(run())
+
+
+def test_the_first_worker_is_asked_for_until_it_comes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve refuses once, and then takes its time; it gets no second call meanwhile."""
+    calls: list[str] = []
+    starts = asyncio.Event()
+
+    async def start_first_worker(app_name: str) -> None:
+        calls.append(app_name)
+        if len(calls) == 1:
+            raise RuntimeError("no such deployment")
+        await starts.wait()
+
+    monkeypatch.setattr(dispatcher, "start_first_worker", start_first_worker)
+    cluster.manager.starts_on_demand = True
+
+    async def run() -> None:
+        cluster.dispatcher.start()
+        assert await cluster.dispatcher.can_serve()
+        answer = asyncio.create_task(cluster.ask())
+        await until(lambda: len(calls) == 2)
+        asked = cluster.manager.num_asked
+        await until(lambda: cluster.manager.num_asked > asked + 3)
+        assert calls == ["app", "app"]
+        worker = cluster.add("w", 1)
+        starts.set()
+        await until(lambda: worker.taken)
+        worker.answer(1, ends=True)
+        assert await answer == [100]
 
     asyncio.run(run())
 

@@ -158,6 +158,31 @@ def test_a_worker_that_leaves_or_joins_changes_the_division_at_once(pool: Direct
     assert pool.workers["d"].duty in plan.duties.values() or pool.workers["d"].duty is Role.MIXED
 
 
+def test_the_last_worker_goes_where_nobody_asks_for_long_enough(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+
+    def join() -> None:
+        directory.register("a", Role.ELASTIC, 1, 10, (), token_budget=64)
+        directory.worker_measured("a", 1, COSTS, num_free_blocks=1000)
+
+    def look(now: float) -> tuple[int, bool]:
+        plan = directory.divide(now, most=3, shrink_after_s=10.0, least=0)
+        assert plan is not None
+        return plan.num_wanted, plan.may_shrink
+
+    join()
+    assert look(0.0) == (0, False)
+    prompts(directory)
+    assert look(4.0) == (2, False)
+    looks = [look(float(now)) for now in range(5, 60)]
+    assert looks[0] == (2, False) and looks[-1] == (0, True)
+
+    directory.remove_worker("a")
+    assert directory.divide(60.0, 3, 10.0, 0) is None
+    join()
+    assert look(61.0) == (0, False), "the request that had it started has not come yet"
+
+
 def test_without_elastic_workers_there_is_no_plan(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     directory.register("m", Role.MIXED, 1, 10, ())

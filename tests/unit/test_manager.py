@@ -118,6 +118,7 @@ def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.Monkey
         await manager.reconfigure(0, WorkerCosts(), (), objectives, "INFO", PoolLimits(5, 60.0))
         await manager.start()
         assert await manager.wanted_workers() is None
+        assert not (await manager.workers()).starts_on_demand
         for name in ("a", "b", "c"):
             await register(manager, name, role=Role.ELASTIC)
         for number in range(6):
@@ -136,6 +137,8 @@ def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.Monkey
             manager._forget(name)
         await until(lambda: manager._directory.plan is None)
         assert await manager.wanted_workers() is None, "without workers there is nothing to tell"
+        await manager.reconfigure(0, WorkerCosts(), (), objectives, "INFO", PoolLimits(5, 60.0, 0))
+        assert (await manager.workers()).starts_on_demand
 
     asyncio.run(play())
 

@@ -110,6 +110,15 @@ def test_so_many_workers_are_wanted_as_are_enough(load: PoolLoad, most: int) -> 
     assert all(least(fewer) > TARGET for fewer in range(1, number))
 
 
+@pytest.mark.parametrize("objectives", [TIGHT, Objectives()])
+def test_no_worker_is_wanted_only_where_none_need_be_there_and_nobody_asks(objectives: Objectives) -> None:
+    nothing = load(0.0, 0)
+    assert wanted(nothing, objectives, 8, least=0) == 0
+    assert wanted(nothing, objectives, 8) == 1
+    assert wanted(nothing._replace(num_decoding=0.02), objectives, 8, least=0) == 1
+    assert wanted(nothing._replace(prefill_rate=0.02), objectives, 8, least=0) == 1
+
+
 def test_without_an_objective_for_tokens_prompts_alone_want_workers() -> None:
     assert wanted(load(2.0, 500), Objectives(), 8) == 3
 

@@ -18,7 +18,12 @@ ID = DeploymentID("elastic", "raydix")
 LEAST, MOST = 1, 5
 
 
-def decided(present: int, reports: Mapping[str, Mapping[str, tuple[float, float]]], running: int = 2) -> int:
+def decided(
+    present: int,
+    reports: Mapping[str, Mapping[str, tuple[float, float]]],
+    running: int = 2,
+    num_requests: float = 0.0,
+) -> int:
     """Serve's decision before its bounds. `reports`: age in seconds and value of each replica's last point."""
     config = scaled(LEAST, MOST)
     series = {
@@ -35,7 +40,7 @@ def decided(present: int, reports: Mapping[str, Mapping[str, tuple[float, float]
         current_num_replicas=running,
         target_num_replicas=present,
         running_replicas=[],
-        total_num_requests=0.0,
+        total_num_requests=num_requests,
         total_queued_requests=0.0,
         aggregated_metrics=None,
         raw_metrics=series,
@@ -62,6 +67,13 @@ def test_without_an_answer_the_number_stays(present: int) -> None:
     assert decided(present, {WANTED: {}, MAY_SHRINK: {}}) == present
     assert decided(present, both({"a": (STALE_S + 1, 2.0)}, 1.0)) == present, "the answer is too old"
     assert decided(present, {}, running=0) == present, "all of them are starting"
+
+
+def test_the_first_worker_is_started_for_a_request_that_waits() -> None:
+    assert decided(0, {}, running=0) == 0
+    assert decided(0, {}, running=0, num_requests=1.0) == 1
+    assert decided(0, both({"gone": (1.0, 3.0)}, 1.0), running=0) == 0
+    assert (scaled(0, 3).initial_replicas, scaled(2, 3).initial_replicas) == (1, None)
 
 
 def test_the_newest_answer_counts() -> None:

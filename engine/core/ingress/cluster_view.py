@@ -85,6 +85,7 @@ class ClusterView:
         self._lost: dict[str, int] = {}
         """Epoch of the last incarnation of each worker that was found dead."""
         self._num_starting = 0
+        self._starts_on_demand = False
         self._manager_answered_at = now
         self._sign_at = now
         """Last sign that a worker may come."""
@@ -98,6 +99,7 @@ class ClusterView:
         """Take over the manager's list of workers."""
         self._manager_answered_at = now
         self._num_starting = membership.num_starting
+        self._starts_on_demand = membership.starts_on_demand
         self._leaving = membership.leaving
         self._listed = frozenset(worker.worker_id for worker in membership.workers)
         registered = {worker.worker_id: worker for worker in membership.workers if not self._is_dead(worker)}
@@ -114,10 +116,11 @@ class ClusterView:
         self._num_starting = 0
 
     def last_sign_at(self, now: float) -> float:
-        """The last time at which a worker was known to be on its way: a host was starting one, or the manager, with
-        which a worker would register, was itself being replaced."""
+        """The last time at which a worker was known to be on its way: a host was starting one or would start one on
+        demand, or the manager, with which a worker would register, was itself being replaced."""
         silent_s = now - self._manager_answered_at
-        if self._num_starting or self._timeouts.manager_missed_s < silent_s < self._timeouts.manager_gone_s:
+        is_expected = self._num_starting or self._starts_on_demand
+        if is_expected or self._timeouts.manager_missed_s < silent_s < self._timeouts.manager_gone_s:
             self._sign_at = now
         return self._sign_at
 
@@ -126,7 +129,12 @@ class ClusterView:
     @property
     def can_serve(self) -> bool:
         """True if some worker can be expected to take a request."""
-        return bool(self._registered)
+        return bool(self._registered) or self._starts_on_demand
+
+    @property
+    def lacks_first(self) -> bool:
+        """True if no worker is there or on its way, and one starts on demand."""
+        return self._starts_on_demand and not self._registered and not self._num_starting
 
     @property
     def registered(self) -> Sequence[WorkerInfo]:

@@ -35,6 +35,7 @@ from engine.core.ingress.instructions import (
     MovedOn,
     Ping,
     Read,
+    StartWorker,
     StopAwaiting,
     Submit,
     WorkerLost,
@@ -188,7 +189,8 @@ class Dispatch:
         self._view.update(membership, now)
         refused = self._view.refused_fingerprint
         differs = [] if refused in (None, refused_before) else [ModelDiffers(refused, self._model.fingerprint)]
-        return [*differs, *self._move_on(now)]
+        demand = [StartWorker()] if self._entries and self._view.lacks_first else []
+        return [*differs, *demand, *self._move_on(now)]
 
     @stimulus
     def no_membership(self) -> None:

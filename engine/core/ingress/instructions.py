@@ -68,6 +68,10 @@ class AskWorkers(NamedTuple):
     is_probe: bool = False
 
 
+class StartWorker(NamedTuple):
+    """Have the first worker started: there is none, and a request waits."""
+
+
 class Ping(NamedTuple):
     """Tell a worker that this replica is alive, and name the requests whose senders of KV are alive, too."""
 
@@ -130,6 +134,7 @@ Instruction: TypeAlias = (
     | Deliver
     | Settle
     | AskWorkers
+    | StartWorker
     | Ping
     | WorkerLost
     | WorkerSilent

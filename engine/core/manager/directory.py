@@ -193,12 +193,12 @@ class Directory(SegmentEvents):
         return self._supply.worker_left(worker_id, held)
 
     @stimulus
-    def divide(self, now: float, most: int = 1, shrink_after_s: float = SHRINK_S) -> Plan | None:
+    def divide(self, now: float, most: int = 1, shrink_after_s: float = SHRINK_S, least: int = 1) -> Plan | None:
         """Give the elastic workers the duties that suit the load; to be called every second or so. For
-        `Plan.num_wanted`, `most`: limit of their number; `shrink_after_s`: time for which fewer must have been
-        enough."""
+        `Plan.num_wanted`, `most`, `least`: limits of their number; `shrink_after_s`: time for which fewer must have
+        been enough."""
         self._elastic.shrink_after(shrink_after_s)
-        self.plan = self._elastic.plan(self.workers.elastic, self.objectives, most, now)
+        self.plan = self._elastic.plan(self.workers.elastic, self.objectives, most, now, least)
         if self.plan is not None:
             for worker_id, duty in self.plan.duties.items():
                 self.workers[worker_id].duty = duty

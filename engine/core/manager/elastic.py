@@ -95,6 +95,7 @@ class PoolLimits(NamedTuple):
 
     most: int = 1
     shrink_after_s: float = SHRINK_S
+    least: int = 1
 
 
 ONE_WORKER = PoolLimits()
@@ -147,9 +148,12 @@ class Elastic:
         self._wanted, self._watched_since = Highest(shrink_after_s), None
         self._long_prefill, self._streams = Rate(window_s), Level(window_s)
 
-    def plan(self, workers: Sequence[WorkerRecord], objectives: Objectives, most: int, now: float) -> Plan | None:
-        """Divide the elastic `workers` that stay; None without any. `most`: limit of their number."""
+    def plan(
+        self, workers: Sequence[WorkerRecord], objectives: Objectives, most: int, now: float, least: int = 1
+    ) -> Plan | None:
+        """Divide the elastic `workers` that stay; None without any. `most`, `least`: limits of their number."""
         if not workers:
+            self._watched_since = None
             return None
         if self._watched_since is None:
             self._watched_since = now
@@ -163,15 +167,17 @@ class Elastic:
         duties = _duties(workers, division)
         changed = {each.worker_id: duty for each in workers if (duty := duties[each.worker_id]) is not each.duty}
         may_shrink = now - self._watched_since >= self._wanted.window_s
-        num_wanted = self._num_wanted(load, objectives, min(most, len(workers)), most, now)
+        num_wanted = self._num_wanted(load, objectives, min(most, len(workers)), most, now, least)
         return Plan(changed, division, load, num_wanted, may_shrink)
 
-    def _num_wanted(self, load: PoolLoad, objectives: Objectives, present: int, most: int, now: float) -> int:
+    def _num_wanted(
+        self, load: PoolLoad, objectives: Objectives, present: int, most: int, now: float, least: int
+    ) -> int:
         """The number that the load wants, and not fewer than the present one while the queue is long: clients that wait
         for their answers send nothing."""
         streams = self._streams.look(load.num_decoding, now)
         slow = load._replace(prefill_rate=self._long_prefill.at(now), num_decoding=streams)
-        number = wanted(slow, objectives, most)
+        number = wanted(slow, objectives, most, least)
         if queue_load(load, objectives) > TARGET * present:
             number = max(number, present)
         return self._wanted.look(number, now)

@@ -31,6 +31,8 @@ TARGET = 0.75
 """Pressure at which the number of workers is right: arrivals are uneven."""
 BACKLOG_S = 5.0
 """Seconds in which queued prefills are to be worked off where there is no TTFT objective."""
+NO_RATE = 0.01
+"""Rate of prefill below which there is none: a mean that fades never reaches 0."""
 MAX_STREAMS = 4096
 
 
@@ -86,14 +88,16 @@ def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Divisi
     return best
 
 
-def wanted(load: PoolLoad, objectives: Objectives, most: int) -> int:
+def wanted(load: PoolLoad, objectives: Objectives, most: int, least: int = 1) -> int:
     """The least number of workers, at most `most`, that some division keeps at a pressure of `TARGET`. More workers
-    never mean more pressure, so the number is searched for by halves.
+    never mean more pressure, so the number is searched for by halves. 0 only where `least` is 0 and there is no load.
 
     The queue is not counted: what queues has arrived, and is in the load; more workers than that would come when it is
     worked off."""
     prompts = load.prefill_rate
     tpot_s = objectives.tpot_s
+    if least == 0 and prompts < NO_RATE and not load.num_decoding:
+        return 0
     if tpot_s is None:
         return max(1, min(most, ceil(prompts / TARGET)))
 
