@@ -188,6 +188,7 @@ REFUSED = {
     "pools: {prefill: {replicas: 9}}": r"pools\.prefill\.replicas is 9 and pods\.max is 8",
     "pools: {elastic: {enabled: true, replicas: {max: 9}}}": r"pools\.elastic\.replicas\.max is 9 and pods\.max is 8",
     "pools: {elastic: {enabled: true, replicas: {min: 9}}}": r"pools\.elastic\.replicas: min is 9 and max is 8",
+    "pools: {elastic: {enabled: true, replicas: {min: 0}}}": r"pools\.elastic\.replicas\.min is 0, which needs all",
     "pools: {elastic: {replicas: 3}}": r"/pools/elastic/replicas",
     "pools: {elastic: {worker: {max_replicas: 3}}}": r"/pools/elastic/worker/max_replicas",
     "pools: {elastic: {worker: {num_gpus: 3}}}": r"/pools/elastic/worker/num_gpus",

@@ -11,6 +11,9 @@
 {{- if not $roles }}
 {{- fail "no workers: enable pools.prefill and pools.decode, pools.mixed, or pools.elastic" }}
 {{- end }}
+{{- if and (gt (len $roles) 1) $v.pools.elastic.enabled (eq (int $v.pools.elastic.replicas.min) 0) }}
+{{- fail "pools.elastic.replicas.min is 0, which needs all workers to be elastic: disable the other pools" }}
+{{- end }}
 {{- range $role := $roles }}
 {{- include "raydix.checkPool" (dict "root" $ "role" $role "pool" (index $v.pools $role)) }}
 {{- end }}
