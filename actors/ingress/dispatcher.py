@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 PING_S = 1.0
 LOOKS_PER_PING = 4
 """Looks for silent workers in `PING_S`."""
+STOPPED_S = 0.25
+"""A look that comes later than that, comes from a process that was stopped; less is due to a busy machine."""
 ADMIT_TIMEOUT_S = 2.0
 """A manager that has not placed a request after so long is silent."""
 MEMBERSHIP_TIMEOUT_S = 2.0
@@ -312,6 +314,7 @@ class Dispatcher:
             if is_ping:
                 self._flush_soon()  # what could not be told while the manager was away
             late_s = await sleep(PING_S / LOOKS_PER_PING)
+            late_s = late_s if late_s > STOPPED_S else 0.0
 
     # Workers
 

@@ -301,6 +301,7 @@ class Preparation:
             token_ids = [chat.prompt.token_ids]
 
         hints, prediction = self._hints(reading, tenant), tuple(reading.prediction)
+        reasoning_turn = self._reasoning_turn(chat)
         answers = []
         for number, prompt in enumerate(map(tuple, token_ids)):
             for index in range(number * spec.num_samples, (number + 1) * spec.num_samples):
@@ -314,7 +315,7 @@ class Preparation:
                     default_seed=origin.seed,
                     prediction=prediction,
                 )
-                generation.reasoning_turn = self._reasoning_turn(chat)
+                generation.reasoning_turn = reasoning_turn
                 answers.append(self._answer(spec, generation, index, chat, origin))
             await asyncio.sleep(0)  # others' tokens pass between prompts
 

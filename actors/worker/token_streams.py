@@ -39,7 +39,7 @@ class TokenStreams:
                 self.seen(assignment.reply_to)
 
     def forget(self, request_id: str, attempt: int) -> bool:
-        """Drop the later events of an attempt, and of earlier ones; False if a later attempt has begun."""
+        """Drop the later events of a request, unless a later attempt than `attempt` has begun; returns False then."""
         if self._reply_to.get(request_id, (0, ""))[0] > attempt:
             return False
         self._reply_to.pop(request_id, None)

@@ -141,8 +141,9 @@ class Worker:
         self._loop_thread.post(lambda engine: self._take_on(engine, assignments, now))
 
     async def abort(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
-        """Forget a request, unless a later attempt of it has come: Ray does not keep the order of calls. An unknown
-        request has ended already. `has_ended`: the request is complete, not cut short."""
+        """Forget a request, unless a later attempt of it has come: Ray may change the order of calls. An unknown
+        request has ended, or its submission is late, and then it runs for nobody. `has_ended`: the request is complete,
+        not cut short."""
         if self._tokens.forget(request_id, attempt):
             now = time.monotonic()
             self._loop_thread.post(lambda engine: engine.abort([request_id], now, has_ended=has_ended))

@@ -259,17 +259,13 @@ def test_explain_names_a_template_that_leaves_reasoning_out(live: Live) -> None:
         return answer
 
     question = {"role": "user", "content": "Name the largest planet, and say in a few words what it is made of."}
-    first = chat([question], n=2, max_tokens=40)
+    chat([question], n=2, max_tokens=40)
     shown = {"role": "assistant", "content": "It is Jupiter, which is made of hydrogen and helium above all."}
     second = chat([question, shown, question], max_tokens=4)
-
-    def sources(answer: dict[str, Any]) -> list[str]:
-        _, _, data = live.server.request("GET", f"/v1/requests/{answer['id']}/explain")
-        return [run["source"] for run in json.loads(data)["choices"][0]["attempts"][0]["blocks"]]
-
-    assert sources(first) == ["never_seen"]
-    assert sources(second)[-2:] == ["reasoning_left_out", "never_seen"]
-    assert len(sources(second)) == 3, "a hit before them"
+    _, _, data = live.server.request("GET", f"/v1/requests/{second['id']}/explain")
+    *hits, first_miss, rest = json.loads(data)["choices"][0]["attempts"][0]["blocks"]
+    assert hits and all(run["hit"] for run in hits)
+    assert (first_miss["source"], rest["source"]) == ("reasoning_left_out", "never_seen")
 
 
 def test_bad_configurations_change_nothing(live: Live) -> None:

@@ -620,12 +620,16 @@ def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory
 
 
 def test_a_template_that_leaves_reasoning_out_is_named_as_the_reason(make_directory: MakeDirectory) -> None:
-    """Turns of a chat whose answers reasoned; the last full block of the second prompt ends before its question."""
+    """Turns of a chat whose answers reasoned; the second prompt's question begins behind its last full block."""
     directory = make_directory()
     join(directory, "m", Role.MIXED)
 
-    def missed(name: str, turn: int | None, *hashes: BlockHash, tenant: str = "t") -> list[BlockSource]:
-        request = AdmitRequest(name, 0, hashes, len(hashes) * 4 + 2, cache=CacheHints(tenant), reasoning_turn=turn)
+    def missed(
+        name: str, turn: int | None, *hashes: BlockHash, tenant: str = "t", attempt: int = 0
+    ) -> list[BlockSource]:
+        request = AdmitRequest(
+            name, attempt, hashes, len(hashes) * 4 + 2, cache=CacheHints(tenant), reasoning_turn=turn
+        )
         directory.admit(request, 0.0)
         directory.end_request(name, 0.0)
         return sources(directory, name)
@@ -640,6 +644,7 @@ def test_a_template_that_leaves_reasoning_out_is_named_as_the_reason(make_direct
     seal(directory, "m", B, C)
     assert missed("second, asked otherwise", 1, A, B, C, b"abcx") == [BlockSource.LOCAL] * 3 + [BlockSource.NEVER_SEEN]
     assert missed("third", 2, A, B, C, D) == [BlockSource.LOCAL] * 3 + [BlockSource.REASONING_LEFT_OUT]
+    assert missed("third, failed over", 2, A, B, C, attempt=1) == [BlockSource.LOCAL] * 3
     seal(directory, "m", D)
     evict(directory, "m", D)
     assert missed("again", 2, A, B, C, D) == [BlockSource.LOCAL] * 3 + [BlockSource.EVICTED]

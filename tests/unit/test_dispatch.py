@@ -426,18 +426,49 @@ def test_a_worker_whose_stream_ended_is_avoided_for_a_while_though_nobody_calls_
     assert avoided("t", 6.1) == ("d",)
     dispatch.ping_answered("p", 9.0)
     dispatch.leave_silent(9.0, 0.0)
-    assert avoided("u", 9.1) == (), "it may have been listed again meanwhile"
+    assert avoided("u", 9.1) == (), "the doubt has ended"
 
 
 def test_a_doubted_worker_that_is_heard_is_doubted_no_longer() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    dispatch.worker_lost("d", 1, "unavailable", 4.0, is_dead=False)
+    [again] = of_type(dispatch.worker_lost("d", 1, "unavailable", 4.0, is_dead=False), Admit)
+    assert again.request.avoided == ("d",)
     dispatch.admitted("r", 1, admission_of(1), 4.1)
     dispatch.found("d", 1, 4.2)
     dispatch.tokens("d", [], 4.3)
     [admit] = of_type(dispatch.begin(make_generation("s"), 4.4), Admit)
     assert admit.request.avoided == ()
+
+
+@pytest.mark.parametrize("is_listed", [True, False], ids=["listed", "found"])
+def test_a_doubt_ends_with_its_incarnation(is_listed: bool) -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    dispatch.worker_lost("d", 1, "unavailable", 4.0, is_dead=False)
+    if is_listed:
+        dispatch.membership(Membership((P, WorkerInfo("d", Role.DECODE, 2)), 0, FINGERPRINT), 4.5)
+    else:
+        dispatch.admitted("r", 1, admission_of(1, epoch=2), 4.5)
+        dispatch.found("d", 2, 4.5)
+    [admit] = of_type(dispatch.begin(make_generation("s"), 4.6), Admit)
+    assert admit.request.avoided == ()
+
+
+def test_a_request_leaves_a_silent_worker_once_the_other_one_is_doubted_no_longer() -> None:
+    a, b = (WorkerInfo(name, Role.MIXED, 1) for name in "ab")
+    dispatch = make_dispatch(a, b)
+    for name, worker_id in (("r", "a"), ("s", "b")):
+        dispatch.begin(make_generation(name), 0.0)
+        dispatch.admitted(name, 0, admission_of(prefill=worker_id, decode=worker_id, request_id=name), 0.0)
+        dispatch.found(worker_id, 1, 0.0)
+    dispatch.flush(has_manager=True)
+    dispatch.worker_lost("b", 1, "unavailable", 2.9, is_dead=False)
+    for now in (3.1, 5.0, 7.8):
+        assert of_type(dispatch.leave_silent(now, 0.0), FailedOver) == [], "nobody could take the request"
+    instructions = dispatch.leave_silent(8.0, 0.0)
+    assert [over.request_id for over in of_type(instructions, FailedOver)] == ["r"]
+    assert [admit.request.avoided for admit in of_type(instructions, Admit)] == [("a",)]
 
 
 def test_a_silent_worker_is_left_between_two_pings() -> None:

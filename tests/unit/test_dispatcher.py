@@ -13,7 +13,9 @@ from actors.ingress.manager_link import Call, ManagerLink
 from actors.rpc import ManagerClient, WorkerClient
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from engine.core.ingress.dispatch import Dispatch
 from engine.core.ingress.generation import Generation
+from engine.core.ingress.instructions import Instruction
 from engine.core.objectives import Late
 from engine.core.types import (
     Admission,
@@ -40,16 +42,18 @@ class FakeWorker(WorkerClient):
 
     def __init__(self) -> None:
         self.taken: list[Assignment] = []
+        self.aborted: list[tuple[str, int]] = []
+        self.num_pings = 0
         self._events: asyncio.Queue[list[TokenEvent] | ActorDiedError | None] = asyncio.Queue()
 
     async def submit(self, assignments: Sequence[Assignment]) -> None:
         self.taken += assignments
 
     async def abort(self, request_id: str, attempt: int, *, has_ended: bool = False) -> None:
-        pass
+        self.aborted.append((request_id, attempt))
 
     async def ping(self, ingress_id: str, awaiting: Sequence[str]) -> None:
-        pass
+        self.num_pings += 1
 
     async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
         pass
@@ -220,6 +224,30 @@ def test_the_first_worker_is_asked_for_until_it_comes(cluster: Cluster, monkeypa
         await until(lambda: worker.taken)
         worker.answer(1, ends=True)
         assert await answer == [100]
+
+    asyncio.run(run())
+
+
+def test_silent_workers_are_looked_for_between_pings(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    leave_silent = Dispatch.leave_silent
+
+    def noted(dispatch: Dispatch, now: float, late_s: float) -> list[Instruction]:
+        looks.append(now)
+        return leave_silent(dispatch, now, late_s)
+
+    monkeypatch.setattr(Dispatch, "leave_silent", noted)
+
+    async def run() -> None:
+        worker = cluster.add("w", 1)
+        cluster.dispatcher.start()
+        answer = asyncio.create_task(cluster.ask())
+        await until(lambda: worker.taken)
+        begun, num_pings = len(looks), worker.num_pings
+        await until(lambda: worker.num_pings == num_pings + 3)
+        assert len(looks) - begun >= 3 * dispatcher.LOOKS_PER_PING - 1
+        answer.cancel()
+        await until(lambda: worker.aborted == [("r", 0)])
 
     asyncio.run(run())
 

@@ -6,7 +6,7 @@
 | followed | an answer under the worker's name | the end of the token stream |
 | leaving | the manager's list | the manager drops the worker |
 | silent | no token and no answer to a ping for some time | the next sign of life |
-| doubted | the token stream has ended, and nobody says that the worker is dead | the next sign of life, or some time |
+| doubted | the token stream has ended, and nobody says that the worker is dead | some time, or a later incarnation |
 | dead | the error at the end of the token stream | for good: a successor has a higher epoch |
 """
 
@@ -33,8 +33,8 @@ class Timeouts:
     """A worker that has sent no token and answered no ping for so long, which is three pings, is silent: its requests
     go to others, if there are others."""
     worker_doubted_s: float = 5.0
-    """A worker whose token stream has ended is avoided for so long. By then the manager has heard it or has forgotten
-    it."""
+    """A worker whose token stream has ended is avoided for so long. By then the manager has either heard the worker or
+    forgotten it."""
     manager_missed_s: float = 4.0
     """A manager that has not answered for so long is being replaced; workers may register with its successor."""
     manager_gone_s: float = 180.0
@@ -74,8 +74,8 @@ class ClusterView:
         self._signs = SignsOfLife()
         """Of followed workers."""
         self._silent: set[str] = set()
-        self._doubted: dict[str, float] = {}
-        """End of the doubt about each worker that is doubted."""
+        self._doubted: dict[str, tuple[int, float]] = {}
+        """Epoch of each worker that is doubted, and the end of the doubt."""
         self._listed: frozenset[str] = frozenset()
         """Workers of the manager's last list."""
         self._leaving: frozenset[str] = frozenset()
@@ -110,6 +110,8 @@ class ClusterView:
         # A manager that has just started does not know every worker yet.
         followed = {each: self._registered[each] for each in self._followed.keys() & self._registered.keys()}
         self._registered = followed | registered
+        for worker in membership.workers:
+            self._trust(worker.worker_id, worker.epoch)
 
     def no_update(self) -> None:
         """The manager did not list the workers: the workers of its last list are expected to live."""
@@ -149,7 +151,8 @@ class ClusterView:
     def preferred(self, session: str) -> WorkerInfo | None:
         """The worker for a whole request without the manager: of those that decode, if there are any, the one that the
         session prefers. None without a worker."""
-        heard = [each for each in self._registered.values() if each.worker_id not in self.avoided]
+        avoided = self.avoided
+        heard = [each for each in self._registered.values() if each.worker_id not in avoided]
         heard = [each for each in heard if each.worker_id not in self._leaving] or heard
         able = [each.worker_id for each in heard if each.role is not Role.PREFILL]
         worker_ids = able or [each.worker_id for each in heard] or [*self._registered]
@@ -200,16 +203,18 @@ class ClusterView:
     def follow(self, worker_id: str, epoch: int, now: float) -> None:
         self._followed[worker_id] = epoch
         self._signs.heard(worker_id, now)
+        self._trust(worker_id, epoch)
 
     def leave(self, worker_id: str, now: float, *, is_dead: bool) -> int:
         """Follow a worker no longer; returns the epoch of the incarnation."""
         epoch = self._followed.pop(worker_id)
         self._signs.forget(worker_id)
         self._silent.discard(worker_id)
+        self._doubted.pop(worker_id, None)
         if is_dead:
             self._note_dead(worker_id, epoch)
         else:
-            self._doubted[worker_id] = now + self._timeouts.worker_doubted_s
+            self._doubted[worker_id] = epoch, now + self._timeouts.worker_doubted_s
         return epoch
 
     def forget(self, worker_id: str, epoch: int) -> None:
@@ -230,6 +235,7 @@ class ClusterView:
     def stood_still(self, late_s: float) -> None:
         """Extend all deadlines by `late_s`, for which this process itself was stopped and received nothing."""
         self._signs.stood_still(late_s)
+        self._doubted = {name: (epoch, until + late_s) for name, (epoch, until) in self._doubted.items()}
 
     @property
     def avoided(self) -> Set[str]:
@@ -238,10 +244,12 @@ class ClusterView:
         return avoided if self._registered.keys() - avoided else set()
 
     def newly_silent(self, now: float) -> Set[str]:
-        """Bring `avoided` up to date; returns the workers that were not silent before."""
-        self._doubted = {worker_id: until for worker_id, until in self._doubted.items() if now < until}
+        """Bring silence and doubts up to date; returns the workers that were not silent before. Nobody is silent while
+        no other worker could take the requests."""
+        self._doubted = {name: doubt for name, doubt in self._doubted.items() if now < doubt[1]}
         silent = set(self._signs.silent(now, self._timeouts.worker_silent_s))
-        before, self._silent = self._silent, silent if self._registered.keys() - silent else set()
+        others = self._registered.keys() - silent - self._doubted.keys()
+        before, self._silent = self._silent, silent if others else set()
         return self._silent - before
 
     @property
@@ -251,6 +259,12 @@ class ClusterView:
         return sorted(self._leaving & self._followed.keys()) if others else ()
 
     # Inside
+
+    def _trust(self, worker_id: str, epoch: int) -> None:
+        """End a doubt about an earlier incarnation."""
+        doubted, _ = self._doubted.get(worker_id, (epoch, 0.0))
+        if doubted < epoch:
+            del self._doubted[worker_id]
 
     def _check(self, fingerprint: str) -> None:
         """Name blocks as the workers do, unless the workers have another model than this replica."""

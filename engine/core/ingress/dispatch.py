@@ -9,7 +9,7 @@ and their tokens are delivered. What goes wrong on the way:
 * a decode worker dies, or a prefill worker before the first token: fail over, which is to admit again with the tokens
   generated so far as part of the prompt;
 * a prefill worker dies after the first token: the decode worker computes what did not arrive;
-* a worker ends the stream and lives: fail over; the worker may be followed again;
+* a worker ends the stream and lives: fail over; the worker is avoided for a while;
 * a worker is silent: fail over to others, until the worker answers again;
 * a worker is about to stop: its requests move to others, as at a failover, with the KV that the worker still holds;
 * the workers have another model than this replica: no request is admitted.
@@ -331,7 +331,7 @@ class Dispatch:
         return self._send(entry, now)
 
     def _send(self, entry: Entry, now: float) -> list[Instruction]:
-        """Submit to the admitted workers once all of them are followed. A worker that has fallen silent since the
+        """Submit to the admitted workers once all of them are followed. A worker that has become avoided since the
         manager was asked is avoided: nothing would move the request away from it later."""
         admission = entry.admission
         assert admission is not None

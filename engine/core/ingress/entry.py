@@ -15,7 +15,7 @@ class Entry:
     waiting_since: float
     admission: Admission | None = None
     avoided: tuple[str, ...] = ()
-    """Workers that were silent when the request was last sent to the manager."""
+    """Workers that were silent or doubted when the request was last sent to the manager."""
     num_moves: int = 0
     """Attempts that ended because their worker was about to stop."""
 

@@ -188,7 +188,7 @@ class Generation:
         self, root: BlockHash, model: ModelFacts, ingress_id: str, avoided: tuple[str, ...]
     ) -> AdmitRequest:
         """What the manager is asked for this attempt. `root`: of the workers' block hashes; `avoided`: workers that are
-        silent."""
+        silent or doubted."""
         token_ids = self.token_ids
         chain = BlockChain(root, self.salt, model.block_size)
         hashes = chain.hashes(token_ids) if model.names_blocks else []

@@ -39,6 +39,7 @@ class GenerationNote(NamedTuple):
     session: str | None
     priority: int = 0
     objectives: Objectives = NO_OBJECTIVES
+    reasoning_turn: int | None = None
 
     def recall(self, machine: object) -> Generation:
         prompt = (0,) * self.num_prompt_tokens
@@ -51,6 +52,7 @@ class GenerationNote(NamedTuple):
             session=self.session,
             priority=self.priority,
             objectives=self.objectives,
+            reasoning_turn=self.reasoning_turn,
         )
 
 

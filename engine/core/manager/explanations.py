@@ -52,7 +52,7 @@ class Explanations:
         local = ((BlockSource.LOCAL, num_local),) if num_local else ()
         runs = (*local, *runs_of(chain(imported, computed)))
 
-        if request.reasoning_turn is not None and request.hashes:
+        if request.reasoning_turn is not None and request.hashes and request.attempt == 0:
             self._reasoned.note(request.cache.tenant, {request.hashes[-1]: request.reasoning_turn})
 
         considered = best_considered(placement)
@@ -85,7 +85,7 @@ class Explanations:
         tenant, turn = request.cache.tenant, request.reasoning_turn or 0
         hashes, parents = request.hashes[num_cached:], (b"", *request.hashes)[num_cached:-1]
         followers = self._continuations.of(tenant, parents)
-        reasoned = self._reasoned.of(tenant, parents) if turn else [None] * len(parents)
+        reasoned = self._reasoned.of(tenant, parents)
         gone = self._blocks.gone
         reasons: list[BlockSource] = []
         links: dict[BlockHash, BlockHash] = {}
@@ -99,7 +99,7 @@ class Explanations:
             if block_hash in gone:
                 reasons.append(BlockSource.EVICTED)
                 self._statistics.num_returned_blocks += gone[block_hash]
-            elif earlier is not None and earlier < turn:
+            elif earlier is not None and earlier < turn and follower != block_hash:
                 reasons.append(BlockSource.REASONING_LEFT_OUT)
             elif follower is not None and follower != block_hash:
                 reasons.append(BlockSource.DIVERGED)
