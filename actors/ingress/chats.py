@@ -15,11 +15,11 @@ from actors.ingress.reader_pool import RequestReader, size_of
 from actors.ingress.reading import NextTurn, Reading
 from actors.ingress.transcripts import Transcripts
 from engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec, require_token_ids
+from engine.core.answers.prompt_form import ChatEnd, ChatTemplate
 from engine.core.answers.transcripts import EncodedText, first_difference, num_shown, with_answers
 from engine.core.errors import AnswerNotFoundError, ContextLengthError, RequestError, ServiceError
 from engine.core.ingress.detokenizer import Detokenizer
 from engine.core.ingress.generation import Generation
-from engine.core.types import ChatEnd, ChatTemplate
 from engine.model.tokenizer import Tokenizer
 
 MANY_IDS = 4096

@@ -176,9 +176,7 @@ class Dispatcher:
                     self._asking.add(is_probe)
                     self._background.start(self._ask_workers(is_probe=is_probe))
             case StartWorker():
-                if not self._is_starting_worker:
-                    self._is_starting_worker = True
-                    self._background.start(self._start_worker())
+                self._background.start(self._start_worker())
             case FailedOver():
                 self._on_failover()
                 _log_failover(instruction)
@@ -283,6 +281,9 @@ class Dispatcher:
             self._asking.discard(is_probe)
 
     async def _start_worker(self) -> None:
+        if self._is_starting_worker:
+            return
+        self._is_starting_worker = True
         try:
             await start_first_worker(self._app_name)
         except Exception as error:  # asked again with the manager's next list

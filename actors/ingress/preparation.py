@@ -27,6 +27,7 @@ from engine.api.responses import ResponseHead, response_id, system_fingerprint
 from engine.api.resuming import Origin
 from engine.api.routes import Route
 from engine.api.spec import GenerationSpec, sampling_params
+from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import RequestError
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.parsers import HERMES, ToolFormat
@@ -35,7 +36,7 @@ from engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begi
 from engine.core.ingress.room import Permit, Room
 from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
 from engine.core.tenants import Tenant, num_public_tokens, salt_of
-from engine.core.types import BlockHash, CacheHints, CacheMark, ChatEnd, Pooling, Salt
+from engine.core.types import BlockHash, CacheHints, CacheMark, Pooling, Salt
 
 MARKED_PRIORITY = 1
 """`cache_priority` of the KV before a mark, unless the request has a higher one."""

@@ -21,12 +21,13 @@ from engine.api.routes import Route, parse
 from engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
 from engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
 from engine.api.tools import AnswerForm, with_calls
+from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from engine.core.answers.reasoning_limit import tag_pieces
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
 from engine.core.ingress.parsers import HERMES, ToolFormat
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS
-from engine.core.types import MODEL_TEMPLATE, ChatTemplate, Grammar
+from engine.core.types import Grammar
 from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
 from engine.model.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field
 from engine.api.fields import ChatFields
 from engine.api.prompts import GivenPrompt, Message, TextPart, chat_end, join_content
 from engine.api.validation import StrictModel
+from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import RequestError
-from engine.core.types import ChatEnd
 
 
 class Prediction(StrictModel):

@@ -30,9 +30,10 @@ from engine.api.spec import (
     Truncation,
 )
 from engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
+from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
 from engine.core.errors import RequestError
 from engine.core.objectives import Objectives
-from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, Grammar, SamplingParams
+from engine.core.types import Grammar, SamplingParams
 
 T = TypeVar("T")
 

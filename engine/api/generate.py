@@ -17,10 +17,11 @@ from engine.api.responses import Usage
 from engine.api.spec import GenerationSpec
 from engine.api.tools import ToolFields
 from engine.api.validation import INTEGRAL, describe, request_error
+from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import RequestError
 from engine.core.ingress.parsers.answer import AnswerMessage
 from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
-from engine.core.types import ChatEnd, FinishReason, TokenLogprobs
+from engine.core.types import FinishReason, TokenLogprobs
 
 _OF_CHATS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("store", "continue_final_message", "echo"), (False,)),

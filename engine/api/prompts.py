@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, St
 from engine.api.known import KnownMessageFields
 from engine.api.spec import ChatMessage, ContinuedAnswer, Prompt
 from engine.api.validation import LenientModel, describe, name_all, problem
+from engine.core.answers.prompt_form import ChatEnd
 from engine.core.answers.transcripts import REFERENCE_PREFIX
 from engine.core.errors import RequestError
-from engine.core.types import ChatEnd
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 1024

@@ -9,10 +9,10 @@ from pydantic import Field
 from engine.api.spec import GenerationSpec, ReasoningUse
 from engine.api.validation import INTEGRAL, StrictModel
 from engine.core.answers.lead import Lead
+from engine.core.answers.prompt_form import ChatEnd
 from engine.core.answers.reasoning_limit import ReasoningLimit
 from engine.core.errors import RequestError
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_inside, ends_reasoning
-from engine.core.types import ChatEnd
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

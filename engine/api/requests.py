@@ -16,8 +16,8 @@ from engine.api.reasoning import ReasoningFields
 from engine.api.spec import GenerationSpec
 from engine.api.tools import ToolFields
 from engine.api.validation import INTEGRAL, StrictModel, only, parse_body
+from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import RequestError
-from engine.core.types import ChatEnd
 
 
 class StreamOptions(StrictModel):

@@ -26,9 +26,9 @@ from zlib import crc32
 from engine.api.fields import REQUEST_ID_PATTERN
 from engine.api.reconnecting import BEGINNING, HEADER
 from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
+from engine.core.answers.prompt_form import MODEL_TEMPLATE
 from engine.core.errors import AnswerChangedError, RequestError
 from engine.core.objectives import NO_OBJECTIVES
-from engine.core.types import MODEL_TEMPLATE
 
 MAX_CHOICES = 64
 """Choices of a stream with ids: each id has a place of every choice."""

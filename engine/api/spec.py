@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from engine.api.validation import name_all
+from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
 from engine.core.errors import ContextLengthError, RequestError
 from engine.core.objectives import NO_OBJECTIVES, Objectives
-from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate, SamplingParams
+from engine.core.types import SamplingParams
 
 Prompt: TypeAlias = str | tuple[int, ...]
 Api: TypeAlias = Literal["openai", "messages", "responses"]

@@ -1,7 +1,6 @@
 """Values sent between ingress, manager and workers: frozen and picklable, without decisions."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
@@ -263,30 +262,6 @@ class Assignment:
     """The client's guess of the answer, for drafts: right or wrong, the answer has the same tokens."""
     continuations: tuple[bytes, ...] = ()
     """As `Admission.continuations`, for drafts, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTemplate:
-    """A client's wishes for the template that makes a prompt of its chat."""
-
-    source: str | None = None
-    """Template in Jinja in place of the model's own; None for that."""
-    arguments: Mapping[str, object] = field(default_factory=dict)
-    """Values of JSON's kinds for further variables of the template."""
-
-
-MODEL_TEMPLATE = ChatTemplate()
-
-
-class ChatEnd(StrEnum):
-    """End of a chat's prompt, behind its last message."""
-
-    ANSWER = "answer"
-    """Beginning of the assistant's answer."""
-    CLOSED = "closed"
-    """Nothing: the model begins the next message itself."""
-    OPEN = "open"
-    """The last message is not closed: the model goes on with it."""
 
 
 class TokenEvent(NamedTuple):

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import RequestError
-from engine.core.types import MODEL_TEMPLATE, ChatEnd, ChatTemplate
 from engine.model.tokenizer import RenderedChat, Tokenizer
 from engine.model.tool_texts import as_text
 

@@ -18,9 +18,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import RequestError, StartupError
-from engine.core.types import MODEL_TEMPLATE, ChatTemplate
 from engine.model.config import read_json
 from engine.model.plain_text import mark_names, names_pattern
 

@@ -46,6 +46,7 @@ from actors.rpc import ManagerClient, find_worker
 from engine.api.conversations import parse_conversations
 from engine.api.routes import parse
 from engine.api.spec import GenerationSpec, Prompt
+from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import ModelNotFoundError, ServiceError
 from engine.core.hashing import root_hash
@@ -54,7 +55,7 @@ from engine.core.ingress.parsers import HERMES, ToolFormat
 from engine.core.ingress.room import Room
 from engine.core.manager.response_store import ResponseStore
 from engine.core.tenants import EVERYONE, Tenants
-from engine.core.types import MODEL_TEMPLATE, ChatTemplate, FinishReason, PromptEvent, TokenEvent, TokenLogprobs
+from engine.core.types import FinishReason, PromptEvent, TokenEvent, TokenLogprobs
 from engine.model.tokenizer import RenderedChat, Tokenizer
 
 MODEL = "letters"

@@ -13,8 +13,9 @@ from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.responses import Usage
 from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
+from engine.core.answers.prompt_form import ChatTemplate
 from engine.core.errors import RequestError
-from engine.core.types import ChatTemplate, FinishReason, TokenLogprobs
+from engine.core.types import FinishReason, TokenLogprobs
 
 
 def test_prompt_and_messages() -> None:

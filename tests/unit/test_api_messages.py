@@ -9,6 +9,7 @@ from engine.api.anthropic.errors import ANTHROPIC
 from engine.api.anthropic.requests import parse_count, parse_messages
 from engine.api.spec import GenerationSpec, PromptMark, ReasoningUse, ToolUse
 from engine.api.tools import AnswerForm, with_calls
+from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import (
     AuthenticationError,
     BodyTooLargeError,
@@ -21,7 +22,6 @@ from engine.core.errors import (
     ServiceError,
 )
 from engine.core.ingress.parsers import HERMES
-from engine.core.types import ChatEnd
 
 USER = {"role": "user", "content": "hi"}
 SCHEMA: dict[str, Any] = {"type": "json_schema", "schema": {}}

@@ -12,9 +12,9 @@ from engine.api.fields import MAX_CHOICES
 from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
+from engine.core.answers.prompt_form import ChatEnd, ChatTemplate
 from engine.core.errors import RequestError
 from engine.core.objectives import Objectives, WhenLate
-from engine.core.types import ChatEnd, ChatTemplate
 
 USER = {"role": "user", "content": "hi"}
 

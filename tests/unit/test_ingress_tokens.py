@@ -12,8 +12,8 @@ from actors.ingress.app import app
 from actors.ingress.reading import Reader, ReadingFacts, TokenRequest
 from actors.ingress.served_model import ServedModel
 from engine.api.requests import parse_chat
+from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from engine.core.tenants import Tenant, Tenants, key_hash
-from engine.core.types import MODEL_TEMPLATE, ChatTemplate
 from engine.model.tokenizer import RenderedChat
 from tests.unit.ingress import CONTEXT, MODEL, VOCAB, LetterTokenizer, Replica, Reply, Served, call
 

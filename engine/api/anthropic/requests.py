@@ -18,8 +18,8 @@ from engine.api.known import Ignored, KnownEngineFields, UnlessEmpty, UnlessFals
 from engine.api.prompts import Label, few_messages
 from engine.api.spec import GenerationSpec, ReasoningUse
 from engine.api.validation import INTEGRAL, LenientModel, StrictModel, only, parse_body
+from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import RequestError
-from engine.core.types import ChatEnd
 
 MAX_MARKS = 4
 
