@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from engine.api.fields import refuse_contradictions
+from engine.api.normal_form import refuse_contradictions
 from engine.api.prompts import Messages, continued_answers
 from engine.api.requests import ChatCompletionRequest
 from engine.api.spec import GenerationSpec

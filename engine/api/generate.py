@@ -10,7 +10,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from engine.api.chat_prompts import ChatPromptFields
-from engine.api.fields import RequestId, SamplingFields, build_spec
+from engine.api.fields import RequestId, SamplingFields
+from engine.api.normal_form import build_spec
 from engine.api.prompts import Label, Messages, OnePrompt, unicode_text
 from engine.api.reasoning import ReasoningFields
 from engine.api.responses import Usage

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from engine.api.chat_prompts import ChatPromptFields
-from engine.api.fields import RequestId, SamplingFields, build_spec
+from engine.api.fields import RequestId, SamplingFields
 from engine.api.known import KnownChatFields, KnownCompletionFields, KnownFields, UnlessEmpty, UnlessFalse, Unsupported
+from engine.api.normal_form import build_spec
 from engine.api.prompts import GivenPrompt, Label, Message, Prompts, few_messages, unicode_text
 from engine.api.reasoning import ReasoningFields
 from engine.api.spec import GenerationSpec

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.fields import MAX_CHOICES
+from engine.api.normal_form import MAX_CHOICES
 from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec

@@ -11,10 +11,11 @@ from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
 from engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn
 from engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, tool_use
-from engine.api.fields import SamplingFields, Stops, build_spec
+from engine.api.fields import SamplingFields, Stops
 from engine.api.formats import Constraint
 from engine.api.grammars import schema_grammar
 from engine.api.known import Ignored, KnownEngineFields, UnlessEmpty, UnlessFalse, Unsupported
+from engine.api.normal_form import build_spec
 from engine.api.prompts import Label, few_messages
 from engine.api.spec import GenerationSpec, ReasoningUse
 from engine.api.validation import INTEGRAL, LenientModel, StrictModel, only, parse_body

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
-from engine.api.fields import RequestId, SamplingFields, build_spec
+from engine.api.fields import RequestId, SamplingFields
 from engine.api.formats import Constraint
 from engine.api.grammars import schema_grammar
 from engine.api.known import Ignored, KnownEngineFields, UnlessEmpty, UnlessFalse, UnlessTrue, Unsupported
+from engine.api.normal_form import build_spec
 from engine.api.openai_responses.items import Item, as_items, messages_of
 from engine.api.openai_responses.tools import FunctionTool, ToolChoice, tool_use
 from engine.api.prompts import Label, Message

@@ -52,9 +52,7 @@ class Explanations:
         local = ((BlockSource.LOCAL, num_local),) if num_local else ()
         runs = (*local, *runs_of(chain(imported, computed)))
 
-        if request.reasoning_turn is not None and request.hashes and request.attempt == 0:
-            self._reasoned.note(request.cache.tenant, {request.hashes[-1]: request.reasoning_turn})
-
+        self._note_turn(request)
         considered = best_considered(placement)
         decision = Decision(
             attempt=request.attempt,
@@ -74,6 +72,11 @@ class Explanations:
         )
         self._decisions.admitted(request.request_id, decision)
         self._statistics.admitted(request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview)
+
+    def _note_turn(self, request: AdmitRequest) -> None:
+        """Note the block behind which an answer that may reason begins."""
+        if request.reasoning_turn is not None and request.hashes and request.attempt == 0:
+            self._reasoned.note(request.cache.tenant, {request.hashes[-1]: request.reasoning_turn})
 
     def _misses(
         self, request: AdmitRequest, records: Sequence[BlockRecord | None], num_cached: int
