@@ -53,7 +53,7 @@ PING_S = 1.0
 LOOKS_PER_PING = 4
 """Looks for silent workers in `PING_S`."""
 STOPPED_S = 0.25
-"""A look that comes later than that, comes from a process that was stopped; less is due to a busy machine."""
+"""A later look means a stopped process; a busy machine delays looks by less."""
 ADMIT_TIMEOUT_S = 2.0
 """A manager that has not placed a request after so long is silent."""
 MEMBERSHIP_TIMEOUT_S = 2.0
@@ -185,9 +185,8 @@ class Dispatcher:
             case WorkerLost():
                 self._followed.pop(instruction.worker_id, None)
                 _log_worker_lost(instruction)
-            case WorkerSilent(worker_id, num_requests):
-                extra = about("worker_silent", worker=worker_id, requests=num_requests)
-                logger.warning("%s answers nothing: %d requests go on elsewhere", worker_id, num_requests, extra=extra)
+            case WorkerSilent():
+                _log_worker_silent(instruction)
             case ModelDiffers(theirs, ours):
                 logger.error(
                     "the workers' model (fingerprint %s) is not this replica's (%s): no request can be served",
@@ -378,6 +377,13 @@ def _log_worker_lost(lost: WorkerLost) -> None:
         extra=about(
             "worker_lost", worker=lost.worker_id, epoch=lost.epoch, reason=lost.reason, requests=lost.num_requests
         ),
+    )
+
+
+def _log_worker_silent(silent: WorkerSilent) -> None:
+    extra = about("worker_silent", worker=silent.worker_id, requests=silent.num_requests)
+    logger.warning(
+        "%s answers nothing: %d requests go on elsewhere", silent.worker_id, silent.num_requests, extra=extra
     )
 
 

@@ -36,7 +36,7 @@ class BlockSource(StrEnum):
     DIVERGED = "diverged"
     """The blocks before this one are known, with another continuation."""
     REASONING_LEFT_OUT = "reasoning_left_out"
-    """An answer that may have reasoned began here in an earlier turn, and this prompt goes on otherwise: most chat
+    """An answer, with reasoning maybe, began here in an earlier turn, and this prompt goes on otherwise: most chat
     templates leave reasoning out of later prompts."""
     RECOMPUTED = "recomputed"
     """Stored somewhere, but computing was predicted to be faster."""

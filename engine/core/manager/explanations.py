@@ -32,7 +32,7 @@ class Explanations:
         self._continuations: BlockNotes[BlockHash] = BlockNotes()
         """The block that followed a block in the tenant's last prompt with new blocks."""
         self._reasoned: BlockNotes[int] = BlockNotes()
-        """The last turn in which an answer that may have reasoned began behind a block."""
+        """The last turn with an answer behind a block, of a model with reasoning."""
 
     def record(
         self,
@@ -74,7 +74,7 @@ class Explanations:
         self._statistics.admitted(request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview)
 
     def _note_turn(self, request: AdmitRequest) -> None:
-        """Note the block behind which an answer that may reason begins."""
+        """Note the last block before an answer with reasoning, maybe."""
         if request.reasoning_turn is not None and request.hashes and request.attempt == 0:
             self._reasoned.note(request.cache.tenant, {request.hashes[-1]: request.reasoning_turn})
 
