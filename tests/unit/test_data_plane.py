@@ -89,10 +89,16 @@ class Scene:
             worker._loop_thread.stop()
 
     def run(self, play: Coroutine[Any, Any, None]) -> None:
-        """Run a test's coroutine; afterwards every worker's thread ends."""
+        """Run a test's coroutine; afterwards every worker's thread ends, before the event loop that it tells of its
+        steps."""
 
-        asyncio.run(asyncio.wait_for(play, 60))
-        self.stop()
+        async def whole() -> None:
+            try:
+                await asyncio.wait_for(play, 60)
+            finally:
+                await asyncio.to_thread(self.stop)
+
+        asyncio.run(whole())
         for worker in self.workers.values():
             worker._engine.scheduler.check_integrity()
 
