@@ -331,8 +331,8 @@ class Dispatch:
         return self._send(entry, now)
 
     def _send(self, entry: Entry, now: float) -> list[Instruction]:
-        """Submit to the admitted workers once all of them are followed. A worker that has become avoided since the
-        manager was asked is avoided: nothing would move the request away from it later."""
+        """Submit to the admitted workers once all of them are followed. A worker that has become silent or
+        doubted since the manager was asked is avoided: nothing would move the request away from it later."""
         admission = entry.admission
         assert admission is not None
         if {admission.prefill, admission.decode} & (self._view.avoided - {*entry.avoided}):

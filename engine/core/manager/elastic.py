@@ -176,7 +176,8 @@ class Elastic:
         """The number that the load wants, and not fewer than the present one while the queue is long: clients that wait
         for their answers send nothing."""
         streams = self._streams.look(load.num_decoding, now)
-        slow = load._replace(prefill_rate=self._long_prefill.at(now), num_decoding=streams)
+        rate = self._long_prefill.at(now)
+        slow = load._replace(prefill_rate=rate if rate >= LEAST_LEVEL else 0.0, num_decoding=streams)
         number = wanted(slow, objectives, most, least)
         if queue_load(load, objectives) > TARGET * present:
             number = max(number, present)

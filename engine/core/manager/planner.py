@@ -31,8 +31,6 @@ TARGET = 0.75
 """Pressure at which the number of workers is right: arrivals are uneven."""
 BACKLOG_S = 5.0
 """Seconds in which queued prefills are to be worked off where there is no TTFT objective."""
-NO_RATE = 0.01
-"""Rate of prefill below which there is none: a mean that fades never reaches 0."""
 MAX_STREAMS = 4096
 
 
@@ -96,7 +94,7 @@ def wanted(load: PoolLoad, objectives: Objectives, most: int, least: int = 1) ->
     worked off."""
     prompts = load.prefill_rate
     tpot_s = objectives.tpot_s
-    if least == 0 and prompts < NO_RATE and not load.num_decoding:
+    if least == 0 and not prompts and not load.num_decoding:
         return 0
     if tpot_s is None:
         return max(1, min(most, ceil(prompts / TARGET)))
