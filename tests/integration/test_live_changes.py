@@ -247,8 +247,9 @@ def test_only_the_deployment_concerned_restarts(live: Live) -> None:
     assert cached(live.server.complete(prompt, max_tokens=1)) >= 144
 
 
-def test_explain_names_a_template_that_leaves_reasoning_out(live: Live) -> None:
-    """The first turn has two answers, so that nobody computes the second turn's prompt beforehand."""
+def test_explain_names_an_answer_that_may_have_reasoned_as_the_place_of_a_miss(live: Live) -> None:
+    """The client sends another answer than was generated, as a template that leaves reasoning out does. The first turn
+    has two answers, so that nobody computes the second turn's prompt beforehand."""
     assert live.deploy(changed(model={"reasoning_parser": "think"})).returncode == 0
     eventually(lambda: live.server.request("GET", "/health")[0] == 200, "the next ingress")
 

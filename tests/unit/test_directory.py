@@ -619,7 +619,7 @@ def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory
     assert directory.statistics.evicted_blocks[EvictionReason.FULL] == 1
 
 
-def test_a_template_that_leaves_reasoning_out_is_named_as_the_reason(make_directory: MakeDirectory) -> None:
+def test_an_earlier_answer_that_may_have_reasoned_is_named_as_the_reason(make_directory: MakeDirectory) -> None:
     """Turns of a chat whose answers reasoned; the second prompt's question begins behind its last full block."""
     directory = make_directory()
     join(directory, "m", Role.MIXED)
