@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ray.exceptions import RayError
 
 from engine.core.costs import WorkerCosts
-from engine.core.types import BlockHash, EvictionReason, Role, SegmentHeader
+from engine.core.types import Attempt, BlockHash, EvictionReason, Role, SegmentHeader
 
 INGRESS_SILENCE_S = 10.0
 """Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""
@@ -74,6 +74,8 @@ class Registration:
     hashes: tuple[BlockHash, ...]
     node: str = ""
     """Ray's id of the node that the worker runs on."""
+    attempts: frozenset[Attempt] = frozenset()
+    """Those under way at the worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
+    Attempt,
     BlockHash,
     Ended,
     FirstToken,
@@ -81,8 +82,10 @@ class WorkerClient(ActorClient):
     def stop_awaiting(self, request_ids: Sequence[str]) -> Awaitable[None]:
         return _sent(self.handle.stop_awaiting.remote(request_ids))
 
-    def ping(self, ingress_id: str, awaiting: Sequence[str]) -> Awaitable[None]:
-        return _sent(self.handle.ping.remote(ingress_id, awaiting))
+    def ping(
+        self, ingress_id: str, under_way: Sequence[Attempt], awaiting: Sequence[str]
+    ) -> Awaitable[Sequence[Attempt]]:
+        return _sent(self.handle.ping.remote(ingress_id, under_way, awaiting))
 
     def token_stream(self, ingress_id: str) -> AsyncIterable[Awaitable[list[PromptEvent | TokenEvent]]]:
         return _streamed(self.handle.token_stream.remote(ingress_id))

@@ -28,6 +28,7 @@ from engine.core.ingress.instructions import (
     Abort,
     Admit,
     AskWorkers,
+    AttemptLost,
     Deliver,
     FailedOver,
     Follow,
@@ -187,6 +188,8 @@ class Dispatcher:
                 _log_worker_lost(instruction)
             case WorkerSilent():
                 _log_worker_silent(instruction)
+            case AttemptLost():
+                _log_attempt_lost(instruction)
             case ModelDiffers(theirs, ours):
                 logger.error(
                     "the workers' model (fingerprint %s) is not this replica's (%s): no request can be served",
@@ -213,8 +216,8 @@ class Dispatcher:
                 send = partial(client.abort, request_id, attempt, has_ended=has_ended)
             case StopAwaiting(_, request_id):
                 send = partial(client.stop_awaiting, [request_id])
-            case Ping(_, awaiting):
-                self._background.start(self._ping(instruction.worker_id, client, awaiting))
+            case Ping():
+                self._background.start(self._ping(instruction, client))
                 return
         self._background.start(quietly(run_detached(send)))
 
@@ -342,13 +345,13 @@ class Dispatcher:
             reason, is_dead = type(error).__name__, _is_death(error)
         self._carry_out(self._dispatch.worker_lost(worker_id, epoch, reason, time.monotonic(), is_dead=is_dead))
 
-    async def _ping(self, worker_id: str, client: WorkerClient, awaiting: Sequence[str]) -> None:
+    async def _ping(self, ping: Ping, client: WorkerClient) -> None:
         try:
-            await run_detached(client.ping, self._ingress_id, awaiting)
+            unknown = await run_detached(client.ping, self._ingress_id, ping.under_way, ping.awaiting)
         except RayError as error:  # of a death the token stream tells
             logger.debug("ping not answered: %s", type(error).__name__)
         else:
-            self._dispatch.ping_answered(worker_id, time.monotonic())
+            self._carry_out(self._dispatch.ping_answered(ping.worker_id, time.monotonic(), unknown))
 
     async def _submitted(self, call: Awaitable[None], submit: Submit) -> None:
         try:
@@ -385,6 +388,11 @@ def _log_worker_silent(silent: WorkerSilent) -> None:
     logger.warning(
         "%s answers nothing: %d requests go on elsewhere", silent.worker_id, silent.num_requests, extra=extra
     )
+
+
+def _log_attempt_lost(lost: AttemptLost) -> None:
+    extra = about("attempt_lost", worker=lost.worker_id, request=lost.request_id, attempt=lost.attempt)
+    logger.warning("%s does not have %s, or its tokens were lost", lost.worker_id, lost.request_id, extra=extra)
 
 
 def _log_failover(failover: FailedOver) -> None:

@@ -14,7 +14,7 @@ from actors.rpc import WorkerClient
 from engine.core.manager.block_index import Segment
 from engine.core.manager.directory import Directory
 from engine.core.manager.disk_instructions import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
-from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ class Execution:
                     self._background.start(quietly(self._clients[worker_id].export_blocks(hashes)))
                 case Lost(worker_id=worker_id, hashes=hashes):
                     self._background.start(quietly(self._clients[worker_id].blocks_lost(hashes)))
+                case HandoverLost(worker_id=worker_id, request_id=request_id):
+                    self._background.start(quietly(self._clients[worker_id].stop_awaiting([request_id])))
                 case _:
                     self._background.start(self._use_disk(instruction))
 

@@ -16,6 +16,7 @@ from actors.instruments import families_of
 from actors.logs import DEFAULTS, log_to_ray, set_level
 from actors.manager.directory_reports import DirectoryReports
 from actors.manager.disk_tier import DiskTier
+from actors.manager.load_watch import LoadWatch
 from actors.manager.pool_resets import UNDER_WAY_S, PoolResets
 from actors.manager.succession import Succession
 from actors.messages import (
@@ -39,7 +40,7 @@ from engine.core.errors import LateError, NoWorkerError
 from engine.core.log_fields import about
 from engine.core.manager.block_index import GC_THRESHOLDS
 from engine.core.manager.directory import Directory
-from engine.core.manager.elastic import ONE_WORKER, Plan, PoolLimits, Wanted
+from engine.core.manager.elastic import ONE_WORKER, PoolLimits
 from engine.core.manager.notes import NOTES
 from engine.core.manager.placement import CostModel
 from engine.core.objectives import NO_OBJECTIVES, Late, Objectives
@@ -49,8 +50,6 @@ from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Member
 
 logger = logging.getLogger(__name__)
 
-DIVIDE_S = 1.0
-"""Interval between two looks at the load of the elastic workers."""
 NUM_STALL_CHECKS = 8
 """Checks for stalled producers in each `await_timeout_s`."""
 
@@ -64,7 +63,7 @@ class _Ingress:
     """Requests that the last message did not name; requests missing from two messages in a row are over."""
 
 
-class KVCacheManager(Succession, DirectoryReports):
+class KVCacheManager(Succession, DirectoryReports, LoadWatch):
     """Index of the cluster's prefixes and owner of its exported KV."""
 
     def __init__(
@@ -195,6 +194,7 @@ class KVCacheManager(Succession, DirectoryReports):
             registration.device,
             registration.fingerprint,
             registration.node,
+            registration.attempts,
         )
         client = self._clients[worker_id] = WorkerClient(worker[0])
         self._carry_out(instructions)
@@ -239,12 +239,6 @@ class KVCacheManager(Succession, DirectoryReports):
     async def worker_starting(self, worker_id: str) -> None:
         """Note that a host is starting this worker."""
         self._starting[worker_id] = time.monotonic()
-
-    async def wanted_workers(self) -> Wanted | None:
-        """The number of elastic workers for the present load; None before the first look at the load."""
-        self.check_not_retired()
-        plan = self._directory.plan
-        return None if plan is None else Wanted(plan.num_wanted, plan.may_shrink)
 
     async def workers(self, ingress_id: str | None = None, active: Sequence[str] = ()) -> Membership:
         """List the registered workers, and count the starting ones. The calls of an ingress replica show that the
@@ -367,27 +361,6 @@ class KVCacheManager(Succession, DirectoryReports):
         while True:
             self._worker_signs.stood_still(await sleep(WORKER_SILENCE_S / 4))
             self._forget_silent(WORKER_SILENCE_S, set(self._worker_signs))
-
-    async def _watch_load(self) -> None:
-        """Divide the elastic workers between prompts and answers as the load asks, and find the wanted number."""
-        while True:
-            await asyncio.sleep(DIVIDE_S)
-            had, plan = self._directory.plan, self._divide()
-            self._metrics.duties([worker.duty for worker in self._directory.workers.elastic])
-            if plan is not None or had is not None:
-                self._metrics.wanted(0 if plan is None else plan.num_wanted)
-            if plan is not None and (had is None or had.num_wanted != plan.num_wanted):
-                extra = about("wanted", workers=plan.num_wanted, was=len(self._directory.workers.elastic))
-                logger.info("%d elastic workers are wanted", plan.num_wanted, extra=extra)
-            for worker_id, duty in plan.duties.items() if plan is not None else ():
-                extra = about("duty", worker=worker_id, duty=duty)
-                logger.info("%s now has the duty %s", worker_id, duty, extra=extra)
-
-    def _divide(self) -> Plan | None:
-        """Look at the load; None without elastic workers."""
-        if not self._directory.workers.elastic and self._directory.plan is None:
-            return None
-        return self._directory.divide(time.time(), *self._elastic)
 
     def _forget_silent(self, silence_s: float, among: set[str]) -> None:
         """Forget the workers of `among` that are silent for so long, and what only their nodes have."""

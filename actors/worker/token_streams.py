@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.signs_of_life import SignsOfLife
-from engine.core.types import Assignment, PromptEvent, TokenEvent
+from engine.core.types import Assignment, Attempt, PromptEvent, TokenEvent
+from engine.core.worker.attempts import Attempts
 
 
 @dataclass(slots=True)
@@ -27,34 +28,19 @@ class TokenStreams:
         self._outboxes: dict[str, _Outbox] = {}
         self._signs = SignsOfLife()
         """Of the replicas with an outbox."""
-        self._reply_to: dict[str, tuple[int, str]] = {}
-        """Attempt and ingress of each request of this worker."""
+        self.attempts = Attempts()
+        """Those whose events are expected."""
 
     def begin(self, assignments: Iterable[Assignment]) -> None:
-        """Expect events of these attempts; nobody reads what is computed at idle priority."""
-        for assignment in assignments:
-            known, _ = self._reply_to.get(assignment.request_id, (assignment.attempt, ""))
-            if not assignment.is_idle and assignment.attempt >= known:
-                self._reply_to[assignment.request_id] = (assignment.attempt, assignment.reply_to)
-                self.seen(assignment.reply_to)
-
-    def forget(self, request_id: str, attempt: int) -> bool:
-        """Drop the later events of a request, unless a later attempt than `attempt` has begun; returns False then."""
-        if self._reply_to.get(request_id, (0, ""))[0] > attempt:
-            return False
-        self._reply_to.pop(request_id, None)
-        return True
-
-    def end(self, request_id: str, attempt: int) -> None:
-        """An attempt has had its last event."""
-        if self._reply_to.get(request_id, (None, ""))[0] == attempt:
-            del self._reply_to[request_id]
+        """Expect events of new attempts."""
+        for ingress_id in self.attempts.begin(assignments):
+            self.seen(ingress_id)
 
     def put(self, events: Sequence[PromptEvent | TokenEvent]) -> None:
         """Hand events of present attempts to the readers of their replicas."""
         for event in events:
-            attempt, ingress_id = self._reply_to.get(event.request_id, (None, ""))
-            if attempt == event.attempt:
+            ingress_id = self.attempts.reader(event.request_id, event.attempt)
+            if ingress_id is not None:
                 outbox = self._outbox(ingress_id)
                 outbox.events.append(event)
                 outbox.filled.set()
@@ -86,21 +72,16 @@ class TokenStreams:
         """Extend all deadlines by `late_s`, for which this process was stopped and received nothing."""
         self._signs.stood_still(late_s)
 
-    def drop_silent(self, silence_s: float) -> dict[str, list[tuple[str, int]]]:
+    def drop_silent(self, silence_s: float) -> dict[str, list[Attempt]]:
         """End the streams of replicas that were not seen for so long, behind the events that wait there; returns the
-        requests of each, with their attempts."""
+        attempts of each."""
         silent = self._signs.silent(time.monotonic(), silence_s)
         for ingress_id in silent:
             self._signs.forget(ingress_id)
             outbox = self._outboxes.pop(ingress_id)
             outbox.is_over = True
             outbox.filled.set()
-        return {
-            ingress_id: [
-                (request, attempt) for request, (attempt, ingress) in self._reply_to.items() if ingress == ingress_id
-            ]
-            for ingress_id in silent
-        }
+        return {ingress_id: self.attempts.read_by(ingress_id) for ingress_id in silent}
 
     def _outbox(self, ingress_id: str) -> _Outbox:
         if ingress_id not in self._outboxes:

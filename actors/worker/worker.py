@@ -11,7 +11,6 @@ The engine runs in a thread; this class only moves messages between the thread a
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import os
 import time
@@ -20,18 +19,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
-from ray.exceptions import RayError
 
-from actors.calls import Background, answer, sleep
+from actors.calls import Background, sleep
 from actors.instruments import families_of
 from actors.logs import DEFAULTS, log_to_ray, set_level
-from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, Registration, WorkerState
+from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
 from actors.metric_values import Family
 from actors.metrics import WorkerMetrics
-from actors.names import own_node
-from actors.rpc import Handle, ManagerClient, find_manager
 from actors.worker.export_stream import ExportStream
 from actors.worker.recording import record_scheduler
+from actors.worker.registering import Registering
 from actors.worker.segment_import import import_segment
 from actors.worker.statistics import engine_statistics
 from actors.worker.swap_space import ObjectStoreSwap
@@ -41,7 +38,7 @@ from engine.core.costs import CostFit, WorkerCosts
 from engine.core.log_fields import about
 from engine.core.settings import EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant
-from engine.core.types import Assignment, BlockHash, PromptEvent, Role, SegmentHeader, TokenEvent
+from engine.core.types import Assignment, Attempt, BlockHash, PromptEvent, Role, SegmentHeader, TokenEvent
 
 if TYPE_CHECKING:
     from engine.model.engine import Engine, StepResult
@@ -52,12 +49,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-HEARTBEAT_S = 0.5
-HEARTBEAT_TIMEOUT_S = 2.0
 REPORT_S = 0.5
 
 
-class Worker:
+class Worker(Registering):
     """One engine and its streams. `epoch` tells this incarnation from earlier ones of the same id."""
 
     def __init__(
@@ -92,9 +87,7 @@ class Worker:
         self._has_measured = False
         self._num_prefill_tokens = 0
         self._is_asked_for = asyncio.Event()
-        """Set when a manager that has taken over asks for this worker."""
         self._refused_for: str | None = None
-        """Last reason of the manager's for not registering this worker."""
 
     async def start(self) -> str:
         """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
@@ -128,10 +121,6 @@ class Worker:
             extra=about("reconfigured", token_budget=budget, max_requests=most, level=level),
         )
 
-    async def register_again(self) -> None:
-        """Look for the manager now: another one has taken over."""
-        self._is_asked_for.set()
-
     # Requests
 
     async def submit(self, assignments: Sequence[Assignment]) -> None:
@@ -144,7 +133,7 @@ class Worker:
         """Forget a request, unless a later attempt of it has come: Ray may change the order of calls. An unknown
         request has ended, or its submission is late, and then it runs for nobody. `has_ended`: the request is complete,
         not cut short."""
-        if self._tokens.forget(request_id, attempt):
+        if self._tokens.attempts.forget(request_id, attempt):
             now = time.monotonic()
             self._loop_thread.post(lambda engine: engine.abort([request_id], now, has_ended=has_ended))
 
@@ -152,12 +141,20 @@ class Worker:
         """Recompute the missing blocks of these requests, whose prefill worker is gone."""
         self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
 
-    async def ping(self, ingress_id: str, awaiting: Sequence[str]) -> None:
-        """Note that an ingress replica is alive. Requests in `awaiting` wait as long again: their senders live."""
+    async def ping(self, ingress_id: str, under_way: Sequence[Attempt], awaiting: Sequence[str]) -> Sequence[Attempt]:
+        """Note that an ingress replica is alive. `under_way`: the replica's attempts that should be here; returns the
+        ones that are not, and aborts others of the replica. Requests in `awaiting` wait as long again: their senders
+        live."""
         now = time.monotonic()
         self._tokens.seen(ingress_id)
+        unknown, orphans = self._tokens.attempts.compare(ingress_id, under_way, now)
         if awaiting:
             self._loop_thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
+        for orphan in orphans:
+            extra = about("orphan_aborted", request=orphan.request_id, attempt=orphan.number, ingress=ingress_id)
+            logger.info("%s runs for nobody: aborted", orphan.request_id, extra=extra)
+            await self.abort(*orphan)
+        return unknown
 
     async def token_stream(self, ingress_id: str) -> AsyncIterator[list[PromptEvent | TokenEvent]]:
         """Events for one ingress replica, a list per engine step; a later call takes over from an earlier one."""
@@ -284,7 +281,7 @@ class Worker:
             self._exports.put(ExportItem(sealed=output.sealed, evicted=output.evicted))
 
         for request_id, attempt in ended:
-            self._tokens.end(request_id, attempt)
+            self._tokens.attempts.end(request_id, attempt)
 
     def _measure(self, step: "StepResult", step_s: float) -> None:
         """Count the step, and fit the cost model to its time, but for a draft model's, which has a fit of its own."""
@@ -308,84 +305,6 @@ class Worker:
             self._engine.scheduler.limits.token_budget,
         )
 
-    async def _stay_registered(self) -> None:
-        """Register with the manager, and again with every new manager, which knows no worker at first."""
-        is_lost = False
-        while True:
-            try:
-                self._is_asked_for.clear()
-                manager = await find_manager(self._app_name)
-                if manager is not None:
-                    is_registered = await self._register(manager)
-                    is_lost = False
-                    while is_registered and not self._is_asked_for.is_set():
-                        await self._pause(HEARTBEAT_S)
-                        is_registered = await self._is_registered(manager)
-            except RayError as error:
-                reason, level = type(error).__name__, logging.DEBUG if is_lost else logging.WARNING
-                logger.log(level, "lost the manager (%s)", reason, extra=about("manager_lost", reason=reason))
-                is_lost = True
-            except Exception:  # of any kind: an unregistered worker gets no work
-                logger.exception("registration failed")
-
-            # A new manager knows nothing of the blocks promised to this worker.
-            self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
-            await self._pause(HEARTBEAT_S / 2)
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait for so long, or until another manager asks for this worker's registration."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_asked_for.wait(), seconds)
-
-    async def _register(self, manager: ManagerClient) -> bool:
-        """Introduce this worker to a manager, which may refuse it; the reason is logged once."""
-        refusal = await manager.register(await self._introduce(), self._handle())
-        if refusal is not None and refusal != self._refused_for:
-            logger.warning("the manager refuses this worker: %s", refusal, extra=about("refused", reason=refusal))
-        self._refused_for = refusal
-        return refusal is None
-
-    def _handle(self) -> Handle:
-        """Ray's handle of this actor."""
-        handle: Handle = ray.get_runtime_context().current_actor
-        return handle
-
-    async def _is_registered(self, manager: ManagerClient) -> bool:
-        """Send a heartbeat; False if the manager does not know this worker. While the manager is silent, the worker
-        computes the blocks promised to it and goes on asking."""
-        while True:
-            try:
-                return await answer(manager.heartbeat(self._worker_id, self._epoch, self._state()), HEARTBEAT_TIMEOUT_S)
-            except TimeoutError:
-                extra = about("manager_lost", reason="TimeoutError")
-                logger.warning("the manager does not answer a heartbeat", extra=extra)
-                self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
-
-    async def _introduce(self) -> Registration:
-        """Describe the pool's present contents; the export stream starts over from exactly there."""
-
-        def snapshot(engine: "Engine") -> None:
-            engine.pool.drain_journal()
-            self._in_event_loop(restart, tuple(engine.pool.hashes()))
-
-        def restart(hashes: tuple[BlockHash, ...]) -> None:
-            self._exports.restart()
-            taken.set_result(hashes)
-
-        taken: asyncio.Future[tuple[BlockHash, ...]] = asyncio.get_running_loop().create_future()
-        self._loop_thread.post(snapshot)
-        return Registration(
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            role=self._role,
-            block_bytes=self._engine.store.block_bytes,
-            token_budget=self._engine.scheduler.limits.token_budget,
-            device=self._device,
-            fingerprint=self._engine.fingerprint,
-            hashes=await taken,
-            node=own_node(),
-        )
-
     async def _report(self) -> None:
         """Keep the metrics up to date, also while nothing happens, and the engine informed of its costs."""
         while True:
@@ -404,8 +323,8 @@ class Worker:
             late_s = await sleep(INGRESS_SILENCE_S / 4)
             self._tokens.stood_still(late_s)
             for ingress_id, orphans in self._tokens.drop_silent(INGRESS_SILENCE_S).items():
-                for request_id, attempt in orphans:
-                    await self.abort(request_id, attempt)
+                for orphan in orphans:
+                    await self.abort(*orphan)
                 logger.log(
                     logging.WARNING if orphans else logging.INFO,
                     "ingress %s is silent for %d s: %d requests aborted",

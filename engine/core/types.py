@@ -231,6 +231,13 @@ class Retention:
 DEFAULT_RETENTION = Retention()
 
 
+class Attempt(NamedTuple):
+    """The name of one attempt of a request; a retried request has attempts of higher numbers."""
+
+    request_id: str
+    number: int
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """One request as a worker gets it. A retried request comes again with a higher `attempt` and more tokens."""

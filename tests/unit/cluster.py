@@ -24,13 +24,14 @@ from engine.core.ingress.notes import NOTES
 from engine.core.manager.answer_store import AnswerStore
 from engine.core.manager.block_index import Segment
 from engine.core.manager.directory import Directory
-from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
 from engine.core.manager.placement import CostModel
 from engine.core.settings import DraftLimits, SchedulerLimits
 from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
+    Attempt,
     BlockHash,
     CacheHints,
     DraftSource,
@@ -41,6 +42,7 @@ from engine.core.types import (
     TokenEvent,
     WorkerInfo,
 )
+from engine.core.worker.attempts import Attempts
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.drafts.drafter import Drafter
 from engine.model.engine import Engine, ExportedSegment
@@ -83,6 +85,7 @@ class SimWorker:
     is_stalled: bool = False
     num_unsent: int = 0
     """Segments that it cannot send next."""
+    attempts: Attempts = field(default_factory=Attempts)
     commands: list[Callable[[], object]] = field(default_factory=list)
     """What its engine's thread was asked to do while it was stalled."""
 
@@ -135,6 +138,10 @@ class Cluster:
         self._pinged_at = 0.0
         self.muted: set[str] = set()
         """Workers whose answers and heartbeats do not arrive."""
+        self.num_lost = 0
+        """Calls and tokens that were lost on their way."""
+        self.num_lost_attempts = 0
+        """How often the ingress missed an attempt, or tokens."""
         self.num_silent = 0
         """How often the ingress took a worker for silent."""
         self.followed: dict[str, SimWorker] = {}
@@ -257,6 +264,14 @@ class Cluster:
             del self.mail[channel]
         message()
 
+    def lose(self, channel: Channel) -> None:
+        """The next message of a channel never arrives, and nobody is told."""
+        messages = self.mail[channel]
+        messages.popleft()
+        if not messages:
+            del self.mail[channel]
+        self.num_lost += 1
+
     def deliver_all(self) -> None:
         while self.mail:
             self.deliver(next(iter(self.mail)))
@@ -268,8 +283,11 @@ class Cluster:
         result = worker.engine.step(self.now)
         if result is not None:
             self.num_prefill_tokens += result.shape.num_prefill_tokens
-            if result.events:
-                self._say(_tokens(worker), lambda: self._receive(worker, result.events))
+            events = [each for each in result.events if worker.attempts.reader(each.request_id, each.attempt)]
+            for request in result.finished:
+                worker.attempts.end(request.request_id, request.assignment.attempt)
+            if events:
+                self._say(_tokens(worker), lambda: self._receive(worker, events))
             for segment in result.segments:
                 self._send_segment(worker, segment)
         sealed, evicted = worker.engine.pool.drain_journal()
@@ -351,23 +369,26 @@ class Cluster:
         self._num_calls += 1
         self._say((kind, self._num_calls), message)
 
-    def _call(self, worker_id: str, function: Callable[[SimWorker], object]) -> None:
+    def _call(self, worker_id: str, function: Callable[[SimWorker], None]) -> None:
         """The ingress calls a worker that it follows, which may be dead by then."""
         worker = self.followed[worker_id]
-        self._say(("calls", worker.worker_id, worker.epoch), lambda: worker.post(lambda: function(worker)))
+        self._say(_calls(worker), lambda: function(worker))
 
     def wait(self) -> bool:
         """Time passes, up to what somebody waits for; False if nobody does."""
         moving = [worker for worker in self.workers.values() if worker.is_alive and not worker.is_stalled]
         deadlines = [worker.engine.scheduler.next_deadline() for worker in moving]
         due = min((deadline for deadline in deadlines if deadline is not None), default=None)
-        if due is None and self.dispatch.retry_at is None:
+        if due is None and self.dispatch.retry_at is None and not (self.num_lost and self.active):
             return False
         self.num_timeouts += 1
         if self.dispatch.retry_at is not None:
             self.pass_time(RETRY_S)
             self._name_workers()
             self._obey(self.dispatch.tick(self.now))
+        elif self.num_lost and self.active:
+            self.pass_time(PING_S)
+            self.ping()
         elif due is not None:
             self.pass_time(max(0.0, min(due - self.now, CHECK_S)))
         return True
@@ -402,14 +423,15 @@ class Cluster:
             case ingress.Submit(worker_id, assignments):
                 for assignment in assignments:
                     self._assign(self.followed[worker_id], assignment)
-            case ingress.Abort(worker_id, request_id, _, has_ended):
-                self._call(worker_id, lambda w: w.engine.abort([request_id], self.now, has_ended=has_ended))
+            case ingress.Abort(worker_id, request_id, attempt, has_ended):
+                self._call(worker_id, lambda w: self._abort(w, Attempt(request_id, attempt), has_ended=has_ended))
             case ingress.StopAwaiting(worker_id, request_id):
-                self._call(worker_id, lambda w: w.engine.scheduler.stop_awaiting([request_id]))
-            case ingress.Ping(worker_id, awaiting):
-                self._call(worker_id, lambda w: w.engine.scheduler.keep_awaiting(awaiting, now))
-                if worker_id not in self.muted:
-                    self._answer("pong", lambda: self.dispatch.ping_answered(worker_id, self.now))
+                self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.stop_awaiting([request_id])))
+            case ingress.Ping(worker_id, under_way, awaiting):
+                self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.keep_awaiting(awaiting, now)))
+                self._call(worker_id, lambda w: self._compare(w, under_way))
+            case ingress.AttemptLost():
+                self.num_lost_attempts += 1
             case ingress.Deliver(request_id, _):
                 # The events of one step come in several instructions; the first may have found the last event.
                 if request_id in self.active and self.active[request_id].is_over:
@@ -437,15 +459,33 @@ class Cluster:
         self._obey_all(self.dispatch.membership(Membership(workers, 0, directory.workers.fingerprint), self.now))
 
     def _assign(self, worker: SimWorker, assignment: Assignment) -> None:
-        self._say(("calls", worker.worker_id, worker.epoch), lambda: self._submit(worker, assignment))
+        self._say(_calls(worker), lambda: self._submit(worker, assignment))
 
     def _submit(self, worker: SimWorker, assignment: Assignment) -> None:
         now = self.now
         if worker.is_alive:
+            worker.attempts.begin([assignment])
             worker.post(lambda: worker.engine.submit(assignment, now))
         else:
             fail = lambda: self._obey(self.dispatch.not_submitted([assignment], self.now))  # noqa: E731
             self._answer("submit failed", fail)
+
+    def _abort(self, worker: SimWorker, attempt: Attempt, *, has_ended: bool = False) -> None:
+        if worker.attempts.forget(*attempt):
+            worker.post(lambda: worker.engine.abort([attempt.request_id], self.now, has_ended=has_ended))
+
+    def _compare(self, worker: SimWorker, under_way: Sequence[Attempt]) -> None:
+        """A ping comes to a worker."""
+        if not worker.is_alive:
+            return
+        unknown, orphans = worker.attempts.compare("ingress", under_way, self.now)
+        for orphan in orphans:
+            self._abort(worker, orphan)
+        if worker.worker_id not in self.muted:
+            self._answer("pong", lambda: self._pong(worker.worker_id, unknown))
+
+    def _pong(self, worker_id: str, unknown: Sequence[Attempt]) -> None:
+        self._obey(self.dispatch.ping_answered(worker_id, self.now, unknown))
 
     def _receive(self, worker: SimWorker, events: Sequence[TokenEvent]) -> None:
         if self.followed.get(worker.worker_id) is worker:
@@ -506,6 +546,10 @@ class Cluster:
                     self._answer("export", partial(worker.post, partial(self._export, worker, hashes)))
                 case Lost(worker_id, hashes):
                     self._answer("lost", partial(self._blocks_lost, self.workers[worker_id], hashes))
+                case HandoverLost(worker_id, request_id):
+                    decode = self.workers[worker_id]
+                    stop = partial(decode.engine.scheduler.stop_awaiting, [request_id])
+                    self._answer("lost", partial(decode.post, stop))
                 case _:
                     raise AssertionError(f"there is no disk for {instruction}")
 
@@ -514,6 +558,8 @@ class Cluster:
     def _register(self, worker: SimWorker) -> None:
         worker.engine.pool.drain_journal()
         hashes, manager = worker.engine.pool.hashes(), self.manager
+        attempts = worker.attempts.under_way
+        self.mail.pop(_exports(worker), None)  # what waited for the last reader is dropped
         self._say(
             _exports(worker),
             lambda: self._carry_out(
@@ -525,6 +571,7 @@ class Cluster:
                     hashes,
                     self.sizes.token_budget,
                     fingerprint=FINGERPRINT,
+                    attempts=attempts,
                 )
             ),
         )
@@ -575,6 +622,10 @@ class Cluster:
 
 def _exports(worker: SimWorker) -> Channel:
     return "exports", worker.worker_id, worker.epoch
+
+
+def _calls(worker: SimWorker) -> Channel:
+    return "calls", worker.worker_id, worker.epoch
 
 
 def _tokens(worker: SimWorker) -> Channel:

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError
 
 import actors.manager.kv_cache_manager as manager_module
 import actors.rpc as rpc
-import actors.worker.worker as worker_module
+import actors.worker.registering as registering_module
 from actors.ingress.dispatcher import Dispatcher
 from actors.ingress.manager_link import ManagerLink
 from actors.logs import DEFAULTS
@@ -146,10 +146,10 @@ class LocalWorkers:
         monkeypatch.setattr(rpc, "manager_name", self._manager_name)
         monkeypatch.setattr("ray.put", LocalReference)
         monkeypatch.setattr("engine.model.build.build_engine", make_engine)
-        for module in (worker_module, manager_module):
+        for module in (registering_module, manager_module):
             monkeypatch.setattr(module, "own_node", lambda: "node")
         monkeypatch.setattr(Worker, "_handle", lambda worker: self._handle_of(worker))
-        monkeypatch.setattr(worker_module, "HEARTBEAT_S", 0.02)
+        monkeypatch.setattr(registering_module, "HEARTBEAT_S", 0.02)
         monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.5)
 
     async def start_manager(self, disk: Path | None = None, logs: LoggingSection = DEFAULTS) -> KVCacheManager:

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.core.types import DraftSource, Role
-from tests.unit.cluster import AWAIT_TIMEOUT_S, Cluster, Sizes
+from tests.unit.cluster import AWAIT_TIMEOUT_S, PING_S, Cluster, Sizes
 
 pytestmark = pytest.mark.no_cover
 """Tracing makes these tests ten times slower; what they drive has tests of its own."""
@@ -16,6 +16,7 @@ P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 WORKER_SETS = [(M,), (M, M), (M, M, M, M), (P, D), (P, P, D, D), (P, P, P, D)]
 SIZES = Sizes(block_size=16, num_blocks=256, token_budget=256, max_requests=16)
 NUM_REQUESTS = 16
+MAX_MESSAGES = 50
 PREFIX = tuple(range(1000, 2024))
 """1,024 tokens: 64 blocks."""
 SUFFIXES = [tuple(range(5000 + 100 * index, 5000 + 103 * index + 7)) for index in range(NUM_REQUESTS)]
@@ -175,3 +176,31 @@ def test_a_worker_that_computes_stalls(roles: tuple[Role, ...], seed: int, num_s
     cluster.drain(random)
     assert len(cluster.ended) == NUM_REQUESTS
     assert cluster.num_prefill_tokens <= 2 * len(PREFIX) + sum(map(len, SUFFIXES)) + computed
+
+
+@pytest.mark.parametrize("kind", ["calls", "tokens"])
+@pytest.mark.parametrize("roles", [(M, M), (P, P, D, D)], ids=["mixed", "split"])
+def test_a_call_or_tokens_that_are_lost_cost_seconds(roles: tuple[Role, ...], kind: str) -> None:
+    """Pings find out, whichever it was; nobody waits for the end of a timeout."""
+    num_found = 0
+    for number in range(MAX_MESSAGES):
+        random, cluster = Random(number), Cluster(roles, SIZES)
+        cluster.request({"r0": PREFIX[:300], "r1": PREFIX[300:400]}, max_tokens=4)
+        num_left = number
+        while cluster.active and num_left >= 0:
+            channel = next((each for each in cluster.mail if each[0] == kind), None)
+            if channel is not None and not num_left:
+                cluster.lose(channel)
+                num_left -= 1
+            elif channel is not None:
+                num_left -= 1
+                cluster.deliver(channel)
+            elif not cluster.turn(random):
+                assert cluster.wait()
+        cluster.drain(random)
+        assert cluster.now <= 4 * PING_S
+        num_found += cluster.num_lost_attempts > 0
+        if not cluster.num_lost:
+            break
+    assert cluster.num_lost == 0, "more messages than were tried"
+    assert num_found

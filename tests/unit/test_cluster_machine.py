@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.types import DraftSource, Role
 from engine.core.worker.early import KEEP_S
-from tests.unit.cluster import AWAIT_TIMEOUT_S, PING_S, Cluster, Sizes
+from tests.unit.cluster import AWAIT_TIMEOUT_S, PING_S, Channel, Cluster, Sizes
 
 MAX_WORKERS = 4
 MAX_PROMPT = 30
@@ -70,6 +70,16 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
         self.cluster.deliver(data.draw(st.sampled_from(list(self.cluster.mail))))
+
+    @precondition(lambda self: self._calls_and_tokens())
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """A call of a worker, or tokens, are lost."""
+        self.is_disturbed = True
+        self.cluster.lose(data.draw(st.sampled_from(self._calls_and_tokens())))
+
+    def _calls_and_tokens(self) -> list[Channel]:
+        return [channel for channel in self.cluster.mail if channel[0] in ("calls", "tokens")]
 
     @precondition(lambda self: self.cluster.active)
     @rule(data=st.data())

@@ -12,8 +12,8 @@ import pytest
 
 import actors.ingress.dispatcher as dispatcher_module
 import actors.manager.execution as execution_module
+import actors.worker.registering as registering_module
 import actors.worker.segment_import as segment_import_module
-import actors.worker.worker as worker_module
 import engine.core.manager.segment_events as segment_events_module
 from actors.calls import answer
 from actors.ingress.dispatcher import Dispatcher
@@ -335,7 +335,7 @@ def test_a_link_that_comes_back_soon_replaces_nobody(scene: Scene, caplog: pytes
 def test_imports_teach_the_manager_what_links_take(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker registers from a node of its own."""
     numbers = count()
-    monkeypatch.setattr(worker_module, "own_node", lambda: f"node {next(numbers)}")
+    monkeypatch.setattr(registering_module, "own_node", lambda: f"node {next(numbers)}")
 
     async def play() -> None:
         manager, dispatcher = await scene.start()
@@ -361,7 +361,7 @@ def test_imports_teach_the_manager_what_links_take(scene: Scene, monkeypatch: py
 def test_requests_compute_what_another_node_is_late_with(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker registers from a node of its own; nothing that one has exported comes until the answer is over."""
     numbers = count()
-    monkeypatch.setattr(worker_module, "own_node", lambda: f"node {next(numbers)}")
+    monkeypatch.setattr(registering_module, "own_node", lambda: f"node {next(numbers)}")
     monkeypatch.setattr(segment_events_module, "PATIENCE_S", 0.05)
 
     async def play() -> None:

@@ -11,10 +11,11 @@ from engine.core.errors import NoWorkerError
 from engine.core.manager.cache_report import cache_report
 from engine.core.manager.directory import Directory
 from engine.core.manager.explain import BlockSource
-from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
 from engine.core.types import (
     Admission,
     AdmitRequest,
+    Attempt,
     BlockHash,
     CacheHints,
     DraftSource,
@@ -266,6 +267,27 @@ def test_segments_of_a_silent_worker_are_out_of_reach(make_directory: MakeDirect
     for request_id in ("r", "s"):
         directory.end_request(request_id, 0.0)
     directory.check_integrity()
+
+
+@pytest.mark.parametrize("known", [set(), {Attempt("r", 0)}], ids=["sent", "under way"])
+def test_a_worker_that_registers_again_hands_over_what_is_under_way_there_only(
+    split: Directory, known: set[Attempt]
+) -> None:
+    """What it had sent before was lost with its stream, if it has not come."""
+    for request_id, handed_over in (("r", False), ("s", True)):
+        admit(split, request_id, A)
+        if handed_over:
+            export(split, "p", handover=Handover(request_id, 0, 1, None))
+    again = split.register("p", Role.PREFILL, 1, 10, (), attempts=known)
+    assert [each for each in again if isinstance(each, HandoverLost)] == [HandoverLost("d", "r")][len(known) :]
+    assert not [each for each in join(split, "p", Role.PREFILL, epoch=2) if isinstance(each, HandoverLost)], "a death"
+
+
+def test_a_silent_worker_does_not_hand_over(split: Directory) -> None:
+    admit(split, "r")
+    assert split.worker_silent("p", 0.0) == [HandoverLost("d", "r")]
+    admit(split, "s")
+    assert split.worker_silent("unknown", 0.0) == []
 
 
 def test_nothing_is_delivered_to_the_dead(split: Directory) -> None:

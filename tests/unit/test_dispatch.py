@@ -15,6 +15,7 @@ from engine.core.ingress.instructions import (
     Abort,
     Admit,
     AskWorkers,
+    AttemptLost,
     Deliver,
     FailedOver,
     Follow,
@@ -34,6 +35,7 @@ from engine.core.objectives import LATE_PRIORITY, Late
 from engine.core.types import (
     Admission,
     AdmitRequest,
+    Attempt,
     CacheHints,
     Ended,
     FinishReason,
@@ -405,9 +407,75 @@ def test_an_admission_of_a_request_that_left_is_released() -> None:
 def test_workers_are_told_for_which_requests_to_wait_on() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    assert dispatch.keep_alive(2.0, 0.0) == [Ping("p", []), Ping("d", ["r"]), AskWorkers(is_probe=True)]
+    under_way = [Attempt("r", 0)]
+    pings = [Ping("p", under_way, []), Ping("d", under_way, ["r"])]
+    assert dispatch.keep_alive(2.0, 0.0) == [*pings, AskWorkers(is_probe=True)]
     dispatch.tokens("p", [token(0)], 2.0)
-    assert Ping("d", []) in dispatch.keep_alive(2.0, 0.0)
+    assert Ping("d", under_way, []) in dispatch.keep_alive(2.0, 0.0)
+
+
+@pytest.mark.parametrize("worker_id", ["p", "d"])
+def test_an_attempt_that_a_worker_does_not_have_goes_on_elsewhere(worker_id: str) -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    lost = [Attempt("r", 0)]
+    assert dispatch.ping_answered(worker_id, 2.0, lost) == [], "the attempt or its last event may be on its way"
+    assert dispatch.ping_answered(worker_id, 2.4, lost) == [], "answers that were held up come together"
+    instructions = dispatch.ping_answered(worker_id, 3.0, lost)
+    assert instructions[:3] == [AttemptLost(worker_id, "r", 0), Abort("d", "r", 0), Abort("p", "r", 0)]
+    assert [admit.request.attempt for admit in of_type(instructions, Admit)] == [1]
+    assert dispatch.ping_answered(worker_id, 4.0, lost) == [], "that is another attempt"
+
+
+def test_an_attempt_is_not_missed_that_a_later_answer_knows() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    for now in (2.0, 4.0):
+        assert dispatch.ping_answered("d", now, [Attempt("r", 0)]) == []
+        assert dispatch.ping_answered("d", now + 1.0) == []
+
+
+def test_a_prefill_worker_that_has_answered_is_not_asked_for_more() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    dispatch.tokens("p", [token(0)], 2.0)
+    for now in (2.0, 3.0, 4.0):
+        assert dispatch.ping_answered("p", now, [Attempt("r", 0)]) == []
+
+
+def test_a_token_that_was_lost_on_the_way_is_computed_again() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    assert dispatch.tokens("d", [token(1), token(2)], 2.0) == [], "the first token comes from the other worker"
+    assert of_type(dispatch.tokens("p", [token(0)], 2.1), Deliver) == [Deliver("r", [token(0), token(1), token(2)])]
+    instructions = dispatch.tokens("d", [token(4)], 2.2)
+    assert of_type(instructions, AttemptLost) == [AttemptLost("d", "r", 0)]
+    assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [3]
+
+
+def test_scores_that_were_lost_on_the_way_are_computed_again() -> None:
+    dispatch = make_dispatch(P, D)
+    generation = submitted(dispatch)
+    scores = (TokenLogprobs(-1.0, (), ()),) * 2
+    assert dispatch.tokens("p", [PromptEvent("r", 0, 1, scores)], 2.0) == []
+    instructions = dispatch.tokens("p", [PromptEvent("r", 0, 5, scores)], 2.1)
+    assert of_type(instructions, AttemptLost) == [AttemptLost("p", "r", 0)]
+    assert generation.prompt_logprobs == [*scores]
+
+
+def test_a_later_attempt_needs_its_prefill_worker_up_to_its_own_first_token() -> None:
+    """The decode worker may have been handed over to, and then nobody would send that token."""
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    dispatch.tokens("p", [token(0)], 2.0)
+    dispatch.worker_lost("d", 1, "died", 2.1, is_dead=True)
+    dispatch.membership(Membership((P, WorkerInfo("d", Role.DECODE, 2)), 0, FINGERPRINT), 2.2)
+    again = replace(admission_of(attempt=1), decode_epoch=2)
+    assert dispatch.admitted("r", 1, again, 2.3) == [Follow("d", 2)]
+    dispatch.found("d", 2, 2.3)
+    assert Ping("d", [Attempt("r", 1)], ["r"]) in dispatch.keep_alive(2.4, 0.0), "its prefill worker is alive"
+    instructions = dispatch.worker_lost("p", 1, "died", 2.5, is_dead=True)
+    assert [over.attempt for over in of_type(instructions, FailedOver)] == [2]
 
 
 def test_a_worker_whose_stream_ended_is_avoided_for_a_while_though_nobody_calls_it_dead() -> None:
@@ -496,7 +564,7 @@ def test_requests_of_a_silent_worker_go_on_elsewhere() -> None:
     assert Abort("d", "r", 0) in instructions, "the worker is not to compute for nobody when it goes on"
     assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [1]
     assert [admit.request.avoided for admit in of_type(instructions, Admit)] == [("d",)]
-    assert of_type(instructions, Ping) == [Ping("p", []), Ping("d", [])], "it may answer again"
+    assert of_type(instructions, Ping) == [Ping("p", [], []), Ping("d", [], [])], "it may answer again"
     dispatch.ping_answered("p", 6.0)
     assert of_type(dispatch.keep_alive(6.0, 0.0), WorkerSilent) == [], "said once"
 

@@ -21,6 +21,7 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
+    Attempt,
     CacheHints,
     FinishReason,
     Membership,
@@ -52,8 +53,9 @@ class FakeWorker(WorkerClient):
     async def abort(self, request_id: str, attempt: int, *, has_ended: bool = False) -> None:
         self.aborted.append((request_id, attempt))
 
-    async def ping(self, ingress_id: str, awaiting: Sequence[str]) -> None:
+    async def ping(self, ingress_id: str, under_way: Sequence[Attempt], awaiting: Sequence[str]) -> Sequence[Attempt]:
         self.num_pings += 1
+        return ()
 
     async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
         pass

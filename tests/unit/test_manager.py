@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import actors.manager.kv_cache_manager as manager_module
+import actors.manager.load_watch as load_watch
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.messages import Imported, ImportReport, Registration, WorkerState
 from engine.core.answers.continuations import BegunAnswer
@@ -110,7 +111,7 @@ def test_those_who_wait_for_a_worker_that_stalls_are_told() -> None:
 
 def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts beyond what one worker prefills in time; two divisions stand a while apart."""
-    monkeypatch.setattr(manager_module, "DIVIDE_S", 0.01)
+    monkeypatch.setattr(load_watch, "DIVIDE_S", 0.01)
 
     async def play() -> None:
         manager = make_manager()

@@ -66,11 +66,11 @@ def test_calls_of_an_earlier_attempt_come_too_late_for_a_later_one() -> None:
         earlier, later = make_assignment("a"), replace(make_assignment("a"), attempt=1)
         streams.begin([later])
         streams.begin([earlier])
-        assert not streams.forget("a", 0)
+        assert not streams.attempts.forget("a", 0)
         token = event(0)._replace(attempt=1)
         streams.put([token])
         assert await anext(streams.read(INGRESS)) == [token]
-        assert streams.forget("a", 1)
-        assert streams.forget("a", 1), "unknown"
+        assert streams.attempts.forget("a", 1)
+        assert streams.attempts.forget("a", 1), "unknown"
 
     asyncio.run(play())

@@ -11,6 +11,7 @@ and their tokens are delivered. What goes wrong on the way:
 * a prefill worker dies after the first token: the decode worker computes what did not arrive;
 * a worker ends the stream and lives: fail over; the worker is avoided for a while;
 * a worker is silent: fail over to others, until the worker answers again;
+* a worker lives and does not have an attempt, or events were lost on their way: fail over;
 * a worker is about to stop: its requests move to others, as at a failover, with the KV that the worker still holds;
 * the workers have another model than this replica: no request is admitted.
 
@@ -21,12 +22,13 @@ from collections.abc import Iterable, Sequence
 
 from engine.core.errors import LateError, NoWorkerError, ServiceError
 from engine.core.ingress.cluster_view import ClusterView, ModelFacts, Timeouts
-from engine.core.ingress.entry import Entry
+from engine.core.ingress.entry import Entries, Entry
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.instructions import (
     Abort,
     Admit,
     AskWorkers,
+    AttemptLost,
     Deliver,
     FailedOver,
     Follow,
@@ -49,6 +51,7 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
+    Attempt,
     BlockHash,
     Ended,
     FirstToken,
@@ -68,7 +71,7 @@ class Dispatch:
         self._ingress_id = ingress_id
         self._model = model
         self._timeouts = Timeouts() if timeouts is None else timeouts
-        self._entries: dict[str, Entry] = {}
+        self._entries = Entries()
         self._retries = Retries()
         self._view = ClusterView(model.fingerprint, now, self._timeouts)
         self._outbox = Outbox()
@@ -161,7 +164,7 @@ class Dispatch:
     ) -> list[Instruction]:
         """The manager has placed an attempt, has no worker for it, or refuses it."""
         self._view.manager_answered(now)
-        entry = self._current(request_id, attempt)
+        entry = self._entries.current(request_id, attempt)
         if entry is None:  # Its end may have been settled before it was admitted.
             self._outbox.ended.append(Ended(request_id, attempt))
             return []
@@ -177,7 +180,7 @@ class Dispatch:
         for request in requests:
             if is_silent:
                 self._outbox.ended.append(Ended(request.request_id, request.attempt))
-            entry = self._current(request.request_id, request.attempt)
+            entry = self._entries.current(request.request_id, request.attempt)
             if entry is not None:
                 instructions += self._place(entry, self._view.alone(request), now)
         return instructions
@@ -213,7 +216,7 @@ class Dispatch:
             instructions += self.worker_lost(worker_id, epoch - 1, "a newer one is there", now, is_dead=True)
             self._view.follow(worker_id, epoch, now)
             instructions.append(Read(worker_id, epoch))
-        for entry in self._awaiting(worker_id, epoch):
+        for entry in self._entries.awaiting(worker_id, epoch):
             instructions += self._send(entry, now)
         return instructions
 
@@ -221,7 +224,7 @@ class Dispatch:
     def not_found(self, worker_id: str, epoch: int, now: float) -> list[Instruction]:
         """A worker incarnation that was looked for is not there."""
         self._view.not_found(worker_id, epoch)
-        for entry in self._awaiting(worker_id, epoch):
+        for entry in self._entries.awaiting(worker_id, epoch):
             self._give_up_admission(entry, worker_id, epoch, now)
         return []
 
@@ -234,7 +237,7 @@ class Dispatch:
             return []
         self._view.leave(worker_id, now, is_dead=is_dead)
 
-        affected = self._affected_by(worker_id)
+        affected = self._entries.affected_by(worker_id)
         return [WorkerLost(worker_id, followed, reason, len(affected)), *self._do_without(worker_id, affected, now)]
 
     @stimulus
@@ -248,7 +251,8 @@ class Dispatch:
                 continue
             generation = entry.generation
             if isinstance(event, PromptEvent):
-                generation.take_scores(event)
+                if not generation.take_scores(event):
+                    instructions += self._attempt_lost(entry, worker_id, now)
                 continue
             was_answered = generation.is_answered
             due = generation.take(event, worker_id)
@@ -259,6 +263,8 @@ class Dispatch:
             if due and not was_answered:
                 ttft_s = now - generation.placed_at
                 self._outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
+            if generation.lacks_event:
+                instructions += self._attempt_lost(entry, worker_id, now)
         return instructions
 
     @stimulus
@@ -266,7 +272,7 @@ class Dispatch:
         """A worker did not take assignments."""
         instructions: list[Instruction] = []
         for assignment in assignments:
-            entry = self._current(assignment.request_id, assignment.attempt)
+            entry = self._entries.current(assignment.request_id, assignment.attempt)
             if entry is not None:
                 instructions += self._fail_over(entry, now)
         return instructions
@@ -277,7 +283,7 @@ class Dispatch:
     def flush(self, *, has_manager: bool) -> list[Instruction]:
         """Send what has gathered since the last time: one call for each receiver."""
         submits = self._outbox.take_submits(
-            self._view.followed, lambda each: self._current(each.request_id, each.attempt) is not None
+            self._view.followed, lambda each: self._entries.current(each.request_id, each.attempt) is not None
         )
         return submits + (self._outbox.take_reports() if has_manager else [])
 
@@ -287,7 +293,14 @@ class Dispatch:
     def keep_alive(self, now: float, late_s: float) -> list[Instruction]:
         """Tell workers and the manager that this replica is alive, and leave silent workers (`leave_silent`)."""
         instructions = self.leave_silent(now, late_s)
-        pings = [Ping(worker_id, self._awaiting_prefill(worker_id)) for worker_id in self._view.followed]
+        pings = [
+            Ping(
+                worker_id,
+                [entry.generation.attempt_name for entry in self._entries.at(worker_id)],
+                self._entries.awaiting_prefill(worker_id, self._view.followed),
+            )
+            for worker_id in self._view.followed
+        ]
         return [*instructions, *pings, AskWorkers(is_probe=True)]
 
     @stimulus
@@ -297,21 +310,25 @@ class Dispatch:
         self._view.stood_still(late_s)
         instructions: list[Instruction] = []
         for worker_id in sorted(self._view.newly_silent(now)):
-            affected = self._affected_by(worker_id)
+            affected = self._entries.affected_by(worker_id)
             instructions += [WorkerSilent(worker_id, len(affected)), *self._do_without(worker_id, affected, now)]
         return instructions
 
     @stimulus
-    def ping_answered(self, worker_id: str, now: float) -> None:
-        """A worker has answered a ping."""
+    def ping_answered(self, worker_id: str, now: float, unknown: Iterable[Attempt] = ()) -> list[Instruction]:
+        """A worker has answered a ping. `unknown`: the attempts of the ping that are not there. Whether an attempt has
+        been lost, or its end is on the way, the next answer tells."""
         self._view.heard(worker_id, now)
+        missed = set(unknown)
+        instructions: list[Instruction] = []
+        for entry in self._entries.at(worker_id):
+            if entry.generation.attempt_name not in missed:
+                entry.missed_since.pop(worker_id, None)
+            elif entry.generation.dies_with(worker_id) and entry.is_missed(worker_id, now):
+                instructions += self._attempt_lost(entry, worker_id, now)
+        return instructions
 
     # Inside
-
-    def _current(self, request_id: str, attempt: int) -> Entry | None:
-        """The request, if this is its present attempt."""
-        entry = self._entries.get(request_id)
-        return entry if entry is not None and entry.generation.attempt == attempt else None
 
     def _admit(self, entry: Entry, now: float) -> list[Instruction]:
         """Ask for workers. Blocks have no names before a worker's fingerprint is known."""
@@ -365,14 +382,6 @@ class Dispatch:
     def _retry(self, entry: Entry, now: float) -> None:
         self._retries.add(entry.generation.request_id, entry.generation.priority, now + self._timeouts.retry_s)
 
-    def _affected_by(self, worker_id: str) -> list[Entry]:
-        """Requests that cannot go on as they are without a worker."""
-        return [
-            entry
-            for entry in self._entries.values()
-            if entry.generation.dies_with(worker_id) or entry.generation.loses_kv_with(worker_id)
-        ]
-
     def _do_without(self, worker_id: str, affected: Iterable[Entry], now: float) -> list[Instruction]:
         """Have requests go on without a worker that was to compute for them, or to send KV."""
         instructions: list[Instruction] = []
@@ -384,11 +393,17 @@ class Dispatch:
                 instructions.append(StopAwaiting(generation.decode, generation.request_id))
         return instructions
 
+    def _attempt_lost(self, entry: Entry, worker_id: str, now: float) -> list[Instruction]:
+        """A worker that lives does not have an attempt, or the attempt's events do not arrive: go on elsewhere."""
+        generation = entry.generation
+        lost = AttemptLost(worker_id, generation.request_id, generation.attempt)
+        return [lost, *self._fail_over(entry, now)]
+
     def _move_on(self, now: float) -> list[Instruction]:
         """Have the requests of workers that are about to stop go on elsewhere."""
         instructions: list[Instruction] = []
         for worker_id in self._view.to_be_left:
-            for entry in self._affected_by(worker_id):
+            for entry in self._entries.affected_by(worker_id):
                 generation = entry.generation
                 if generation.dies_with(worker_id):
                     left, aborts = self._start_over(entry)
@@ -403,6 +418,7 @@ class Dispatch:
         request_id, attempt = entry.generation.request_id, entry.generation.attempt
         left = sorted(entry.generation.start_over())
         entry.admission = None
+        entry.missed_since.clear()
         return left, [Abort(worker_id, request_id, attempt) for worker_id in left if worker_id in self._view.followed]
 
     def _fail_over(self, entry: Entry, now: float) -> list[Instruction]:
@@ -423,21 +439,6 @@ class Dispatch:
         self._retries.drop(entry.generation.request_id)
         entry.generation.failure = error
         return [Deliver(entry.generation.request_id, [])]
-
-    def _awaiting(self, worker_id: str, epoch: int) -> list[Entry]:
-        """Requests whose admission waits for this incarnation, in the order of `priority`."""
-        awaiting = [entry for entry in self._entries.values() if entry.awaits(worker_id, epoch)]
-        return sorted(awaiting, key=lambda entry: entry.generation.priority)
-
-    def _awaiting_prefill(self, worker_id: str) -> list[str]:
-        """Requests that wait at this decode worker for a prefill worker that lives and has not come to them yet."""
-        return [
-            generation.request_id
-            for generation in (entry.generation for entry in self._entries.values())
-            if generation.decode == worker_id
-            and generation.awaits_prefill
-            and generation.prefill in self._view.followed
-        ]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a request is in two states, or waits for nothing."""

@@ -22,6 +22,7 @@ from engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
+    Attempt,
     BlockHash,
     CacheHints,
     DraftSource,
@@ -112,9 +113,13 @@ class Generation:
         return (*self.prompt, *self.tokens) if self.tokens else self.prompt
 
     @property
+    def attempt_name(self) -> Attempt:
+        return Attempt(self.request_id, self.attempt)
+
+    @property
     def awaits_prefill(self) -> bool:
         """True while the decode worker of a split request waits for its first token."""
-        return self.prefill != self.decode and self.prefill is not None and not self.tokens
+        return self.prefill != self.decode and self.prefill is not None and not self.is_answered
 
     def place(self, admission: Admission, block_size: int, now: float) -> None:
         """Record this attempt's workers."""
@@ -268,23 +273,33 @@ class Generation:
         num_drafted += event.num_accepted + event.num_rejected
         self.drafts[source] = DraftUse(source, num_drafted, num_accepted + event.num_accepted)
 
-    def take_scores(self, event: PromptEvent) -> None:
-        """Append new log-probabilities.
+    @property
+    def lacks_event(self) -> bool:
+        """True if a token was lost on the way. The tokens of one worker come in order, so nothing but the first token,
+        which may come from another worker, is ever awaited by later ones."""
+        return bool(self.early) and (self.is_answered or self.prefill == self.decode) and not self.is_over
+
+    def take_scores(self, event: PromptEvent) -> bool:
+        """Append new log-probabilities; returns False if others before them were lost on the way.
 
         Positions may be reported twice: by a prefill worker, and by a decode worker that gave up waiting for the
         prefill.
         """
-        if event.attempt == self.attempt and not self.is_over:
-            known = len(self.prompt_logprobs) + 1 - event.position
-            assert known >= 0, "log-probabilities of prompt tokens come in order"
+        if event.attempt != self.attempt or self.is_over:
+            return True
+        known = len(self.prompt_logprobs) + 1 - event.position
+        if known >= 0:
             self.prompt_logprobs += event.logprobs[known:]
+        return known >= 0
 
     def dies_with(self, worker_id: str) -> bool:
         """True if this attempt cannot continue without `worker_id`.
 
-        The prefill worker is needed up to the first token: nobody else would deliver that token.
+        The prefill worker is needed up to the attempt's first token: once it has handed over, nobody else would deliver
+        that token.
         """
-        return not self.is_over and (self.decode == worker_id or (self.prefill == worker_id and not self.tokens))
+        is_needed = self.decode == worker_id or (self.prefill == worker_id and not self.is_answered)
+        return is_needed and not self.is_over
 
     def loses_kv_with(self, worker_id: str) -> bool:
         """True if `worker_id` was only to send KV to the decode worker, which can compute the KV itself."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, TypeAlias
 
-from engine.core.types import AdmitRequest, Assignment, Ended, FirstToken, TokenEvent
+from engine.core.types import AdmitRequest, Assignment, Attempt, Ended, FirstToken, TokenEvent
 
 
 class Admit(NamedTuple):
@@ -73,9 +73,11 @@ class StartWorker(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """Tell a worker that this replica is alive, and name the requests whose senders of KV are alive, too."""
+    """Tell a worker that this replica is alive, which attempts should be there, and the requests whose senders of KV
+    are alive, too."""
 
     worker_id: str
+    under_way: list[Attempt]
     awaiting: list[str]
 
 
@@ -93,6 +95,14 @@ class WorkerSilent(NamedTuple):
 
     worker_id: str
     num_requests: int
+
+
+class AttemptLost(NamedTuple):
+    """For the log: a worker does not have an attempt that was sent to it, or some of the attempt's events."""
+
+    worker_id: str
+    request_id: str
+    attempt: int
 
 
 class FailedOver(NamedTuple):
@@ -138,6 +148,7 @@ Instruction: TypeAlias = (
     | Ping
     | WorkerLost
     | WorkerSilent
+    | AttemptLost
     | FailedOver
     | MovedOn
     | ModelDiffers

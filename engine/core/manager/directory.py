@@ -8,6 +8,7 @@ about to compute the block, or the worker asked to export it), and the workers a
 | request admitted | `Deliver` a segment to a worker, `Export` blocks held by workers only, `ReadFile` |
 | blocks sealed or exported | `Export` awaited blocks, `Deliver` the segment, `WriteFile` |
 | worker or request gone, block evicted or lost | by `Supply`: `Export`, or `Lost` (the blocks will not come) |
+| worker silent or registered again | `HandoverLost` |
 
 `engine.core.manager.segment_store` decides about the retention of segments, in the object store and on disk.
 
@@ -15,7 +16,7 @@ Nothing here is needed for correctness. A worker with less KV than promised comp
 forget anything at any time: a stale entry costs time, never a wrong token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from engine.core.costs import WorkerCosts
@@ -26,6 +27,7 @@ from engine.core.manager.cache_statistics import CacheStatistics
 from engine.core.manager.elastic import SHRINK_S, Elastic, Plan
 from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.explanations import Explanations
+from engine.core.manager.handovers import handovers_lost
 from engine.core.manager.instructions import Export, Instruction, Lost
 from engine.core.manager.integrity import check_records
 from engine.core.manager.lateness import check_in_time
@@ -44,7 +46,7 @@ from engine.core.manager.worker_groups import WorkerGroups
 from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
 from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, BlockHash, EvictionReason, Role
+from engine.core.types import Admission, AdmitRequest, Attempt, BlockHash, EvictionReason, Role
 
 
 class Directory(SegmentEvents):
@@ -126,8 +128,10 @@ class Directory(SegmentEvents):
         device: str = "cpu",
         fingerprint: str = "",
         node: str = "",
+        attempts: Container[Attempt] = (),
     ) -> list[Instruction]:
-        """Register a worker incarnation with the blocks of its pool, in place of an older incarnation."""
+        """Register a worker incarnation with the blocks of its pool, in place of an older incarnation. `attempts`:
+        those under way there; what the worker has sent for others was lost if it did not arrive before."""
         known = self.workers.get(worker_id)
         if known is not None and known.epoch > epoch:
             return []
@@ -148,7 +152,8 @@ class Directory(SegmentEvents):
         self._nodes_changed()
         self._supply.worker_joined(worker_id)
         self.workers.regroup(self._groups, [worker_id])
-        return instructions + self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
+        instructions += self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
+        return instructions + handovers_lost(self._reservations, self.workers, worker_id, epoch, attempts)
 
     @stimulus
     def leave(self, worker_id: str) -> list[Instruction]:
@@ -209,13 +214,16 @@ class Directory(SegmentEvents):
     def worker_silent(self, worker_id: str, now: float) -> list[Instruction]:
         """Forget a worker that may be cut off with its node, and what it exported: a fetch would wait for the node. The
         workers that were to get these segments compute the blocks."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return []
         instructions = self.remove_worker(worker_id)
         for segment in self.segments.out_of_reach(worker_id, now):
             leasing = [r.admission for r in self._reservations.values() if segment in r.leased]
             receivers = {each for admission in leasing for each in (admission.prefill, admission.decode)}
             hashes = segment.header.full_hashes
             instructions += [Lost(receiver, hashes) for receiver in sorted(receivers & self.workers.keys())]
-        return instructions
+        return instructions + handovers_lost(self._reservations, self.workers, worker_id, worker.epoch)
 
     def is_current(self, worker_id: str, epoch: int) -> bool:
         return self.workers.current(worker_id, epoch) is not None

@@ -32,5 +32,13 @@ class Lost:
     hashes: tuple[BlockHash, ...]
 
 
-WorkerInstruction: TypeAlias = Deliver | Export | Lost
+@dataclass(frozen=True, slots=True)
+class HandoverLost:
+    """Tell a decode worker that the prefill worker of a request will not hand over."""
+
+    worker_id: str
+    request_id: str
+
+
+WorkerInstruction: TypeAlias = Deliver | Export | Lost | HandoverLost
 Instruction: TypeAlias = WorkerInstruction | DiskInstruction

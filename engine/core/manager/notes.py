@@ -13,7 +13,7 @@ from engine.core.manager.segment_store import SegmentStore
 from engine.core.objectives import Objectives
 from engine.core.stimuli import Notes, as_it_is
 from engine.core.tenants import Tenant
-from engine.core.types import AdmitRequest, BlockHash, CacheHints, SegmentHeader
+from engine.core.types import AdmitRequest, Attempt, BlockHash, CacheHints, SegmentHeader
 
 
 class Segments(Protocol):
@@ -90,6 +90,7 @@ def _note_of_segment(segment: Segment) -> SegmentNote:
 NOTES = Notes(
     {
         AdmitRequest: _note_of_request,
+        Attempt: as_it_is,
         Segment: _note_of_segment,
         SegmentHeader: _note_of_header,
         Tenant: as_it_is,

@@ -1,0 +1,52 @@
+"""The manager's look at the load of the elastic workers: their duties, and how many are wanted."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from actors.metrics import ManagerMetrics
+from engine.core.log_fields import about
+from engine.core.manager.directory import Directory
+from engine.core.manager.elastic import Plan, PoolLimits, Wanted
+
+logger = logging.getLogger(__name__)
+
+DIVIDE_S = 1.0
+"""Interval between two looks."""
+
+
+class LoadWatch:
+    """The manager's methods that follow the load; the attributes are the manager's."""
+
+    _directory: Directory
+    _metrics: ManagerMetrics
+    _elastic: PoolLimits
+    check_not_retired: Callable[[], None]
+
+    async def wanted_workers(self) -> Wanted | None:
+        """The number of elastic workers for the present load; None before the first look at the load."""
+        self.check_not_retired()
+        plan = self._directory.plan
+        return None if plan is None else Wanted(plan.num_wanted, plan.may_shrink)
+
+    async def _watch_load(self) -> None:
+        """Divide the elastic workers between prompts and answers as the load asks, and find the wanted number."""
+        while True:
+            await asyncio.sleep(DIVIDE_S)
+            had, plan = self._directory.plan, self._divide()
+            self._metrics.duties([worker.duty for worker in self._directory.workers.elastic])
+            if plan is not None or had is not None:
+                self._metrics.wanted(0 if plan is None else plan.num_wanted)
+            if plan is not None and (had is None or had.num_wanted != plan.num_wanted):
+                extra = about("wanted", workers=plan.num_wanted, was=len(self._directory.workers.elastic))
+                logger.info("%d elastic workers are wanted", plan.num_wanted, extra=extra)
+            for worker_id, duty in plan.duties.items() if plan is not None else ():
+                extra = about("duty", worker=worker_id, duty=duty)
+                logger.info("%s now has the duty %s", worker_id, duty, extra=extra)
+
+    def _divide(self) -> Plan | None:
+        """Look at the load; None without elastic workers."""
+        if not self._directory.workers.elastic and self._directory.plan is None:
+            return None
+        return self._directory.divide(time.time(), *self._elastic)
