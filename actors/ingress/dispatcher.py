@@ -14,6 +14,7 @@ from functools import partial
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from actors.calls import Background, quietly, run_detached, sleep
+from actors.ingress.incidents import log_incident
 from actors.ingress.manager_link import ManagerLink
 from actors.logs import DEFAULTS
 from actors.recording import recorded
@@ -178,27 +179,14 @@ class Dispatcher:
                     self._background.start(self._ask_workers(is_probe=is_probe))
             case StartWorker():
                 self._background.start(self._start_worker())
-            case FailedOver():
-                self._on_failover()
-                _log_failover(instruction)
-            case MovedOn():
-                _log_move(instruction)
-            case WorkerLost():
-                self._followed.pop(instruction.worker_id, None)
-                _log_worker_lost(instruction)
-            case WorkerSilent():
-                _log_worker_silent(instruction)
-            case AttemptLost():
-                _log_attempt_lost(instruction)
-            case ModelDiffers(theirs, ours):
-                logger.error(
-                    "the workers' model (fingerprint %s) is not this replica's (%s): no request can be served",
-                    theirs,
-                    ours,
-                    extra=about("model_differs", theirs=theirs, ours=ours),
-                )
             case Settle():
                 self._background.start(self._settle(instruction))
+            case WorkerLost() | WorkerSilent() | AttemptLost() | FailedOver() | MovedOn() | ModelDiffers():
+                log_incident(instruction)
+                if isinstance(instruction, FailedOver):
+                    self._on_failover()
+                elif isinstance(instruction, WorkerLost):
+                    self._followed.pop(instruction.worker_id, None)
             case _:
                 self._call(instruction)
 
@@ -369,54 +357,6 @@ class Dispatcher:
                 ),
             )
             self._carry_out(self._dispatch.not_submitted(submit.assignments, time.monotonic()))
-
-
-def _log_worker_lost(lost: WorkerLost) -> None:
-    logger.warning(
-        "lost %s (%s) with %d requests",
-        lost.worker_id,
-        lost.reason,
-        lost.num_requests,
-        extra=about(
-            "worker_lost", worker=lost.worker_id, epoch=lost.epoch, reason=lost.reason, requests=lost.num_requests
-        ),
-    )
-
-
-def _log_worker_silent(silent: WorkerSilent) -> None:
-    extra = about("worker_silent", worker=silent.worker_id, requests=silent.num_requests)
-    logger.warning(
-        "%s answers nothing: %d requests go on elsewhere", silent.worker_id, silent.num_requests, extra=extra
-    )
-
-
-def _log_attempt_lost(lost: AttemptLost) -> None:
-    extra = about("attempt_lost", worker=lost.worker_id, request=lost.request_id, attempt=lost.attempt)
-    logger.warning("%s does not have %s, or its tokens were lost", lost.worker_id, lost.request_id, extra=extra)
-
-
-def _log_failover(failover: FailedOver) -> None:
-    logger.info(
-        "%s goes on elsewhere after %d tokens",
-        failover.request_id,
-        failover.num_tokens,
-        extra=about(
-            "failover",
-            request=failover.request_id,
-            attempt=failover.attempt,
-            left=failover.left,
-            tokens=failover.num_tokens,
-        ),
-    )
-
-
-def _log_move(move: MovedOn) -> None:
-    logger.info(
-        "%s moves to another worker after %d tokens",
-        move.request_id,
-        move.num_tokens,
-        extra=about("moved", request=move.request_id, attempt=move.attempt, left=move.left, tokens=move.num_tokens),
-    )
 
 
 def _is_death(error: Exception) -> bool:

@@ -201,12 +201,8 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         self._followers[worker_id] = asyncio.create_task(self._follow(worker_id, epoch, client))
         self._worker_signs.heard(worker_id, time.monotonic())
         num_blocks = len(registration.hashes)
-        logger.info(
-            "%s registered with %d blocks",
-            worker_id,
-            num_blocks,
-            extra=about("registered", worker=worker_id, role=registration.role, epoch=epoch, blocks=num_blocks),
-        )
+        extra = about("registered", worker=worker_id, role=registration.role, epoch=epoch, blocks=num_blocks)
+        logger.info("%s registered with %d blocks", worker_id, num_blocks, extra=extra)
         return None
 
     async def heartbeat(self, worker_id: str, epoch: int, state: WorkerState) -> bool:

@@ -18,7 +18,8 @@ from engine.core.eviction.queue import EvictionQueue
 from engine.core.eviction.ranking import LeastRecent
 from engine.core.eviction.retention import marked, retention
 from engine.core.manager.block_index import BlockIndex, Segment
-from engine.core.manager.disk_instructions import DiskInstruction, EraseFile, ReadFile, WriteFile
+from engine.core.manager.disk_instructions import DiskInstruction, ReadFile, WriteFile
+from engine.core.manager.segment_file_list import SegmentFileList
 from engine.core.tenants import Tenant, quotas
 from engine.core.types import BlockHash, CacheHints, EvictionReason, Retention, SegmentHeader
 
@@ -53,12 +54,9 @@ class SegmentStore:
         """Node into whose object store files are read."""
         self._kept_nodes = frozenset({node})
         self.disk_budget_bytes = disk_budget_bytes
-        self.disk_bytes = 0
-        """Bytes of payloads in files, including files being written."""
+        self._files = SegmentFileList()
         self._writing: dict[int, SegmentHeader] = {}
         """The header of each segment being written: its bytes on disk are reserved."""
-        self._num_sharing: Counter[tuple[BlockHash, ...]] = Counter()
-        """Segments by file, present or being written: segments of exactly the same blocks share a file."""
         self._segments: dict[int, Segment] = {}
 
         self._tenants = tuple(tenants)
@@ -87,6 +85,11 @@ class SegmentStore:
         """Bytes in the object stores of all nodes."""
         return sum(self.node_bytes.values())
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of payloads in files, including files being written."""
+        return self._files.num_bytes
+
     def keep_nodes(self, nodes: Iterable[str]) -> None:
         """Take the nodes with workers: each has a budget of its own. The segments on other nodes stay, since a worker
         may come back there, and share one budget from the next event on."""
@@ -107,10 +110,10 @@ class SegmentStore:
             segment = self._new(header, None, is_in_store=False, file=header, node=self.node)
             if self._blocks.stored(segment):
                 self._segments[segment.segment_id] = segment
-                self._has_file(header)
+                self._files.add(header)
                 self._use([segment], header.retention, now)
             else:
-                unused += self._erase(header)
+                unused += self._files.erase(header)
         return unused + self._make_room_on_disk(0, "", now)  # all can go, and floors add up to no more than the budget
 
     def exported(
@@ -130,13 +133,13 @@ class SegmentStore:
 
     def written(self, segment_id: int, file: SegmentHeader | None, now: float) -> list[DiskInstruction]:
         """A segment was written under `file`; None if writing failed."""
-        self._has_no_file(self._writing.pop(segment_id))
+        self._files.remove(self._writing.pop(segment_id))
         segment = self._segments.get(segment_id)
         if segment is None:
-            return [] if file is None else self._erase(file)
+            return [] if file is None else self._files.erase(file)
         if file is not None:
             segment.file = file
-            self._has_file(file)
+            self._files.add(file)
         self._use([segment], self._retention_of(segment), now)
         self._shrink([segment.node], now)
         return []
@@ -182,7 +185,7 @@ class SegmentStore:
         again.
         """
         self._drop(segment, EvictionReason.SEGMENT_LOST)
-        return [] if segment.file is None else self._erase(segment.file)
+        return [] if segment.file is None else self._files.erase(segment.file)
 
     def lease(self, segment: Segment, worker_id: str) -> list[DiskInstruction]:
         """Lease a segment to a request on a worker: the segment stays until `released`. A segment on disk only is
@@ -244,7 +247,7 @@ class SegmentStore:
         unused = [s for s in self._segments.values() if s.leases == 0 and not s.requested_by]
         for segment in unused:
             self._drop(segment, EvictionReason.RESET)
-        erased = [gone for segment in unused if segment.file for gone in self._erase(segment.file)]
+        erased = [gone for segment in unused if segment.file for gone in self._files.erase(segment.file)]
         return sum(len(segment.header.full_hashes) for segment in unused), erased
 
     def check_integrity(self, leased: list[Segment]) -> None:
@@ -267,8 +270,8 @@ class SegmentStore:
             stored[segment.node] += segment.header.num_bytes if segment.is_in_store else 0
         assert self.node_bytes == stored and self._parts.keys() >= (+stored).keys()
         files = [segment.file for segment in segments if segment.file is not None] + list(self._writing.values())
-        assert self.disk_bytes == sum(file.num_bytes for file in files) <= self.disk_budget_bytes
-        assert self._num_sharing == Counter(file.full_hashes for file in files)
+        self._files.check_integrity(files)
+        assert self.disk_bytes <= self.disk_budget_bytes
 
     # Inside
 
@@ -412,23 +415,9 @@ class SegmentStore:
         instructions = self._make_room_on_disk(num_bytes, segment.header.retention.tenant, now)
         if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
             self._writing[segment.segment_id] = segment.header
-            self._has_file(segment.header)
+            self._files.add(segment.header)
             instructions.append(WriteFile(segment))
         return instructions
-
-    def _has_file(self, file: SegmentHeader) -> None:
-        self.disk_bytes += file.num_bytes
-        self._num_sharing[file.full_hashes] += 1
-
-    def _has_no_file(self, file: SegmentHeader) -> None:
-        self.disk_bytes -= file.num_bytes
-        self._num_sharing[file.full_hashes] -= 1
-        if not self._num_sharing[file.full_hashes]:
-            del self._num_sharing[file.full_hashes]
-
-    def _erase(self, file: SegmentHeader) -> list[DiskInstruction]:
-        """Erase a segment's former file, unless another segment shares it."""
-        return [] if file.full_hashes in self._num_sharing else [EraseFile(file)]
 
     def _make_room_on_disk(self, num_bytes: int, tenant: str, now: float) -> list[DiskInstruction]:
         """Give up files until `num_bytes` of this tenant fit, or only files under other tenants' floors are left."""
@@ -443,11 +432,11 @@ class SegmentStore:
             file = segment.file
             assert file is not None
             if segment.is_in_store:
-                self._has_no_file(file)
+                self._files.remove(file)
                 segment.file = None
             else:
                 self._drop(segment, EvictionReason.DISK_FULL if reason is EvictionReason.FULL else reason)
-            erased += self._erase(file)
+            erased += self._files.erase(file)
         return erased
 
     def _drop(self, segment: Segment, reason: EvictionReason) -> None:
@@ -456,5 +445,5 @@ class SegmentStore:
         del self._segments[segment.segment_id]
         self.node_bytes[segment.node] -= segment.header.num_bytes if segment.is_in_store else 0
         if segment.file is not None:
-            self._has_no_file(segment.file)
+            self._files.remove(segment.file)
         self._blocks.dropped(segment, reason)

@@ -1,0 +1,42 @@
+"""The log of what befalls the requests and workers of one ingress replica."""
+
+import logging
+from typing import TypeAlias
+
+from engine.core.ingress.instructions import (
+    AttemptLost,
+    FailedOver,
+    ModelDiffers,
+    MovedOn,
+    WorkerLost,
+    WorkerSilent,
+)
+from engine.core.log_fields import about
+
+logger = logging.getLogger(__name__)
+
+Incident: TypeAlias = WorkerLost | WorkerSilent | AttemptLost | FailedOver | MovedOn | ModelDiffers
+
+
+def log_incident(incident: Incident) -> None:
+    """Write an incident to the log, with its facts as fields."""
+    match incident:
+        case WorkerLost(worker_id, epoch, reason, num_requests):
+            extra = about("worker_lost", worker=worker_id, epoch=epoch, reason=reason, requests=num_requests)
+            logger.warning("lost %s (%s) with %d requests", worker_id, reason, num_requests, extra=extra)
+        case WorkerSilent(worker_id, num_requests):
+            extra = about("worker_silent", worker=worker_id, requests=num_requests)
+            logger.warning("%s answers nothing: %d requests go on elsewhere", worker_id, num_requests, extra=extra)
+        case AttemptLost(worker_id, request_id, attempt):
+            extra = about("attempt_lost", worker=worker_id, request=request_id, attempt=attempt)
+            logger.warning("%s does not have %s, or its tokens were lost", worker_id, request_id, extra=extra)
+        case FailedOver(request_id, attempt, left, num_tokens):
+            extra = about("failover", request=request_id, attempt=attempt, left=left, tokens=num_tokens)
+            logger.info("%s goes on elsewhere after %d tokens", request_id, num_tokens, extra=extra)
+        case MovedOn(request_id, attempt, left, num_tokens):
+            extra = about("moved", request=request_id, attempt=attempt, left=left, tokens=num_tokens)
+            logger.info("%s moves to another worker after %d tokens", request_id, num_tokens, extra=extra)
+        case ModelDiffers(theirs, ours):
+            extra = about("model_differs", theirs=theirs, ours=ours)
+            text = "the workers' model (fingerprint %s) is not this replica's (%s): no request can be served"
+            logger.error(text, theirs, ours, extra=extra)
