@@ -18,7 +18,7 @@ from actors.ingress.manager_link import ManagerLink
 from actors.ingress.output import OutputProcessor
 from actors.ingress.preparation import Preparation, PreparationFacts
 from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reading import ReadingFacts
+from actors.ingress.reader_work import ReadingFacts
 from actors.ingress.refusals import Refusals
 from actors.ingress.rendering import Rendering
 from actors.ingress.served_model import ServedModel

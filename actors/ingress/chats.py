@@ -12,7 +12,7 @@ from functools import partial
 
 from actors.calls import Background
 from actors.ingress.reader_pool import RequestReader, size_of
-from actors.ingress.reading import NextTurn, Reading
+from actors.ingress.reader_work import NextTurn, Reading
 from actors.ingress.transcripts import Transcripts
 from engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec, require_token_ids
 from engine.core.answers.prompt_form import ChatEnd, ChatTemplate

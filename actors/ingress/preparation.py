@@ -16,7 +16,7 @@ from itertools import count, zip_longest
 from actors.ingress.chats import Chat, Chats
 from actors.ingress.job import Answer, Job
 from actors.ingress.reader_pool import RequestReader, size_of
-from actors.ingress.reading import Conversations, Reading, Request
+from actors.ingress.reader_work import Conversations, Reading, Request
 from actors.ingress.resuming import StreamStart
 from actors.ingress.served_model import ServedModel
 from actors.ingress.stored_responses import StoredResponses

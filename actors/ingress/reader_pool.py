@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.ingress import reader_process
-from actors.ingress.reading import (
+from actors.ingress.reader_work import (
     Conversations,
     GrammarQuestion,
     NextTurn,
-    Reader,
     Reading,
     ReadingFacts,
     Request,
     TokenRequest,
     Work,
 )
+from actors.ingress.reading import Reader
 from engine.api.spec import GenerationSpec
 from engine.core.errors import OverloadedError, RaydixError, ServiceError
 from engine.model.tokenizer import Tokenizer

@@ -66,7 +66,8 @@ class Sweeper:
 def main() -> None:
     """Answer the requests of the socket whose number is the first argument, until the socket is closed."""
     from actors.ingress.confinement import confined
-    from actors.ingress.reading import Reader, ReadingFacts
+    from actors.ingress.reader_work import ReadingFacts
+    from actors.ingress.reading import Reader
     from engine.core.errors import RaydixError, ServiceError
     from engine.model.tokenizer import Tokenizer, forgo_torch
 

@@ -7,34 +7,34 @@ requests, `reader_process` for long ones.
 import concurrent.futures
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Literal, TypeAlias
 
-from actors.ingress.served_model import ServedModel
+from actors.ingress.reader_work import (
+    Conversations,
+    GrammarQuestion,
+    NextTurn,
+    Reading,
+    ReadingFacts,
+    TokenIds,
+    TokenRequest,
+    Work,
+)
 from engine.api.conversations import naming, parse_conversations
 from engine.api.reasoning import effort_arguments, with_lead, with_limit
 from engine.api.routes import Route, parse
-from engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
+from engine.api.spec import GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
 from engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
 from engine.api.tools import AnswerForm, with_calls
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
+from engine.core.answers.prompt_form import ChatTemplate
 from engine.core.answers.reasoning_limit import tag_pieces
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
-from engine.core.ingress.parsers import HERMES, ToolFormat
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS
-from engine.core.types import Grammar
 from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
 from engine.model.tokenizer import Tokenizer
-
-Request: TypeAlias = tuple[Route, bytes] | GenerationSpec
-"""A route and a body, or a request of the Python handle."""
-TokenRoute: TypeAlias = Literal["tokenize", "detokenize"]
-TokenIds: TypeAlias = "array[int]"
 
 MIN_SLICE = 16_384
 """Length of a slice in characters: so long that the cuts hardly change the number of tokens."""
@@ -48,76 +48,6 @@ MAX_BAD_TOKENS = 1024
 """Tokens of all bad words of a request."""
 TRUNCATED = 16
 """Characters of a text to be truncated, for each token of the context: all of the text is tokenized."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadingFacts:
-    """Facts of the model and the configuration that reading needs."""
-
-    model: ServedModel
-    folder: Path
-    """Folder of the tokenizer."""
-    special_tokens_in_messages: bool
-    tool_format: ToolFormat = HERMES
-    """Format in which the model writes calls."""
-    has_reasoning: bool = False
-    """True if the model writes reasoning between tags."""
-    chat_templates_in_requests: bool = False
-    uses_predictions: bool = False
-    """True if workers make drafts of clients' predictions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A valid request and its tokens. Of a completion `prompts` has the ids of each prompt; a chat has `chat`."""
-
-    spec: GenerationSpec
-    """Request whose `prompts` keep only texts that will be echoed."""
-    prompts: tuple[TokenIds, ...] = ()
-    chat: EncodedText | None = None
-    marked_tokens: tuple[int, ...] = ()
-    """Tokens of the prompt before each of the request's marks."""
-    prediction: Sequence[int] = ()
-    """Tokens of the client's guess of a chat's answer, where workers draft from predictions."""
-
-
-@dataclass(frozen=True, slots=True)
-class NextTurn:
-    """An answered chat, and a question for its next turn's first tokens (`engine.model.chats.next_turn`)."""
-
-    messages: tuple[ChatMessage, ...]
-    prompt: EncodedText
-    answer: ChatMessage
-    tools: tuple[Mapping[str, object], ...] = ()
-    template: ChatTemplate = MODEL_TEMPLATE
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRequest:
-    """A body of `/tokenize` or `/detokenize`."""
-
-    route: TokenRoute
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Conversations:
-    """A body of `/v1/chat/completions/batch`."""
-
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarQuestion:
-    """A question whether a grammar can be compiled."""
-
-    grammar: Grammar
-    param: str
-    """The request's field with the grammar."""
-
-
-Work: TypeAlias = Request | NextTurn | TokenRequest | GrammarQuestion | Conversations
-"""Anything that a `Reader` answers."""
 
 
 class Reader:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import orjson
 
 from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reading import TokenRequest, TokenRoute
+from actors.ingress.reader_work import TokenRequest, TokenRoute
 from engine.core.errors import NotFoundError
 from engine.core.ingress.room import Room
 from engine.core.tenants import Tenant

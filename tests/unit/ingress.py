@@ -24,15 +24,8 @@ from actors.ingress.manager_link import Call, ManagerLink
 from actors.ingress.output import OutputProcessor
 from actors.ingress.preparation import Preparation, PreparationFacts
 from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reading import (
-    Conversations,
-    NextTurn,
-    Reader,
-    Reading,
-    ReadingFacts,
-    Request,
-    TokenRequest,
-)
+from actors.ingress.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
+from actors.ingress.reading import Reader
 from actors.ingress.refusals import Refusals
 from actors.ingress.rendering import Rendering
 from actors.ingress.served_model import ServedModel

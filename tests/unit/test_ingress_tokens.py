@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from actors.ingress.app import app
-from actors.ingress.reading import Reader, ReadingFacts, TokenRequest
+from actors.ingress.reader_work import ReadingFacts, TokenRequest
+from actors.ingress.reading import Reader
 from actors.ingress.served_model import ServedModel
 from engine.api.requests import parse_chat
 from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate

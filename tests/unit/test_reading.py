@@ -20,16 +20,8 @@ import pytest
 
 from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Process, size_of
 from actors.ingress.reader_process import SWEPT_BYTES, Sweeper
-from actors.ingress.reading import (
-    MOST_COUNTED,
-    Conversations,
-    GrammarQuestion,
-    NextTurn,
-    Reader,
-    Reading,
-    ReadingFacts,
-    TokenRequest,
-)
+from actors.ingress.reader_work import Conversations, GrammarQuestion, NextTurn, Reading, ReadingFacts, TokenRequest
+from actors.ingress.reading import MOST_COUNTED, Reader
 from actors.ingress.served_model import ServedModel
 from engine.api.generate import GenerateRequest
 from engine.api.response_models import TokenizerInfo

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.ingress.reading import Reader, ReadingFacts
+from actors.ingress.reader_work import ReadingFacts
+from actors.ingress.reading import Reader
 from actors.ingress.served_model import ServedModel
 from engine.api.generate import GenerateRequest
 from engine.api.reasoning import effort_arguments, with_lead

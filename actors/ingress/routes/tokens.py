@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from actors.ingress.http import json_response, while_connected
-from actors.ingress.reading import TokenRoute
+from actors.ingress.reader_work import TokenRoute
 from actors.ingress.routes.replica import replica
 
 router = APIRouter()

@@ -395,9 +395,7 @@ class Dispatch:
 
     def _attempt_lost(self, entry: Entry, worker_id: str, now: float) -> list[Instruction]:
         """A worker that lives does not have an attempt, or the attempt's events do not arrive: go on elsewhere."""
-        generation = entry.generation
-        lost = AttemptLost(worker_id, generation.request_id, generation.attempt)
-        return [lost, *self._fail_over(entry, now)]
+        return [AttemptLost(worker_id, *entry.generation.attempt_name), *self._fail_over(entry, now)]
 
     def _move_on(self, now: float) -> list[Instruction]:
         """Have the requests of workers that are about to stop go on elsewhere."""

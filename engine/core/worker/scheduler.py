@@ -11,9 +11,8 @@ One token budget covers a step:
 4. idle work (`engine.core.worker.idle`), if no request waits or prefills.
 
 Waiting requests start as soon as their blocks fit, preempted ones first. When blocks run out, the latest request is
-preempted: its blocks are released (full blocks stay cached until they are evicted). If swapping is predicted to be
-quicker than recomputing (`engine.core.worker.swap_policy`), the contents of its blocks are kept outside the pool;
-otherwise the request is recomputed from the end of the cached blocks. Among all these, priorities come first (`order`).
+preempted: its blocks are released, and their contents are kept outside the pool where that is predicted to be quicker
+than recomputing from the end of the cached blocks (`swap_policy`). Among all these, priorities come first (`order`).
 
 A request with log-probabilities of its prompt (it is *scored*), or the mean of its hidden states, shares cached blocks
 like any other, but starts at the first position that is missing in these: shared positions are computed and not stored.

@@ -1,0 +1,90 @@
+"""Work for a `Reader`: what it is asked, and the readings that it answers with."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from actors.ingress.served_model import ServedModel
+from engine.api.routes import Route
+from engine.api.spec import ChatMessage, GenerationSpec
+from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
+from engine.core.answers.transcripts import EncodedText
+from engine.core.ingress.parsers import HERMES, ToolFormat
+from engine.core.types import Grammar
+
+Request: TypeAlias = tuple[Route, bytes] | GenerationSpec
+"""A route and a body, or a request of the Python handle."""
+TokenRoute: TypeAlias = Literal["tokenize", "detokenize"]
+TokenIds: TypeAlias = "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingFacts:
+    """Facts of the model and the configuration that reading needs."""
+
+    model: ServedModel
+    folder: Path
+    """Folder of the tokenizer."""
+    special_tokens_in_messages: bool
+    tool_format: ToolFormat = HERMES
+    """Format in which the model writes calls."""
+    has_reasoning: bool = False
+    """True if the model writes reasoning between tags."""
+    chat_templates_in_requests: bool = False
+    uses_predictions: bool = False
+    """True if workers make drafts of clients' predictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A valid request and its tokens. Of a completion `prompts` has the ids of each prompt; a chat has `chat`."""
+
+    spec: GenerationSpec
+    """Request whose `prompts` keep only texts that will be echoed."""
+    prompts: tuple[TokenIds, ...] = ()
+    chat: EncodedText | None = None
+    marked_tokens: tuple[int, ...] = ()
+    """Tokens of the prompt before each of the request's marks."""
+    prediction: Sequence[int] = ()
+    """Tokens of the client's guess of a chat's answer, where workers draft from predictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """An answered chat, and a question for its next turn's first tokens (`engine.model.chats.next_turn`)."""
+
+    messages: tuple[ChatMessage, ...]
+    prompt: EncodedText
+    answer: ChatMessage
+    tools: tuple[Mapping[str, object], ...] = ()
+    template: ChatTemplate = MODEL_TEMPLATE
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A body of `/tokenize` or `/detokenize`."""
+
+    route: TokenRoute
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """A body of `/v1/chat/completions/batch`."""
+
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarQuestion:
+    """A question whether a grammar can be compiled."""
+
+    grammar: Grammar
+    param: str
+    """The request's field with the grammar."""
+
+
+Work: TypeAlias = Request | NextTurn | TokenRequest | GrammarQuestion | Conversations
+"""Anything that a `Reader` answers."""
