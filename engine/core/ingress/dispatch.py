@@ -35,7 +35,6 @@ from engine.core.ingress.instructions import (
     Instruction,
     ModelDiffers,
     MovedOn,
-    Ping,
     Read,
     StartWorker,
     StopAwaiting,
@@ -43,6 +42,7 @@ from engine.core.ingress.instructions import (
     WorkerLost,
     WorkerSilent,
 )
+from engine.core.ingress.missing import Missing
 from engine.core.ingress.outbox import Outbox
 from engine.core.ingress.retries import Retries
 from engine.core.objectives import Late
@@ -74,6 +74,7 @@ class Dispatch:
         self._entries = Entries()
         self._retries = Retries()
         self._view = ClusterView(model.fingerprint, now, self._timeouts)
+        self._missing = Missing()
         self._outbox = Outbox()
 
     # What the shell may ask
@@ -236,6 +237,7 @@ class Dispatch:
         if followed is None or followed > epoch:
             return []
         self._view.leave(worker_id, now, is_dead=is_dead)
+        self._missing.forget(worker_id)
 
         affected = self._entries.affected_by(worker_id)
         return [WorkerLost(worker_id, followed, reason, len(affected)), *self._do_without(worker_id, affected, now)]
@@ -293,15 +295,7 @@ class Dispatch:
     def keep_alive(self, now: float, late_s: float) -> list[Instruction]:
         """Tell workers and the manager that this replica is alive, and leave silent workers (`leave_silent`)."""
         instructions = self.leave_silent(now, late_s)
-        pings = [
-            Ping(
-                worker_id,
-                [entry.generation.attempt_name for entry in self._entries.at(worker_id)],
-                self._entries.awaiting_prefill(worker_id, self._view.followed),
-            )
-            for worker_id in self._view.followed
-        ]
-        return [*instructions, *pings, AskWorkers(is_probe=True)]
+        return [*instructions, *self._entries.pings(self._view.followed), AskWorkers(is_probe=True)]
 
     @stimulus
     def leave_silent(self, now: float, late_s: float) -> list[Instruction]:
@@ -319,12 +313,10 @@ class Dispatch:
         """A worker has answered a ping. `unknown`: the attempts of the ping that are not there. Whether an attempt has
         been lost, or its end is on the way, the next answer tells."""
         self._view.heard(worker_id, now)
-        missed = set(unknown)
         instructions: list[Instruction] = []
-        for entry in self._entries.at(worker_id):
-            if entry.generation.attempt_name not in missed:
-                entry.missed_since.pop(worker_id, None)
-            elif entry.generation.dies_with(worker_id) and entry.is_missed(worker_id, now):
+        for attempt in self._missing.answered(worker_id, unknown, now):
+            entry = self._entries.current(*attempt)
+            if entry is not None and entry.generation.dies_with(worker_id):
                 instructions += self._attempt_lost(entry, worker_id, now)
         return instructions
 
@@ -416,7 +408,6 @@ class Dispatch:
         request_id, attempt = entry.generation.request_id, entry.generation.attempt
         left = sorted(entry.generation.start_over())
         entry.admission = None
-        entry.missed_since.clear()
         return left, [Abort(worker_id, request_id, attempt) for worker_id in left if worker_id in self._view.followed]
 
     def _fail_over(self, entry: Entry, now: float) -> list[Instruction]:

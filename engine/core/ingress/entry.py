@@ -1,15 +1,11 @@
 """The requests under way, as the data plane of one ingress replica has them."""
 
-from collections.abc import Container
-from dataclasses import dataclass, field
-from math import inf
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.core.ingress.generation import Generation
+from engine.core.ingress.instructions import Ping
 from engine.core.types import Admission
-
-MISSED_S = 0.5
-"""An attempt that is not there in two answers to pings this far apart is lost. Less than the time between two pings,
-and longer than it takes to read answers that arrive together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,17 +20,6 @@ class Entry:
     """Workers that were silent or doubted when the request was last sent to the manager."""
     num_moves: int = 0
     """Attempts that ended because their worker was about to stop."""
-    missed_since: dict[str, float] = field(default_factory=dict)
-    """Since when each worker of the present attempt says that the attempt is not there; infinity once acted upon."""
-
-    def is_missed(self, worker_id: str, now: float) -> bool:
-        """Note that a worker does not have the present attempt; returns True, once, if it stays so: the first answer
-        may have come before the attempt, or overtaken the attempt's last events."""
-        since = self.missed_since.setdefault(worker_id, now)
-        if now - since < MISSED_S:
-            return False
-        self.missed_since[worker_id] = inf
-        return True
 
     def awaits(self, worker_id: str, epoch: int) -> bool:
         """True if the admission names this incarnation."""
@@ -53,10 +38,6 @@ class Entries(dict[str, Entry]):
         entry = self.get(request_id)
         return entry if entry is not None and entry.generation.attempt == attempt else None
 
-    def at(self, worker_id: str) -> list[Entry]:
-        """Requests whose present attempt was sent to a worker."""
-        return [entry for entry in self.values() if worker_id in (entry.generation.prefill, entry.generation.decode)]
-
     def affected_by(self, worker_id: str) -> list[Entry]:
         """Requests that cannot go on as they are without a worker."""
         return [
@@ -70,11 +51,13 @@ class Entries(dict[str, Entry]):
         awaiting = [entry for entry in self.values() if entry.awaits(worker_id, epoch)]
         return sorted(awaiting, key=lambda entry: entry.generation.priority)
 
-    def awaiting_prefill(self, worker_id: str, followed: Container[str]) -> list[str]:
-        """Ids of the requests that wait at this decode worker for a prefill worker that lives and has not come to them
-        yet."""
-        return [
-            generation.request_id
-            for generation in (entry.generation for entry in self.values())
-            if generation.decode == worker_id and generation.awaits_prefill and generation.prefill in followed
-        ]
+    def pings(self, followed: Iterable[str]) -> list[Ping]:
+        """A ping for each followed worker, with the attempts that were sent there. A request that waits for a prefill
+        worker that is followed, too, waits on."""
+        pings = {worker_id: Ping(worker_id, [], []) for worker_id in followed}
+        for generation in (entry.generation for entry in self.values()):
+            for worker_id in {generation.prefill or "", generation.decode or ""} & pings.keys():
+                pings[worker_id].under_way.append(generation.attempt_name)
+                if worker_id == generation.decode and generation.awaits_prefill and generation.prefill in pings:
+                    pings[worker_id].awaiting.append(generation.request_id)
+        return [*pings.values()]
