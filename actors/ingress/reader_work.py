@@ -1,4 +1,4 @@
-"""Work for a `Reader`: what it is asked, and the readings that it answers with."""
+"""Questions to a `Reader`, and its readings."""
 
 from array import array
 from collections.abc import Mapping, Sequence

@@ -57,7 +57,7 @@ def default(field: Schema) -> str:
 
 
 def bounds(root: Schema, field: Schema) -> str:
-    """A field's bounds, those of the kinds of value that it may have among them."""
+    """A field's bounds, with the bounds of each kind of its values."""
     found = [
         words.format(f"{value:,}" if isinstance(value, int) else value)
         for each in (field, *(resolve(root, each) for each in field.get("anyOf", ())))

@@ -1,4 +1,4 @@
-"""Objectives of requests: latencies that they are to have, and what happens to those that would be late."""
+"""Objectives of requests: wanted latencies, and the treatment of late requests."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,6 +1,4 @@
-"""The order of eviction of cached blocks that nobody holds.
-
-Guarantees:
+"""The order of eviction of cached blocks that nobody holds, with these guarantees:
 
 * leaf first: a block is not evicted before an evictable block that was reached through it;
 * expired blocks first, then the blocks of least worth by the ranking;

@@ -36,7 +36,7 @@ def check_records(
 
 
 def _check_load(worker: WorkerRecord, reservations: Collection[Reservation]) -> None:
-    """Assert that a worker's sums are those of its reservations."""
+    """Compare a worker's sums with its reservations."""
     here = [reservation for reservation in reservations if reservation.admission.prefill == worker.worker_id]
     assert worker.queued_us == sum(
         reservation.queued_us for reservation in here if reservation.admission.prefill_epoch == worker.epoch

@@ -27,8 +27,6 @@ like any other, but starts at the first position that is missing in these: share
 | `drafting` | blocks of drafts |
 | `prompt_results` | stored log-probabilities and sums of hidden states |
 | `idle` | requests computed ahead |
-
-Pure logic: no tensors, no clock; `now` is in monotonic seconds. `schedule` returns work; `update` takes its results.
 """
 
 from collections import deque
@@ -70,7 +68,7 @@ from engine.core.worker.transfers import Transfers
 
 
 class Scheduler:
-    """Owns the requests of one worker and decides each step."""
+    """Owns the requests of one worker and decides each step. No tensors, no clock: `now` is in monotonic seconds."""
 
     def __init__(
         self,
@@ -397,7 +395,7 @@ class Scheduler:
     # Blocks
 
     def _room(self) -> int:
-        """Blocks beyond those that running requests need for their next tokens."""
+        """Blocks beyond the next needs of running requests."""
         return self.pool.num_available - sum(request.num_missing_blocks for request in self.running.values())
 
     def _make_room(self, request: Request, num_tokens: int, preempted: list[str], now: float) -> bool:
