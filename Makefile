@@ -65,9 +65,11 @@ $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-# Several Ray nodes on this machine, each in a network namespace of its own; writes the table of disturbances.
+# Several Ray nodes on this machine, each in a network namespace of its own; writes the table of disturbances, and holds
+# its gaps to their goals. Without a table (`NODES_TABLE=`) only answers and outcomes are checked.
+NODES_TABLE ?= benchmarks/results/nodes.json
 test-nodes: install
-	RAYDIX_NODES_JSON=benchmarks/results/nodes.json $(BIN)/python -m pytest tests/nodes
+	RAYDIX_NODES_JSON=$(NODES_TABLE) $(BIN)/python -m pytest tests/nodes
 
 # More cases of the kind that `make test` tries, for some minutes.
 exhaustive: install

@@ -20,6 +20,8 @@ from tests.integration.test_serve_cli import READY_S, Terminal, terminate
 from tests.nodes.deployment import FRONT, Deployment, wait_for_roles
 from tests.nodes.network import Network, obstacle
 
+TABLE = os.environ.get("RAYDIX_NODES_JSON") or None
+"""File to write the table of disturbances to."""
 ROLES = ("prefill", "decode", "mixed")
 POOL = {"token_budget": 256, "max_requests": 32}
 NUM_TOKENS = 100
@@ -105,7 +107,6 @@ def disturbances(request: pytest.FixtureRequest) -> Iterator[list[Disturbance]]:
     with capture.global_and_fixture_disabled():
         columns = " | ".join(each.name for each in fields(Disturbance))
         print("", columns, *(" | ".join(map(str, row.values())) for row in rows), sep="\n")
-    path = os.environ.get("RAYDIX_NODES_JSON")
-    if path is not None:
+    if TABLE is not None:
         result = {**describe("pytest", ["tests/nodes"]), "disturbances": rows}
-        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+        Path(TABLE).write_text(json.dumps(result, indent=1) + "\n")
