@@ -35,6 +35,9 @@ NUM_BUNDLES = 2
 """Bundles of a host's placement group: the host's own and its child's."""
 MAX_ONGOING_REQUESTS = 100_000
 """Serve's own limit, set out of the way: the ingress has a limit of its own, and answers 429."""
+STREAM_S = 600
+"""Time for which an ingress replica that is replaced goes on with its streams, as long as HAProxy keeps their
+connections (`cli.cluster.SERVE_SWITCHES`); then they are cut, and clients may send again."""
 CODE = ("actors", "configs", "engine", "kernels", "serve_app.py")
 """Parts of the project that run in replicas and their children."""
 SOURCES = {".py", ".cpp", ".h"}
@@ -64,7 +67,7 @@ def compose(config: Config) -> Application:
         ray_actor_options=_actor_options(config.ingress.num_cpus, config.ingress.label_selector),
         logging_config={"enable_access_log": False},
         health_check_period_s=2,
-        graceful_shutdown_timeout_s=60,
+        graceful_shutdown_timeout_s=STREAM_S,
     )
     application: Application = _with(ingress, found[INGRESS]).bind(found[INGRESS].arguments, *bound)
     return application

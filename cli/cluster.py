@@ -47,6 +47,7 @@ SERVE_SWITCHES = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",
     "RAY_preallocate_plasma_memory": "1",
     "RAY_worker_niceness": "0",
     "RAY_object_manager_pull_timeout_ms": "1000",
@@ -54,9 +55,10 @@ SERVE_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Settings of every Ray process: Serve's fast path (both switches or neither), with handles that work outside an event
-loop; three failed checks of HAProxy, after which Serve replaces it, one second apart instead of ten; an object store
-without page faults; workers that do not stand behind every other process of the machine; and a second instead of ten
-until a fetch from a node that does not answer is tried at another node that has the object."""
+loop; three failed checks of HAProxy, after which Serve replaces it, one second apart instead of ten; ten minutes
+instead of two for streams whose ingress replica is being replaced; an object store without page faults; workers that do
+not stand behind every other process of the machine; and a second instead of ten until a fetch from a node that does not
+answer is tried at another node that has the object."""
 
 SERVE_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",

@@ -25,6 +25,8 @@ from engine.core.errors import StartupError
 from engine.core.settings import GIB
 
 CONNECT_TIMEOUT_S = 5.0
+PROGRESS_S = 15.0
+"""Interval between two lines about a deployment that takes long."""
 SERVER_KEYS = tuple(key.removeprefix("http.") for key, effect in KEYS.items() if effect is Effect.SERVER)
 
 
@@ -175,7 +177,8 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise StartupError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from None
+        hint = "" if "RAY_AUTH_MODE" in os.environ else " (a cluster of raydix serve wants RAY_AUTH_MODE=token)"
+        raise StartupError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}{hint}") from None
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
 
 
@@ -218,6 +221,8 @@ def _check(config: Config, running: Config | None) -> None:
     cluster: Any = ray
     resources = [node["Resources"] for node in cluster.nodes() if node["Alive"]]
     require_stores(config, [each.get("object_store_memory", 0.0) / GIB for each in resources if each.get("CPU")])
+    for lack in lacking(config, resources):
+        print(f"{lack}: workers start when there is such a node", flush=True)
 
 
 def require_stores(config: Config, stores_gib: Sequence[float]) -> None:
@@ -236,6 +241,15 @@ def require_stores(config: Config, stores_gib: Sequence[float]) -> None:
         )
 
 
+def lacking(config: Config, nodes: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """Lines about the worker pools with workers for which no node is large enough. `nodes`: resources of each."""
+    for pool, section in config.workers.sections.items():
+        needs = {"CPU": section.num_cpus, "GPU": section.num_gpus, **section.resources}
+        if not any(all(node.get(kind, 0.0) >= amount for kind, amount in needs.items()) for node in nodes):
+            wanted = ", ".join(f"{kind} {amount:g}" for kind, amount in needs.items() if amount)
+            yield f"workers.{pool}: no node has {wanted}"
+
+
 def _deploy(config: Config, name: str, *, is_new: bool) -> None:
     from ray import serve
 
@@ -244,7 +258,19 @@ def _deploy(config: Config, name: str, *, is_new: bool) -> None:
     if is_new:
         serve.start(http_options={"host": config.http.host, "port": config.http.port})
     serve._run(compose(config), name=name, _blocking=False)
-    wait_until_running(name, lambda _: None, threading.Event())
+    wait_until_running(name, _Progress(), threading.Event())
+
+
+class _Progress:
+    """Says now and then how far a deployment has come."""
+
+    def __init__(self) -> None:
+        self._next_at = time.monotonic() + PROGRESS_S
+
+    def __call__(self, progress: str) -> None:
+        if time.monotonic() >= self._next_at:
+            self._next_at = time.monotonic() + PROGRESS_S
+            print(progress, flush=True)
 
 
 def _width(texts: Iterable[str]) -> int:

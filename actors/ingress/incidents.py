@@ -21,9 +21,10 @@ Incident: TypeAlias = WorkerLost | WorkerSilent | AttemptLost | FailedOver | Mov
 def log_incident(incident: Incident) -> None:
     """Write an incident to the log, with its facts as fields."""
     match incident:
-        case WorkerLost(worker_id, epoch, reason, num_requests):
+        case WorkerLost(worker_id, epoch, reason, num_requests, was_leaving):
             extra = about("worker_lost", worker=worker_id, epoch=epoch, reason=reason, requests=num_requests)
-            logger.warning("lost %s (%s) with %d requests", worker_id, reason, num_requests, extra=extra)
+            level = logging.INFO if was_leaving and not num_requests else logging.WARNING
+            logger.log(level, "lost %s (%s) with %d requests", worker_id, reason, num_requests, extra=extra)
         case WorkerSilent(worker_id, num_requests):
             extra = about("worker_silent", worker=worker_id, requests=num_requests)
             logger.warning("%s answers nothing: %d requests go on elsewhere", worker_id, num_requests, extra=extra)

@@ -405,7 +405,8 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         except Exception as error:  # of any kind: this worker's stream is not read any more
             reason = type(error).__name__
             extra = about("worker_lost", worker=worker_id, epoch=epoch, reason=reason)
-            logger.warning("lost %s (%s)", worker_id, reason, extra=extra)
+            level = logging.INFO if worker_id in self._directory.workers.leaving else logging.WARNING
+            logger.log(level, "lost %s (%s)", worker_id, reason, extra=extra)
 
         if self._followers.get(worker_id) is asyncio.current_task():
             del self._followers[worker_id]

@@ -158,7 +158,8 @@ class LateError(OverloadedError):
     def __init__(self, late: Late) -> None:
         predicted_s, objective_s = late.predicted_s, late.objective_s
         super().__init__(
-            f"The first token would come after {predicted_s:.1f} s, later than the objective of {objective_s:g} s.",
+            f"The first token would come after {1000 * predicted_s:,.0f} ms, later than the objective of "
+            f"{1000 * objective_s:,g} ms.",
             retry_after_s=min(60, max(1, math.ceil(predicted_s - objective_s))),
         )
         self.late = late

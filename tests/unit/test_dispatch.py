@@ -197,7 +197,7 @@ def test_a_late_request_fails_with_the_time_to_wait() -> None:
     dispatch.admitted("r", 0, Late(predicted_s=3.2, objective_s=0.5), 1.0)
     error = generation.failure
     assert isinstance(error, LateError) and (error.status, error.retry_after_s) == (429, 3)
-    assert str(error) == "The first token would come after 3.2 s, later than the objective of 0.5 s."
+    assert str(error) == "The first token would come after 3,200 ms, later than the objective of 500 ms."
 
 
 @pytest.mark.parametrize(("own", "last"), [(-3, LATE_PRIORITY), (LATE_PRIORITY + 1, LATE_PRIORITY + 1)])

@@ -252,6 +252,10 @@ class ClusterView:
         before, self._silent = self._silent, silent if others else set()
         return self._silent - before
 
+    def is_leaving(self, worker_id: str) -> bool:
+        """True if the manager's last list said that a worker is about to stop."""
+        return worker_id in self._leaving
+
     @property
     def to_be_left(self) -> Sequence[str]:
         """Followed workers that are about to stop, if another worker that is heard could take their requests."""

@@ -240,7 +240,8 @@ class Dispatch:
         self._missing.forget(worker_id)
 
         affected = self._entries.affected_by(worker_id)
-        return [WorkerLost(worker_id, followed, reason, len(affected)), *self._do_without(worker_id, affected, now)]
+        lost = WorkerLost(worker_id, followed, reason, len(affected), self._view.is_leaving(worker_id))
+        return [lost, *self._do_without(worker_id, affected, now)]
 
     @stimulus
     def tokens(self, worker_id: str, events: Iterable[PromptEvent | TokenEvent], now: float) -> list[Instruction]:

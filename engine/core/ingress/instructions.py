@@ -88,6 +88,8 @@ class WorkerLost(NamedTuple):
     epoch: int
     reason: str
     num_requests: int
+    was_leaving: bool = False
+    """True if the worker was about to stop."""
 
 
 class WorkerSilent(NamedTuple):
