@@ -31,9 +31,8 @@ from engine.core.types import (
     Ended,
     FirstToken,
     Membership,
-    PromptEvent,
     SegmentHeader,
-    TokenEvent,
+    StreamEvent,
 )
 
 Handle: TypeAlias = ActorHandle[Any]
@@ -83,11 +82,11 @@ class WorkerClient(ActorClient):
         return _sent(self.handle.stop_awaiting.remote(request_ids))
 
     def ping(
-        self, ingress_id: str, under_way: Sequence[Attempt], awaiting: Sequence[str]
-    ) -> Awaitable[Sequence[Attempt]]:
-        return _sent(self.handle.ping.remote(ingress_id, under_way, awaiting))
+        self, ingress_id: str, taken: Sequence[Attempt], sent: Sequence[Attempt], awaiting: Sequence[str]
+    ) -> Awaitable[None]:
+        return _sent(self.handle.ping.remote(ingress_id, taken, sent, awaiting))
 
-    def token_stream(self, ingress_id: str) -> AsyncIterable[Awaitable[list[PromptEvent | TokenEvent]]]:
+    def token_stream(self, ingress_id: str) -> AsyncIterable[Awaitable[list[StreamEvent]]]:
         return _streamed(self.handle.token_stream.remote(ingress_id))
 
     def export_stream(self) -> "AsyncIterable[ObjectRef[Any]]":

@@ -47,7 +47,7 @@ from engine.core.ingress.instructions import (
 )
 from engine.core.ingress.notes import NOTES
 from engine.core.log_fields import about
-from engine.core.types import AdmitRequest, BlockHash, TokenEvent, WorkerInfo
+from engine.core.types import AdmitRequest, Attempt, BlockHash, TokenEvent, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -335,11 +335,11 @@ class Dispatcher:
 
     async def _ping(self, ping: Ping, client: WorkerClient) -> None:
         try:
-            unknown = await run_detached(client.ping, self._ingress_id, ping.under_way, ping.awaiting)
+            await run_detached(client.ping, self._ingress_id, ping.taken, ping.sent, ping.awaiting)
         except RayError as error:  # of a death the token stream tells
             logger.debug("ping not answered: %s", type(error).__name__)
         else:
-            self._carry_out(self._dispatch.ping_answered(ping.worker_id, time.monotonic(), unknown))
+            self._dispatch.ping_answered(ping.worker_id, time.monotonic())
 
     async def _submitted(self, call: Awaitable[None], submit: Submit) -> None:
         try:
@@ -357,6 +357,8 @@ class Dispatcher:
                 ),
             )
             self._carry_out(self._dispatch.not_submitted(submit.assignments, time.monotonic()))
+        else:
+            self._dispatch.submitted(submit.worker_id, [Attempt(a.request_id, a.attempt) for a in submit.assignments])
 
 
 def _is_death(error: Exception) -> bool:

@@ -30,7 +30,7 @@ def log_incident(incident: Incident) -> None:
             logger.warning("%s answers nothing: %d requests go on elsewhere", worker_id, num_requests, extra=extra)
         case AttemptLost(worker_id, request_id, attempt):
             extra = about("attempt_lost", worker=worker_id, request=request_id, attempt=attempt)
-            logger.warning("%s does not have %s, or its tokens were lost", worker_id, request_id, extra=extra)
+            logger.warning("events of %s were lost on their way from %s", request_id, worker_id, extra=extra)
         case FailedOver(request_id, attempt, left, num_tokens):
             extra = about("failover", request=request_id, attempt=attempt, left=left, tokens=num_tokens)
             logger.info("%s goes on elsewhere after %d tokens", request_id, num_tokens, extra=extra)

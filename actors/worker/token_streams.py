@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.signs_of_life import SignsOfLife
-from engine.core.types import Assignment, Attempt, PromptEvent, TokenEvent
+from engine.core.types import Assignment, Attempt, PromptEvent, StreamEvent, TokenEvent
 from engine.core.worker.attempts import Attempts
 
 
@@ -14,7 +14,7 @@ from engine.core.worker.attempts import Attempts
 class _Outbox:
     """Events that wait to be read by one ingress replica."""
 
-    events: list[PromptEvent | TokenEvent] = field(default_factory=list)
+    events: list[StreamEvent] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     reader: int = 0
     is_over: bool = False
@@ -29,12 +29,25 @@ class TokenStreams:
         self._signs = SignsOfLife()
         """Of the replicas with an outbox."""
         self.attempts = Attempts()
-        """Those whose events are expected."""
+        """The attempts whose events are expected."""
 
     def begin(self, assignments: Iterable[Assignment]) -> None:
         """Expect events of new attempts."""
         for ingress_id in self.attempts.begin(assignments):
             self.seen(ingress_id)
+
+    def compare(
+        self, ingress_id: str, taken: Sequence[Attempt], sent: Sequence[Attempt], now: float
+    ) -> Sequence[Attempt]:
+        """Take a ping (`Attempts.compare`): tell the replica of attempts that are not here, behind all their events;
+        returns the orphans."""
+        self.seen(ingress_id)
+        unknown, orphans = self.attempts.compare(ingress_id, taken, sent, now)
+        if unknown:
+            outbox = self._outbox(ingress_id)
+            outbox.events += unknown
+            outbox.filled.set()
+        return orphans
 
     def put(self, events: Sequence[PromptEvent | TokenEvent]) -> None:
         """Hand events of present attempts to the readers of their replicas."""
@@ -45,7 +58,7 @@ class TokenStreams:
                 outbox.events.append(event)
                 outbox.filled.set()
 
-    async def read(self, ingress_id: str) -> AsyncIterator[list[PromptEvent | TokenEvent]]:
+    async def read(self, ingress_id: str) -> AsyncIterator[list[StreamEvent]]:
         """Yield the events for one replica, a list for each wake-up; a later reader takes over from an earlier one."""
         outbox = self._outbox(ingress_id)
         outbox.reader += 1
@@ -71,6 +84,7 @@ class TokenStreams:
     def stood_still(self, late_s: float) -> None:
         """Extend all deadlines by `late_s`, for which this process was stopped and received nothing."""
         self._signs.stood_still(late_s)
+        self.attempts.stood_still(late_s)
 
     def drop_silent(self, silence_s: float) -> dict[str, list[Attempt]]:
         """End the streams of replicas that were not seen for so long, behind the events that wait there; returns the

@@ -38,7 +38,7 @@ from engine.core.costs import CostFit, WorkerCosts
 from engine.core.log_fields import about
 from engine.core.settings import EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant
-from engine.core.types import Assignment, Attempt, BlockHash, PromptEvent, Role, SegmentHeader, TokenEvent
+from engine.core.types import Assignment, Attempt, BlockHash, PromptEvent, Role, SegmentHeader, StreamEvent, TokenEvent
 
 if TYPE_CHECKING:
     from engine.model.engine import Engine, StepResult
@@ -141,22 +141,21 @@ class Worker(Registering):
         """Recompute the missing blocks of these requests, whose prefill worker is gone."""
         self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
 
-    async def ping(self, ingress_id: str, under_way: Sequence[Attempt], awaiting: Sequence[str]) -> Sequence[Attempt]:
-        """Note that an ingress replica is alive. `under_way`: the replica's attempts that should be here; returns the
-        ones that are not, and aborts others of the replica. Requests in `awaiting` wait as long again: their senders
-        live."""
+    async def ping(
+        self, ingress_id: str, taken: Sequence[Attempt], sent: Sequence[Attempt], awaiting: Sequence[str]
+    ) -> None:
+        """Note that an ingress replica is alive, and compare its attempts with those here (`TokenStreams.compare`).
+        Requests in `awaiting` wait as long again: their senders live."""
         now = time.monotonic()
-        self._tokens.seen(ingress_id)
-        unknown, orphans = self._tokens.attempts.compare(ingress_id, under_way, now)
+        orphans = self._tokens.compare(ingress_id, taken, sent, now)
         if awaiting:
             self._loop_thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
         for orphan in orphans:
             extra = about("orphan_aborted", request=orphan.request_id, attempt=orphan.number, ingress=ingress_id)
             logger.info("%s runs for nobody: aborted", orphan.request_id, extra=extra)
             await self.abort(*orphan)
-        return unknown
 
-    async def token_stream(self, ingress_id: str) -> AsyncIterator[list[PromptEvent | TokenEvent]]:
+    async def token_stream(self, ingress_id: str) -> AsyncIterator[list[StreamEvent]]:
         """Events for one ingress replica, a list per engine step; a later call takes over from an earlier one."""
         async for events in self._tokens.read(ingress_id):
             yield events

@@ -232,7 +232,8 @@ DEFAULT_RETENTION = Retention()
 
 
 class Attempt(NamedTuple):
-    """The name of one attempt of a request; a retried request has attempts of higher numbers."""
+    """The name of one attempt of a request; a retried request has attempts of higher numbers. In a token stream: a
+    worker does not have the attempt any more, and every event of it that there was came before."""
 
     request_id: str
     number: int
@@ -307,6 +308,10 @@ class PromptEvent(NamedTuple):
     position: int
     """Index in the prompt of the first token reported; at least 1, since nothing precedes token 0."""
     logprobs: tuple[TokenLogprobs, ...]
+
+
+StreamEvent: TypeAlias = PromptEvent | TokenEvent | Attempt
+"""An item of a worker's token stream."""
 
 
 class Handover(NamedTuple):

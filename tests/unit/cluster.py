@@ -39,7 +39,7 @@ from engine.core.types import (
     Role,
     Salt,
     SamplingParams,
-    TokenEvent,
+    StreamEvent,
     WorkerInfo,
 )
 from engine.core.worker.attempts import Attempts
@@ -324,6 +324,7 @@ class Cluster:
         self.check_integrity()
         check_dispatch(self.recording, self.dispatch, self.new_dispatch())
         assert not self.active, f"{list(self.active)} never end"
+        assert self.num_lost or not self.num_lost_attempts, "nothing was lost"
         assert self.manager.directory.num_reservations == 0
         assert all(segment.leases == 0 for segment in self.manager.directory.segments._segments.values())
         for worker in self.workers.values():
@@ -427,9 +428,9 @@ class Cluster:
                 self._call(worker_id, lambda w: self._abort(w, Attempt(request_id, attempt), has_ended=has_ended))
             case ingress.StopAwaiting(worker_id, request_id):
                 self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.stop_awaiting([request_id])))
-            case ingress.Ping(worker_id, under_way, awaiting):
+            case ingress.Ping(worker_id, taken, sent, awaiting):
                 self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.keep_awaiting(awaiting, now)))
-                self._call(worker_id, lambda w: self._compare(w, under_way))
+                self._call(worker_id, lambda w: self._compare(w, taken, sent))
             case ingress.AttemptLost():
                 self.num_lost_attempts += 1
             case ingress.Deliver(request_id, _):
@@ -466,6 +467,8 @@ class Cluster:
         if worker.is_alive:
             worker.attempts.begin([assignment])
             worker.post(lambda: worker.engine.submit(assignment, now))
+            taken = [Attempt(assignment.request_id, assignment.attempt)]
+            self._answer("taken", lambda: self.dispatch.submitted(worker.worker_id, taken))
         else:
             fail = lambda: self._obey(self.dispatch.not_submitted([assignment], self.now))  # noqa: E731
             self._answer("submit failed", fail)
@@ -474,20 +477,19 @@ class Cluster:
         if worker.attempts.forget(*attempt):
             worker.post(lambda: worker.engine.abort([attempt.request_id], self.now, has_ended=has_ended))
 
-    def _compare(self, worker: SimWorker, under_way: Sequence[Attempt]) -> None:
+    def _compare(self, worker: SimWorker, taken: Sequence[Attempt], sent: Sequence[Attempt]) -> None:
         """A ping comes to a worker."""
         if not worker.is_alive:
             return
-        unknown, orphans = worker.attempts.compare("ingress", under_way, self.now)
+        unknown, orphans = worker.attempts.compare("ingress", taken, sent, self.now)
         for orphan in orphans:
             self._abort(worker, orphan)
+        if unknown:
+            self._say(_tokens(worker), lambda: self._receive(worker, unknown))
         if worker.worker_id not in self.muted:
-            self._answer("pong", lambda: self._pong(worker.worker_id, unknown))
+            self._answer("pong", lambda: self.dispatch.ping_answered(worker.worker_id, self.now))
 
-    def _pong(self, worker_id: str, unknown: Sequence[Attempt]) -> None:
-        self._obey(self.dispatch.ping_answered(worker_id, self.now, unknown))
-
-    def _receive(self, worker: SimWorker, events: Sequence[TokenEvent]) -> None:
+    def _receive(self, worker: SimWorker, events: Sequence[StreamEvent]) -> None:
         if self.followed.get(worker.worker_id) is worker:
             self._obey(self.dispatch.tokens(worker.worker_id, events, self.now))
 

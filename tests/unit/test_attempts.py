@@ -18,7 +18,7 @@ def test_an_attempt_that_both_sides_know_is_under_way() -> None:
     attempts.begin([assigned("a"), assigned("b", attempt=2)])
     named = [Attempt("a", 0), Attempt("b", 2)]
     for now in (1.0, 100.0):
-        assert attempts.compare(INGRESS, named, now) == ([], [])
+        assert attempts.compare(INGRESS, named, [], now) == ([], [])
 
 
 def test_an_attempt_that_is_not_here_is_told() -> None:
@@ -26,37 +26,53 @@ def test_an_attempt_that_is_not_here_is_told() -> None:
     attempts.begin([assigned("a", attempt=1), assigned("b")])
     attempts.end("b", 0)
     named = [Attempt("a", 1), Attempt("b", 0), Attempt("c", 0)]
-    assert attempts.compare(INGRESS, named, 1.0) == ([Attempt("b", 0), Attempt("c", 0)], [])
+    assert attempts.compare(INGRESS, named, [], 1.0) == ([Attempt("b", 0), Attempt("c", 0)], [])
 
 
 def test_an_attempt_that_is_not_named_for_long_runs_for_nobody() -> None:
     attempts = Attempts()
     attempts.begin([assigned("a")])
-    assert attempts.compare(INGRESS, [], 1.0) == ([], []), "the ping may have been sent before the attempt"
-    assert attempts.compare(INGRESS, [], 1.0 + ORPHAN_S / 2) == ([], [])
-    assert attempts.compare(INGRESS, [], 1.0 + ORPHAN_S) == ([], [Attempt("a", 0)])
+    assert attempts.compare(INGRESS, [], [], 1.0) == ([], []), "the ping may have been sent before the attempt"
+    assert attempts.compare(INGRESS, [], [], 1.0 + ORPHAN_S / 2) == ([], [])
+    assert attempts.compare(INGRESS, [], [], 1.0 + ORPHAN_S) == ([], [Attempt("a", 0)])
 
 
 def test_pings_that_were_held_up_and_come_together_end_nothing() -> None:
     attempts = Attempts()
     attempts.begin([assigned("a")])
     for late in (6.0, 6.0, 6.1):
-        assert attempts.compare(INGRESS, [], late) == ([], [])
-    assert attempts.compare(INGRESS, [Attempt("a", 0)], 7.0) == ([], [])
-    assert attempts.compare(INGRESS, [], 8.5) == ([], []), "counted anew"
+        assert attempts.compare(INGRESS, [], [], late) == ([], [])
+    assert attempts.compare(INGRESS, [Attempt("a", 0)], [], 7.0) == ([], [])
+    assert attempts.compare(INGRESS, [], [], 8.5) == ([], []), "counted anew"
 
 
 def test_the_pings_of_one_replica_say_nothing_of_anothers_attempts() -> None:
     attempts = Attempts()
     attempts.begin([assigned("a"), replace(assigned("b"), reply_to="other")])
-    assert attempts.compare("other", [], 1.0) == ([], [])
-    assert attempts.compare(INGRESS, [Attempt("a", 0)], 1.5) == ([], [])
-    assert attempts.compare("other", [], 1.0 + ORPHAN_S) == ([], [Attempt("b", 0)])
-    assert attempts.compare(INGRESS, [Attempt("a", 0)], 9.0) == ([], [])
+    assert attempts.compare("other", [], [], 1.0) == ([], [])
+    assert attempts.compare(INGRESS, [Attempt("a", 0)], [], 1.5) == ([], [])
+    assert attempts.compare("other", [], [], 1.0 + ORPHAN_S) == ([], [Attempt("b", 0)])
+    assert attempts.compare(INGRESS, [Attempt("a", 0)], [], 9.0) == ([], [])
 
 
 def test_what_is_computed_at_idle_priority_belongs_to_nobody() -> None:
     attempts = Attempts()
-    assert attempts.begin([replace(assigned("a"), is_idle=True)]) == []
-    assert attempts.compare(INGRESS, [], 1.0) == ([], [])
-    assert attempts.compare(INGRESS, [], 9.0) == ([], [])
+    assert attempts.begin([replace(assigned("a"), is_idle=True)]) == set()
+    assert attempts.compare(INGRESS, [], [], 1.0) == ([], [])
+    assert attempts.compare(INGRESS, [], [], 9.0) == ([], [])
+
+
+def test_an_attempt_on_its_way_is_neither_told_nor_an_orphan() -> None:
+    attempts = Attempts()
+    attempts.begin([assigned("a")])
+    sent = [Attempt("a", 0), Attempt("b", 0)]
+    for now in (1.0, 9.0):
+        assert attempts.compare(INGRESS, [], sent, now) == ([], [])
+
+
+def test_a_worker_that_stood_still_counts_anew() -> None:
+    attempts = Attempts()
+    attempts.begin([assigned("a")])
+    attempts.compare(INGRESS, [], [], 1.0)
+    attempts.stood_still(9.0)
+    assert attempts.compare(INGRESS, [], [], 10.0) == ([], [])

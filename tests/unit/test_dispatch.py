@@ -55,6 +55,8 @@ from tests.unit.replaying import Recording, check_dispatch
 T = TypeVar("T")
 
 P, D = WorkerInfo("p", Role.PREFILL, 1), WorkerInfo("d", Role.DECODE, 1)
+EIGHT_TOKENS = SamplingParams(8)
+SCORES = (TokenLogprobs(-1.0, (), ()),) * 2
 TIMEOUTS = Timeouts(retry_s=1.0, dispatch_s=30.0)
 
 
@@ -71,8 +73,8 @@ def make_dispatch(*workers: WorkerInfo) -> Dispatch:
     return dispatch
 
 
-def make_generation(request_id: str = "r", priority: int = 0) -> Generation:
-    return Generation(request_id, tuple(range(9)), SamplingParams(8), Salt(), CacheHints(), priority=priority)
+def make_generation(request_id: str = "r", priority: int = 0, sampling: SamplingParams = EIGHT_TOKENS) -> Generation:
+    return Generation(request_id, tuple(range(9)), sampling, Salt(), CacheHints(), priority=priority)
 
 
 def admission_of(
@@ -94,9 +96,9 @@ def token(position: int, attempt: int = 0, *, ends: bool = False) -> TokenEvent:
     return TokenEvent("r", attempt, position, 100 + position, FinishReason.LENGTH if ends else None, None, 0)
 
 
-def submitted(dispatch: Dispatch) -> Generation:
+def submitted(dispatch: Dispatch, sampling: SamplingParams = EIGHT_TOKENS) -> Generation:
     """Run a request up to its submission to `p` and `d`."""
-    generation = make_generation()
+    generation = make_generation(sampling=sampling)
     assert len(of_type(dispatch.begin(generation, 1.0), Admit)) == 1
     assert dispatch.admitted("r", 0, admission_of(), 1.0) == [Follow("p", 1), Follow("d", 1)]
     assert dispatch.found("p", 1, 1.0) == [Read("p", 1)]
@@ -407,40 +409,48 @@ def test_an_admission_of_a_request_that_left_is_released() -> None:
 def test_workers_are_told_for_which_requests_to_wait_on() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    under_way = [Attempt("r", 0)]
-    pings = [Ping("p", under_way, []), Ping("d", under_way, ["r"])]
+    here = [Attempt("r", 0)]
+    pings = [Ping("p", [], here, []), Ping("d", [], here, ["r"])]
     assert dispatch.keep_alive(2.0, 0.0) == [*pings, AskWorkers(is_probe=True)]
+    dispatch.submitted("d", here)
+    assert Ping("d", here, [], ["r"]) in dispatch.keep_alive(2.0, 0.0)
     dispatch.tokens("p", [token(0)], 2.0)
-    assert Ping("d", under_way, []) in dispatch.keep_alive(2.0, 0.0)
+    pings = [Ping("p", [], [], []), Ping("d", here, [], [])]
+    assert of_type(dispatch.keep_alive(2.0, 0.0), Ping) == pings, "the prefill worker has done its part"
+
+
+def test_a_submission_that_nobody_answers_counts_as_taken_after_a_while() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
+    dispatch.submitted("p", [Attempt("r", 7)])
+    for worker_id in ("p", "d"):
+        dispatch.ping_answered(worker_id, 5.9)
+    assert not any(ping.taken for ping in of_type(dispatch.keep_alive(5.9, 0.0), Ping))
+    assert all(ping.taken for ping in of_type(dispatch.keep_alive(6.0, 0.0), Ping))
 
 
 @pytest.mark.parametrize("worker_id", ["p", "d"])
-def test_an_attempt_that_a_worker_does_not_have_goes_on_elsewhere(worker_id: str) -> None:
+def test_an_attempt_that_is_over_before_its_last_token_came_goes_on_elsewhere(worker_id: str) -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
-    lost = [Attempt("r", 0)]
-    assert dispatch.ping_answered(worker_id, 2.0, lost) == [], "the attempt or its last event may be on its way"
-    assert dispatch.ping_answered(worker_id, 2.4, lost) == [], "answers that were held up come together"
-    instructions = dispatch.ping_answered(worker_id, 3.0, lost)
+    assert dispatch.tokens(worker_id, [Attempt("r", 1), Attempt("other", 0)], 2.0) == []
+    instructions = dispatch.tokens(worker_id, [Attempt("r", 0)], 2.0)
     assert instructions[:3] == [AttemptLost(worker_id, "r", 0), Abort("d", "r", 0), Abort("p", "r", 0)]
     assert [admit.request.attempt for admit in of_type(instructions, Admit)] == [1]
-    assert dispatch.ping_answered(worker_id, 4.0, lost) == [], "that is another attempt"
-
-
-def test_an_attempt_is_not_missed_that_a_later_answer_knows() -> None:
-    dispatch = make_dispatch(P, D)
-    submitted(dispatch)
-    for now in (2.0, 4.0):
-        assert dispatch.ping_answered("d", now, [Attempt("r", 0)]) == []
-        assert dispatch.ping_answered("d", now + 1.0) == []
+    assert dispatch.tokens(worker_id, [Attempt("r", 0)], 3.0) == [], "that is another attempt"
 
 
 def test_a_prefill_worker_that_has_answered_is_not_asked_for_more() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
+    assert of_type(dispatch.tokens("p", [token(0), Attempt("r", 0)], 2.0), AttemptLost) == []
+
+
+def test_an_attempt_that_has_ended_is_not_lost() -> None:
+    dispatch = make_dispatch(P, D)
+    submitted(dispatch)
     dispatch.tokens("p", [token(0)], 2.0)
-    for now in (2.0, 3.0, 4.0):
-        assert dispatch.ping_answered("p", now, [Attempt("r", 0)]) == []
+    assert of_type(dispatch.tokens("d", [token(1, ends=True), Attempt("r", 0)], 2.0), AttemptLost) == []
 
 
 def test_a_token_that_was_lost_on_the_way_is_computed_again() -> None:
@@ -453,14 +463,14 @@ def test_a_token_that_was_lost_on_the_way_is_computed_again() -> None:
     assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [3]
 
 
-def test_scores_that_were_lost_on_the_way_are_computed_again() -> None:
+@pytest.mark.parametrize("event", [PromptEvent("r", 0, 5, SCORES), token(0)], ids=["scores", "token"])
+def test_scores_that_were_lost_on_the_way_are_computed_again(event: PromptEvent | TokenEvent) -> None:
     dispatch = make_dispatch(P, D)
-    generation = submitted(dispatch)
-    scores = (TokenLogprobs(-1.0, (), ()),) * 2
-    assert dispatch.tokens("p", [PromptEvent("r", 0, 1, scores)], 2.0) == []
-    instructions = dispatch.tokens("p", [PromptEvent("r", 0, 5, scores)], 2.1)
+    generation = submitted(dispatch, SamplingParams(8, prompt_logprobs=0))
+    assert dispatch.tokens("p", [PromptEvent("r", 0, 1, SCORES)], 2.0) == []
+    instructions = dispatch.tokens("p", [event], 2.1)
     assert of_type(instructions, AttemptLost) == [AttemptLost("p", "r", 0)]
-    assert generation.prompt_logprobs == [*scores]
+    assert generation.prompt_logprobs == [*SCORES] and not generation.tokens
 
 
 def test_a_later_attempt_needs_its_prefill_worker_up_to_its_own_first_token() -> None:
@@ -473,7 +483,7 @@ def test_a_later_attempt_needs_its_prefill_worker_up_to_its_own_first_token() ->
     again = replace(admission_of(attempt=1), decode_epoch=2)
     assert dispatch.admitted("r", 1, again, 2.3) == [Follow("d", 2)]
     dispatch.found("d", 2, 2.3)
-    assert Ping("d", [Attempt("r", 1)], ["r"]) in dispatch.keep_alive(2.4, 0.0), "its prefill worker is alive"
+    assert Ping("d", [], [Attempt("r", 1)], ["r"]) in dispatch.keep_alive(2.4, 0.0), "its prefill worker is alive"
     instructions = dispatch.worker_lost("p", 1, "died", 2.5, is_dead=True)
     assert [over.attempt for over in of_type(instructions, FailedOver)] == [2]
 
@@ -564,7 +574,7 @@ def test_requests_of_a_silent_worker_go_on_elsewhere() -> None:
     assert Abort("d", "r", 0) in instructions, "the worker is not to compute for nobody when it goes on"
     assert [over.num_tokens for over in of_type(instructions, FailedOver)] == [1]
     assert [admit.request.avoided for admit in of_type(instructions, Admit)] == [("d",)]
-    assert of_type(instructions, Ping) == [Ping("p", [], []), Ping("d", [], [])], "it may answer again"
+    assert of_type(instructions, Ping) == [Ping("p", [], [], []), Ping("d", [], [], [])], "it may answer again"
     dispatch.ping_answered("p", 6.0)
     assert of_type(dispatch.keep_alive(6.0, 0.0), WorkerSilent) == [], "said once"
 
@@ -719,7 +729,7 @@ def test_a_recording_has_neither_tokens_nor_text() -> None:
     dispatch.not_admitted([AdmitRequest("r", 0, (), 9, preview=(secret,))], 1.0, is_silent=True)
     dispatch.found("d", 1, 1.0)
     [submit] = of_type(dispatch.flush(has_manager=True), Submit)
-    dispatch.tokens("d", [PromptEvent("r", 0, 1, logprobs)], 2.0)
+    dispatch.tokens("d", [PromptEvent("r", 0, 1, logprobs * 8)], 2.0)
     dispatch.tokens("d", [TokenEvent("r", 0, 0, secret, None, logprobs[0], 0)], 2.0)
     dispatch.not_submitted(submit.assignments, 3.0)
     dispatch.tokens("d", [TokenEvent("r", 1, 1, None, FinishReason.ERROR, None, 0, detail="4711")], 4.0)

@@ -53,9 +53,10 @@ class FakeWorker(WorkerClient):
     async def abort(self, request_id: str, attempt: int, *, has_ended: bool = False) -> None:
         self.aborted.append((request_id, attempt))
 
-    async def ping(self, ingress_id: str, under_way: Sequence[Attempt], awaiting: Sequence[str]) -> Sequence[Attempt]:
+    async def ping(
+        self, ingress_id: str, taken: Sequence[Attempt], sent: Sequence[Attempt], awaiting: Sequence[str]
+    ) -> None:
         self.num_pings += 1
-        return ()
 
     async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
         pass

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from actors.worker.token_streams import TokenStreams
-from engine.core.types import TokenEvent
+from engine.core.types import Attempt, TokenEvent
 from tests.unit.builders import make_assignment
 
 INGRESS = "ingress"
@@ -72,5 +72,18 @@ def test_calls_of_an_earlier_attempt_come_too_late_for_a_later_one() -> None:
         assert await anext(streams.read(INGRESS)) == [token]
         assert streams.attempts.forget("a", 1)
         assert streams.attempts.forget("a", 1), "unknown"
+
+    asyncio.run(play())
+
+
+def test_an_attempt_is_called_over_behind_its_last_event() -> None:
+    async def play() -> None:
+        streams = TokenStreams()
+        streams.begin([make_assignment("a")])
+        streams.put([event(0)])
+        streams.attempts.end("a", 0)
+        over = Attempt("a", 0)
+        assert streams.compare(INGRESS, [over], [], 1.0) == []
+        assert await anext(streams.read(INGRESS)) == [event(0), over]
 
     asyncio.run(play())

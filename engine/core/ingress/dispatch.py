@@ -11,7 +11,7 @@ and their tokens are delivered. What goes wrong on the way:
 * a prefill worker dies after the first token: the decode worker computes what did not arrive;
 * a worker ends the stream and lives: fail over; the worker is avoided for a while;
 * a worker is silent: fail over to others, until the worker answers again;
-* a worker lives and does not have an attempt, or events were lost on their way: fail over;
+* a worker lives and has ended an attempt, or never had it, but events are missing: fail over;
 * a worker is about to stop: its requests move to others, as at a failover, with the KV that the worker still holds;
 * the workers have another model than this replica: no request is admitted.
 
@@ -42,7 +42,6 @@ from engine.core.ingress.instructions import (
     WorkerLost,
     WorkerSilent,
 )
-from engine.core.ingress.missing import Missing
 from engine.core.ingress.outbox import Outbox
 from engine.core.ingress.retries import Retries
 from engine.core.objectives import Late
@@ -57,7 +56,7 @@ from engine.core.types import (
     FirstToken,
     Membership,
     PromptEvent,
-    TokenEvent,
+    StreamEvent,
     WorkerInfo,
 )
 
@@ -74,7 +73,6 @@ class Dispatch:
         self._entries = Entries()
         self._retries = Retries()
         self._view = ClusterView(model.fingerprint, now, self._timeouts)
-        self._missing = Missing()
         self._outbox = Outbox()
 
     # What the shell may ask
@@ -237,14 +235,13 @@ class Dispatch:
         if followed is None or followed > epoch:
             return []
         self._view.leave(worker_id, now, is_dead=is_dead)
-        self._missing.forget(worker_id)
 
         affected = self._entries.affected_by(worker_id)
         lost = WorkerLost(worker_id, followed, reason, len(affected), self._view.is_leaving(worker_id))
         return [lost, *self._do_without(worker_id, affected, now)]
 
     @stimulus
-    def tokens(self, worker_id: str, events: Iterable[PromptEvent | TokenEvent], now: float) -> list[Instruction]:
+    def tokens(self, worker_id: str, events: Iterable[StreamEvent], now: float) -> list[Instruction]:
         """Events of a worker's token stream."""
         self._view.heard(worker_id, now)
         instructions: list[Instruction] = []
@@ -253,9 +250,15 @@ class Dispatch:
             if entry is None:
                 continue
             generation = entry.generation
-            if isinstance(event, PromptEvent):
-                if not generation.take_scores(event):
+            if isinstance(event, Attempt):
+                if event == generation.attempt_name and generation.dies_with(worker_id):
                     instructions += self._attempt_lost(entry, worker_id, now)
+                continue
+            if generation.lacks_before(event):
+                instructions += self._attempt_lost(entry, worker_id, now)
+                continue
+            if isinstance(event, PromptEvent):
+                generation.take_scores(event)
                 continue
             was_answered = generation.is_answered
             due = generation.take(event, worker_id)
@@ -266,9 +269,15 @@ class Dispatch:
             if due and not was_answered:
                 ttft_s = now - generation.placed_at
                 self._outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
-            if generation.lacks_event:
-                instructions += self._attempt_lost(entry, worker_id, now)
         return instructions
+
+    @stimulus
+    def submitted(self, worker_id: str, attempts: Iterable[Attempt]) -> None:
+        """A worker has taken attempts on."""
+        for attempt in attempts:
+            entry = self._entries.current(*attempt)
+            if entry is not None:
+                entry.generation.taken_by.add(worker_id)
 
     @stimulus
     def not_submitted(self, assignments: Iterable[Assignment], now: float) -> list[Instruction]:
@@ -296,7 +305,7 @@ class Dispatch:
     def keep_alive(self, now: float, late_s: float) -> list[Instruction]:
         """Tell workers and the manager that this replica is alive, and leave silent workers (`leave_silent`)."""
         instructions = self.leave_silent(now, late_s)
-        return [*instructions, *self._entries.pings(self._view.followed), AskWorkers(is_probe=True)]
+        return [*instructions, *self._entries.pings(self._view.followed, now), AskWorkers(is_probe=True)]
 
     @stimulus
     def leave_silent(self, now: float, late_s: float) -> list[Instruction]:
@@ -310,16 +319,9 @@ class Dispatch:
         return instructions
 
     @stimulus
-    def ping_answered(self, worker_id: str, now: float, unknown: Iterable[Attempt] = ()) -> list[Instruction]:
-        """A worker has answered a ping. `unknown`: the attempts of the ping that are not there. Whether an attempt has
-        been lost, or its end is on the way, the next answer tells."""
+    def ping_answered(self, worker_id: str, now: float) -> None:
+        """A worker has answered a ping."""
         self._view.heard(worker_id, now)
-        instructions: list[Instruction] = []
-        for attempt in self._missing.answered(worker_id, unknown, now):
-            entry = self._entries.current(*attempt)
-            if entry is not None and entry.generation.dies_with(worker_id):
-                instructions += self._attempt_lost(entry, worker_id, now)
-        return instructions
 
     # Inside
 
@@ -387,7 +389,7 @@ class Dispatch:
         return instructions
 
     def _attempt_lost(self, entry: Entry, worker_id: str, now: float) -> list[Instruction]:
-        """A worker that lives does not have an attempt, or the attempt's events do not arrive: go on elsewhere."""
+        """Events of an attempt were lost on their way from a worker that lives: go on elsewhere."""
         return [AttemptLost(worker_id, *entry.generation.attempt_name), *self._fail_over(entry, now)]
 
     def _move_on(self, now: float) -> list[Instruction]:
@@ -420,7 +422,9 @@ class Dispatch:
         instructions.append(FailedOver(generation.request_id, generation.attempt, left, len(generation.tokens)))
 
         if generation.attempt - entry.num_moves >= MAX_ATTEMPTS:
-            error = ServiceError(f"the request failed: {MAX_ATTEMPTS} workers died or fell silent while serving it")
+            error = ServiceError(
+                f"the request failed: {MAX_ATTEMPTS} times its worker died, fell silent or lost tokens"
+            )
             return instructions + self._fail(entry, error)
         entry.waiting_since = now
         return instructions + self._admit(entry, now)

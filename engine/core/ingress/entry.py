@@ -7,6 +7,9 @@ from engine.core.ingress.generation import Generation
 from engine.core.ingress.instructions import Ping
 from engine.core.types import Admission
 
+UNTAKEN_S = 5.0
+"""A submission that is not answered after so long counts as answered: either side may have lost it."""
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -51,13 +54,18 @@ class Entries(dict[str, Entry]):
         awaiting = [entry for entry in self.values() if entry.awaits(worker_id, epoch)]
         return sorted(awaiting, key=lambda entry: entry.generation.priority)
 
-    def pings(self, followed: Iterable[str]) -> list[Ping]:
-        """A ping for each followed worker, with the attempts that were sent there. A request that waits for a prefill
-        worker that is followed, too, waits on."""
-        pings = {worker_id: Ping(worker_id, [], []) for worker_id in followed}
+    def pings(self, followed: Iterable[str], now: float) -> list[Ping]:
+        """A ping for each followed worker, with the attempts that may be there. To be awaited are prefill workers that
+        are followed, too."""
+        pings = {worker_id: Ping(worker_id, [], [], []) for worker_id in followed}
         for generation in (entry.generation for entry in self.values()):
+            is_overdue = now - generation.placed_at >= UNTAKEN_S
             for worker_id in {generation.prefill or "", generation.decode or ""} & pings.keys():
-                pings[worker_id].under_way.append(generation.attempt_name)
+                if not generation.may_be_at(worker_id):
+                    continue
+                is_taken = is_overdue or worker_id in generation.taken_by
+                named = pings[worker_id].taken if is_taken else pings[worker_id].sent
+                named.append(generation.attempt_name)
                 if worker_id == generation.decode and generation.awaits_prefill and generation.prefill in pings:
                     pings[worker_id].awaiting.append(generation.request_id)
         return [*pings.values()]

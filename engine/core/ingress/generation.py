@@ -73,8 +73,10 @@ class Generation:
     imported_tokens: int = 0
     """Prompt tokens whose KV was promised from elsewhere to the first attempt's prefill worker."""
     placed_at: float = 0.0
-    is_answered: bool = False
-    """True once this attempt has delivered a token."""
+    answered_by: str | None = None
+    """The worker that sent this attempt's first token, once that is delivered."""
+    taken_by: set[str] = field(default_factory=set)
+    """The workers that have taken this attempt on, as far as is known."""
     answered_at: float = 0.0
     """Time of this attempt's first token."""
     handover_s: float | None = None
@@ -111,6 +113,11 @@ class Generation:
     def token_ids(self) -> tuple[int, ...]:
         """Start of the next attempt: the prompt and all delivered tokens."""
         return (*self.prompt, *self.tokens) if self.tokens else self.prompt
+
+    @property
+    def is_answered(self) -> bool:
+        """True once this attempt has delivered a token."""
+        return self.answered_by is not None
 
     @property
     def attempt_name(self) -> Attempt:
@@ -255,7 +262,7 @@ class Generation:
             self.tokens.append(following.token_id)
 
         if due:
-            self.is_answered = True
+            self.answered_by = self.answered_by or worker_id
             self.num_preemptions = due[-1].num_preemptions
             for event in due:
                 if event.draft_source is not None:
@@ -273,24 +280,35 @@ class Generation:
         num_drafted += event.num_accepted + event.num_rejected
         self.drafts[source] = DraftUse(source, num_drafted, num_accepted + event.num_accepted)
 
-    @property
-    def lacks_event(self) -> bool:
-        """True if a token was lost on the way. The tokens of one worker come in order, so nothing but the first token,
-        which may come from another worker, is ever awaited by later ones."""
-        return bool(self.early) and (self.is_answered or self.prefill == self.decode) and not self.is_over
+    def lacks_before(self, event: PromptEvent | TokenEvent) -> bool:
+        """True if events before this one were lost on the way. Those of one worker come in order: prompts'
+        log-probabilities, then tokens. Only the first token of an attempt may come from another worker than the rest,
+        and later."""
+        if event.attempt != self.attempt or self.is_over:
+            return False
+        if isinstance(event, PromptEvent):
+            return event.position > len(self.prompt_logprobs) + 1
+        if event.finish is FinishReason.ERROR:
+            return False
+        if event.position == len(self.tokens):
+            is_scored = self.sampling.prompt_logprobs is not None
+            return is_scored and not self.is_answered and len(self.prompt_logprobs) < len(self.prompt) - 1
+        is_only_sender = self.is_answered or self.prefill == self.decode
+        return is_only_sender and event.position > len(self.tokens)
 
-    def take_scores(self, event: PromptEvent) -> bool:
-        """Append new log-probabilities; returns False if others before them were lost on the way.
+    def may_be_at(self, worker_id: str) -> bool:
+        """True if a worker may still have this attempt; a prefill worker ends it with its first token."""
+        return worker_id == self.decode or (worker_id == self.prefill and worker_id != self.answered_by)
+
+    def take_scores(self, event: PromptEvent) -> None:
+        """Append new log-probabilities.
 
         Positions may be reported twice: by a prefill worker, and by a decode worker that gave up waiting for the
         prefill.
         """
-        if event.attempt != self.attempt or self.is_over:
-            return True
-        known = len(self.prompt_logprobs) + 1 - event.position
-        if known >= 0:
+        if event.attempt == self.attempt and not self.is_over:
+            known = len(self.prompt_logprobs) + 1 - event.position
             self.prompt_logprobs += event.logprobs[known:]
-        return known >= 0
 
     def dies_with(self, worker_id: str) -> bool:
         """True if this attempt cannot continue without `worker_id`.
@@ -312,7 +330,8 @@ class Generation:
         self.early.clear()
         self.drafts.clear()
         self.attempt += 1
-        self.is_answered = False
+        self.answered_by = None
+        self.taken_by.clear()
         self.handover_s = None
         return workers
 

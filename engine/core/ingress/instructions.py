@@ -73,12 +73,15 @@ class StartWorker(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """Tell a worker that this replica is alive, which attempts should be there, and the requests whose senders of KV
-    are alive, too."""
+    """Tell a worker that this replica is alive, and name the attempts that may be there."""
 
     worker_id: str
-    under_way: list[Attempt]
+    taken: list[Attempt]
+    """Those that the worker has taken on."""
+    sent: list[Attempt]
+    """Those that are on their way to the worker."""
     awaiting: list[str]
+    """Requests that wait there for the KV of a worker that is alive, too."""
 
 
 class WorkerLost(NamedTuple):
@@ -100,7 +103,7 @@ class WorkerSilent(NamedTuple):
 
 
 class AttemptLost(NamedTuple):
-    """For the log: a worker does not have an attempt that was sent to it, or some of the attempt's events."""
+    """For the log: a worker lives and an attempt there is over, but some of its events did not arrive."""
 
     worker_id: str
     request_id: str

@@ -23,6 +23,7 @@ from engine.core.types import (
     Salt,
     SamplingParams,
     Stage,
+    StreamEvent,
     TokenEvent,
     TokenLogprobs,
 )
@@ -41,13 +42,14 @@ class GenerationNote(NamedTuple):
     priority: int = 0
     objectives: Objectives = NO_OBJECTIVES
     reasoning_turn: int | None = None
+    prompt_logprobs: int | None = None
 
     def recall(self, machine: object) -> Generation:
         prompt = (0,) * self.num_prompt_tokens
         return Generation(
             self.request_id,
             prompt,
-            sampling=SamplingParams(self.max_tokens),
+            sampling=SamplingParams(self.max_tokens, prompt_logprobs=self.prompt_logprobs),
             salt=Salt(),
             cache=self.cache,
             session=self.session,
@@ -87,16 +89,18 @@ class AssignmentNote(NamedTuple):
 
 
 class EventsNote(NamedTuple):
-    """Events of a token stream, each in plain values, which are written in an eighth of the time: four values of a
-    `PromptEvent`, seven of a `TokenEvent`, and one more of a refusal."""
+    """Events of a token stream, each in plain values, which are written in an eighth of the time: two values of an
+    `Attempt`, four of a `PromptEvent`, seven of a `TokenEvent`, and one more of a refusal."""
 
     events: tuple[tuple[Any, ...], ...]
 
-    def recall(self, machine: object) -> list[PromptEvent | TokenEvent]:
+    def recall(self, machine: object) -> list[StreamEvent]:
         return [_recalled(*facts) for facts in self.events]
 
 
-def _recalled(request_id: str, attempt: int, position: int, *rest: Any) -> PromptEvent | TokenEvent:
+def _recalled(request_id: str, attempt: int, position: int = 0, *rest: Any) -> StreamEvent:
+    if not rest:
+        return Attempt(request_id, attempt)
     if len(rest) == 1:
         return PromptEvent(request_id, attempt, position, (NO_LOGPROBS,) * rest[0])
     token_id, finish, cached_tokens, num_preemptions, *refusal = rest
@@ -122,6 +126,7 @@ def _note_of_generation(generation: Generation) -> GenerationNote:
         session=generation.session,
         priority=generation.priority,
         objectives=generation.objectives,
+        prompt_logprobs=generation.sampling.prompt_logprobs,
     )
 
 
@@ -142,12 +147,14 @@ def _note_of_ended(ended: Ended) -> Ended:
     return replace(ended, drafts=(), answer=None) if ended.drafts or ended.answer else ended
 
 
-def _note_of_events(events: Iterable[PromptEvent | TokenEvent]) -> EventsNote:
+def _note_of_events(events: Iterable[StreamEvent]) -> EventsNote:
     return EventsNote(tuple([_facts_of(event) for event in events]))
 
 
-def _facts_of(event: PromptEvent | TokenEvent) -> tuple[object, ...]:
+def _facts_of(event: StreamEvent) -> tuple[object, ...]:
     """The event in plain values. The cause of an error may quote text."""
+    if isinstance(event, Attempt):
+        return tuple(event)
     if isinstance(event, PromptEvent):
         return event.request_id, event.attempt, event.position, len(event.logprobs)
     request_id, attempt, position, token_id, finish, _, cached_tokens, _, num_preemptions, is_refusal, *_ = event
@@ -161,10 +168,9 @@ NOTES = Notes(
         Late: as_it_is,
         AdmitRequest: _note_of_request,
         Assignment: _note_of_assignment,
-        Attempt: as_it_is,
         Ended: _note_of_ended,
         Generation: _note_of_generation,
         Membership: as_it_is,
     },
-    {PromptEvent: _note_of_events, TokenEvent: _note_of_events},
+    dict.fromkeys((Attempt, PromptEvent, TokenEvent), _note_of_events),
 )

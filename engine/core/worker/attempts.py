@@ -1,13 +1,15 @@
 """The attempts of requests under way at one worker, and the ingress replicas that read their events.
 
 The calls of a replica may come in another order than they were sent, and the events of a broken stream are lost. So
-each ping of a replica names the attempts that the replica has sent to this worker, and both sides compare:
+each ping of a replica names its attempts at this worker, and both sides compare:
 
-| the attempt is | seen from the replica |
+| the attempt is | and so |
 |---|---|
 | here, and named | under way |
-| named, and not here | lost, if it stays so (`engine.core.ingress.dispatch.Dispatch.ping_answered`) |
-| here, and not named for `ORPHAN_S` | over: the call that ended it came before the submission, or not at all |
+| named as taken on by this worker, and not here | over; the token stream says so, behind the last event |
+| here, and not named for `ORPHAN_S` | an orphan: the call that ended it came before the submission, or not at all |
+
+A replica that still waits for an attempt which the stream calls over has lost events.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,14 +30,14 @@ class Attempts:
         self._unnamed_since: dict[Attempt, float] = {}
         """Since when the pings of its replica have not named an attempt."""
 
-    def begin(self, assignments: Iterable[Assignment]) -> list[str]:
+    def begin(self, assignments: Iterable[Assignment]) -> set[str]:
         """Note new attempts; returns their replicas. Nobody reads what is computed at idle priority."""
-        replicas = []
+        replicas = set()
         for each in assignments:
             known, _ = self._readers.get(each.request_id, (each.attempt, ""))
             if not each.is_idle and each.attempt >= known:
                 self._readers[each.request_id] = (each.attempt, each.reply_to)
-                replicas.append(each.reply_to)
+                replicas.add(each.reply_to)
         return replicas
 
     def end(self, request_id: str, attempt: int) -> None:
@@ -64,12 +66,18 @@ class Attempts:
         return [Attempt(request_id, attempt) for request_id, (attempt, by) in self._readers.items() if by == replica]
 
     def compare(
-        self, replica: str, named: Iterable[Attempt], now: float
+        self, replica: str, taken: Sequence[Attempt], sent: Iterable[Attempt], now: float
     ) -> tuple[Sequence[Attempt], Sequence[Attempt]]:
-        """Take a ping; returns the `named` attempts that are not here, and the ones here that run for nobody."""
-        here, there = dict.fromkeys(self.read_by(replica)), dict.fromkeys(named)
-        unnamed = {each: self._unnamed_since.get(each, now) for each in here if each not in there}
+        """Take a ping; returns the ones of `taken` that are not here, and the orphans. `taken`: attempts that the
+        replica knows this worker has taken on; `sent`: others on their way."""
+        here, named = dict.fromkeys(self.read_by(replica)), {*taken, *sent}
+        unnamed = {each: self._unnamed_since.get(each, now) for each in here if each not in named}
         of_others = {each: at for each, at in self._unnamed_since.items() if self.reader(*each) not in (None, replica)}
         self._unnamed_since = of_others | unnamed
         orphans = [each for each, since in unnamed.items() if now - since >= ORPHAN_S]
-        return [each for each in there if each not in here], orphans
+        return [each for each in taken if each not in here], orphans
+
+    def stood_still(self, late_s: float) -> None:
+        """Count the time since pings anew where this process was stopped and received none."""
+        if late_s:
+            self._unnamed_since.clear()
