@@ -96,7 +96,7 @@ def test_a_request_under_way_is_neither_refused_nor_put_behind(worker: Directory
     for when_late in WhenLate:
         assert not admit(worker, "under way", 900, when_late).gives_way, "its worker was not there"
         assert not admit(worker, f"moved {when_late}", 900, when_late, attempt=1).gives_way
-    with pytest.raises(LateError, match="later than the objective of 1 s"):
+    with pytest.raises(LateError, match="later than the objective of 1,000 ms"):
         admit(worker, "new", 900, WhenLate.REFUSE)
     assert "new" not in worker.workers["a"].requests
 
@@ -109,4 +109,4 @@ def test_a_request_that_gave_way_goes_on_behind_others(worker: Directory) -> Non
 
 def test_the_refusal_reaches_callers_in_other_processes() -> None:
     error = pickle.loads(pickle.dumps(LateError(Late(predicted_s=3.0, objective_s=1.0))))
-    assert isinstance(error, LateError) and error.retry_after_s == 2 and "after 3.0 s" in error.message
+    assert isinstance(error, LateError) and error.retry_after_s == 2 and "after 3,000 ms" in error.message
