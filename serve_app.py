@@ -115,7 +115,7 @@ def _worker_host(role: str, section: WorkerSection) -> Any:
 
 
 def _on_labelled(host: Any, label_selector: dict[str, str]) -> Any:
-    """The host on nodes that carry the labels, and with it its child."""
+    """The host, with its child, on nodes with these labels."""
     if not label_selector:
         return host
     return host.options(placement_group_bundle_label_selector=[label_selector] * NUM_BUNDLES)

@@ -39,7 +39,7 @@ CLUSTER_DIED = 1
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that was started, and what it takes to wait for its end."""
+    """A started server."""
 
     config: Config
     cluster: LocalCluster

@@ -153,8 +153,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """As `logprobs`, for the tokens of the prompt behind the first."""
     pooling: Pooling | None = None
-    """The request ends with the pooled hidden state of its prompt; only where `max_tokens` is 0, without
-    `prompt_logprobs`."""
+    """The request ends with the pooled hidden state of its prompt: for 0 `max_tokens`, without `prompt_logprobs`."""
     grammar: Grammar | None = None
     """The answer's form: only tokens that go on with it are sampled, and generation ends where it ends."""
     reasoning_limit: ReasoningLimit | None = None
@@ -232,8 +231,7 @@ DEFAULT_RETENTION = Retention()
 
 
 class Attempt(NamedTuple):
-    """The name of one attempt of a request; a retried request has attempts of higher numbers. In a token stream: a
-    worker does not have the attempt any more, and every event of it that there was came before."""
+    """The name of one attempt of a request. In a token stream: the worker has no such attempt, and no more events."""
 
     request_id: str
     number: int

@@ -55,8 +55,8 @@ class Entries(dict[str, Entry]):
         return sorted(awaiting, key=lambda entry: entry.generation.priority)
 
     def pings(self, followed: Iterable[str], now: float) -> list[Ping]:
-        """A ping for each followed worker, with the attempts that may be there. To be awaited are prefill workers that
-        are followed, too."""
+        """A ping for each followed worker, with the attempts of both kinds. Only prefill workers among the followed are
+        awaited."""
         pings = {worker_id: Ping(worker_id, [], [], []) for worker_id in followed}
         for generation in (entry.generation for entry in self.values()):
             is_overdue = now - generation.placed_at >= UNTAKEN_S

@@ -281,9 +281,8 @@ class Generation:
         self.drafts[source] = DraftUse(source, num_drafted, num_accepted + event.num_accepted)
 
     def lacks_before(self, event: PromptEvent | TokenEvent) -> bool:
-        """True if events before this one were lost on the way. Those of one worker come in order: prompts'
-        log-probabilities, then tokens. Only the first token of an attempt may come from another worker than the rest,
-        and later."""
+        """True if events before this one were lost on the way. One worker's events come in order: the prompt's
+        log-probabilities, then tokens. Only the first token of an attempt may come late, from another worker."""
         if event.attempt != self.attempt or self.is_over:
             return False
         if isinstance(event, PromptEvent):

@@ -77,9 +77,9 @@ class Ping(NamedTuple):
 
     worker_id: str
     taken: list[Attempt]
-    """Those that the worker has taken on."""
+    """Attempts taken on by the worker."""
     sent: list[Attempt]
-    """Those that are on their way to the worker."""
+    """Attempts on their way there."""
     awaiting: list[str]
     """Requests that wait there for the KV of a worker that is alive, too."""
 

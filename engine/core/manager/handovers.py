@@ -15,8 +15,8 @@ def handovers_lost(
     attempts: Container[Attempt] = (),
 ) -> list[HandoverLost]:
     """Have the registered decode workers wait no longer for a prefill worker, whose messages to the manager were lost
-    or cannot come; but for `attempts`, which are still under way there. After a worker's death this is left to the
-    ingress replicas, which decide where a request goes on."""
+    or cannot come; but for `attempts`, which are still under way. After a worker's death the ingress replicas decide
+    where a request goes on."""
     instructions: list[HandoverLost] = []
     for request_id, reservation in reservations.items():
         admission = reservation.admission

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from engine.core.types import Assignment, Attempt
 
 ORPHAN_S = 2.0
-"""An attempt that its replica's pings have not named for so long runs for nobody. Longer than the time between two
+"""Time without its name in its replica's pings after which an attempt runs for nobody. Longer than the time between two
 pings: a ping may have been sent before the attempt."""
 
 
@@ -68,8 +68,8 @@ class Attempts:
     def compare(
         self, replica: str, taken: Sequence[Attempt], sent: Iterable[Attempt], now: float
     ) -> tuple[Sequence[Attempt], Sequence[Attempt]]:
-        """Take a ping; returns the ones of `taken` that are not here, and the orphans. `taken`: attempts that the
-        replica knows this worker has taken on; `sent`: others on their way."""
+        """Take a ping; returns the ones of `taken` that are not here, and the orphans. `taken`: attempts known to the
+        replica as taken on by this worker; `sent`: others on their way."""
         here, named = dict.fromkeys(self.read_by(replica)), {*taken, *sent}
         unnamed = {each: self._unnamed_since.get(each, now) for each in here if each not in named}
         of_others = {each: at for each, at in self._unnamed_since.items() if self.reader(*each) not in (None, replica)}
