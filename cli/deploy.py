@@ -242,7 +242,7 @@ def require_stores(config: Config, stores_gib: Sequence[float]) -> None:
 
 
 def lacking(config: Config, nodes: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """Lines about the worker pools with workers for which no node is large enough. `nodes`: resources of each."""
+    """A line for each worker pool with workers too large for every node. `nodes`: the resources of each."""
     for pool, section in config.workers.sections.items():
         needs = {"CPU": section.num_cpus, "GPU": section.num_gpus, **section.resources}
         if not any(all(node.get(kind, 0.0) >= amount for kind, amount in needs.items()) for node in nodes):
@@ -262,7 +262,7 @@ def _deploy(config: Config, name: str, *, is_new: bool) -> None:
 
 
 class _Progress:
-    """Says now and then how far a deployment has come."""
+    """Progress of a deployment, printed every `PROGRESS_S`."""
 
     def __init__(self) -> None:
         self._next_at = time.monotonic() + PROGRESS_S

@@ -7,7 +7,7 @@ import pytest
 
 from cli import deploy
 from cli.cluster import LOCAL_NAMES
-from cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, planned, require_stores
+from cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, lacking, planned, require_stores
 from cli.main import main
 from configs import Config, load_config
 from configs.sections import INGRESS, MANAGER, parts
@@ -161,3 +161,18 @@ def test_the_smallest_store_counts(stores: tuple[float, ...]) -> None:
     )
     with pytest.raises(StartupError, match=f"a node of the cluster has {stores[-1]:,.1f} GiB"):
         require_stores(config, stores)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lines"),
+    [
+        ([{"CPU": 4.0, "GPU": 1.0}], []),
+        ([{"CPU": 4.0}, {"GPU": 2.0}], ["workers.decode: no node has CPU 2, GPU 1"]),
+        ([{"CPU": 1.0, "GPU": 1.0}], ["workers.decode: no node has CPU 2, GPU 1"]),
+        ([], ["workers.prefill: no node has CPU 0.1", "workers.decode: no node has CPU 2, GPU 1"]),
+    ],
+)
+def test_workers_too_large_for_every_node_are_named(nodes: list[dict[str, float]], lines: list[str]) -> None:
+    """One node must have all that a worker needs."""
+    config = config_of(workers={"prefill": {}, "decode": {"num_cpus": 2, "num_gpus": 1}})
+    assert [*lacking(config, nodes)] == lines

@@ -10,9 +10,10 @@ from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
+from cli.cluster import SERVE_SWITCHES
 from configs import Config
 from configs.sections import INGRESS, MANAGER
-from serve_app import compose, versions
+from serve_app import STREAM_S, compose, versions
 
 BASE: dict[str, Any] = {"workers": {"prefill": {}, "decode": {}}}
 
@@ -100,3 +101,7 @@ def test_each_replica_gets_its_own_part() -> None:
     assert arguments["decode"][0] == "decode" and arguments["decode"][1].keys() == arguments["prefill"][1].keys()
     assert "ingress" not in arguments["decode"][1] and "http" not in arguments["decode"][1]
     assert arguments[INGRESS][0].keys().isdisjoint({"http", "tenants", "workers"})
+
+
+def test_haproxy_keeps_connections_as_long_as_an_ingress_replica_keeps_streams() -> None:
+    assert SERVE_SWITCHES["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == str(STREAM_S)

@@ -121,6 +121,7 @@ class Generation:
 
     @property
     def attempt_name(self) -> Attempt:
+        """The present attempt."""
         return Attempt(self.request_id, self.attempt)
 
     @property
