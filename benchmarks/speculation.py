@@ -36,7 +36,7 @@ from benchmarks.machine import describe, public_name
 from engine.core.types import DraftSource
 from engine.model.sources import DEFAULT_MODEL, resolve_model
 
-KINDS = ("off", *DraftSource, "all", "adversarial", "random")
+KINDS = ("off", *DraftSource, "choices", "all", "adversarial", "random")
 """Kinds of drafts whose answers are compared."""
 GAP_STREAMS = 8
 GAP_PROMPT = 2048

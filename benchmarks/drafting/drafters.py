@@ -83,8 +83,10 @@ class Kind:
 def kinds(
     limits: DraftLimits, vocab_size: int, answers: Mapping[str, Answer], model: DraftModel | None = None
 ) -> list[Kind]:
-    """All kinds: of every source there is, all sources together, and spoilt ones. `answers`: those to be had; `model`:
-    a draft model, if there is one."""
+    """All kinds: each source alone, a grammar's with its choices (`choices`), all sources, and spoilt drafts.
+
+    `answers`: those to be had; `model`: a draft model, if there is one.
+    """
 
     def of(sources: Sequence[DraftSource]) -> Callable[[Grammars], Drafter | None]:
         return lambda grammars: Drafter(replace(limits, sources=tuple(sources)), grammars, model)
@@ -93,6 +95,7 @@ def kinds(
     return [
         Kind("off", lambda grammars: None),
         *(Kind(source.value, of([source])) for source in present),
+        Kind("choices", of([DraftSource.GRAMMAR, DraftSource.PAST])),
         Kind("all", of(list(DraftSource))),
         Kind("adversarial", lambda grammars: Told(limits, vocab_size, answers, adversarial)),
         Kind("random", lambda grammars: Told(limits, vocab_size, answers, at_random)),

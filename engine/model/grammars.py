@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from engine.core.types import Grammar
+from engine.core.worker.drafts.forms import Choose, FormToken
 from engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
 from engine.model.drafted_places import DraftedPlace, led_place
 from engine.model.lead_masks import LeadMasks
@@ -163,6 +164,11 @@ class Grammars:
     def forced(self, request: Row) -> Sequence[int]:
         """Return the next tokens that the request's grammar leaves no choice about; none where `num_allowed` is 0."""
         return self._guessed(request, lambda matcher: matcher.forced(), ())
+
+    def walk(self, request: Row, count: int, few: int, choose: Choose) -> Sequence[FormToken]:
+        """Return at most `count` next tokens, forced by the request's grammar or chosen of at most `few` allowed ones;
+        none where `num_allowed` is 0."""
+        return self._guessed(request, lambda matcher: matcher.walk(count, few, choose), ())
 
     def _guessed(self, request: Row, look: "Callable[[Matcher], T]", nothing: T) -> T:
         """Return the result of a look at a request's matcher that leaves the matcher as it was; `nothing` where there

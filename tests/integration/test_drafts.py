@@ -92,7 +92,7 @@ def test_answers_are_the_same_with_drafts(
     num_accepted = sum(each["accepted"] for each in counts.values())
     assert details["accepted_prediction_tokens"] == num_accepted > 0
     assert details["rejected_prediction_tokens"] == sum(each["drafted"] for each in counts.values()) - num_accepted
-    assert source == "prediction" or counts["grammar"]["drafted"] == counts["grammar"]["accepted"] > 0
+    assert source == "prediction" or counts["grammar"]["accepted"] > 0
     assert sum(each["accepted"] for each in drafts_of(drafting, again).values()) > 0
 
 

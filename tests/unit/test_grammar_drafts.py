@@ -13,6 +13,7 @@ from engine.core.costs import WorkerCosts
 from engine.core.settings import DraftLimits
 from engine.core.types import DraftSource, Grammar, GrammarKind, SamplingParams
 from engine.core.worker.drafts.drafter import Drafter
+from engine.core.worker.drafts.forms import Choose, FormToken
 from engine.core.worker.drafts.rows import DraftedRow, Row
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
@@ -276,6 +277,9 @@ class Form(NamedTuple):
 
     def forced(self, request: Row) -> Sequence[int]:
         return self.must
+
+    def walk(self, request: Row, count: int, few: int, choose: Choose) -> Sequence[FormToken]:
+        return [FormToken(token_id) for token_id in self.must[:count]]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Proposes drafts for the requests that decode: from the tokens of each, its client's prediction, past answers of its
 salt, a smaller model, and its grammar.
 
-A draft ends before the first token that the request's grammar forbids, and has every token that the grammar forces.
+A draft ends before the first token that the request's grammar forbids, and its forced tokens are certain.
 What the scheduler makes of the proposals depends on their lengths and chances only, so a recording of its stimuli needs
 no tokens.
 """
@@ -9,21 +9,17 @@ no tokens.
 from engine.core.settings import DraftLimits
 from engine.core.types import DraftSource, Stage
 from engine.core.worker.drafts.budget import decode_step
+from engine.core.worker.drafts.choices import Choices
 from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.drafts.draft_model import DraftModel
+from engine.core.worker.drafts.form_guesser import CERTAIN, SURE, FormGuesser
 from engine.core.worker.drafts.forms import Forms
-from engine.core.worker.drafts.guesser import Guesser, before_stop
+from engine.core.worker.drafts.guesser import Guesser
 from engine.core.worker.drafts.model_guesser import ModelGuesser
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.drafts.suffix import MAX_MATCH
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
-
-SURE = 0.8
-"""Where a draft token must be as likely as this, beside many decodes, few are, and none are looked for but certain
-ones."""
-CERTAIN = 1.0
-"""Chance of a forced token."""
 
 
 class Drafter:
@@ -32,7 +28,9 @@ class Drafter:
     def __init__(self, limits: DraftLimits, forms: Forms | None = None, model: DraftModel | None = None) -> None:
         """`forms`: None where no request has a grammar."""
         self._limits = limits
-        self._forms = forms if DraftSource.GRAMMAR in limits.sources else None
+        self._forms: FormGuesser | None = None
+        if forms is not None and DraftSource.GRAMMAR in limits.sources:
+            self._forms = FormGuesser(forms, Choices() if DraftSource.PAST in limits.sources else None)
         self.past = Past(limits.past_tokens)
         self._guesser = Guesser(limits, self.past)
         self._model = None if model is None or DraftSource.MODEL not in limits.sources else ModelGuesser(model)
@@ -41,6 +39,8 @@ class Drafter:
         """Drafts for the next step; none where no draft would be worth its time."""
         if self._model is not None:
             self._model.keep(scheduler.running.values())
+        if self._forms is not None:
+            self._forms.follow(scheduler.running.values())
         decoding = [request for request in scheduler.running.values() if request.num_remaining == 1]
         if not decoding:
             return []
@@ -57,7 +57,7 @@ class Drafter:
             guesses = self._guesser.guesses(wanting, scheduler, step)
             if self._model is not None:
                 guesses |= self._model.guesses(wanting, guesses, step, costs, self._guesser.longest)
-        drafts = [self._formed(request, guesses.get(request.request_id)) for request in wanting]
+        drafts = [self._by_form(request, guesses.get(request.request_id), least) for request in wanting]
         return [draft for draft in drafts if draft is not None and draft.token_ids]
 
     def take_model_s(self) -> float:
@@ -69,27 +69,20 @@ class Drafter:
         if DraftSource.PAST in self._limits.sources and _wants_drafts(request):
             token_ids, end = request.token_ids, request.assignment.num_prompt_tokens
             self.past.add(request.assignment.salt.private, token_ids[max(0, end - MAX_MATCH) : end], token_ids[end:])
+        if self._forms is not None:
+            self._forms.ended(request)
 
     def reset(self) -> None:
         """Forget all past answers."""
         self.past.clear()
+        if self._forms is not None:
+            self._forms.reset()
 
-    def _formed(self, request: Request, guess: Draft | None) -> Draft | None:
-        """The request's draft by its grammar: the allowed part of the guess, or the forced tokens."""
+    def _by_form(self, request: Request, guess: Draft | None, least: float) -> Draft | None:
+        """The request's draft, by its grammar if it has one."""
         if request.assignment.sampling.grammar is None or self._forms is None:
             return guess
-        forced = self._forms.forced(request)[: self._guesser.longest(request)]
-        forced = before_stop(forced, request.assignment.sampling.stop_token_ids)
-        allowed: tuple[int, ...] = ()
-        if guess is not None:
-            allowed = guess.token_ids[: self._forms.num_allowed(request, guess.token_ids)]
-        if guess is None or len(allowed) <= len(forced):
-            return Draft(request.request_id, DraftSource.GRAMMAR, tuple(forced), (CERTAIN,) * len(forced))
-
-        # The guess goes on behind the forced tokens, which it has in common with the grammar.
-        chance = guess.chances[len(forced) - 1] if forced else 1.0
-        behind = [each / chance for each in guess.chances[len(forced) : len(allowed)]]
-        return guess._replace(token_ids=allowed, chances=(CERTAIN,) * len(forced) + tuple(behind))
+        return self._forms.draft(request, guess, self._guesser.longest(request), least)
 
 
 def _wants_drafts(request: Request) -> bool:
