@@ -101,7 +101,7 @@ def test_the_default_engine_makes_drafts_of_all_sources() -> None:
 
 
 def test_nothing_differs_and_every_circumstance_occurs(report: identity.Report) -> None:
-    assert list(report) == ["off", *DraftSource, "all", "adversarial", "random"]
+    assert list(report) == ["off", *DraftSource, "choices", "all", "adversarial", "random"]
     for kind, tallies in report.items():
         assert list(tallies) == list(CIRCUMSTANCES)
         assert all(each["compared"] == 20 and each["differing"] == 0 for each in tallies.values()), kind
