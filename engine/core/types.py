@@ -121,7 +121,7 @@ class DraftSource(StrEnum):
     MODEL = "model"
     """A smaller model of the same vocabulary, on the same worker."""
     GRAMMAR = "grammar"
-    """Tokens forced by the request's grammar or, with `PAST`, taken of a few by most answers of the salt."""
+    """Tokens forced by the request's grammar and, with `PAST`, likely ones where it allows a few."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ A worker that sees no grammar imports nothing, starts no thread and does nothing
 
 import logging
 import queue
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +22,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from engine.core.types import Grammar
-from engine.core.worker.drafts.forms import Choose, FormToken
+from engine.core.worker.drafts.forms import Choice, Choose, FormToken
 from engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
+from engine.model.allowance import Allowance
 from engine.model.drafted_places import DraftedPlace, led_place
 from engine.model.lead_masks import LeadMasks
 from engine.model.masks import Mask, Masks, early_stops, num_words, restrict
@@ -39,6 +41,10 @@ T = TypeVar("T")
 
 MAX_COMPILED = 256
 """Grammars kept compiled; others are compiled again when needed."""
+CHOICE_SHARE = 0.02
+"""Part of the engine's time in which guesses are chosen by grammars."""
+MAX_WALK_S = 0.5e-3
+"""Processor time of one walk; the mask with which the walk exceeds the time is its last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class Grammars:
         self._compiler: ThreadPoolExecutor | None = None
         self._masker: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
+        self._allowance = Allowance(CHOICE_SHARE)
         self.wake: Callable[[], None] = lambda: None
         """Called in a thread when there is news."""
 
@@ -165,10 +172,19 @@ class Grammars:
         """Return the next tokens that the request's grammar leaves no choice about; none where `num_allowed` is 0."""
         return self._guessed(request, lambda matcher: matcher.forced(), ())
 
-    def walk(self, request: Row, count: int, few: int, choose: Choose) -> Sequence[FormToken]:
-        """Return at most `count` next tokens, forced by the request's grammar or chosen of at most `few` allowed ones;
-        none where `num_allowed` is 0."""
-        return self._guessed(request, lambda matcher: matcher.walk(count, few, choose), ())
+    def walk(self, request: Row, count: int, least: float, choose: Choose) -> Sequence[FormToken]:
+        """Return at most `count` next tokens, forced by the request's grammar or chosen where a few are allowed; none
+        where the request has no place in a compiled grammar. All choices together may take `CHOICE_SHARE` of the time:
+        without time left there are forced tokens only."""
+        if not self._allowance.has_time():
+            return [FormToken(token_id) for token_id in self.forced(request)[:count]]
+
+        def choose_in_time(place: bytes) -> Choice | None:
+            return choose(place) if time.thread_time() < latest_s else None
+
+        latest_s = time.thread_time() + MAX_WALK_S
+        with self._allowance.taken():
+            return self._guessed(request, lambda matcher: matcher.walk(count, least, choose_in_time), ())
 
     def _guessed(self, request: Row, look: "Callable[[Matcher], T]", nothing: T) -> T:
         """Return the result of a look at a request's matcher that leaves the matcher as it was; `nothing` where there
@@ -215,7 +231,7 @@ class Grammars:
         for request, draft in with_drafts(requests):
             if request.assignment.sampling.grammar is not None:
                 try:
-                    places.append(DraftedPlace(row, num_masks, self._followed(request), draft))
+                    places.append(DraftedPlace(row, num_masks, self._followed_or_renewed(request), draft))
                     num_masks += 1 + len(draft)
                 except Exception as error:  # of any kind: the row's request is to end alone
                     dead_ends[row] = str(error)
@@ -231,7 +247,7 @@ class Grammars:
             logger.exception("masks of drafts not computed")
             bits = self._fill_without_drafts(places, requests)
         for place in places:
-            if place.draft and place.matcher.state.is_error():
+            if place.matcher.state.is_error():
                 self._fill_again(place, requests[place.row], bits)
 
         assert self._tokenizer is not None or not places
@@ -248,6 +264,28 @@ class Grammars:
         matcher = self._matcher(request)
         matcher.follow(request.token_ids, request.assignment.num_prompt_tokens)
         return matcher
+
+    def _followed_or_renewed(self, request: Row) -> "Matcher":
+        """Return the matcher of a request, moved on, or a new one if the old one fails. Raises GrammarError."""
+        from engine.model.grammar_source import GrammarError
+
+        try:
+            return self._followed(request)
+        except GrammarError:
+            if not self._has_matcher(request):
+                raise
+            self._renew(request)
+            return self._followed(request)
+
+    def _renew(self, request: Row) -> None:
+        """Forget a matcher that cannot go on, and its compiled grammar: the states that all copies of a compiled grammar
+        compute count against one limit, so drafts, walks and other answers may have reached the limit."""
+        _, matcher = self._matchers.pop(request.request_id)
+        grammar = request.assignment.sampling.grammar
+        assert grammar is not None
+        with self._lock:
+            if self._compiled.get(grammar.digest) is matcher.compiled:
+                del self._compiled[grammar.digest]
 
     def _fill(self, places: Sequence[DraftedPlace]) -> Masks:
         """Compute the masks of places and of the drafts behind, as far as the drafts are allowed; others stay empty."""
@@ -297,9 +335,10 @@ class Grammars:
         return bits
 
     def _fill_again(self, place: DraftedPlace, request: Row, bits: Masks) -> None:
-        """Compute the first mask of a place alone, by a new matcher: a draft must not end its request."""
+        """Compute the first mask of a place alone, by a new matcher: its draft, or other answers, must not end its
+        request."""
         bits[place.at : place.at + 1 + len(place.draft)] = 0
-        self.forget(request.request_id)
+        self._renew(request)
         try:
             bits[place.at] = self._fill([DraftedPlace(place.row, 0, self._followed(request), ())])[0]
         except Exception:

@@ -1,21 +1,19 @@
 """An answer's place in its grammar."""
 
-import time
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher
 
 from engine.core.answers.lead import Before, Behind, Inside, Lead
-from engine.core.worker.drafts.forms import Choose, FormToken
+from engine.core.worker.drafts.forms import CERTAIN, Choose, FormToken
 from engine.model.grammar_source import GrammarError, first_words
 
-WALK_S = 0.5e-3
-"""Processor time after which a walk ends, since other requests wait. Most masks take a tenth."""
-SLOW_WALKS = 3
-"""Walks ended by their first mask after which a grammar is taken for a slow one. Single masks are slow with any
-grammar: its states are computed when they are used first."""
+FEW = 256
+"""Most tokens of which one is chosen. Between two words more are allowed: each beginning of a word is a token."""
+PLACE_BYTES = 16
 
 
 class Led(NamedTuple):
@@ -38,10 +36,9 @@ class Matcher:
     def __init__(self, compiled: LLMatcher, lead: Lead | None = None, table: Sequence[bytes] = ()) -> None:
         """Begin at the beginning of a compiled grammar, which stays unchanged. `table`: the bytes of each token, where
         there may be a lead."""
+        self.compiled = compiled
         self.state = compiled.deep_copy()
         self.num_consumed = 0
-        self._num_slow = 0
-        """Walks that ended at their first mask."""
         self.lead = lead
         self._table = table
         self._begin()
@@ -126,32 +123,34 @@ class Matcher:
         token_ids: list[int] = self.state.compute_ff_tokens()
         return token_ids
 
-    def walk(self, count: int, few: int, choose: Choose) -> list[FormToken]:
-        """Return at most `count` next tokens, forced ones and chosen ones of at most `few`, and stay in place. Of a
-        slow grammar there are forced ones only."""
-        begin, found, num_masks, begun_s = self.num_consumed, list[FormToken](), 0, time.thread_time()
+    def walk(self, count: int, least: float, choose: Choose) -> list[FormToken]:
+        """Return at most `count` next tokens, forced ones and chosen ones of at most `FEW`, and stay in place. The walk
+        ends where its chance would fall below `least`."""
+        begin, found, chance = self.num_consumed, list[FormToken](), CERTAIN
         while len(found) < count:
-            further = [FormToken(token_id) for token_id in self.forced()[: count - len(found)]]
-            if not further and self.place is None and self._num_slow < SLOW_WALKS:
-                num_masks += 1
-                allowed = self._few_allowed(few)
-                further = [FormToken(choose(allowed), allowed)] if allowed else []
+            further = [FormToken(token_id, chance) for token_id in self.forced()[: count - len(found)]]
+            if not further and self.place is None and not self.state.is_stopped():
+                further = self._chosen(chance, least, choose)
             found += further
             token_ids = [each.token_id for each in further if each.token_id is not None]
-            is_late = num_masks > 0 and time.thread_time() - begun_s > WALK_S
-            if not token_ids or is_late or self.consume(token_ids) < len(token_ids):
+            if not token_ids or self.consume(token_ids) < len(token_ids):
                 break
-        self._num_slow += num_masks == 1 and time.thread_time() - begun_s > WALK_S
+            chance = found[-1].chance
         self.roll_back(self.num_consumed - begin)
         return found
 
-    def _few_allowed(self, few: int) -> tuple[int, ...]:
-        """Return the tokens allowed next, in the order of their ids; none if more than `few` are."""
-        words = np.frombuffer(self.state.compute_bitmask(), np.uint32)
-        if np.count_nonzero(words) > few:
-            return ()
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        return tuple(allowed.tolist()) if len(allowed) <= few else ()
+    def _chosen(self, chance: float, least: float, choose: Choose) -> list[FormToken]:
+        """Return the guess of the next token, behind others that are right with this chance; nothing where more than
+        `FEW` are allowed, or only the end."""
+        mask: bytes = self.state.compute_bitmask()
+        words = np.frombuffer(mask, np.uint32)
+        if not 1 < np.bitwise_count(words).sum() <= FEW:
+            return []
+        place = blake2b(mask, digest_size=PLACE_BYTES).digest()
+        choice = choose(place)
+        if choice is None or chance * choice.chance < least:
+            return [FormToken(None, 0.0, place)]
+        return [FormToken(choice.token_id, chance * choice.chance, place)]
 
     def reason(self, *, is_restricted: bool = False) -> str:
         """Return the reason why nothing can follow; `is_restricted`: the request allows some tokens only."""

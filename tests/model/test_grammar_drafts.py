@@ -14,9 +14,13 @@ from engine.core.ingress.parsers import HERMES
 from engine.core.ingress.parsers.forms import CallGrammar
 from engine.core.settings import DraftLimits
 from engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
+from engine.core.worker.drafts.choices import Choices
 from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.drafts.drafter import Drafter
+from engine.core.worker.drafts.form_guesser import FormGuesser
+from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
+from engine.model.allowance import Allowance
 from engine.model.build import make_grammars
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine, ExportedSegment
@@ -37,7 +41,8 @@ from tests.model.test_drafts import (
     wrong,
 )
 from tests.model.test_exactness import load_decoder
-from tests.model.test_grammars import FORMS, VOCAB, favoured, grammars, schema_grammar, thoughtful, tokenizer
+from tests.model.test_grammars import FORMS, VOCAB, favoured, grammars, schema_grammar, text_of, thoughtful, tokenizer
+from tests.unit.builders import chain_of
 
 ORDER = {
     "type": "object",
@@ -167,6 +172,33 @@ def test_forced_tokens_are_never_wrong(decoder: Decoder, plain: dict[str, Output
     assert run(engine, requests()) == plain
     drafted = engine.scheduler.drafting.counts[DraftSource.GRAMMAR]
     assert drafted.num_drafted == drafted.num_accepted > 40
+
+
+def test_choices_of_real_tokens_are_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value can be spelt in many tokens, of which an answer takes few."""
+    monkeypatch.setattr(Allowance, "has_time", lambda allowance: True)
+    monkeypatch.setattr("engine.model.grammars.MAX_WALK_S", 60.0)
+    schema = {
+        "type": "object",
+        "properties": {"paid": {"type": "boolean"}, "state": {"enum": ["sent", "kept", "lost"]}, "late": {"const": 1}},
+        "required": ["paid", "state", "late"],
+        "additionalProperties": False,
+    }
+    guesser = FormGuesser(grammars(), Choices())
+    for is_flexible in (False, True):
+        form = schema_grammar(schema, whitespace_flexible=is_flexible)
+        grammars().compile(form)
+        answer, drafts = '{"paid":true,"state":"kept","late":1}', list[str]()
+        for turn in range(2):
+            asked = assignment(f"{is_flexible} {turn}", form, max_tokens=50)
+            own = Request(asked, chain_of(), arrival=0)
+            for token_id in tokenizer().encode(answer, add_special_tokens=False):
+                guesser.follow([own])
+                drafts.append(text_of([*guesser.draft(own, None, 40, 0.001).token_ids]))
+                own.token_ids.append(token_id)
+            guesser.ended(own)
+        num_drafts = len(drafts) // 2
+        assert answer not in drafts[:num_drafts] and drafts[num_drafts] == answer
 
 
 # Random logits, which make the wildest answers

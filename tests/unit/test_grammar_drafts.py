@@ -278,7 +278,7 @@ class Form(NamedTuple):
     def forced(self, request: Row) -> Sequence[int]:
         return self.must
 
-    def walk(self, request: Row, count: int, few: int, choose: Choose) -> Sequence[FormToken]:
+    def walk(self, request: Row, count: int, least: float, choose: Choose) -> Sequence[FormToken]:
         return [FormToken(token_id) for token_id in self.must[:count]]
 
 

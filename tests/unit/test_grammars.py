@@ -1,6 +1,7 @@
 """Compiling beside the engine's thread, the places of answers in their grammars, and the masks of a step."""
 
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -10,15 +11,17 @@ from functools import cache
 
 import numpy as np
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.core.answers.lead import Lead
 from engine.core.settings import SchedulerLimits
 from engine.core.types import Assignment, FinishReason, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
 from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.drafts.forms import Choice
 from engine.core.worker.request import Request
 from engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
+from engine.model import grammar_source
 from engine.model.engine import Engine
 from engine.model.grammar_source import GrammarError
 from engine.model.grammars import GrammarNews, Grammars, StepMasks, forbid
@@ -483,3 +486,27 @@ def test_news_of_a_grammar_wakes_the_loop() -> None:
     finally:
         loop.stop()
     assert [event.is_refusal for output in outputs for event in output.failures] == [True]
+
+
+@pytest.mark.parametrize("is_walked", [False, True])
+def test_answers_do_not_fail_by_what_others_have_computed(monkeypatch: pytest.MonkeyPatch, is_walked: bool) -> None:
+    """The states of a compiled grammar are limited in number, and all its answers share them."""
+    monkeypatch.setattr(grammar_source, "MAX_LEXER_STATES", 120)
+    grammars, chance, compiling = make_grammars(), random.Random(1), list[Grammar]()
+    spelled = Grammar(GrammarKind.REGEX, "(x[a-z ]{1,60}(zap|zip)|y[a-z0-9]{1,60}(foo|bar))z")
+    compile_it = grammars.compile
+
+    def counted(grammar: Grammar) -> LLMatcher:
+        compiling.append(grammar)
+        return compile_it(grammar)
+
+    monkeypatch.setattr(grammars, "compile", counted)
+    for number in range(30):
+        own = request(f"r-{number}", spelled, max_tokens=99)
+        for token_id in ids(f"y{''.join(chance.choices('abcfor019z', k=20))}fooz"):
+            if is_walked:
+                grammars.walk(own, 15, 1e-4, lambda place: Choice(ids("a")[0], 0.9))
+            masks = masks_of(grammars, own)
+            assert not masks.dead_ends and token_id in allowed(masks.bits[0])
+            own.token_ids.append(token_id)
+    assert len(compiling) > 1, "the limit was reached"

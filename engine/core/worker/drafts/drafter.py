@@ -12,14 +12,17 @@ from engine.core.worker.drafts.budget import decode_step
 from engine.core.worker.drafts.choices import Choices
 from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.drafts.draft_model import DraftModel
-from engine.core.worker.drafts.form_guesser import CERTAIN, SURE, FormGuesser
-from engine.core.worker.drafts.forms import Forms
+from engine.core.worker.drafts.form_guesser import FormGuesser
+from engine.core.worker.drafts.forms import CERTAIN, Forms
 from engine.core.worker.drafts.guesser import Guesser
 from engine.core.worker.drafts.model_guesser import ModelGuesser
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.drafts.suffix import MAX_MATCH
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
+
+SURE = 0.8
+"""Beside many decodes, where a draft token must be as likely as this, only the guesses of grammars are looked for."""
 
 
 class Drafter:
@@ -28,9 +31,9 @@ class Drafter:
     def __init__(self, limits: DraftLimits, forms: Forms | None = None, model: DraftModel | None = None) -> None:
         """`forms`: None where no request has a grammar."""
         self._limits = limits
-        self._forms: FormGuesser | None = None
+        self._form_guesser: FormGuesser | None = None
         if forms is not None and DraftSource.GRAMMAR in limits.sources:
-            self._forms = FormGuesser(forms, Choices() if DraftSource.PAST in limits.sources else None)
+            self._form_guesser = FormGuesser(forms, Choices() if DraftSource.PAST in limits.sources else None)
         self.past = Past(limits.past_tokens)
         self._guesser = Guesser(limits, self.past)
         self._model = None if model is None or DraftSource.MODEL not in limits.sources else ModelGuesser(model)
@@ -39,8 +42,8 @@ class Drafter:
         """Drafts for the next step; none where no draft would be worth its time."""
         if self._model is not None:
             self._model.keep(scheduler.running.values())
-        if self._forms is not None:
-            self._forms.follow(scheduler.running.values())
+        if self._form_guesser is not None:
+            self._form_guesser.follow(scheduler.running.values())
         decoding = [request for request in scheduler.running.values() if request.num_remaining == 1]
         if not decoding:
             return []
@@ -69,20 +72,20 @@ class Drafter:
         if DraftSource.PAST in self._limits.sources and _wants_drafts(request):
             token_ids, end = request.token_ids, request.assignment.num_prompt_tokens
             self.past.add(request.assignment.salt.private, token_ids[max(0, end - MAX_MATCH) : end], token_ids[end:])
-        if self._forms is not None:
-            self._forms.ended(request)
+        if self._form_guesser is not None:
+            self._form_guesser.ended(request)
 
     def reset(self) -> None:
         """Forget all past answers."""
         self.past.clear()
-        if self._forms is not None:
-            self._forms.reset()
+        if self._form_guesser is not None:
+            self._form_guesser.reset()
 
     def _by_form(self, request: Request, guess: Draft | None, least: float) -> Draft | None:
         """The request's draft, by its grammar if it has one."""
-        if request.assignment.sampling.grammar is None or self._forms is None:
+        if request.assignment.sampling.grammar is None or self._form_guesser is None:
             return guess
-        return self._forms.draft(request, guess, self._guesser.longest(request), least)
+        return self._form_guesser.draft(request, guess, self._guesser.longest(request), least)
 
 
 def _wants_drafts(request: Request) -> bool:

@@ -5,18 +5,30 @@ from typing import NamedTuple, Protocol
 
 from engine.core.worker.drafts.rows import Row
 
+CERTAIN = 1.0
+"""Chance of a forced token."""
+
+
+class Choice(NamedTuple):
+    """A token of a few, with its chance."""
+
+    token_id: int
+    chance: float
+
 
 class FormToken(NamedTuple):
     """A guess of a token by a grammar."""
 
     token_id: int | None
-    """None where none of several is known to be likely: the end of a walk."""
-    allowed: tuple[int, ...] = ()
-    """The tokens allowed there, in the order of their ids; none where the token is forced."""
+    """None where no token is likely enough: the end of a walk."""
+    chance: float = CERTAIN
+    """Chance of this token and of all before in the walk to be right."""
+    place: bytes = b""
+    """Name of the set of tokens allowed there; empty where the token is forced."""
 
 
-Choose = Callable[[tuple[int, ...]], int | None]
-"""Chooses the likeliest of the tokens allowed at a place; None if it is not known."""
+Choose = Callable[[bytes], Choice | None]
+"""Chooses the likeliest token at a place; None if it is not known."""
 
 
 class Forms(Protocol):
@@ -30,7 +42,7 @@ class Forms(Protocol):
         """Next tokens of which each is the only one that the request's grammar allows in its place."""
         ...
 
-    def walk(self, request: Row, count: int, few: int, choose: Choose) -> Sequence[FormToken]:
-        """At most `count` next tokens: forced ones, and chosen ones of at most `few` allowed. The walk ends where more
-        are allowed, or none is chosen."""
+    def walk(self, request: Row, count: int, least: float, choose: Choose) -> Sequence[FormToken]:
+        """At most `count` next tokens: forced ones, and chosen ones where a few are allowed. The walk ends where many
+        are allowed, or where its chance would fall below `least`."""
         ...

@@ -140,6 +140,11 @@ def num_expected(draft: Draft | None) -> float:
     return 0.0 if draft is None else sum(draft.chances)
 
 
+def is_better(draft: Draft, other: Draft | None) -> bool:
+    """True if a draft promises more tokens than the other one."""
+    return num_expected(draft) > num_expected(other)
+
+
 def _index(request: Request, suffixes: Suffixes, left: int) -> int:
     """Index tokens that were known before guessing, at most `left`, and the request's new ones; returns the number of
     the known ones."""

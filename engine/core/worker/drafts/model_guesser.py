@@ -15,7 +15,7 @@ from engine.core.worker.drafts.agreement import Agreements
 from engine.core.worker.drafts.budget import MARGIN, MAX_TOKENS, DecodeStep
 from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.drafts.draft_model import DraftModel, ModelCosts, Wanted
-from engine.core.worker.drafts.guesser import draft_of, num_expected
+from engine.core.worker.drafts.guesser import draft_of, is_better, num_expected
 from engine.core.worker.request import Request
 
 HORIZON = 128
@@ -99,11 +99,6 @@ class ModelGuesser:
     def _draft(self, ask: Ask, token_ids: Sequence[int]) -> Draft:
         self._agreements.of(ask.request.request_id).guessed(len(ask.request.token_ids), token_ids)
         return draft_of(ask.request, DraftSource.MODEL, token_ids, ask.chances[: len(token_ids)])
-
-
-def is_better(draft: Draft, other: Draft | None) -> bool:
-    """True if a draft promises more tokens than the other one."""
-    return num_expected(draft) > num_expected(other)
 
 
 def num_guesses(asks: Sequence[Ask], step: DecodeStep, costs: ModelCosts) -> list[int]:
