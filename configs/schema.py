@@ -166,7 +166,7 @@ class SpeculationSection(Section):
         default=tuple(DraftSource),
         description="Origins of drafts: a request's own prompt and answer, a chat's `prediction`, past answers of the "
         "same salt, on the same worker or to the same prompt on any (`cluster`), the `draft_model`, and tokens that a "
-        "grammar forces, with `past` also likely ones where it allows a few.",
+        "grammar forces and, with `past`, likely ones where it allows a few.",
     )
     depth: int = Field(default=15, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
     memory_mib: int = Field(

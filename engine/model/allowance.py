@@ -25,10 +25,20 @@ class Allowance:
         return self._left_s > 0
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Take the processor time of the block."""
-        begun_s = time.thread_time()
+    def taken(self) -> Iterator["Stopwatch"]:
+        """Take the processor time of the block, and tell it in the block."""
+        stopwatch = Stopwatch()
         try:
-            yield
+            yield stopwatch
         finally:
-            self._left_s -= time.thread_time() - begun_s
+            self._left_s -= stopwatch.so_far_s()
+
+
+class Stopwatch:
+    """Processor time of this thread since the beginning."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.thread_time()
+
+    def so_far_s(self) -> float:
+        return time.thread_time() - self._begun_s

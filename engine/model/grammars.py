@@ -11,18 +11,18 @@ A worker that sees no grammar imports nothing, starts no thread and does nothing
 
 import logging
 import queue
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from engine.core.types import Grammar
-from engine.core.worker.drafts.forms import Choice, Choose, FormToken
+from engine.core.worker.drafts.forms import Choose, FormToken
 from engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
 from engine.model.allowance import Allowance
 from engine.model.drafted_places import DraftedPlace, led_place
@@ -42,9 +42,11 @@ T = TypeVar("T")
 MAX_COMPILED = 256
 """Grammars kept compiled; others are compiled again when needed."""
 CHOICE_SHARE = 0.02
-"""Part of the engine's time in which guesses are chosen by grammars."""
+"""Part of the engine's time that walks may take on average."""
 MAX_WALK_S = 0.5e-3
 """Processor time of one walk; the mask with which the walk exceeds the time is its last."""
+HARD_S = 5e-3
+"""Processor time of a walk, mostly of one mask, that makes a grammar a hard one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Grammars:
         self._masker: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
         self._allowance = Allowance(CHOICE_SHARE)
+        self._hard: set[bytes] = set()
+        """Grammars in which nothing is chosen: a walk took too long, or broke its matcher."""
         self.wake: Callable[[], None] = lambda: None
         """Called in a thread when there is news."""
 
@@ -157,7 +161,7 @@ class Grammars:
         with self._lock:
             self._compiled[grammar.digest] = matcher
             if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+                self._hard.discard(self._compiled.popitem(last=False)[0])
         return matcher
 
     # Drafts
@@ -179,12 +183,26 @@ class Grammars:
         if not self._allowance.has_time():
             return [FormToken(token_id) for token_id in self.forced(request)[:count]]
 
-        def choose_in_time(place: bytes) -> Choice | None:
-            return choose(place) if time.thread_time() < latest_s else None
+        def walk(matcher: "Matcher") -> Sequence[FormToken]:
+            if matcher.is_hard:
+                return [FormToken(token_id) for token_id in matcher.forced()[:count]]
+            with self._allowance.taken() as taken:
+                try:
+                    return matcher.walk(
+                        count, least, lambda place: choose(place) if taken.so_far_s() < MAX_WALK_S else None
+                    )
+                finally:
+                    if matcher.state.is_error() or taken.so_far_s() > HARD_S:
+                        self._call_hard(request, matcher)
 
-        latest_s = time.thread_time() + MAX_WALK_S
-        with self._allowance.taken():
-            return self._guessed(request, lambda matcher: matcher.walk(count, least, choose_in_time), ())
+        return self._guessed(request, walk, ())
+
+    def _call_hard(self, request: Row, matcher: "Matcher") -> None:
+        """Have nothing chosen any more in a request's grammar."""
+        grammar = request.assignment.sampling.grammar
+        assert grammar is not None
+        matcher.is_hard = True
+        self._hard.add(grammar.digest)
 
     def _guessed(self, request: Row, look: "Callable[[Matcher], T]", nothing: T) -> T:
         """Return the result of a look at a request's matcher that leaves the matcher as it was; `nothing` where there
@@ -247,7 +265,7 @@ class Grammars:
             logger.exception("masks of drafts not computed")
             bits = self._fill_without_drafts(places, requests)
         for place in places:
-            if place.matcher.state.is_error():
+            if self._matcher(requests[place.row]).state.is_error():
                 self._fill_again(place, requests[place.row], bits)
 
         assert self._tokenizer is not None or not places
@@ -272,20 +290,16 @@ class Grammars:
         try:
             return self._followed(request)
         except GrammarError:
-            if not self._has_matcher(request):
-                raise
             self._renew(request)
             return self._followed(request)
 
     def _renew(self, request: Row) -> None:
-        """Forget a matcher that cannot go on, and its compiled grammar: the states that all copies of a compiled grammar
-        compute count against one limit, so drafts, walks and other answers may have reached the limit."""
-        _, matcher = self._matchers.pop(request.request_id)
+        """Give a request a matcher of its grammar compiled again. What all copies of a compiled grammar compute counts
+        against one limit, so drafts, walks and other answers may have reached the limit. Raises GrammarError."""
+        self.forget(request.request_id)
         grammar = request.assignment.sampling.grammar
         assert grammar is not None
-        with self._lock:
-            if self._compiled.get(grammar.digest) is matcher.compiled:
-                del self._compiled[grammar.digest]
+        self._begin_matcher(request, grammar, self.compile(grammar))
 
     def _fill(self, places: Sequence[DraftedPlace]) -> Masks:
         """Compute the masks of places and of the drafts behind, as far as the drafts are allowed; others stay empty."""
@@ -335,14 +349,21 @@ class Grammars:
         return bits
 
     def _fill_again(self, place: DraftedPlace, request: Row, bits: Masks) -> None:
-        """Compute the first mask of a place alone, by a new matcher: its draft, or other answers, must not end its
-        request."""
+        """Compute the first mask of a place alone, by a new matcher, or by one of the grammar compiled again: neither a
+        draft nor other answers may end the request."""
         bits[place.at : place.at + 1 + len(place.draft)] = 0
-        self._renew(request)
-        try:
-            bits[place.at] = self._fill([DraftedPlace(place.row, 0, self._followed(request), ())])[0]
-        except Exception:
-            logger.exception("the place of %s in its grammar is lost", request.request_id)
+        lost: Exception | None = None
+        for begin_again in (partial(self.forget, request.request_id), partial(self._renew, request)):
+            try:
+                begin_again()
+                matcher = self._followed(request)
+                bits[place.at] = self._fill([DraftedPlace(place.row, 0, matcher, ())])[0]
+            except Exception as error:  # of any kind: the request is to end alone
+                lost = error
+            else:
+                if not matcher.state.is_error():
+                    return
+        logger.error("the place of %s in its grammar is lost", request.request_id, exc_info=lost)
 
     def _usable(
         self,
@@ -378,8 +399,6 @@ class Grammars:
 
     def _matcher(self, request: Row) -> "Matcher":
         """Return the matcher of a request, made anew for a new attempt."""
-        from engine.model.matcher import Matcher
-
         attempt, matcher = self._matchers.get(request.request_id, (None, None))
         if matcher is None or attempt != request.assignment.attempt:
             grammar = request.assignment.sampling.grammar
@@ -388,8 +407,15 @@ class Grammars:
                 compiled = self._compiled.get(grammar.digest)
             if compiled is None or (grammar.lead is not None and self._leads is None):
                 compiled = self.compile(grammar)
-            matcher = Matcher(compiled, grammar.lead, self._table or ())
-            self._matchers[request.request_id] = request.assignment.attempt, matcher
+            matcher = self._begin_matcher(request, grammar, compiled)
+        return matcher
+
+    def _begin_matcher(self, request: Row, grammar: Grammar, compiled: "LLMatcher") -> "Matcher":
+        from engine.model.matcher import Matcher
+
+        matcher = Matcher(compiled, grammar.lead, self._table or ())
+        matcher.is_hard = grammar.digest in self._hard
+        self._matchers[request.request_id] = request.assignment.attempt, matcher
         return matcher
 
 

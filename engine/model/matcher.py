@@ -12,7 +12,7 @@ from engine.core.worker.drafts.forms import CERTAIN, Choose, FormToken
 from engine.model.grammar_source import GrammarError, first_words
 
 FEW = 256
-"""Most tokens of which one is chosen. Between two words more are allowed: each beginning of a word is a token."""
+"""Most tokens of which one is chosen. Between two texts more are allowed: every token that begins one of them."""
 PLACE_BYTES = 16
 
 
@@ -36,9 +36,10 @@ class Matcher:
     def __init__(self, compiled: LLMatcher, lead: Lead | None = None, table: Sequence[bytes] = ()) -> None:
         """Begin at the beginning of a compiled grammar, which stays unchanged. `table`: the bytes of each token, where
         there may be a lead."""
-        self.compiled = compiled
         self.state = compiled.deep_copy()
         self.num_consumed = 0
+        self.is_hard = False
+        """True if nothing is to be chosen: the masks take too long."""
         self.lead = lead
         self._table = table
         self._begin()

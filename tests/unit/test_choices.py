@@ -67,7 +67,9 @@ def test_a_place_has_few_counts() -> None:
     choices = Choices()
     for token_id in range(10 * MAX_COUNT):
         choices.took(A, b"place", token_id)
-    assert len(choices._counts[A, b"place"]) <= MAX_COUNT
+        choice = choices.likeliest(A, b"place")
+        assert choice is not None and 0 < choice.chance < 1
+        assert len(choices._counts[A, b"place"]) <= 2 * MAX_COUNT
 
 
 def test_the_place_used_longest_ago_is_forgotten() -> None:
@@ -225,6 +227,25 @@ def test_choices_wait_until_their_time_is_paid_back(monkeypatch: pytest.MonkeyPa
     assert grammars.walk(own, 8, 0.05, slowly)
 
 
+@pytest.mark.parametrize("fault", ["slow", "broken"])
+def test_nothing_more_is_chosen_in_a_hard_grammar(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    now, grammars, own = clock(monkeypatch), compiled(STATES, ABC), request("r", STATES)
+
+    def choose(place: bytes) -> Choice:
+        if own.request_id in grammars._matchers and fault == "broken":
+            grammars._matchers[own.request_id][1].state.consume_tokens(ids("!"))
+        now[0] += 6e-3 if fault == "slow" else 0.0
+        return Choice(ids("o")[0], 0.9)
+
+    assert bool(grammars.walk(own, 8, 0.05, choose)) == (fault == "slow")
+    now[0] += 60.0
+    for name in ("r", "s"):
+        assert not grammars.walk(request(name, STATES), 8, 0.05, choosing(grammars, "o"))
+        forced = grammars.walk(request(f"{name}f", STATES, "of"), 8, 0.05, choosing(grammars, "o"))
+        assert [each.token_id for each in forced] == ids("f sale")
+    assert grammars.walk(request("t", ABC, "a"), 8, 0.05, lambda place: None), "another grammar"
+
+
 def test_walks_of_many_requests_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty requests, each in a step of 20 ms with a walk of 0.3 ms for each."""
     now, num_chosen = clock(monkeypatch), 0
@@ -334,6 +355,7 @@ def test_the_guess_counts_that_promises_more(chances: tuple[float, ...], source:
         {"bad_words": (tuple(ids("of")),)},
         {"logit_bias": ((ids("o")[0], 3.0),)},
         {"min_tokens": 7},
+        {"stop_token_ids": ()},
     ],
 )
 @pytest.mark.usefixtures("unhurried")
@@ -387,6 +409,32 @@ def test_nothing_is_learnt_where_no_answer_is_kept(
     scheduler.learn_costs(CHEAP)
     assert answered(drafter, scheduler, "in sale") == ""
     assert answered(drafter, scheduler, "in sale") == ("in sale" if DraftSource.PAST in sources else "")
+
+
+def test_requests_choose_in_their_turn(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is time for one walk in a step."""
+    scheduler, drafter = make_scheduler(), Drafter(DraftLimits(), compiled(STATES))
+    scheduler.learn_costs(CHEAP)
+    for own in [running(scheduler) for _ in range(3)]:
+        own.num_computed = len(own.token_ids) - 1
+    left = [0]
+
+    def has_time(allowance: Allowance) -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    monkeypatch.setattr(Allowance, "has_time", has_time)
+    walked = set[str]()
+    for _ in range(3):
+        left[0] = 1
+        drafter.propose(scheduler)
+        assert drafter._form_guesser is not None
+        walked |= {*drafter._form_guesser._walks}
+    assert walked == {*scheduler.running}
+    for name in walked:
+        scheduler.abort(name, 0.0)
 
 
 @pytest.mark.usefixtures("unhurried")

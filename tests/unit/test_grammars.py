@@ -22,6 +22,8 @@ from engine.core.worker.drafts.forms import Choice
 from engine.core.worker.request import Request
 from engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
 from engine.model import grammar_source
+from engine.model import grammars as grammars_module
+from engine.model.allowance import Allowance
 from engine.model.engine import Engine
 from engine.model.grammar_source import GrammarError
 from engine.model.grammars import GrammarNews, Grammars, StepMasks, forbid
@@ -492,6 +494,9 @@ def test_news_of_a_grammar_wakes_the_loop() -> None:
 def test_answers_do_not_fail_by_what_others_have_computed(monkeypatch: pytest.MonkeyPatch, is_walked: bool) -> None:
     """The states of a compiled grammar are limited in number, and all its answers share them."""
     monkeypatch.setattr(grammar_source, "MAX_LEXER_STATES", 120)
+    monkeypatch.setattr(Allowance, "has_time", lambda allowance: True)
+    monkeypatch.setattr(grammars_module, "MAX_WALK_S", 60.0)
+    monkeypatch.setattr(grammars_module, "HARD_S", 60.0)
     grammars, chance, compiling = make_grammars(), random.Random(1), list[Grammar]()
     spelled = Grammar(GrammarKind.REGEX, "(x[a-z ]{1,60}(zap|zip)|y[a-z0-9]{1,60}(foo|bar))z")
     compile_it = grammars.compile
@@ -501,12 +506,15 @@ def test_answers_do_not_fail_by_what_others_have_computed(monkeypatch: pytest.Mo
         return compile_it(grammar)
 
     monkeypatch.setattr(grammars, "compile", counted)
-    for number in range(30):
-        own = request(f"r-{number}", spelled, max_tokens=99)
-        for token_id in ids(f"y{''.join(chance.choices('abcfor019z', k=20))}fooz"):
-            if is_walked:
+    running = [request(f"r-{number}", spelled, max_tokens=99) for number in range(16)]
+    answers = [ids(f"y{''.join(chance.choices('abcfor019z', k=40))}fooz") for _ in running]
+    for position in range(len(answers[0])):
+        if is_walked:
+            for own in running:
                 grammars.walk(own, 15, 1e-4, lambda place: Choice(ids("a")[0], 0.9))
-            masks = masks_of(grammars, own)
-            assert not masks.dead_ends and token_id in allowed(masks.bits[0])
-            own.token_ids.append(token_id)
-    assert len(compiling) > 1, "the limit was reached"
+        masks = masks_of(grammars, *running)
+        assert not masks.dead_ends
+        for own, answer, mask in zip(running, answers, masks.bits, strict=True):
+            assert answer[position] in allowed(mask)
+            own.token_ids.append(answer[position])
+    assert 1 < len(compiling) <= 3 * len(running), "the limit was reached, and not by each token"

@@ -14,7 +14,7 @@ MAX_PLACES = 1024
 MAX_COUNT = 64
 """Tokens counted at a place; at more, all counts are halved, so that later answers count more."""
 DOUBT = 0.5
-"""Tokens assumed to have been others."""
+"""Added to the count of all tokens at a place, so that no choice is certain."""
 
 
 class Choices:
@@ -37,7 +37,7 @@ class Choices:
         counts = self._counts.pop((salt, place), {})
         counts[token_id] = counts.get(token_id, 0) + 1
         if sum(counts.values()) > MAX_COUNT:
-            counts = {each: count / 2 for each, count in counts.items() if count > 1}
+            counts = {each: count / 2 for each, count in counts.items() if count >= 1}
         self._counts[salt, place] = counts
         if len(self._counts) > MAX_PLACES:
             self._counts.popitem(last=False)

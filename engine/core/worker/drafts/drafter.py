@@ -34,6 +34,7 @@ class Drafter:
         self._form_guesser: FormGuesser | None = None
         if forms is not None and DraftSource.GRAMMAR in limits.sources:
             self._form_guesser = FormGuesser(forms, Choices() if DraftSource.PAST in limits.sources else None)
+        self._num_steps = 0
         self.past = Past(limits.past_tokens)
         self._guesser = Guesser(limits, self.past)
         self._model = None if model is None or DraftSource.MODEL not in limits.sources else ModelGuesser(model)
@@ -60,7 +61,10 @@ class Drafter:
             guesses = self._guesser.guesses(wanting, scheduler, step)
             if self._model is not None:
                 guesses |= self._model.guesses(wanting, guesses, step, costs, self._guesser.longest)
-        drafts = [self._by_form(request, guesses.get(request.request_id), least) for request in wanting]
+        self._num_steps += 1
+        begin = self._num_steps % max(1, len(wanting))  # each in its turn, since the time of choices is limited
+        turns = [*wanting[begin:], *wanting[:begin]]
+        drafts = [self._by_form(request, guesses.get(request.request_id), least) for request in turns]
         return [draft for draft in drafts if draft is not None and draft.token_ids]
 
     def take_model_s(self) -> float:

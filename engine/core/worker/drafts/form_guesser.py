@@ -78,5 +78,6 @@ class FormGuesser:
 def is_restricted(sampling: SamplingParams) -> bool:
     """True if some tokens are forbidden or preferred besides the grammar: such choices tell nothing of other
     requests."""
+    never_ends = not sampling.stop_token_ids or sampling.min_tokens > 0
     is_part = sampling.allowed_token_ids is not None or bool(sampling.bad_words)
-    return is_part or bool(sampling.logit_bias) or sampling.min_tokens > 0
+    return never_ends or is_part or bool(sampling.logit_bias)

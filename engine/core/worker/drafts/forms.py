@@ -20,7 +20,7 @@ class FormToken(NamedTuple):
     """A guess of a token by a grammar."""
 
     token_id: int | None
-    """None where no token is likely enough: the end of a walk."""
+    """None where no token is known or likely enough, or no time is left: the end of a walk."""
     chance: float = CERTAIN
     """Chance of this token and of all before in the walk to be right."""
     place: bytes = b""
