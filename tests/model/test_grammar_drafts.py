@@ -194,7 +194,7 @@ def test_choices_of_real_tokens_are_learnt(monkeypatch: pytest.MonkeyPatch) -> N
             own = Request(asked, chain_of(), arrival=0)
             for token_id in tokenizer().encode(answer, add_special_tokens=False):
                 guesser.follow([own])
-                drafts.append(text_of([*guesser.draft(own, None, 40, 0.001).token_ids]))
+                drafts.append(text_of([*guesser.draft(own, None, 40, 1e-6).token_ids]))
                 own.token_ids.append(token_id)
             guesser.ended(own)
         num_drafts = len(drafts) // 2

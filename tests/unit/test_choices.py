@@ -45,7 +45,7 @@ def test_the_token_taken_most_often_is_the_likeliest() -> None:
     assert choices.likeliest(A, b"place") is None
     for token_id in (7, 5, 5, 7, 5):
         choices.took(A, b"place", token_id)
-    assert choices.likeliest(A, b"place") == Choice(5, 3 / 5.5)
+    assert choices.likeliest(A, b"place") == Choice(5, 3 / 6)
     assert choices.likeliest(B, b"place") is None and choices.likeliest(A, b"other place") is None
     choices.clear()
     assert choices.likeliest(A, b"place") is None and choices.num_places == 0
@@ -326,7 +326,7 @@ def test_the_chance_of_a_draft_falls_with_each_choice() -> None:
         answer_by(guesser, A, answer)
     own = salted(A)
     draft = guesser.draft(own, None, 20, 0.05)
-    first, second = 2 / 3.5, 2 / 2.5
+    first, second = 2 / 4, 2 / 3
     assert text(draft.token_ids) == "off sale" and draft.source is DraftSource.GRAMMAR
     assert draft.chances == pytest.approx((first, *[first * second] * 7))
     assert text(guesser.draft(own, None, 20, 0.5).token_ids) == "o"
@@ -340,7 +340,7 @@ def test_the_chance_of_a_draft_falls_with_each_choice() -> None:
 )
 @pytest.mark.usefixtures("unhurried")
 def test_the_guess_counts_that_promises_more(chances: tuple[float, ...], source: DraftSource) -> None:
-    """The grammar's own guess has a token with a chance of 2 / 3 and seven of 4 / 9."""
+    """The grammar's own guess has a token with a chance of 1 / 2 and seven of 1 / 4."""
     guesser = FormGuesser(compiled(STATES), Choices())
     answer_by(guesser, A, "off sale")
     guess = Draft("r", DraftSource.PAST, tuple(ids("off sale")[: len(chances)]), chances)

@@ -13,7 +13,7 @@ MAX_PLACES = 1024
 """Places kept, of all salts together; the least recently used one is forgotten first."""
 MAX_COUNT = 64
 """Tokens counted at a place; at more, all counts are halved, so that later answers count more."""
-DOUBT = 0.5
+DOUBT = 1.0
 """Added to the count of all tokens at a place, so that no choice is certain."""
 
 
