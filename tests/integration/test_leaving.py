@@ -17,14 +17,14 @@ from tests.integration.test_live_changes import Live
 from tests.integration.test_serve_cli import READY_S, Terminal
 
 BLOCK = 16
-LONGEST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 15.0
 """Bound for a busy machine; the goal is 1 s, which `docs/design/failures.md` compares with what was measured."""
 
 
 def config(num_workers: int) -> dict[str, Any]:
     return {
         "model": {"max_model_len": 4096},
-        "cache": {"num_blocks": 1600, "segment_gib": 0.5, "swap_gib": 0.05},
+        "cache": {"num_blocks": 2400, "segment_gib": 0.5, "swap_gib": 0.05},
         "workers": {"mixed": {"replicas": num_workers, "token_budget": 256, "max_requests": 32}},
         "speculation": {"mode": "off"},  # Streams that repeat themselves would be over before the worker leaves.
     }
@@ -69,7 +69,7 @@ def hit_rate(live: Live, load: Load, salt: str) -> float:
 def test_a_worker_leaves_under_load(live: Live) -> None:
     prompts = [random_prompt(7000 + index, 200 + 35 * index) for index in range(NUM_STREAMS)]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        answers = list(pool.map(lambda each: live.server.complete(each, max_tokens=200, cache_salt="before"), prompts))
+        answers = list(pool.map(lambda each: live.server.complete(each, max_tokens=1000, cache_salt="before"), prompts))
     load = Load(prompts, [answer["choices"][0]["token_ids"] for answer in answers])
     before = hit_rate(live, load, "before")
     assert before > 0.9

@@ -90,7 +90,7 @@ def test_counters_are_there_before_their_first_event(server: Server) -> None:
 def test_requests_are_measured(server: Server) -> None:
     prefill, decode = (server.workers()[role]["worker_id"] for role in ("prefill", "decode"))
     before = seen(Scrape.now, "the port is open")
-    running = server.stream(random_prompt(80, 300), max_tokens=3000)
+    running = server.stream(random_prompt(80, 300), max_tokens=3000, speculation=False)  # It must not end by itself.
     next(running)
     body: dict[str, Any] = {
         "model": MODEL,
