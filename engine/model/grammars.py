@@ -24,10 +24,10 @@ import numpy as np
 from engine.core.types import Grammar
 from engine.core.worker.drafts.forms import Choose, FormToken
 from engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
-from engine.model.allowance import Allowance
 from engine.model.drafted_places import DraftedPlace, led_place
 from engine.model.lead_masks import LeadMasks
 from engine.model.masks import Mask, Masks, early_stops, num_words, restrict
+from engine.model.time_share import TimeShare
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -98,7 +98,7 @@ class Grammars:
         self._compiler: ThreadPoolExecutor | None = None
         self._masker: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
-        self._allowance = Allowance(CHOICE_SHARE)
+        self._walking = TimeShare(CHOICE_SHARE)
         self._hard: set[bytes] = set()
         """Grammars in which nothing is chosen: a walk took too long, or broke its matcher."""
         self.wake: Callable[[], None] = lambda: None
@@ -180,13 +180,11 @@ class Grammars:
         """Return at most `count` next tokens, forced by the request's grammar or chosen where a few are allowed; none
         where the request has no place in a compiled grammar. All choices together may take `CHOICE_SHARE` of the time:
         without time left there are forced tokens only."""
-        if not self._allowance.has_time():
-            return [FormToken(token_id) for token_id in self.forced(request)[:count]]
 
         def walk(matcher: "Matcher") -> Sequence[FormToken]:
-            if matcher.is_hard:
+            if matcher.is_hard or not self._walking.has_time():
                 return [FormToken(token_id) for token_id in matcher.forced()[:count]]
-            with self._allowance.taken() as taken:
+            with self._walking.taken() as taken:
                 try:
                     return matcher.walk(
                         count, least, lambda place: choose(place) if taken.so_far_s() < MAX_WALK_S else None

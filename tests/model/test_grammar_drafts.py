@@ -20,11 +20,11 @@ from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.drafts.form_guesser import FormGuesser
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
-from engine.model.allowance import Allowance
 from engine.model.build import make_grammars
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine, ExportedSegment
 from engine.model.sources import DEFAULT_MODEL, resolve_model
+from engine.model.time_share import TimeShare
 from tests.model import random_logits
 from tests.model.random_logits import assignment
 from tests.model.test_drafts import (
@@ -176,8 +176,9 @@ def test_forced_tokens_are_never_wrong(decoder: Decoder, plain: dict[str, Output
 
 def test_choices_of_real_tokens_are_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value can be spelt in many tokens, of which an answer takes few."""
-    monkeypatch.setattr(Allowance, "has_time", lambda allowance: True)
+    monkeypatch.setattr(TimeShare, "has_time", lambda share: True)
     monkeypatch.setattr("engine.model.grammars.MAX_WALK_S", 60.0)
+    monkeypatch.setattr("engine.model.grammars.HARD_S", 60.0)
     schema = {
         "type": "object",
         "properties": {"paid": {"type": "boolean"}, "state": {"enum": ["sent", "kept", "lost"]}, "late": {"const": 1}},

@@ -109,7 +109,11 @@ def test_nothing_differs_and_every_circumstance_occurs(report: identity.Report) 
     drafted = {kind: sum(each["drafted"] for each in tallies.values()) for kind, tallies in report.items()}
     assert drafted["off"] == drafted["grammar"] == 0
     assert (
-        min(drafted[kind] for kind in ("request", "prediction", "past", "model", "all", "adversarial", "random")) > 50
+        min(
+            drafted[kind]
+            for kind in ("request", "prediction", "past", "model", "choices", "all", "adversarial", "random")
+        )
+        > 50
     )
 
 

@@ -18,8 +18,8 @@ from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
 from engine.model import grammars as grammars_module
 from engine.model import matcher
-from engine.model.allowance import Allowance
 from engine.model.grammars import CHOICE_SHARE, Grammars
+from engine.model.time_share import TimeShare
 from tests.unit.builders import submit
 from tests.unit.test_drafts import CHEAP
 from tests.unit.test_grammar_drafts import alone, compiled, step_masks
@@ -33,8 +33,9 @@ STATES = Grammar(GrammarKind.REGEX, "(on|off|in) sale( now)?")
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices may take all the time: there is no model whose steps would pay for them."""
-    monkeypatch.setattr(Allowance, "has_time", lambda allowance: True)
+    monkeypatch.setattr(TimeShare, "has_time", lambda share: True)
     monkeypatch.setattr(grammars_module, "MAX_WALK_S", 60.0)
+    monkeypatch.setattr(grammars_module, "HARD_S", 60.0)
 
 
 # What was taken
@@ -102,12 +103,10 @@ def test_an_answer_teaches_up_to_its_first_difference(
 
 def choosing(grammars: Grammars, wanted: str) -> Choose:
     """Chooses one of some characters wherever one is allowed, with a chance of 0.9."""
-    places = list[bytes]()
 
     def choose(place: bytes) -> Choice | None:
         [(_, matcher)] = grammars._matchers.values()
         words = np.frombuffer(matcher.state.compute_bitmask(), np.int32)
-        places.append(place)
         return next((Choice(token_id, 0.9) for token_id in ids(wanted) if token_id in allowed(words)), None)
 
     return choose
@@ -421,11 +420,11 @@ def test_requests_choose_in_their_turn(
         own.num_computed = len(own.token_ids) - 1
     left = [0]
 
-    def has_time(allowance: Allowance) -> bool:
+    def has_time(share: TimeShare) -> bool:
         left[0] -= 1
         return left[0] >= 0
 
-    monkeypatch.setattr(Allowance, "has_time", has_time)
+    monkeypatch.setattr(TimeShare, "has_time", has_time)
     walked = set[str]()
     for _ in range(3):
         left[0] = 1

@@ -23,12 +23,12 @@ from engine.core.worker.request import Request
 from engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
 from engine.model import grammar_source
 from engine.model import grammars as grammars_module
-from engine.model.allowance import Allowance
 from engine.model.engine import Engine
 from engine.model.grammar_source import GrammarError
 from engine.model.grammars import GrammarNews, Grammars, StepMasks, forbid
 from engine.model.loop import EngineLoop, LoopOutput
 from engine.model.matcher import Matcher
+from engine.model.time_share import TimeShare
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of
 
 EOS, OTHER_EOS, VOCAB = 256, 257, 300
@@ -494,7 +494,7 @@ def test_news_of_a_grammar_wakes_the_loop() -> None:
 def test_answers_do_not_fail_by_what_others_have_computed(monkeypatch: pytest.MonkeyPatch, is_walked: bool) -> None:
     """The states of a compiled grammar are limited in number, and all its answers share them."""
     monkeypatch.setattr(grammar_source, "MAX_LEXER_STATES", 120)
-    monkeypatch.setattr(Allowance, "has_time", lambda allowance: True)
+    monkeypatch.setattr(TimeShare, "has_time", lambda share: True)
     monkeypatch.setattr(grammars_module, "MAX_WALK_S", 60.0)
     monkeypatch.setattr(grammars_module, "HARD_S", 60.0)
     grammars, chance, compiling = make_grammars(), random.Random(1), list[Grammar]()

@@ -8,7 +8,7 @@ MOST_S = 1e-3
 """Processor time that may be saved up."""
 
 
-class Allowance:
+class TimeShare:
     """Processor time of a thread: a share of the time that passes. Work that takes more than is left is paid back by
     waiting."""
 
