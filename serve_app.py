@@ -1,8 +1,8 @@
 """Composition: from a configuration to the Serve application.
 
 `serve run serve_app:app` serves the default configuration; `serve_app:build` takes arguments, as in
-`configs/serve.yaml`: `config` (the name or path of a YAML file), `files` (paths of more, merged over it in order; they
-are read where the application is built, on any node) and `overrides` (merged over all).
+`configs/serve.yaml`: `config` (the name or path of a YAML file), `files` (more of them, each merged over those
+before it; they are read where the application is built, on any node) and `overrides` (merged over all).
 
 Each deployment gets its part of the configuration (`configs.sections`): arguments, which its version is made of, and a
 `user_config`, which Serve hands to `reconfigure`. Where Serve is told versions, as by `raydix serve` and `raydix

@@ -31,6 +31,8 @@ LOCAL_NAMES = ("localhost",)
 """Host names of a server on a loopback address, unless the configuration names others."""
 STORE_RESERVE_GIB = 0.5
 """Object store beyond the exported KV: segments in flight, and Ray's own objects."""
+MAX_NAMED = 10
+"""Tenants that a line on the screen names."""
 READY_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 10.0
 FIRST_OWN_PORT, LAST_OWN_PORT = 20_000, 32_767
@@ -219,6 +221,18 @@ class LocalCluster:
             psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
         if reaper is not None:
             reaper.communicate()
+
+
+def who_may_use(config: Config) -> str:
+    """A line for an operator about the clients of the server: never a key, nor the hash of one."""
+    if not config.tenants:
+        host, port = config.http.host, config.http.port
+        return f"open, without a key, to anybody who reaches {f'[{host}]' if ':' in host else host}:{port}"
+    names = [tenant.name for tenant in config.tenants if tenant.key_hashes]
+    if not names:
+        return "open to nobody over HTTP: no tenant has a key"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"open to tenant{'s' * (len(names) > 1)} {', '.join(names[:MAX_NAMED])}{more}, by key"
 
 
 def wait_until_running(app_name: str, progress: Callable[[str], None], stop: threading.Event) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cli.cluster import LOCAL_NAMES, SERVE_SWITCHES, wait_until_running
+from cli.cluster import LOCAL_NAMES, SERVE_SWITCHES, wait_until_running, who_may_use
 from configs import Config, load_config
 from configs.changes import KEYS, Change, Effect, changes
 from configs.schema import HttpSection
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     served = as_served(config, running.http)
     wanted = versions(served)
     plan = planned(running, served, wanted)
-    told = [*plan.lines(), *ignored(config, running.http)]
+    told = [*plan.lines(), *ignored(config, running.http), who_may_use(served)]
     print("\n".join(told), flush=True)
     _check(served, running.config)
     _check_tenants(served, running, is_open=options.without_tenants)

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="start Ray and Serve on this machine and serve a model")
     serve.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")
-    serve.add_argument("--config", help="name or path of a configuration (default: what suits the machine)")
+    _add_config(serve, "default: what suits the machine")
     serve.add_argument("--host", help="address to bind (default: the configuration's, 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to bind (default: the configuration's, 8000)")
     serve.add_argument(
@@ -38,12 +38,7 @@ def parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     deploy = commands.add_parser("deploy", help="deploy on a Ray cluster that runs, or change the server there")
-    deploy.add_argument(
-        "--config",
-        action="append",
-        required=True,
-        help="name or path of a configuration; given again: paths of more files, merged over it in order",
-    )
+    _add_config(deploy)
     deploy.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")
     deploy.add_argument(
         "--address", default="auto", help="Ray cluster, as raydix serve prints it (default: the only one here)"
@@ -57,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument("source", metavar="in.jsonl", help="requests, in OpenAI's form for batches")
     batch.add_argument("-o", "--output", required=True, metavar="out.jsonl", help="file for the answers")
     batch.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")
-    batch.add_argument("--config", help="name or path of a configuration (default: what suits the machine)")
+    _add_config(batch, "default: what suits the machine")
     batch.add_argument("--address", help="Ray cluster of a running server to use, as raydix serve prints it, or auto")
     batch.add_argument("--tenant", help="on whose behalf, where the server has tenants")
     batch.add_argument("--concurrency", type=int, help="lines at a time (default: 64, at a running server 32)")
@@ -77,6 +72,17 @@ def parser() -> argparse.ArgumentParser:
     key = commands.add_parser("key", help="make an API key for a tenant, and the hash of it for the configuration")
     key.set_defaults(run=_key)
     return raydix
+
+
+def _add_config(command: argparse.ArgumentParser, default: str | None = None) -> None:
+    """The option `--config`, which means the same to every command. Without a default it must be given."""
+    means = "name or path of a configuration; given again: more of them, each merged over those before it"
+    command.add_argument(
+        "--config",
+        action="append",
+        required=default is None,
+        help=f"{means} ({default})" if default else means,
+    )
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -85,9 +85,10 @@ def _serve(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    given = {"--config": options.config, "--model": options.model, "--host": options.host, "--port": options.port}
+    given = {"--model": options.model, "--host": options.host, "--port": options.port}
     arguments = [str(word) for name, value in given.items() if value is not None for word in (name, value)]
-    return [sys.executable, "-m", "cli.main", "serve", *arguments]
+    configs = [word for config in options.config or () for word in ("--config", config)]
+    return [sys.executable, "-m", "cli.main", "serve", *configs, *arguments]
 
 
 def _how(code: int) -> str:

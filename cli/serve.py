@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, LocalCluster
+from cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, LocalCluster, who_may_use
 from cli.log_lines import LogFollower
 from cli.machine import this_machine
 from cli.restart import is_orphaned
@@ -58,18 +58,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_with(
-    config_name: str | None, overrides: Mapping[str, Any], use: Callable[[Running], None], *, stopped: int = 0
+    configs: Sequence[str] | None, overrides: Mapping[str, Any], use: Callable[[Running], None], *, stopped: int = 0
 ) -> int:
     """Start a cluster and the application, use them, and end them; returns the exit code, `stopped` where Ray has to be
-    killed after a stop.
+    killed after a stop. `configs`: names or paths, each merged over those before it; by default what suits the machine.
 
     Raises:
         StartupError: configuration, model, or port cannot be used.
     """
     from engine.model.build import prepare  # torch comes with it
 
-    choice = Choice(config_name, "") if config_name else choose(this_machine())
-    config = load_config(choice.config, overrides)
+    choice = Choice(configs[0], "") if configs else choose(this_machine())
+    config = load_config(choice.config, overrides, configs[1:] if configs else ())
     console = Console(stderr=True, highlight=False)
     with console.status("starting") as status:
         _check_port(config.http.host, config.http.port)
@@ -126,6 +126,7 @@ def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:
             logger.info("ready after %.1f s", took_s, extra=about("ready", took_s=round(took_s, 3)))
             console.print(
                 f"ready after {took_s:.1f} s: {_url(running.config)}, Ray at {cluster.address()}\n"
+                f"{who_may_use(running.config)}\n"
                 f"logs: {cluster.log_folder()}/raydix-*.log\n",
                 soft_wrap=True,
             )

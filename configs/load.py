@@ -19,20 +19,21 @@ def load_config(
 ) -> Config:
     """Read the configuration `name`: a path, or the name of a file in `configs/` with or without its ending.
 
-    The sections of `files` are merged in, then `overrides`: a file that only some may read keeps the tenants apart from
-    the rest.
+    Each of `files`, found in the same way, is merged over those before it, then `overrides`: mappings key by key, of
+    anything else the later value stands. So a file that only some may read keeps the tenants apart from the rest. Every
+    command and the Serve application merge several files here.
 
     Raises:
         StartupError: a file does not exist, is not YAML, or has an invalid value; names the key and the reason.
     """
-    path = _find(name)
-    content = _read(path)
-    for file in files:
-        content = _merge(content, _read(Path(file)))
+    paths = [_find(each) for each in (name, *files)]
+    content: dict[str, Any] = {}
+    for path in paths:
+        content = _merge(content, _read(path))
     try:
         return Config.model_validate(_merge(content, overrides or {}))
     except ValidationError as error:
-        raise StartupError(f"config {path}: {'; '.join(explain(error))}") from None
+        raise StartupError(f"config {' + '.join(map(str, paths))}: {'; '.join(explain(error))}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +119,7 @@ class Cluster:
         self.overrides: dict[str, Any] = {}
         self._stop_when = stop_when
 
-    def run_with(self, config: str | None, overrides: Any, use: Any, *, stopped: int) -> int:
+    def run_with(self, configs: Sequence[str] | None, overrides: Any, use: Any, *, stopped: int) -> int:
         self.overrides = overrides
         assert stopped == command.INTERRUPTED
         stop = threading.Event()

@@ -26,8 +26,8 @@ import pytest
 from aiohttp import web
 
 from cli import chat
-from cli.cluster import free_port
-from cli.main import main
+from cli.cluster import free_port, who_may_use
+from cli.main import main, parser
 from configs import load_config
 from engine.api.responses import ResponseHead, Usage
 from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
@@ -534,6 +534,15 @@ class TestServeRefuses:
         config.write_text("http: [\n")
         assert serve("--config", str(config)).startswith(f"raydix: config {config}: ")
 
+    def test_every_file_counts(self, serve: Callable[..., str], tmp_path: Path) -> None:
+        """Shares of a cache that the second file turns off: known only where the tenants of the first are kept."""
+        first, second = tmp_path / "tenants.yaml", tmp_path / "mine.yaml"
+        first.write_text("tenants: [{name: alice, cache_min: 0.5}]")
+        second.write_text("{cache: {prefix_caching: false}, workers: {mixed: {}}}")
+        for files in ((first, second), (second, first)):
+            line = serve(*(word for file in files for word in ("--config", str(file))))
+            assert line.startswith(f"raydix: config {files[0]} + {files[1]}: cache_min and cache_max (of tenant alice)")
+
     def test_no_such_model(self, serve: Callable[..., str], tmp_path: Path) -> None:
         line = serve("--model", f"{tmp_path}/none", "--port", str(free_port()))  # a server may have the default one
         assert line.startswith(f"raydix: there is no model at {tmp_path}/none")
@@ -561,6 +570,32 @@ def test_the_example_request_sends_a_key_where_one_is_needed() -> None:
     assert "Authorization" not in example(load_config("cpu"))
     with_tenants = example(load_config("cpu", {"tenants": [{"name": "a"}]}))
     assert ' -H "Authorization: Bearer $OPENAI_API_KEY" ' in with_tenants
+
+
+def test_several_files_mean_the_same_to_every_command() -> None:
+    files = ("--config", "cpu", "--config", "tenants.yaml")
+    for command in (("serve",), ("deploy",), ("batch", "in.jsonl", "-o", "out.jsonl")):
+        assert parser().parse_args([*command, *files]).config == ["cpu", "tenants.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("tenants", "line"),
+    [
+        ([], "open, without a key, to anybody who reaches [::1]:8000"),
+        ([("alice", "k")], "open to tenant alice, by key"),
+        ([("alice", "k"), ("bob", "l"), ("carol", None)], "open to tenants alice, bob, by key"),
+        ([("carol", None)], "open to nobody over HTTP: no tenant has a key"),
+        (
+            [(f"t{number}", f"k{number}") for number in range(12)],
+            "open to tenants t0, t1, t2, t3, t4, t5, t6, t7, t8, t9 and 2 more, by key",
+        ),
+    ],
+)
+def test_the_start_says_who_may_use_the_server(tenants: list[tuple[str, str | None]], line: str) -> None:
+    sections = [
+        {"name": name, "key_hashes": [hashlib.sha256(key.encode()).hexdigest()] if key else []} for name, key in tenants
+    ]
+    assert who_may_use(load_config("cpu", {"tenants": sections, "http": {"host": "::1"}})) == line
 
 
 def test_each_key_is_a_new_one_and_printed_with_its_hash(capsys: pytest.CaptureFixture[str]) -> None:

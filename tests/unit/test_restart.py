@@ -95,9 +95,9 @@ sys.exit(restart.run(argparse.Namespace()))
 
 
 def test_the_server_gets_the_same_arguments() -> None:
-    options = argparse.Namespace(config="cpu", model=None, host="127.0.0.1", port=9000)
+    options = argparse.Namespace(config=["cpu", "tenants.yaml"], model=None, host="127.0.0.1", port=9000)
     words = restart._command(options)[3:]
-    assert words == ["serve", "--config", "cpu", "--host", "127.0.0.1", "--port", "9000"]
+    assert words == ["serve", "--config", "cpu", "--config", "tenants.yaml", "--host", "127.0.0.1", "--port", "9000"]
 
 
 def test_a_server_whose_supervisor_is_gone_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
