@@ -8,6 +8,14 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from actors.instruments import CounterInstrument, GaugeInstrument, HistogramInstrument
 from engine.core.costs import StepShape
+from engine.core.errors import (
+    AuthenticationError,
+    BodyTooLargeError,
+    ModelNotFoundError,
+    OverloadedError,
+    RaydixError,
+    RequestError,
+)
 from engine.core.types import DraftSource, Role
 from engine.core.worker.drafts.draft import DEPTHS, DraftCounts, by_depth
 
@@ -18,6 +26,14 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("stop", "length", "aborted", "failed")
 """Ways in which a request may end."""
+COMMON_REFUSALS: tuple[type[RaydixError], ...] = (
+    RequestError,
+    AuthenticationError,
+    ModelNotFoundError,
+    BodyTooLargeError,
+    OverloadedError,
+)
+"""Errors whose counts begin at 0: an error's first occurrence shall enter a rate."""
 DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 
@@ -210,9 +226,9 @@ class ManagerMetrics:
 class IngressMetrics:
     """Metrics of one ingress replica, reported once per request."""
 
-    def __init__(self, tenants: Iterable[str], replica: str = "") -> None:
+    def __init__(self, tenants: Iterable[str], replica: str = "", routes: Iterable[str] = ()) -> None:
         """`tenants` are the names of all tenants that may send requests. `replica` names this replica at `/metrics`,
-        as Serve does elsewhere."""
+        as Serve does elsewhere. `routes` are those whose refusals are counted from 0 on."""
         from ray.serve import metrics as serve_metrics  # all of Serve, which workers and the manager can spare
 
         tags = {"replica": replica}
@@ -242,10 +258,19 @@ class IngressMetrics:
             "result",
         )
         self._failovers = counter("raydix_failovers", "Requests that went on at another worker.")
+        self._refusals = counter(
+            "raydix_refusals",
+            "Requests refused or failed, by route, and the status and code of the error; `/health` is left out.",
+            "route",
+            "status",
+            "code",
+        )
 
         self.know(tenants)
         self._lookups.begin(result=("hit", "miss"))
         self._failovers.begin()
+        for error in COMMON_REFUSALS:
+            self._refusals.begin(route=tuple(routes), status=(str(error.status),), code=(error.code,))
 
     def know(self, tenants: Iterable[str]) -> None:
         """Begin the counts of these tenants that have none yet."""
@@ -271,6 +296,10 @@ class IngressMetrics:
             self._ttft_s.observe(request.ttft_s)
         if request.tpot_s is not None:
             self._tpot_s.observe(request.tpot_s)
+
+    def refused(self, route: str, status: int, code: str) -> None:
+        """Count one error that a client got."""
+        self._refusals.inc(tags={"route": route, "status": str(status), "code": code})
 
     def looked_up(self, hit: bool) -> None:
         self._lookups.inc(tags={"result": "hit" if hit else "miss"})

@@ -16,6 +16,9 @@ from engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
+OTHER_ROUTE, HANDLE, BATCH = "other", "handle", "batch"
+"""Places in the metrics of errors that are no route: paths without one, the Python handle, and lines of batches."""
+
 
 class RequestMetrics(Protocol):
     """Metrics of ended requests (`actors.metrics.IngressMetrics`)."""
@@ -23,6 +26,8 @@ class RequestMetrics(Protocol):
     def finished(self, request: FinishedRequest) -> None: ...
 
     def know(self, tenants: Iterable[str]) -> None: ...
+
+    def refused(self, route: str, status: int, code: str) -> None: ...
 
 
 class Accounting:
@@ -53,14 +58,15 @@ class Accounting:
         try:
             yield
         except RaydixError as error:
-            self.refused(error)
+            self.refused(error, HANDLE)
             raise
         except Exception as error:
             log_unexpected(error)
             raise
 
-    def refused(self, error: RaydixError) -> None:
-        """Count one error sent to a client."""
+    def refused(self, error: RaydixError, route: str) -> None:
+        """Count one error sent to a client; `route` is one of few, and no client chooses its name."""
+        self._metrics.refused(route, error.status, error.code)
         self._refusals.add(error)
 
     def _ended(self, job: Job) -> None:

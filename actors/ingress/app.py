@@ -7,7 +7,7 @@ by the routes are defined above the class or imported.
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from actors.ingress.accounting import internal_error
+from actors.ingress.accounting import OTHER_ROUTE, internal_error
 from actors.ingress.batches import ROUTES, Batches
 from actors.ingress.build import batch_settings, build_batches, build_frontend, replica_limits
 from actors.ingress.cross_origin import CrossOrigin
@@ -29,6 +29,7 @@ from actors.ingress.frontend import Frontend
 from actors.ingress.http import (
     ClientGoneError,
     EventStreamResponse,
+    HeadAsGet,
     error_response,
     json_response,
     label_header,
@@ -37,7 +38,15 @@ from actors.ingress.http import (
     while_connected,
 )
 from actors.ingress.job import Job
-from actors.ingress.routes import OPEN_ROUTES, UNSUPPORTED_ROUTES, batches, description, operation, tokens
+from actors.ingress.routes import (
+    OPEN_ROUTES,
+    PROBED_ROUTES,
+    UNSUPPORTED_ROUTES,
+    batches,
+    description,
+    operation,
+    tokens,
+)
 from actors.ingress.routes.replica import replica
 from actors.logs import keep_refusals_out_of_serves_log, log_to_ray, set_level
 from configs.schema import Config
@@ -48,7 +57,7 @@ from engine.api.anthropic.errors import ANTHROPIC
 from engine.api.batches import LineAnswer
 from engine.api.embeddings import EmbedRequest, EmbedResponse
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
-from engine.api.guards import require_host, require_json, require_trusted_origin
+from engine.api.guards import require_host, require_json, require_trusted_origin, require_unencoded
 from engine.api.openai_responses.stored import PageQuery, StoredQuery, StoredResponse, deleted_body, not_cancelled
 from engine.api.reconnecting import HEADER
 from engine.api.responses import (
@@ -58,7 +67,7 @@ from engine.api.responses import (
 )
 from engine.api.routes import Route
 from engine.api.wire import OPENAI, WireFormat
-from engine.core.errors import RaydixError, RequestError, StartupError
+from engine.core.errors import RaydixError, RequestError, ServiceError, StartupError
 from engine.core.ingress.body_room import BodyRoom
 from engine.core.log_fields import about
 from engine.core.tenants import Tenant
@@ -93,6 +102,17 @@ def _wire(request: Request) -> WireFormat:
     return ANTHROPIC if request.url.path.startswith("/v1/messages") else OPENAI
 
 
+def _route(request: Request) -> str:
+    """Path of the route of a request, with names in place of ids, so that there are few; `OTHER_ROUTE` without one."""
+    return str(getattr(request.scope.get("route"), "path", OTHER_ROUTE))
+
+
+def _refusing(request: Request) -> Callable[[RaydixError], None]:
+    """Accounts for errors that a stream's client gets."""
+    ingress, route = replica(), _route(request)
+    return lambda error: ingress.refused(error, route)
+
+
 def _allowed_origins() -> Collection[str]:
     """Origins of other sites' pages that may use this replica."""
     return replica().config.http.allowed_origins
@@ -105,6 +125,7 @@ app = FastAPI(
     dependencies=[Depends(_guard), Depends(_authenticate)],
 )
 app.add_middleware(CrossOrigin, allowed=_allowed_origins)
+app.add_middleware(HeadAsGet)
 for each in (tokens, operation, batches, description):
     app.include_router(each.router)
 
@@ -112,7 +133,9 @@ for each in (tokens, operation, batches, description):
 @app.exception_handler(RaydixError)
 async def _raydix_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RaydixError)
-    replica().refused(error)
+    is_answer = isinstance(error, ServiceError) and _route(request) in PROBED_ROUTES  # it is what a probe asks for
+    if not is_answer:
+        replica().refused(error, _route(request))
     return error_response(error, _wire(request))
 
 
@@ -125,7 +148,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     wrapped = RequestError(f"{request.method} {request.url.path}: {detail}.")
     wrapped.status = error.status_code
     wrapped.code = HTTPStatus(error.status_code).name.lower()
-    replica().refused(wrapped)
+    replica().refused(wrapped, _route(request))
     response = error_response(wrapped, _wire(request))
     response.headers.update(error.headers or {})
     return response
@@ -138,8 +161,7 @@ async def _client_gone(_: Request, error: Exception) -> Response:
 
 @app.exception_handler(Exception)
 async def _unexpected_error(request: Request, error: Exception) -> Response:
-    route = getattr(request.scope.get("route"), "path", None)
-    shown = internal_error(error, request_id=getattr(request.state, "request_id", None), route=route)
+    shown = internal_error(error, request_id=getattr(request.state, "request_id", None), route=_route(request))
     return error_response(shown, _wire(request))
 
 
@@ -219,14 +241,15 @@ class Ingress:
         """Return the tenant of a request with this header. Raises AuthenticationError."""
         return self.frontend.tenants.authenticate(authorization)
 
-    def refused(self, error: RaydixError) -> None:
-        """Account for an error that a client got."""
-        self.frontend.accounting.refused(error)
+    def refused(self, error: RaydixError, route: str) -> None:
+        """Account for an error that a client got at a route."""
+        self.frontend.accounting.refused(error, route)
 
     async def body_of(self, request: Request) -> bytes:
-        """Read an HTTP body. Raises MediaTypeError unless the body is declared to be JSON, and errors as
-        `read_body`."""
+        """Read an HTTP body. Raises MediaTypeError unless the body is declared to be JSON, ContentEncodingError for one
+        that is declared to be compressed, and errors as `read_body`."""
         limits = self.config.ingress
+        require_unencoded(request.headers.get("content-encoding"))
         if not limits.any_content_type:
             require_json(request.headers.get("content-type"))
         return await read_body(request, limits.max_body_bytes, self._bodies, limits.body_timeout_s)
@@ -354,7 +377,7 @@ class Ingress:
         if since is not None and not SEQUENCE_NUMBER.fullmatch(since):
             raise RequestError(f"'since' must be a sequence number, not '{since[:100]}'.", param="since")
         number = None if since is None else int(since)
-        return EventStreamResponse(self.frontend.cache.events(number, request.state.tenant), self.refused)
+        return EventStreamResponse(self.frontend.cache.events(number, request.state.tenant), _refusing(request))
 
     @app.get("/version")
     async def show_version(self) -> Response:
@@ -399,7 +422,7 @@ class Ingress:
         renderer = self.frontend.renderer(job)
         if job.spec.stream:  # nothing is awaited between this return and the call of the response, which closes the job
             events = self.frontend.events(job, renderer)
-            return EventStreamResponse(events, self.refused, job.close, wire=renderer.wire)
+            return EventStreamResponse(events, _refusing(request), job.close, wire=renderer.wire)
 
         with self.frontend.accounted(job):
             await while_connected(request, self.frontend.collect(job))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actors.ingress.accounting import Accounting
 from actors.ingress.answer_rendering import renderers
-from actors.ingress.batches import Batches, BatchSettings
+from actors.ingress.batches import ROUTES, Batches, BatchSettings
 from actors.ingress.cache_control import CacheControl
 from actors.ingress.chats import Chats
 from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
@@ -69,7 +69,7 @@ def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
     model = _model(config)
     reader = _reader(config, model)
     all_tenants = tenants(config)
-    metrics = IngressMetrics(all_tenants.names, replica_id)
+    metrics = IngressMetrics(all_tenants.names, replica_id, ROUTES)
     manager = ManagerLink(app_name)
     room = Room(replica_limits(config).max_requests)
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"

@@ -11,7 +11,7 @@ from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from actors.ingress.accounting import Accounting, internal_error
+from actors.ingress.accounting import BATCH, Accounting, internal_error
 from actors.ingress.cache_control import CacheControl
 from actors.ingress.cluster_metrics import ClusterMetrics
 from actors.ingress.dispatcher import Dispatcher
@@ -203,7 +203,7 @@ class Frontend:
                 await self._output.collect(job)
             return LineAnswer(HTTPStatus.OK, name, await self._rendering.body(job))
         except RaydixError as error:
-            self.accounting.refused(error)
+            self.accounting.refused(error, BATCH)
             return failed_answer(error, name)
         except Exception as error:
             return failed_answer(internal_error(error, request_id=name), name)

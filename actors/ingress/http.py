@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.api.guards import IDENTITY
 from engine.api.prompts import MAX_LABEL_LEN
 from engine.api.spec import MAX_OBJECTIVE_MS
 from engine.api.wire import OPENAI, WireFormat
@@ -17,6 +18,7 @@ from engine.core.errors import (
     AuthenticationError,
     BodyTimeoutError,
     BodyTooLargeError,
+    ContentEncodingError,
     RaydixError,
     RequestError,
     ServiceError,
@@ -131,6 +133,8 @@ def error_response(error: RaydixError, wire: WireFormat = OPENAI) -> Response:
         headers["connection"] = "close"
     elif isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
+    elif isinstance(error, ContentEncodingError):
+        headers["accept-encoding"] = IDENTITY  # of requests, as RFC 9110 (12.5.3) has a 415 say
     return json_response(wire.error_body(error), wire.status(error), headers)
 
 
@@ -205,6 +209,38 @@ class EventStreamResponse(Response):
                 return
             if time.monotonic() >= self._sent_at + QUIET_S:
                 await self._send(send, self._wire.waiting)
+
+
+class HeadAsGet:
+    """Answers HEAD as GET, without the body: the routes say nothing of HEAD."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        has_answered = asyncio.Event()
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                has_answered.set()
+
+        async def receive_until_answered() -> Message:
+            """As `receive`; after the head the client counts as gone, so that a stream of events ends."""
+            coming, answered = asyncio.ensure_future(receive()), asyncio.ensure_future(has_answered.wait())
+            try:
+                await asyncio.wait({coming, answered}, return_when=asyncio.FIRST_COMPLETED)
+                return coming.result() if coming.done() else {"type": "http.disconnect"}
+            finally:
+                await _cancel(coming, answered)
+
+        await self._app({**scope, "method": "GET"}, receive_until_answered, send_head)
 
 
 async def _disconnected(receive: Receive) -> None:

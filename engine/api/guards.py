@@ -9,9 +9,11 @@ from collections.abc import Collection
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from engine.core.errors import MediaTypeError, PermissionDeniedError
+from engine.core.errors import ContentEncodingError, MediaTypeError, PermissionDeniedError
 
 JSON = "application/json"
+IDENTITY = "identity"
+"""Name of no encoding."""
 
 
 def require_json(content_type: str | None) -> None:
@@ -20,6 +22,16 @@ def require_json(content_type: str | None) -> None:
     if kind != JSON:
         shown = f"'{kind[:100]}'" if kind else "missing"
         raise MediaTypeError(f"The Content-Type must be {JSON}, and it is {shown}.")
+
+
+def require_unencoded(content_encoding: str | None) -> None:
+    """Raise ContentEncodingError for a body that is declared to be compressed, whatever the body really is: the size of
+    what would come out of it is unknown."""
+    encoding = (content_encoding or "").strip().lower()
+    if encoding not in ("", IDENTITY):
+        raise ContentEncodingError(
+            f"The Content-Encoding '{encoding[:100]}' is not supported: send the body without compression."
+        )
 
 
 def require_trusted_origin(origin: str | None, host: str | None, allowed: Collection[str] = ()) -> None:

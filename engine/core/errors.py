@@ -117,6 +117,13 @@ class MediaTypeError(RequestError):
     code = "unsupported_media_type"
 
 
+class ContentEncodingError(RequestError):
+    """The request body is declared to be compressed, and bodies are read as they are."""
+
+    status = 415
+    code = "unsupported_content_encoding"
+
+
 class ContextLengthError(RequestError):
     """Prompt and requested tokens do not fit into the model's context."""
 

@@ -66,6 +66,11 @@ COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "cache_hit_tokens": {"tenant": ("anonymous",), "source": ("local", "imported")},
     "transcript_lookups": {"result": ("hit", "miss")},
     "failovers": {},
+    "refusals": {
+        "route": ("/v1/completions", "/v1/chat/completions"),
+        "status": ("400",),
+        "code": ("invalid_request",),
+    },
     "idle_tokens": {},
     "idle_requests": {"outcome": ("computed", "found", "dropped")},
 }

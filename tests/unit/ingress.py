@@ -338,6 +338,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.ended: list[FinishedRequest] = []
+        self.refusals: list[tuple[str, int, str]] = []
         self.known: list[str] = []
         """Tenants that came while the replica ran."""
 
@@ -346,6 +347,9 @@ class Ledger:
 
     def know(self, tenants: Iterable[str]) -> None:
         self.known += tenants
+
+    def refused(self, route: str, status: int, code: str) -> None:
+        self.refusals.append((route, status, code))
 
 
 class Replica:

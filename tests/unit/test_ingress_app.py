@@ -1,5 +1,7 @@
 """The HTTP routes, driven as an ASGI application: what a client gets, and what is accounted for."""
 
+import asyncio
+import gzip
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -270,3 +272,100 @@ def test_the_python_handle_echoes_the_message_that_it_goes_on_with(served: Serve
 def test_a_body_that_is_too_large(served: Served) -> None:
     reply = served(Replica(), post(prompt="x" * 2000), ingress={"max_body_bytes": 1024})
     assert reply.status == 413
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "expected"),
+    [
+        ("POST", COMPLETIONS, b"{", {"authorization": "Bearer k"}, (COMPLETIONS, 400, "invalid_request")),
+        ("POST", COMPLETIONS, b"{}", {}, (COMPLETIONS, 401, "invalid_api_key")),
+        (
+            "GET",
+            "/v1/models/secret-of-a-client",
+            b"",
+            {"authorization": "Bearer k"},
+            ("/v1/models/{name:path}", 404, "model_not_found"),
+        ),
+        ("GET", "/secret-of-a-client", b"", {}, ("other", 404, "not_found")),
+        ("POST", COMPLETIONS, b"x" * 1025, {"authorization": "Bearer k"}, (COMPLETIONS, 413, "body_too_large")),
+        ("DELETE", COMPLETIONS, b"", {}, (COMPLETIONS, 405, "method_not_allowed")),
+    ],
+    ids=lambda value: str(value[1:]) if isinstance(value, tuple) else "",
+)
+def test_refusals_are_counted_by_route_and_code(
+    served: Served, method: str, path: str, body: bytes, headers: dict[str, str], expected: tuple[str, int, str]
+) -> None:
+    replica = Replica(tenants=Tenants([Tenant("a")], {key_hash("k"): "a"}))
+    served(replica, lambda: call(app, method, path, body, headers=headers), ingress={"max_body_bytes": 1024})
+    assert replica.ledger.refusals == [expected]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_replica_counts_the_requests_that_it_refuses(served: Served, stream: bool) -> None:
+    replica = Replica(max_requests=1)
+    with replica.room.reserve(1, Tenant("other")):
+        assert served(replica, post(stream=stream)).status == 429
+    replica.dispatcher.fails_after = 1
+    served(replica, post(stream=stream))
+    assert replica.ledger.refusals == [(COMPLETIONS, 429, "overloaded"), (COMPLETIONS, 503, "service_unavailable")]
+
+
+def test_a_probe_before_the_workers_are_ready_is_no_refused_request(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = Replica()
+    replica.dispatcher.is_ready = False
+    assert [served(replica, get(path)).status for path in ("/health", "/ping")] == [503, 503]
+    assert replica.ledger.refusals == []
+    assert "requests refused" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ping", "/v1/models", f"/v1/models/{MODEL}", "/version", "/docs", "/metrics"]
+)
+def test_head_is_get_without_the_body(served: Served, path: str) -> None:
+    replica = Replica()
+    whole, head = served(replica, get(path)), served(replica, lambda: call(app, "HEAD", path))
+    assert (head.status, head.body) == (200, b"")
+    assert head.headers.keys() == whole.headers.keys()
+    replica.dispatcher.is_ready = False
+    assert served(replica, lambda: call(app, "HEAD", "/health")).status == 503
+    assert served(replica, lambda: call(app, "HEAD", COMPLETIONS)).status == 405
+
+
+def test_head_of_a_stream_ends(served: Served) -> None:
+    """A stream of events has no end of its own; the client's receive never says that the client left."""
+    is_closed = False
+
+    async def events(since: int | None, tenant: Tenant) -> Any:
+        nonlocal is_closed
+        try:
+            yield b"data: 1\n\n"
+            await asyncio.Event().wait()
+        finally:
+            is_closed = True
+
+    replica = Replica()
+    replica.frontend.cache.events = events  # type: ignore[method-assign]
+    reply = served(replica, lambda: call(app, "HEAD", "/v1/cache/events"))
+    assert (reply.status, reply.body, is_closed) == (200, b"", True)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [("gzip", gzip.compress(body_of("completion"))), ("br", body_of("completion")), ("GZIP, br", b"")],
+    ids=["gzip", "br_that_is_none", "two"],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize", "/v1/messages"])
+def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(
+    served: Served, path: str, encoding: str, body: bytes
+) -> None:
+    reply = served(Replica(), lambda: call(app, "POST", path, body, headers={"content-encoding": encoding}))
+    assert (reply.status, reply.headers["accept-encoding"]) == (415, "identity")
+    assert f"'{encoding.lower()}' is not supported" in reply.json["error"]["message"]
+
+
+def test_identity_is_no_encoding(served: Served) -> None:
+    body = body_of("completion")
+    reply = served(Replica(), lambda: call(app, "POST", COMPLETIONS, body, headers={"content-encoding": "identity"}))
+    assert reply.status == 200

@@ -25,8 +25,8 @@ class Replica(Protocol):
     def tenant_of(self, authorization: str | None) -> Tenant:
         """The tenant of a request with this header."""
 
-    def refused(self, error: RaydixError) -> None:
-        """Account for an error that a client got."""
+    def refused(self, error: RaydixError, route: str) -> None:
+        """Account for an error that a client got at a route."""
 
     async def body_of(self, request: Request) -> bytes:
         """Read a JSON body within the limits."""
