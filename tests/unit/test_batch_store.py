@@ -165,6 +165,14 @@ def test_a_batch_is_its_tenants(tmp_path: Path) -> None:
             stores.batches.cancel(tenant, name)
 
 
+def test_a_tenant_whose_name_begins_another_s_sees_its_own_batches_alone(tmp_path: Path) -> None:
+    stores = Stores(tmp_path)
+    for tenant in ("alice", "al"):
+        stores.begin(BATCH, tenant)
+    for tenant in ("alice", "al"):
+        assert [batch.record.tenant for batch in stores.batches.all(tenant)] == [tenant]
+
+
 def test_an_input_must_be_one(tmp_path: Path) -> None:
     stores = Stores(tmp_path)
     with pytest.raises(NotFoundError) as missing:

@@ -235,6 +235,14 @@ def test_a_response_is_known_to_its_tenant_and_salt_alone(served: Served) -> Non
         assert served(replica, send("DELETE", path, **headers)).status == 404
     assert served(replica, post(b, previous_response_id=plain)).status == 404
     assert served(replica, post(a, previous_response_id=plain)).status == 200
+    assert served(replica, post(a, cache_salt="s", previous_response_id=plain)).status == 404
+    going_on = served(replica, post(a, cache_salt="s", previous_response_id=salted))
+    assert going_on.status == 200
+    # A response that goes on from another one has a parent, which is known under the salt, too.
+    assert served(replica, post(a, cache_salt="s", previous_response_id=going_on.json["id"])).status == 200
+    assert served(replica, send("DELETE", f"{salted}?cache_salt=s", **a)).status == 200
+    orphaned = served(replica, post(a, cache_salt="s", previous_response_id=going_on.json["id"]))
+    assert orphaned.status == 404 and "which is not kept any more" in orphaned.json["error"]["message"]
 
 
 def test_an_id_is_no_name_that_a_client_gave(served: Served) -> None:

@@ -572,6 +572,25 @@ def test_a_decode_assignment_goes_on_from_imported_blocks(make_scheduler: MakeSc
     assert tokens_of(run_all(scheduler, model)["a"]) == answer[num_generated + 2 :]
 
 
+def test_a_prompt_that_its_prefill_worker_scored_is_not_scored_again(make_scheduler: MakeScheduler) -> None:
+    """The prefill worker has scored the prompt; the decode worker goes on behind it, and reports no scores."""
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler.pool)
+    hashes = hashes_of(PROMPT[:8])
+    assignment = make_assignment(
+        prompt=PROMPT[:10], stage=Stage.DECODE, awaited=hashes, max_tokens=4, prompt_logprobs=1
+    )
+    answer = answer_to(assignment)
+    submit(scheduler, assignment)
+    fetch(scheduler, model, PROMPT[:8], hashes, now=0.0)
+    scheduler.handed_over(Handover("a", 0, answer[0], None), 0.0)
+    output, outcome = step(scheduler, model)
+    assert scheduled(output) == {"a": (8, 3)}
+    assert not outcome.scores and not any(chunk.scored for chunk in output.chunks)
+    assert tokens_of(outcome.events) == answer[1:2]
+    assert tokens_of(run_all(scheduler, model)["a"]) == answer[2:]
+
+
 def test_a_tail_that_others_hold_is_computed_again(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     model = FakeModel(scheduler.pool)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
 from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, CallEnds, TextPart
-from engine.core.ingress.parsers.json_call import is_json
+from engine.core.ingress.parsers.json_call import MAX_NAME, is_json
 from engine.core.ingress.parsers.python_literal import json_of
 
 NAMES = ("clock", "weather")
@@ -69,6 +69,11 @@ CASES: list[tuple[ToolFormat, str, Summary]] = [
     (HERMES, '<tool_call>{"name": "f", "arguments": [1]}', ['<tool_call>{"name": "f", "arguments": [1]}']),
     (HERMES, '<tool_call>{"name": 5}</tool_call>', ['<tool_call>{"name": 5}</tool_call>']),
     (HERMES, '<tool_call>{"arguments": {}}', ['<tool_call>{"arguments": {}}']),
+    (HERMES, '<tool_call>{"name": "f", "name": "g"}', ['<tool_call>{"name": "f", "name": "g"}']),
+    (HERMES, '<tool_call>{"name": "f", "x": 1, "name": "f"}', ['<tool_call>{"name": "f", "x": 1, "name": "f"}']),
+    (HERMES, f'<tool_call>{{"name": "{"f" * MAX_NAME}"}}</tool_call>', [("f" * MAX_NAME, "{}")]),
+    (HERMES, f'<tool_call>{{"name": "{"f" * 257}"}}', [f'<tool_call>{{"name": "{"f" * 257}"}}']),
+    (HERMES, '<tool_call>{"name": ""}', ['<tool_call>{"name": ""}']),
     (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}', ['<tool_call>{"name": "\\ud800", "arguments": {}}']),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{"}', ['<tool_call>{"name": "f", "arguments": "{"}']),
     (HERMES, '<tool_call>{"name": "f" "arguments"}', ['<tool_call>{"name": "f" "arguments"}']),
