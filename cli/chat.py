@@ -1,6 +1,7 @@
 """`raydix chat`: a conversation in the terminal with any server that speaks OpenAI's chat completions.
 
-Answers go to stdout, all else to stderr, so that a pipe carries answers alone; then each line of stdin is a question. A
+Answers go to stdout, all else to stderr, a model's reasoning too, so that a pipe carries answers alone; then each line
+of stdin is a question. At a terminal a question is what was typed or pasted before Enter, of however many lines. A
 question joins the conversation together with its answer: whole, or as far as it came before Ctrl-C or before the
 connection ended. A question that the server refuses, or fails to answer, leaves no trace. An answer whose connection
 breaks goes on at the next try where the server gives events ids (`engine.api.reconnecting`). Each question has its own
@@ -96,7 +97,10 @@ class Chat:
         """Ask for questions and answer them until told to end; returns the exit code."""
         if self._is_terminal:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (input() uses it once it is imported)
+                import readline  # input() uses it once it is imported
+
+                # Terminals mark what is pasted, and readline takes its line ends for text; Python turns that off.
+                readline.parse_and_bind("set enable-bracketed-paste on")
             _note(f"{self._model} at {self._server.url}; {COMMANDS}, Ctrl-C stops an answer")
 
         try:
@@ -157,15 +161,47 @@ class Chat:
             "stream_options": {"include_usage": True},
         }
         asked = time.monotonic()
-        wrapper = Wrapper()
+        screen = _Screen(is_terminal=self._is_terminal)
 
-        async with contextlib.aclosing(self._server.events(body)) as events:
-            async for event in events:
-                answer.add(event, time.monotonic() - asked)
-                if event.text:
-                    text = _printable(event.text)
-                    shown = wrapper.push(text, shutil.get_terminal_size().columns) if self._is_terminal else text
-                    print(shown, end="", flush=True)
+        try:
+            async with contextlib.aclosing(self._server.events(body)) as events:
+                async for event in events:
+                    answer.add(event, time.monotonic() - asked)
+                    screen.show_reasoning(event.reasoning)
+                    screen.show(event.text)
+        finally:
+            screen.end_reasoning()
+
+
+class _Screen:
+    """Shows one answer as it comes: reasoning on stderr, dim where the terminal can, then the answer on stdout."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
+        self._wrapper = Wrapper()
+        self._is_reasoning = False
+
+    def show(self, text: str) -> None:
+        """Show the next piece of the answer."""
+        if text:
+            self.end_reasoning()
+            print(self._wrapped(text), end="", flush=True)
+
+    def show_reasoning(self, text: str) -> None:
+        """Show the next piece of reasoning."""
+        if text:
+            self._is_reasoning = True
+            print(_dim(self._wrapped(text)), end="", file=sys.stderr, flush=True)
+
+    def end_reasoning(self) -> None:
+        """End the last line of reasoning, if there was any since the last call."""
+        if self._is_reasoning:
+            self._is_reasoning, self._wrapper = False, Wrapper()
+            print(file=sys.stderr, flush=True)
+
+    def _wrapped(self, text: str) -> str:
+        text = _printable(text)
+        return self._wrapper.push(text, shutil.get_terminal_size().columns) if self._is_terminal else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +220,7 @@ class Event:
     text: str = ""
     finish_reason: str | None = None
     usage: Usage | None = None
+    reasoning: str = ""
 
 
 @dataclass(slots=True)
@@ -198,7 +235,7 @@ class Answer:
 
     def add(self, event: Event, now_s: float) -> None:
         """Take in the next event of the stream."""
-        if event.text:
+        if event.text or event.reasoning:
             self.text += event.text
             self.first_s = now_s if self.first_s is None else self.first_s
             self.last_s = now_s
@@ -332,9 +369,11 @@ def read_event(data: bytes) -> Event:
         if content.get("error"):
             raise AnswerError(_error_message(content))
         choice: dict[str, Any] = next(iter(content.get("choices") or ()), {})
+        delta = choice.get("delta") or {}
         usage = content.get("usage")
         return Event(
-            text=(choice.get("delta") or {}).get("content") or "",
+            text=delta.get("content") or "",
+            reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",  # servers have either name
             finish_reason=choice.get("finish_reason"),
             usage=_read_usage(usage) if usage else None,
         )
@@ -378,7 +417,11 @@ def _reason(error: Exception) -> str:
 def _note(text: str) -> None:
     """Write a line about the conversation, dim where the terminal can."""
     if text:
-        print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+        print(_dim(text), file=sys.stderr, flush=True)
+
+
+def _dim(text: str) -> str:
+    return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
 
 
 def _line(text: str) -> str:

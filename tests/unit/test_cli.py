@@ -84,6 +84,13 @@ class Server:
         if question == "nonsense":
             await response.write(b"data: [1]\n\n")
             return response
+        if question.startswith("think"):
+            for name in ("reasoning_content", "reasoning"):  # servers have either name
+                delta = json.dumps({"choices": [{"index": 0, "delta": {name: f"by {name} "}}]})
+                await response.write(f"data: {delta}\n\n".encode())
+            if question == "think only":
+                await response.write(writer.finish(FinishReason.LENGTH) + usage_event(HEAD, Usage(7, 3, 4)) + DONE)
+                return response
         first, second = writer.text("Héllo "), writer.text("wörld")
         # A comment, a cut inside a character, and two events in one piece.
         for piece in (b": alive\n\n" + first[:-60], first[-60:]):
@@ -226,6 +233,14 @@ class TestPipedChat:
         assert len(err) == 1 and STATS.fullmatch(err[0])
         assert server.last_ids == ["0", "e1", "e2", "e2", "e3", "e4", "e5"]
         assert server.bodies == [server.bodies[0]] * 7
+
+    def test_reasoning_is_shown_beside_the_answer_and_is_no_part_of_it(self, server: Server, ask: Ask) -> None:
+        code, out, err = ask("think\nthink only\nafter\n", "--url", server.url)
+        assert (code, out) == (0, "Héllo wörld\nHéllo wörld\n")
+        thought = "by reasoning_content by reasoning "
+        assert [err[0], err[2]] == [thought, thought]
+        assert STATS.fullmatch(err[1]) and err[3].endswith(", cut off by the token limit")
+        assert server.roles(2) == [("user", "think"), ("assistant", "Héllo wörld"), ("user", "after")]
 
     def test_new_and_quit(self, server: Server, ask: Ask) -> None:
         code, _, err = ask("one\n/new\ntwo\n/quit\nthree\n", "--url", server.url, "--system", "S", "--model", "other")
@@ -425,6 +440,23 @@ class TestTerminalChat:
             screen.type("\x1b[A\n")  # up
             screen.wait_for(r"from the cache\)\x1b\[0m\r\n.*> ")
             assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "Héllo wörld", "one"]
+            screen.type("\x04")
+            assert screen.exit_code() == 0
+
+    def test_a_pasted_text_of_three_lines_is_one_question(self, server: Server) -> None:
+        pasted = "first line\nsecond line\nthird line"
+        with terminal(server) as screen:
+            screen.type(f"\x1b[200~{pasted}\x1b[201~\n")  # as terminals mark a paste
+            screen.wait_for(r"from the cache\)\x1b\[0m\r\n.*> ")
+            assert [server.roles(index) for index in range(len(server.bodies))] == [[("user", pasted)]]
+            screen.type("\x04")
+            assert screen.exit_code() == 0
+
+    def test_reasoning_is_dim_and_the_answer_begins_in_a_line_of_its_own(self, server: Server) -> None:
+        with terminal(server) as screen:
+            screen.type("think\n")
+            shown = screen.wait_for(r"from the cache\)\x1b\[0m\r\n.*> ")
+            assert "\x1b[2mby reasoning_content \x1b[0m\x1b[2mby reasoning \x1b[0m\r\nHéllo wörld\r\n" in shown
             screen.type("\x04")
             assert screen.exit_code() == 0
 
