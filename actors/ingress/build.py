@@ -188,7 +188,7 @@ def _model(config: Config) -> _Model:
     reasoning = config.model.reasoning_parser or reasoning_format(tokenizer)
     return _Model(
         identity=identity,
-        served=ServedModel(name, identity.max_model_len, identity.config.vocab_size, identity.config.hidden_size),
+        served=ServedModel(name, identity.max_model_len, identity.vocab_size, identity.config.hidden_size),
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
         tool_format=TOOL_FORMATS[config.model.tool_parser or tool_format(tokenizer)],
@@ -228,7 +228,7 @@ def _model_facts(config: Config, identity: ModelIdentity) -> ModelFacts:
 def _chats(model: _Model, transcripts: Transcripts, *, reader: RequestReader, dispatcher: Dispatcher) -> Chats:
     return Chats(
         tokenizer=model.tokenizer,
-        vocab_size=min(model.served.vocab_size, model.tokenizer.vocab_size),
+        vocab_size=model.served.vocab_size,
         max_model_len=model.served.max_model_len,
         new_detokenizer=model.vocabulary.detokenizer,
         transcripts=transcripts,

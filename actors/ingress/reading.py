@@ -299,7 +299,9 @@ class Reader:
                 special_tokens=self._facts.special_tokens_in_messages,
             )
         self._require_short(rendered.text, spec, limit)
-        return encode_chat(self._tokenizer, rendered)
+        encoded = encode_chat(self._tokenizer, rendered)
+        require_token_ids(encoded.token_ids, self._facts.model.vocab_size, spec.prompt_param)
+        return encoded
 
     @contextmanager
     def _limits(self, template: ChatTemplate) -> Iterator[None]:
@@ -342,8 +344,8 @@ class Reader:
             prompt = tuple(self._tokenizer.encode(prompt, add_special_tokens=spec.add_special_tokens))
             if not prompt:
                 raise RequestError(f"'{spec.prompt_param}' has no tokens.", param=spec.prompt_param)
-        else:
-            require_token_ids(prompt, self._facts.model.vocab_size, spec.prompt_param)
+        # A text may name a token that the model has no embedding for, such as the image token of a text-only Gemma 3.
+        require_token_ids(prompt, self._facts.model.vocab_size, spec.prompt_param)
         if spec.truncation is not None:
             prompt = tuple(spec.truncation.applied(prompt, spec, self._facts.model.max_model_len))
         max_tokens_for(spec, len(prompt), self._facts.model.max_model_len)

@@ -75,8 +75,9 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
             max_model_len,
             settings.quantization,
             deterministic=settings.deterministic,
+            vocab_size=identity.vocab_size,
         )
-        grammars = make_grammars(identity.folder, config.vocab_size)
+        grammars = make_grammars(identity.folder, identity.vocab_size)
         runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts)
         drafter = make_drafter(decoder, settings.drafts, grammars, partial(make_draft_model, settings, decoder))
 
@@ -132,7 +133,7 @@ def make_draft_model(settings: EngineSettings, decoder: Decoder) -> PagedDraftMo
     )
     kv_pool = make_pool(config, num_blocks, settings.block_size, decoder.dtype, decoder.device)
     logger.info("draft model %s: %d blocks", limits.model.source, num_blocks)
-    return PagedDraftModel(draft_decoder, kv_pool, decoder.config.vocab_size)
+    return PagedDraftModel(draft_decoder, kv_pool, decoder.vocab_size)
 
 
 def make_grammars(folder: Path, vocab_size: int) -> Grammars:

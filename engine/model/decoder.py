@@ -1,7 +1,7 @@
 """The decoder: one forward pass over a batch of chunks, through paged KV.
 
-Shape suffixes: T tokens of the batch, S sequences, R rows whose results are wanted, V vocabulary, E hidden size, I MLP
-size, H query heads, K key-value heads, D head dimension.
+Shape suffixes: T tokens of the batch, S sequences, R rows whose results are wanted, V tokens with logits, E hidden
+size, I MLP size, H query heads, K key-value heads, D head dimension.
 
 In the last layer, work after storing keys and values is done only for the rows whose results (logits, or hidden states
 to be pooled) are wanted: no other result is read. A batch without such rows (the inner chunks of a long prompt) ends
@@ -55,6 +55,8 @@ class Decoder:
     """A loaded model. Stateless between calls: all lasting state is in the KV pool given to each call.
 
     `max_position` bounds the positions that can be served (and so the rotary tables); None: the model's context.
+    `vocab_size`: tokens that have logits, the first of the model's; None: all. A table of embeddings is often longer
+    than its tokenizer, and what has no logit is never sampled, drafted, or listed among log-probabilities.
     `quantization` is of all matrix products; tokens are embedded in `dtype`, also where the table is the output's.
     `deterministic` makes a row's bits on a GPU depend on its tokens alone, whatever the batch; in bfloat16 on CPU they
     always do.
@@ -70,8 +72,10 @@ class Decoder:
         quantization: Quantization | None = None,
         *,
         deterministic: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         self.config = config
+        self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
         self.dtype = dtype
         self.deterministic = deterministic
         self.device = torch.device(device)
@@ -81,7 +85,7 @@ class Decoder:
         with torch.inference_mode():
             self._embedding = loader.tensor("model.embed_tokens.weight").clone()
             head = None if config.tie_word_embeddings else loader.tensor("lm_head.weight")
-            self._lm_head = loader.pack(self._embedding if head is None else head)
+            self._lm_head = loader.pack((self._embedding if head is None else head)[: self.vocab_size])
 
             # In the model's dtype, as the published implementation rounds it.
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
@@ -101,11 +105,21 @@ class Decoder:
         quantization: Quantization | None = None,
         *,
         deterministic: bool = False,
+        vocab_size: int | None = None,
     ) -> "Decoder":
         """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used."""
         config = read_config(folder)
         checkpoint = Checkpoint(folder, config)
-        return cls(config, checkpoint, dtype, device, max_position, quantization, deterministic=deterministic)
+        return cls(
+            config,
+            checkpoint,
+            dtype,
+            device,
+            max_position,
+            quantization,
+            deterministic=deterministic,
+            vocab_size=vocab_size,
+        )
 
     @property
     def runs_in_one_call(self) -> bool:

@@ -17,6 +17,7 @@ from engine.model.config import ModelConfig
 from engine.model.families import read_config
 from engine.model.sources import NULL, resolve_model
 from engine.model.stored_tensors import StoredTensor, read_headers
+from engine.model.token_ids import num_token_ids
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one number of each dtype that a model may compute in."""
@@ -31,6 +32,8 @@ class ModelIdentity:
     config: ModelConfig
     max_model_len: int
     """Tokens of the longest request."""
+    vocab_size: int
+    """Token ids of requests and answers: of the model's those that the tokenizer knows."""
     fingerprint: str
     """Equal in all processes whose KV has the same meaning. Workers append the name of their
     arithmetic."""
@@ -60,6 +63,7 @@ def identify(
         folder,
         config,
         model_len(config, max_model_len),
+        min(config.vocab_size, num_token_ids(folder) or config.vocab_size),
         f"{fingerprint(folder, dtype)}/{block_size}/{made_by}/{version('raydix')}",
     )
 

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ class StoredTensor:
     """Position of one tensor in a safetensors file."""
 
     file: Path
+    name: str
+    """In the file."""
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -24,11 +26,33 @@ class StoredTensor:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in a folder's safetensors files, by name; raises `StartupError` if there are none."""
+    """Every tensor of the text model in a folder's safetensors files, by the name that a text model gives to it
+    (`text_names`); raises `StartupError` if there are no files."""
     stored: dict[str, StoredTensor] = {}
     for path in _weight_files(folder):
         stored.update(_read_header(path))
-    return stored
+    names = text_names(stored)
+    return {names[name]: tensor for name, tensor in stored.items() if name in names}
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """The names that a text model gives to its tensors, by those in a file; without the tensors of other parts.
+
+    A model of several parts names its text part `language_model.model.layers...`, as transformers 4 did at first, or
+    `model.language_model.layers...`, and its head `language_model.lm_head` or `lm_head`.
+    """
+    known = list(names)
+    if not any(name.startswith(("language_model.", "model.language_model.")) for name in known):
+        return {name: name for name in known}
+    found = {}
+    for name in known:
+        if name.startswith("language_model."):
+            found[name] = name.removeprefix("language_model.")
+        elif name.startswith("model.language_model."):
+            found[name] = f"model.{name.removeprefix('model.language_model.')}"
+        elif name.startswith("lm_head."):
+            found[name] = name
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -68,6 +92,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         stored = {
             name: StoredTensor(
                 file=path,
+                name=name,
                 dtype=entry["dtype"],
                 shape=tuple(entry["shape"]),
                 begin=start + entry["data_offsets"][0],

@@ -63,8 +63,9 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that have text; the model's own vocabulary may be padded beyond it."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        """One more than the highest id that has text; ids below may have none, and the model's own vocabulary may be
+        padded beyond."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def vocabulary(self) -> dict[int, str]:
         """Return the name of each id that has text."""
@@ -311,7 +312,7 @@ class Tokenizer:
         if to_bytes is None:
             return None
         added = self._backend.get_added_tokens_decoder()
-        table = [b""] * (max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
+        table = [b""] * self.vocab_size
         for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
             if token_id not in added:
                 table[token_id] = to_bytes(token)

@@ -44,10 +44,11 @@ class Checkpoint:
         """Return the named tensor, as stored."""
         from safetensors import safe_open
 
-        path = self._stored[name].file
+        stored = self._stored[name]
+        path = stored.file
         if path not in self._open_files:
             self._open_files[path] = safe_open(path, framework="pt", device="cpu")
-        tensor: Tensor = self._open_files[path].get_tensor(name)
+        tensor: Tensor = self._open_files[path].get_tensor(stored.name)
         return tensor
 
 

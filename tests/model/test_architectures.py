@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.core.settings import Quantization
 from engine.model.decoder import Decoder
@@ -75,6 +76,71 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(
     step_by_step = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu", quantization=quantization)
     assert not step_by_step.runs_in_one_call
     assert torch.equal(at_once, logits_in_chunks(step_by_step, token_ids, chunk=40))
+
+
+WRAPPERS = {
+    "gemma 3": (
+        "Gemma3",
+        {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32},
+        "siglip_vision_model",
+    ),
+    "llava llama": ("Llava", {"model_type": "llama", "tie_word_embeddings": False}, "clip_vision_model"),
+    "mistral 3": ("Mistral3", {"model_type": "mistral", "head_dim": 32, "sliding_window": None}, "pixtral"),
+}
+"""Models with a text part and one for images: the class, the text part's settings, the other part's model type."""
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("case", WRAPPERS)
+def test_the_text_part_of_a_model_of_several_parts(case: str, layout: str, tmp_path: Path) -> None:
+    token_ids, expected = wrapped(case, tmp_path)
+    rename_text_part(tmp_path / "model.safetensors", layout)
+    decoder = Decoder.from_folder(tmp_path, torch.float32, "cpu")
+    actual = logits_in_chunks(decoder, token_ids, chunk=40)
+    error = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
+    assert error.max() < 1e-3
+
+
+def wrapped(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
+    """Saves a model of several parts with random weights; some tokens, and the logits that transformers gives."""
+    family, text, vision = WRAPPERS[case]
+    with quiet_transformers():
+        import transformers
+
+        extra = {"mm_tokens_per_image": 4} if family == "Gemma3" else {"image_token_index": 199}
+        parts = {"text_config": {**SMALL, **text}, "vision_config": {"model_type": vision, **VISION}}
+        config = getattr(transformers, f"{family}Config")(**parts, **extra)
+        torch.manual_seed(0)
+        theirs = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        theirs.save_pretrained(folder)
+        token_ids = torch.randint(1, 190, (150,))
+        with torch.inference_mode():
+            return token_ids.tolist(), theirs(input_ids=token_ids[None]).logits[0].float()
+
+
+def rename_text_part(path: Path, layout: str) -> None:
+    """Name the tensors of the text part as one or the other version of transformers does."""
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        bare = name.removeprefix("language_model.model.").removeprefix("model.language_model.")
+        is_text = bare != name
+        head = "language_model.lm_head.weight" if layout.startswith("language_model") else "lm_head.weight"
+        tensors[f"{layout}{bare}" if is_text else head if name.endswith("lm_head.weight") else name] = tensor
+    assert any(name.startswith(layout) for name in tensors)
+    assert any("language_model" not in name and "lm_head" not in name for name in tensors), "other parts"
+    save_file(tensors, path, {"format": "pt"})
 
 
 def test_more_rows_than_tokens_are_refused(tmp_path: Path) -> None:

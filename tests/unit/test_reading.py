@@ -251,10 +251,13 @@ class FillingTokenizer(Tokenizer):
 
 def test_a_suffix_stands_behind_the_prompt() -> None:
     tokenizer = FillingTokenizer()
-    filling = Reader(facts(), tokenizer)
+    model = replace(facts().model, vocab_size=tokenizer.vocab_size)
+    filling = Reader(replace(facts(), model=model), tokenizer)
     [ids] = filling.read_body("completion", completion("def f(", suffix="):\n")).prompts
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<fim_prefix>def f(<fim_suffix>):\n<fim_middle>"
     assert ids[-1] >= 49152 and len(ids) < 12
+    with pytest.raises(RequestError, match="out of vocabulary"):
+        Reader(facts(), tokenizer).read_body("completion", completion("def f(", suffix="):\n"))
 
 
 class SpacingTokenizer(Tokenizer):

@@ -1,8 +1,11 @@
 """Model families, and the description of a decoder from a Hugging Face `config.json`, of transformers 4 or 5.
 
-One decoder covers every family; the families differ in data alone: a `ModelConfig`. Each has a file here.
+One decoder covers every family; the families differ in data alone: a `ModelConfig`. Each has a file here. Of a model
+that also takes images or sound (`Gemma3ForConditionalGeneration`) the text part is served, which `text_config`
+describes.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from engine.core.errors import StartupError
@@ -30,12 +33,13 @@ def config_of(config: JsonObject) -> ModelConfig:
 
     Raises `StartupError` for a family, or a variation of one, that the decoder does not cover.
     """
-    family = _family(config)
     if config.get("quantization_config"):
         raise StartupError(
             f"the model's weights are quantised ({config['quantization_config'].get('quant_method', 'unknown')}); "
             "raydix reads bfloat16, float16 and float32 weights: use an unquantised checkpoint or a GGUF file"
         )
+    config = _text_part(config)
+    family = _family(config)
 
     try:
         return family.describe(Settings(family.architecture, config, family.defaults))
@@ -43,6 +47,18 @@ def config_of(config: JsonObject) -> ModelConfig:
         raise StartupError(f"config.json of {family.architecture} lacks the key {error}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise StartupError(f"config.json of {family.architecture} has an unusable value: {error}") from error
+
+
+def _text_part(config: JsonObject) -> JsonObject:
+    """The configuration of the text part of a model of several parts; of any other model its own."""
+    part = config.get("text_config")
+    if not isinstance(part, Mapping):
+        return config
+    # The head is the whole model's, so what the whole says of it goes before what the part says. Some wrappers name
+    # their own architecture in the part, too: the part's model type decides.
+    tied = config.get("tie_word_embeddings")
+    head = {} if tied is None else {"tie_word_embeddings": tied}
+    return {**part, **head, "architectures": None}
 
 
 def _family(config: JsonObject) -> Family:
