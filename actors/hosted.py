@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.names import namespace
 from actors.rpc import ActorClient, ManagerClient, WorkerClient
+from actors.runtime import RayRuntime
 from actors.worker.worker import WORKER_CLASSES
 from configs.schema import LoggingSection
 from configs.sections import MANAGER, ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
@@ -95,6 +96,7 @@ class HostedManager(Hosted):
         actor: Any = ray.remote(KVCacheManager).options(**self._options(name, num_cpus=MANAGER_CPUS / 2))
         handle = actor.remote(
             costs,
+            runtime=RayRuntime(self._app_name),
             segment_budget_bytes=int(cache.segment_gib * GIB),
             transcript_budget_bytes=int(cache.transcript_mib * MIB),
             response_budget_bytes=int(cache.response_mib * MIB),
@@ -156,8 +158,8 @@ class HostedWorker(Hosted):
                 runtime_env={"env_vars": thread_environment(section.num_threads)},
             )
         )
-        settings = settings_of(self._arguments, self._live)
-        return WorkerClient(actor.remote(settings, self._role, self.actor_id, epoch, self._app_name, self.logs))
+        settings, runtime = settings_of(self._arguments, self._live), RayRuntime(self._app_name)
+        return WorkerClient(actor.remote(settings, self._role, self.actor_id, epoch, runtime, self.logs))
 
     def tell(self, child: ActorClient) -> Awaitable[None]:
         worker = WorkerClient(child.handle)

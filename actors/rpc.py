@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 
 from actors.messages import ImportReport, Memory, Registration, WorkerState
 from actors.metric_values import Family
-from actors.names import incarnation_name, manager_name, named_actor
+from actors.names import manager_name, named_actor
 from engine.core.costs import WorkerCosts
 from engine.core.manager.cache_events import CacheUpdate
 from engine.core.manager.elastic import PoolLimits, Wanted
@@ -204,12 +204,6 @@ class ManagerClient(ActorClient):
 
     def moved_away(self, segment_ids: Sequence[int]) -> Awaitable[None]:
         return _sent(self.handle.moved_away.remote(segment_ids))
-
-
-async def find_worker(worker_id: str, epoch: int, app_name: str) -> WorkerClient | None:
-    """Find the worker incarnation, alive or not; None if there is none. Raises RayError if Ray cannot say."""
-    handle = await named_actor(incarnation_name(worker_id, epoch), app_name)
-    return None if handle is None else WorkerClient(handle)
 
 
 async def find_manager(app_name: str) -> ManagerClient | None:

@@ -26,7 +26,7 @@ from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 from ray.util.metrics import Metric
 
-from actors.ingress.app import app
+from actors.ingress.application import application
 from actors.ingress.cluster_metrics import UP
 from actors.ingress.routes import OPEN_ROUTES
 from actors.ingress.routes.api_document import api_document
@@ -70,7 +70,7 @@ DOCUMENTS = {
 }
 """Documents outside `docs/` that are pages of the site, by their place in the repository, and the page's."""
 
-DOCUMENT: Schema = api_document(app)
+DOCUMENT: Schema = api_document(application(None))
 """OpenAPI's document of the routes."""
 
 _LINK = re.compile(r"(!?\[(?:[^\]]|\n)*?\])\(([^)\s]+)\)")

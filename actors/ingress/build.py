@@ -28,7 +28,7 @@ from actors.ingress.transcripts import Transcripts
 from actors.ingress.vocabulary import Vocabulary
 from actors.instruments import families_of
 from actors.metrics import IngressMetrics
-from actors.rpc import find_worker
+from actors.runtime import Runtime
 from configs.schema import Config
 from configs.settings import tenants
 from engine.batches.file_store import StoreLimits
@@ -60,7 +60,7 @@ class _Model:
     has_reasoning: bool
 
 
-def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
+def build_frontend(config: Config, runtime: Runtime, replica_id: str) -> Frontend:
     """Build the frontend of one replica; it is not started.
 
     Raises:
@@ -70,10 +70,10 @@ def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
     reader = _reader(config, model)
     all_tenants = tenants(config)
     metrics = IngressMetrics(all_tenants.names, replica_id, ROUTES)
-    manager = ManagerLink(app_name)
+    manager = ManagerLink(runtime)
     room = Room(replica_limits(config).max_requests)
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
-    dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, app_name=app_name)
+    dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, runtime=runtime)
 
     root = root_hash(model.identity.fingerprint)
     chats = _chats(model, Transcripts(manager, root, metrics.looked_up), reader=reader, dispatcher=dispatcher)
@@ -102,7 +102,7 @@ def build_frontend(config: Config, app_name: str, replica_id: str) -> Frontend:
         rendering=rendering,
         renderers=renderers(rendering, output.pieces, responses),
         accounting=Accounting(metrics, Refusals()),
-        metrics=_cluster_metrics(metrics, manager, dispatcher, replica_id=replica_id, app_name=app_name),
+        metrics=_cluster_metrics(metrics, manager, dispatcher, replica_id=replica_id, runtime=runtime),
     )
     return Frontend(parts)
 
@@ -157,11 +157,11 @@ def _dispatcher(
     metrics: IngressMetrics,
     *,
     name: str,
-    app_name: str,
+    runtime: Runtime,
 ) -> Dispatcher:
     return Dispatcher(
         ingress_id=name,
-        app_name=app_name,
+        runtime=runtime,
         manager=manager,
         model=_model_facts(config, identity),
         on_failover=metrics.failed_over,
@@ -170,13 +170,13 @@ def _dispatcher(
 
 
 def _cluster_metrics(
-    metrics: IngressMetrics, manager: ManagerLink, dispatcher: Dispatcher, *, replica_id: str, app_name: str
+    metrics: IngressMetrics, manager: ManagerLink, dispatcher: Dispatcher, *, replica_id: str, runtime: Runtime
 ) -> ClusterMetrics:
     return ClusterMetrics(
         ReplicaMetrics(replica_id, partial(families_of, metrics)),
         manager,
         workers=lambda: dispatcher.workers,
-        find=partial(find_worker, app_name=app_name),
+        find=runtime.find_worker,
     )
 
 

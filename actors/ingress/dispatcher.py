@@ -18,8 +18,8 @@ from actors.ingress.incidents import log_incident
 from actors.ingress.manager_link import ManagerLink
 from actors.logs import DEFAULTS
 from actors.recording import recorded
-from actors.rpc import WorkerClient, find_worker
-from actors.scaling import start_first_worker
+from actors.rpc import WorkerClient
+from actors.runtime import Runtime
 from configs.schema import LoggingSection
 from engine.core.errors import ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
@@ -76,7 +76,7 @@ class Dispatcher:
     def __init__(
         self,
         ingress_id: str,
-        app_name: str,
+        runtime: Runtime,
         manager: ManagerLink,
         model: ModelFacts,
         on_failover: Callable[[], None],
@@ -84,7 +84,7 @@ class Dispatcher:
         logs: LoggingSection = DEFAULTS,
     ) -> None:
         self._ingress_id = ingress_id
-        self._app_name = app_name
+        self._runtime = runtime
         self._manager = manager
         self._on_failover = on_failover
         self._dispatch = recorded("ingress", logs, NOTES, Dispatch, ingress_id, model, time.monotonic(), timeouts)
@@ -275,7 +275,7 @@ class Dispatcher:
             return
         self._is_starting_worker = True
         try:
-            await start_first_worker(self._app_name)
+            await self._runtime.start_first_worker()
         except Exception as error:  # asked again with the manager's next list
             logger.warning("no worker was started: %s", type(error).__name__)
         finally:
@@ -312,7 +312,7 @@ class Dispatcher:
     async def _find(self, worker_id: str, epoch: int) -> None:
         """Look for a worker incarnation, for the admissions that name it."""
         try:
-            client = await find_worker(worker_id, epoch, self._app_name)
+            client = await self._runtime.find_worker(worker_id, epoch)
         except Exception as error:  # The admissions must not wait for ever; they are made again.
             logger.debug("%s not looked for: %s", worker_id, type(error).__name__)
             client = None

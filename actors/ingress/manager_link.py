@@ -13,7 +13,8 @@ from ray.exceptions import ActorDiedError, RayError
 
 from actors.calls import answer
 from actors.messages import RetiredError
-from actors.rpc import ManagerClient, find_manager
+from actors.rpc import ManagerClient
+from actors.runtime import Runtime
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.log_fields import about
 
@@ -28,8 +29,8 @@ Call = Callable[[ManagerClient], Awaitable[T]]
 class ManagerLink:
     """Finds the manager, and its successor after a failed call."""
 
-    def __init__(self, app_name: str) -> None:
-        self._app_name = app_name
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._is_silent = False
         self.client: ManagerClient | None = None
         """Manager as found last; None before the next search."""
@@ -39,7 +40,7 @@ class ManagerLink:
     async def find(self) -> ManagerClient:
         """The manager. Raises NoWorkerError if there is none."""
         if self.client is None:
-            self.client = await find_manager(self._app_name)
+            self.client = await self._runtime.find_manager()
             self._is_silent = False
             if self.client is not None:
                 logger.info("found the manager", extra=about("manager_found"))

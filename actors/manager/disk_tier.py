@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
+from actors.runtime import Runtime
 from engine.core.errors import StartupError
 from engine.core.manager.block_index import Segment
 from engine.core.manager.disk_instructions import DamagedFileError
@@ -29,10 +29,11 @@ TAKE_OVER_S = 5.0
 class DiskTier:
     """Moves segments between the object store and files, in threads."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, runtime: Runtime) -> None:
         from engine.model.segment_files import SegmentFiles  # with numpy, which a manager without a disk can spare
 
         self._files = SegmentFiles(folder)
+        self._runtime = runtime
         self._writing = asyncio.Lock()
         self._is_open = False
 
@@ -88,7 +89,7 @@ class DiskTier:
             return None
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                return await asyncio.to_thread(lambda: ray.put(self._files.read(header)))
+                return await asyncio.to_thread(lambda: self._runtime.put(self._files.read(header)))
         except DamagedFileError:
             raise
         except Exception as error:  # of any kind: the worker that waits for the file must hear of it

@@ -30,9 +30,9 @@ from actors.messages import (
 )
 from actors.metric_values import Family
 from actors.metrics import ManagerMetrics
-from actors.names import own_node
 from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
+from actors.runtime import Runtime
 from configs.schema import LoggingSection
 from configs.sections import MANAGER
 from engine.core.costs import WorkerCosts
@@ -82,6 +82,8 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         answer_budget_bytes: int = 0,
         objectives: Objectives = NO_OBJECTIVES,
         elastic: PoolLimits = ONE_WORKER,
+        *,
+        runtime: Runtime,
     ) -> None:
         """After `await_timeout_s` without a block its producer is stalled, and another worker takes over. `disk_path`
         is the folder of segments on disk, if `disk_budget_bytes` is not 0. `tenants` have shares of the object store's
@@ -103,9 +105,9 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
             tenants,
             keeps_segments=prefix_caching,
             objectives=objectives,
-            node=own_node(),
+            node=runtime.own_node(),
         )
-        self._disk = DiskTier(disk_path) if disk_budget_bytes else None
+        self._disk = DiskTier(disk_path, runtime) if disk_budget_bytes else None
         self._await_timeout_s = await_timeout_s
         self._elastic = elastic
 

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVarTuple
 
-import ray
 from ray.exceptions import RayError
 
 from actors.calls import answer
 from actors.messages import Registration, WorkerState
-from actors.names import own_node
-from actors.rpc import Handle, ManagerClient, find_manager
+from actors.rpc import ManagerClient
+from actors.runtime import Runtime
 from actors.worker.export_stream import ExportStream
 from actors.worker.token_streams import TokenStreams
 from engine.core.log_fields import about
@@ -35,7 +34,7 @@ class Registering:
 
     _role: Role
     _worker_id: str
-    _app_name: str
+    _runtime: Runtime
     _epoch: int
     _device: str
     _engine: "Engine"
@@ -59,7 +58,7 @@ class Registering:
         while True:
             try:
                 self._is_asked_for.clear()
-                manager = await find_manager(self._app_name)
+                manager = await self._runtime.find_manager()
                 if manager is not None:
                     is_registered = await self._register(manager)
                     is_lost = False
@@ -84,16 +83,11 @@ class Registering:
 
     async def _register(self, manager: ManagerClient) -> bool:
         """Introduce this worker to a manager, which may refuse it; the reason is logged once."""
-        refusal = await manager.register(await self._introduce(), self._handle())
+        refusal = await manager.register(await self._introduce(), self._runtime.handle_of(self))
         if refusal is not None and refusal != self._refused_for:
             logger.warning("the manager refuses this worker: %s", refusal, extra=about("refused", reason=refusal))
         self._refused_for = refusal
         return refusal is None
-
-    def _handle(self) -> Handle:
-        """Ray's handle of this actor."""
-        handle: Handle = ray.get_runtime_context().current_actor
-        return handle
 
     async def _is_registered(self, manager: ManagerClient) -> bool:
         """Send a heartbeat; False if the manager does not know this worker. While the manager is silent, the worker
@@ -131,6 +125,6 @@ class Registering:
             device=self._device,
             fingerprint=self._engine.fingerprint,
             hashes=hashes,
-            node=own_node(),
+            node=self._runtime.own_node(),
             attempts=attempts,
         )

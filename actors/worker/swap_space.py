@@ -6,7 +6,7 @@ nothing else to do before the next step.
 
 from typing import Any
 
-import ray
+from actors.runtime import Runtime
 
 
 class ObjectStoreSwap:
@@ -15,11 +15,12 @@ class ObjectStoreSwap:
     TAKE_TIMEOUT_S = 2.0
     """Limit of reading KV back, from a disk after spilling, say; after it the KV is recomputed."""
 
-    def __init__(self) -> None:
-        self._refs: dict[str, ray.ObjectRef[Any]] = {}
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._refs: dict[str, Any] = {}
 
     def put(self, request_id: str, payload: Any) -> None:
-        self._refs[request_id] = ray.put(payload)
+        self._refs[request_id] = self._runtime.put(payload)
 
     def take(self, request_id: str) -> Any:
         """Return a read-only, zero-copy view of the object, which lives as long as the view.

@@ -26,6 +26,7 @@ from actors.logs import DEFAULTS, log_to_ray, set_level
 from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
 from actors.metric_values import Family
 from actors.metrics import WorkerMetrics
+from actors.runtime import Runtime
 from actors.worker.export_stream import ExportStream
 from actors.worker.recording import record_scheduler
 from actors.worker.registering import Registering
@@ -61,13 +62,13 @@ class Worker(Registering):
         role: Role,
         worker_id: str,
         epoch: int,
-        app_name: str,
+        runtime: Runtime,
         logs: LoggingSection = DEFAULTS,
     ) -> None:
         log_to_ray(role, logs, worker=worker_id)
         self._role = role
         self._worker_id = worker_id
-        self._app_name = app_name
+        self._runtime = runtime
         self._epoch = epoch
         self._metrics = WorkerMetrics(worker_id, role)
 
@@ -75,7 +76,7 @@ class Worker(Registering):
         from engine.model.build import build_engine
         from engine.model.loop import EngineLoop
 
-        self._engine = build_engine(settings, ObjectStoreSwap())
+        self._engine = build_engine(settings, ObjectStoreSwap(runtime))
         record_scheduler(self._engine, settings, role, logs)
         self._device = settings.device
         self._loop_thread = EngineLoop(self._engine, self._publish, _end_process, role)

@@ -14,6 +14,7 @@ from engine.core.manager.placement import CostModel
 from engine.core.settings import SchedulerLimits
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.scheduler import Scheduler
+from tests.unit.served_app import CURRENT
 
 if TYPE_CHECKING:
     from tests.unit.ingress import Replica, Served
@@ -62,6 +63,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
 
     from ray import serve
 
+    from actors.ingress import replica as replica_module
     from actors.ingress.app import Ingress  # all of Serve, which other tests can spare
     from configs import Config
     from configs.sections import INGRESS, parts
@@ -72,14 +74,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
         ingress = as_written.__new__(as_written)
         context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="r"), servable_object=ingress)
         monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-        copied = as_written.__init__.__globals__  # Serve copies the module with the class
-        monkeypatch.setitem(copied, "forgo_torch", lambda: None)
-        monkeypatch.setitem(copied, "build_frontend", lambda *_: replica.frontend)
+        monkeypatch.setattr(replica_module, "forgo_torch", lambda: None)
+        monkeypatch.setattr(replica_module, "build_frontend", lambda *_: replica.frontend)
         whole = Config.model_validate({"workers": {"mixed": {}}, "batches": {"gib": 0}} | config)
         part = parts(whole)[INGRESS]
         ingress.__init__(part.arguments)
+        token = CURRENT.set(ingress.__serve_build_asgi_app__())
         await ingress.reconfigure(part.live)
         yield
+        CURRENT.reset(token)
 
     def run(replica: "Replica", work: Callable[[], Awaitable[Any]], **config: Any) -> Any:
         async def serve_and_work() -> Any:

@@ -5,7 +5,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from struct import pack
@@ -33,9 +32,10 @@ from actors.ingress.stored_responses import StoredResponses
 from actors.ingress.tokenization import Tokenization
 from actors.ingress.transcripts import Transcripts
 from actors.ingress.vocabulary import Vocabulary
+from actors.local import LocalRuntime
 from actors.metric_values import Family
 from actors.metrics import FinishedRequest
-from actors.rpc import ManagerClient, find_worker
+from actors.rpc import ManagerClient
 from engine.api.conversations import parse_conversations
 from engine.api.routes import parse
 from engine.api.spec import GenerationSpec, Prompt
@@ -287,7 +287,7 @@ class FakeLink(ManagerLink):
     """A manager out of reach, or one that remembers transcripts."""
 
     def __init__(self) -> None:
-        super().__init__("app")
+        super().__init__(LocalRuntime())
         self.kept: dict[bytes, Any] = {}
         self.responses = ResponseStore(1 << 20, 60.0)
         self.is_away = False
@@ -416,7 +416,7 @@ class Replica:
         self.rendering = Rendering(self.output.pieces, vocabulary.bytes_of)
         self.accounting = Accounting(self.ledger, Refusals(), self.clock)
         own = ReplicaMetrics("r", lambda: OWN_METRICS)
-        metrics = ClusterMetrics(own, self.manager, lambda: (), partial(find_worker, app_name=""))
+        metrics = ClusterMetrics(own, self.manager, lambda: (), LocalRuntime().find_worker)
         parts = FrontendParts(
             model=model,
             tenants=tenants or Tenants(),

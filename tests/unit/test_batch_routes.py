@@ -14,7 +14,7 @@ from ray import serve
 from starlette.requests import Request
 
 from actors.ingress import batches as batches_module
-from actors.ingress.app import CLIENT_CLOSED_REQUEST, app
+from actors.ingress.application import CLIENT_CLOSED_REQUEST
 from actors.ingress.routes import batches as batch_routes
 from engine.batches import execution as execution_module
 from engine.batches import runner as runner_module
@@ -22,6 +22,7 @@ from engine.batches.batch_store import BatchStore
 from engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.batch_files import PATIENCE_S, line_of, lines_of, objects_in
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, call
+from tests.unit.served_app import app
 from tests.unit.test_openapi import validate_reply
 from tests.unit.test_upload import END, TYPE, part
 

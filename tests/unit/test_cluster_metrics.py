@@ -7,7 +7,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import ActorDiedError
 
-from actors.ingress.app import app
 from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from actors.ingress.exposition import CONTENT_TYPE
 from actors.instruments import families_of
@@ -17,6 +16,7 @@ from actors.rpc import WorkerClient
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.core.types import DraftSource, Role, WorkerInfo
 from tests.unit.ingress import FakeLink, Memory, Replica, Served, call
+from tests.unit.served_app import app
 from tests.unit.test_drafts import drafting_engine
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.app import app
 from engine.api.conversations import MAX_CONVERSATIONS, parse_conversations
 from engine.core.errors import RequestError
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, END, MODEL, Replica, Reply, Served, call, objects_of
+from tests.unit.served_app import app
 
 BATCH = "/v1/chat/completions/batch"
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}

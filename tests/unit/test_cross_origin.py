@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from actors.ingress.app import app
 from configs.schema import HttpSection
 from engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import Replica, Reply, Served, body_of, call
+from tests.unit.served_app import app
 
 GOOD, EVIL = "https://good.example", "https://evil.example"
 ALLOW = "access-control-allow-origin"

@@ -12,7 +12,6 @@ import pytest
 
 import actors.ingress.dispatcher as dispatcher_module
 import actors.manager.execution as execution_module
-import actors.worker.registering as registering_module
 import actors.worker.segment_import as segment_import_module
 import engine.core.manager.segment_events as segment_events_module
 from actors.calls import answer
@@ -75,7 +74,7 @@ class Scene:
         for worker_id, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
             self.workers[worker_id] = await self.local.start_worker(role, worker_id, logs=logs)
         await until(lambda: self.num_registered(manager) == 4)
-        dispatcher = make_dispatcher(worker_silent_s=worker_silent_s, logs=logs)
+        dispatcher = make_dispatcher(self.local, worker_silent_s=worker_silent_s, logs=logs)
         dispatcher.start()
         return manager, dispatcher
 
@@ -335,7 +334,7 @@ def test_a_link_that_comes_back_soon_replaces_nobody(scene: Scene, caplog: pytes
 def test_imports_teach_the_manager_what_links_take(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker registers from a node of its own."""
     numbers = count()
-    monkeypatch.setattr(registering_module, "own_node", lambda: f"node {next(numbers)}")
+    monkeypatch.setattr(scene.local, "own_node", lambda: f"node {next(numbers)}")
 
     async def play() -> None:
         manager, dispatcher = await scene.start()
@@ -361,7 +360,7 @@ def test_imports_teach_the_manager_what_links_take(scene: Scene, monkeypatch: py
 def test_requests_compute_what_another_node_is_late_with(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker registers from a node of its own; nothing that one has exported comes until the answer is over."""
     numbers = count()
-    monkeypatch.setattr(registering_module, "own_node", lambda: f"node {next(numbers)}")
+    monkeypatch.setattr(scene.local, "own_node", lambda: f"node {next(numbers)}")
     monkeypatch.setattr(segment_events_module, "PATIENCE_S", 0.05)
 
     async def play() -> None:
@@ -392,7 +391,7 @@ def test_preempted_requests_go_on_from_swapped_kv(scene: Scene) -> None:
         worker = await scene.local.start_worker(Role.MIXED, "m", num_blocks=32, swap_bytes=1 << 20)
         scene.workers["m"] = worker
         await until(lambda: scene.num_registered(manager) == 1)
-        dispatcher = make_dispatcher()
+        dispatcher = make_dispatcher(scene.local)
         prompts = {f"r{number}": (number, *prompt_of(number)) for number in range(6)}
         answers = [asyncio.create_task(answer_of(dispatcher, *each, 40)) for each in prompts.items()]
         assert await asyncio.gather(*answers) == [expected(prompt, 40) for prompt in prompts.values()]
@@ -414,7 +413,7 @@ def test_kv_on_disk_survives_everybody(scene: Scene, tmp_path: Path, monkeypatch
             manager = await scene.local.start_manager(tmp_path)
             worker = scene.workers[f"m{epoch}"] = await scene.local.start_worker(Role.MIXED, "m", epoch)
             await until(lambda: scene.num_registered(manager) == 1)  # noqa: B023
-            dispatcher = make_dispatcher(f"ingress {epoch}")
+            dispatcher = make_dispatcher(scene.local, f"ingress {epoch}")
             before = manager._directory.segments.disk_bytes
             prompt = tuple(range(90))
             assert await answer_of(dispatcher, "r", prompt, 3) == expected(prompt, 3)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import actors.manager.disk_tier
+from actors.local import LocalRuntime
 from actors.manager.disk_tier import DiskTier
 from engine.core.types import SegmentHeader
 
@@ -18,7 +19,7 @@ def test_who_waits_for_a_file_hears_in_time_that_it_does_not_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.manager.disk_tier, "READ_TIMEOUT_S", 0.01)
-    disk, is_over = DiskTier(str(tmp_path)), threading.Event()
+    disk, is_over = DiskTier(str(tmp_path), LocalRuntime()), threading.Event()
 
     def hang(header: SegmentHeader) -> None:
         is_over.wait()

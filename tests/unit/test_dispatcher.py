@@ -10,6 +10,7 @@ from ray.exceptions import ActorDiedError
 from actors.ingress import dispatcher
 from actors.ingress.dispatcher import Dispatcher
 from actors.ingress.manager_link import Call, ManagerLink
+from actors.local import LocalRuntime
 from actors.rpc import ManagerClient, WorkerClient
 from engine.core.errors import NoWorkerError, ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
@@ -132,7 +133,7 @@ class FakeLink(ManagerLink):
     """A way to a fake manager, which does not hear what is settled."""
 
     def __init__(self, manager: FakeManager) -> None:
-        super().__init__("app")
+        super().__init__(LocalRuntime())
         self.answered_at = -1e9
         self._manager = manager
 
@@ -144,6 +145,17 @@ class FakeLink(ManagerLink):
     probe = ask
 
 
+class Workers(LocalRuntime):
+    """Finds the workers of a test."""
+
+    def __init__(self, actors: dict[tuple[str, int], FakeWorker]) -> None:
+        super().__init__()
+        self._actors = actors
+
+    async def find_worker(self, worker_id: str, epoch: int) -> Any:
+        return self._actors.get((worker_id, epoch))
+
+
 class Cluster:
     """A dispatcher among fakes."""
 
@@ -151,10 +163,10 @@ class Cluster:
         self.manager = FakeManager()
         self.actors: dict[tuple[str, int], FakeWorker] = {}
         self.num_failovers = 0
-        monkeypatch.setattr(dispatcher, "find_worker", self._find)
         monkeypatch.setattr(dispatcher, "PING_S", 0.01)
+        self.runtime = Workers(self.actors)
         link, model = FakeLink(self.manager), ModelFacts(FINGERPRINT, 4, 30.0)
-        self.dispatcher = Dispatcher("i", "app", link, model, self._failed_over, TIMEOUTS)
+        self.dispatcher = Dispatcher("i", self.runtime, link, model, self._failed_over, TIMEOUTS)
 
     def add(self, worker_id: str, epoch: int) -> FakeWorker:
         worker = self.actors[worker_id, epoch] = FakeWorker()
@@ -166,9 +178,6 @@ class Cluster:
         """All tokens of one request."""
         generation = Generation(name, (1, 2, 3), SamplingParams(8), Salt(), CacheHints())
         return [event.token_id async for events in self.dispatcher.generate(generation) for event in events]
-
-    async def _find(self, worker_id: str, epoch: int, app_name: str) -> FakeWorker | None:
-        return self.actors.get((worker_id, epoch))
 
     def _failed_over(self) -> None:
         self.num_failovers += 1
@@ -205,13 +214,13 @@ def test_the_first_worker_is_asked_for_until_it_comes(cluster: Cluster, monkeypa
     calls: list[str] = []
     starts = asyncio.Event()
 
-    async def start_first_worker(app_name: str) -> None:
-        calls.append(app_name)
+    async def start_first_worker() -> None:
+        calls.append("start")
         if len(calls) == 1:
             raise RuntimeError("no such deployment")
         await starts.wait()
 
-    monkeypatch.setattr(dispatcher, "start_first_worker", start_first_worker)
+    monkeypatch.setattr(cluster.runtime, "start_first_worker", start_first_worker)
     cluster.manager.starts_on_demand = True
 
     async def run() -> None:
@@ -221,7 +230,7 @@ def test_the_first_worker_is_asked_for_until_it_comes(cluster: Cluster, monkeypa
         await until(lambda: len(calls) == 2)
         asked = cluster.manager.num_asked
         await until(lambda: cluster.manager.num_asked > asked + 3)
-        assert calls == ["app", "app"]
+        assert calls == ["start", "start"]
         worker = cluster.add("w", 1)
         starts.set()
         await until(lambda: worker.taken)

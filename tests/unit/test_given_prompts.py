@@ -6,10 +6,10 @@ from typing import Any
 import orjson
 import pytest
 
-from actors.ingress.app import app
 from engine.api.requests import parse_chat
 from engine.core.errors import RequestError
 from tests.unit.ingress import MODEL, VOCAB, Replica, Reply, Served, call
+from tests.unit.served_app import app
 
 IDS = [*b"user: other\nassistant: "]
 MESSAGES = [{"role": "user", "content": "hi"}]

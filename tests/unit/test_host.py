@@ -21,7 +21,7 @@ from engine.core.errors import StartupError
 from engine.core.manager.elastic import PoolLimits, Wanted
 from engine.core.objectives import Objectives, WhenLate
 from engine.core.settings import SchedulerLimits
-from tests.unit.local_actors import LocalHandle
+from tests.unit.local_actors import MortalHandle
 
 TASK_ERROR: Any = RayTaskError
 WORKER_ID = "decode-r1"
@@ -64,11 +64,11 @@ class Scene:
     def __init__(self) -> None:
         self.plan: list[Child] = []
         self.names: list[str] = []
-        self.handles: list[LocalHandle] = []
+        self.handles: list[MortalHandle] = []
         self.announced: list[str] = []
 
     def create(self, name: str) -> ActorClient:
-        handle = LocalHandle(self.plan.pop(0) if self.plan else Child())
+        handle = MortalHandle(self.plan.pop(0) if self.plan else Child())
         self.names.append(name)
         self.handles.append(handle)
         return ActorClient(handle)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class Scene:
         self.announced.append(name)
 
     @staticmethod
-    def kill(handle: LocalHandle) -> None:
+    def kill(handle: MortalHandle) -> None:
         if not handle.is_dead:
             handle.die()
 
@@ -279,7 +279,7 @@ def test_a_host_tells_serve_how_many_workers_the_manager_wants(scene: Scene, mon
         host = await start("elastic")
         assert await host.record_autoscaling_stats() == {}, "there is no manager yet"
         manager = Manager()
-        handle = LocalHandle(manager)
+        handle = MortalHandle(manager)
         client: Any = ManagerClient(handle)  # type: ignore[arg-type]
         monkeypatch.setattr(host_module, "find_manager", lambda app_name: asyncio.sleep(0, client))
         assert await host.record_autoscaling_stats() == {WANTED: 3, MAY_SHRINK: 0.0}

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from ray import serve
 
-from actors.ingress.app import CLIENT_CLOSED_REQUEST, app
+from actors.ingress.application import CLIENT_CLOSED_REQUEST
 from engine.api.responses import error_body
 from engine.core.errors import ServiceError
 from engine.core.objectives import Objectives
 from engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call, objects_of
+from tests.unit.served_app import app
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 

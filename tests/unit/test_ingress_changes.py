@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from ray import serve
 
-from actors.ingress.app import Ingress, app
+from actors.ingress.app import Ingress
 from configs import Config
 from configs.sections import INGRESS, parts
 from engine.core.errors import StartupError
 from engine.core.tenants import key_hash
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
+from tests.unit.served_app import app
 
 BASE: dict[str, Any] = {"workers": {"mixed": {}}, "batches": {"gib": 0}}
 

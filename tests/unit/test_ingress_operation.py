@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 
 import pytest
 
-from actors.ingress.app import app
 from engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call
+from tests.unit.served_app import app
 
 ADMIN, OTHER = Tenant("boss", is_admin=True), Tenant("a")
 TENANTS = Tenants([ADMIN, OTHER], {key_hash("b"): "boss", key_hash("k"): "a"})
@@ -53,7 +54,7 @@ def test_server_info_has_settings_and_no_texts(served: Served) -> None:
     assert shown["workers"]["prefill"] is None
     assert shown["logging"]["level"] == "DEBUG"
     assert "tenants" not in shown
-    assert reply.json["system_env"]["raydix"] == app.version
+    assert reply.json["system_env"]["raydix"] == version("raydix")
 
 
 def test_server_info_is_for_administrators_and_in_json(served: Served) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.app import app
 from actors.ingress.reader_work import ReadingFacts, TokenRequest
 from actors.ingress.reading import Reader
 from actors.ingress.served_model import ServedModel
@@ -17,6 +16,7 @@ from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.model.tokenizer import RenderedChat
 from tests.unit.ingress import CONTEXT, MODEL, VOCAB, LetterTokenizer, Replica, Reply, Served, call
+from tests.unit.served_app import app
 
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes, "}]

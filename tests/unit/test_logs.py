@@ -188,7 +188,7 @@ def test_the_id_in_the_body_of_a_500_finds_the_record(
 ) -> None:
     from starlette.requests import Request
 
-    from actors.ingress.app import _unexpected_error
+    from actors.ingress.application import unexpected_error
 
     path = write(JsonFormatter(INGRESS)).path
     request = Request({"type": "http", "method": "POST", "path": f"/v1/{SECRET}", "headers": [], "state": {}})
@@ -197,7 +197,7 @@ def test_the_id_in_the_body_of_a_500_finds_the_record(
     try:
         fail()
     except KeyError as error:
-        response = asyncio.run(_unexpected_error(request, error))
+        response = asyncio.run(unexpected_error(request, error))
     assert response.status_code == 500
     [record] = records(path)
     assert json.loads(bytes(response.body))["error"]["message"].endswith(f"logged as {record['error']}.")

@@ -11,6 +11,7 @@ import pytest
 
 import actors.manager.kv_cache_manager as manager_module
 import actors.manager.load_watch as load_watch
+from actors.local import LocalReference, LocalRuntime
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.messages import Imported, ImportReport, Registration, WorkerState
 from engine.core.answers.continuations import BegunAnswer
@@ -22,14 +23,9 @@ from engine.core.types import Admission, AdmitRequest, BlockHash, Ended, FirstTo
 from engine.model.segment_files import SegmentFiles
 from engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT
-from tests.unit.local_actors import LocalHandle, LocalReference
+from tests.unit.local_actors import MortalHandle
 
 PAYLOAD = np.arange(10, dtype=np.uint8)
-
-
-@pytest.fixture(autouse=True)
-def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "own_node", lambda: "node")
 
 
 class SilentWorker:
@@ -67,6 +63,7 @@ def make_manager(
         response_budget_bytes=1 << 20,
         response_ttl_s=60.0,
         answer_budget_bytes=answer_budget_bytes,
+        runtime=LocalRuntime(),
     )
 
 
@@ -80,7 +77,7 @@ async def register(
     """Register a worker that does nothing; returns the worker, or the reason why the manager refuses it."""
     worker = SilentWorker()
     registration = Registration(worker_id, epoch, role, 10, 64, "cpu", fingerprint, ())
-    refusal = await manager.register(registration, [LocalHandle(worker)])  # type: ignore[list-item]
+    refusal = await manager.register(registration, [MortalHandle(worker)])  # type: ignore[list-item]
     return refusal or worker
 
 
@@ -303,7 +300,7 @@ def test_older_incarnations_and_other_models_are_refused() -> None:
 @pytest.mark.parametrize("answer", list(Imported))
 def test_a_segment_that_cannot_be_taken_is_not_offered_again(answer: Imported) -> None:
     async def play() -> None:
-        manager = KVCacheManager(CostModel(4, piggyback_tokens=0), 100, 100, 30.0)
+        manager = KVCacheManager(CostModel(4, piggyback_tokens=0), 100, 100, 30.0, runtime=LocalRuntime())
         await register(manager, "a")
         worker = await register(manager, "b")
         worker.answer = answer

@@ -16,6 +16,7 @@ from actors.host import ActorHost
 from actors.hosted import HostedManager
 from actors.ingress.dispatcher import Dispatcher
 from actors.ingress.manager_link import ManagerLink
+from actors.local import LocalRuntime
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.messages import RetiredError
 from actors.rpc import ManagerClient
@@ -24,7 +25,7 @@ from configs import Config
 from configs.sections import MANAGER, parts
 from engine.core.errors import ServiceError
 from engine.core.types import Role
-from tests.unit.local_actors import APP_NAME, LocalHandle, LocalWorkers, answer_of, make_dispatcher
+from tests.unit.local_actors import APP_NAME, LocalWorkers, MortalHandle, answer_of, make_dispatcher
 from tests.unit.test_data_plane import expected, prompt_of, until
 
 LONG = tuple(range(90))
@@ -49,6 +50,7 @@ class Scene:
         context = SimpleNamespace(app_name=APP_NAME, replica_id=SimpleNamespace(unique_id="r1"))
         monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
         monkeypatch.setattr(host_module, "announce_manager", self._announce)
+        monkeypatch.setattr(host_module, "find_manager", lambda app_name: self.local.find_manager())
         monkeypatch.setattr(HostedManager, "create", lambda hosted, name, epoch: self._create(name))
         monkeypatch.setattr(ray, "kill", lambda handle: handle.is_dead or handle.die())
 
@@ -64,7 +66,7 @@ class Scene:
         for worker_id, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
             self.workers.append(await self.local.start_worker(role, worker_id))
         await until(lambda: len(self.manager._directory.workers) == 2)
-        dispatcher = make_dispatcher()
+        dispatcher = make_dispatcher(self.local)
         dispatcher.start()
         return host, dispatcher
 
@@ -95,7 +97,7 @@ class Scene:
         self.local.manager_name = name
 
     def _create(self, name: str) -> ManagerClient:
-        handle = LocalHandle(self.local.make_manager(self.disk, **self.options))
+        handle = MortalHandle(self.local.make_manager(self.disk, **self.options))
         self.local.handles[name] = handle
         return ManagerClient(handle)  # type: ignore[arg-type]
 
@@ -260,8 +262,8 @@ def test_segments_that_cannot_be_copied_are_left_out(scene: Scene, monkeypatch: 
     scene.run(play)
 
 
-def test_the_ingress_asks_the_successor_of_a_retired_manager_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
+def test_the_ingress_asks_the_successor_of_a_retired_manager_at_once() -> None:
+    found: list[Any] = []
 
     class Asked:
         def __init__(self, is_retired: bool) -> None:
@@ -274,14 +276,13 @@ def test_the_ingress_asks_the_successor_of_a_retired_manager_at_once(monkeypatch
 
     managers = [Asked(True), Asked(False), Asked(True), Asked(True)]
 
-    async def find(app_name: str) -> Asked:
-        found.append(app_name)
-        return managers.pop(0)
-
-    monkeypatch.setattr("actors.ingress.manager_link.find_manager", find)
+    class Runtime(LocalRuntime):
+        async def find_manager(self) -> Any:
+            found.append(managers.pop(0))
+            return found[-1]
 
     async def play() -> None:
-        link: Any = ManagerLink(APP_NAME)
+        link: Any = ManagerLink(Runtime())
         assert await link.ask(lambda manager: manager.recall()) == "ids"
         assert len(found) == 2
         link.client = None

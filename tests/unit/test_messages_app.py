@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.app import app
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.core.types import CacheHints, CacheMark, FinishReason
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call
+from tests.unit.served_app import app
 
 MESSAGES = "/v1/messages"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from actors.ingress.app import app
+from actors.ingress.application import application
 from actors.ingress.routes.api_document import OPERATIONS, api_document
 from engine.api.anthropic.requests import CountRequest, MessagesRequest
 from engine.api.embeddings import EmbeddingsRequest
@@ -22,8 +22,9 @@ from engine.core.manager.directory import Directory
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.core.types import Role
 from tests.unit.ingress import Replica, Reply, Served, body_of, call
+from tests.unit.served_app import app
 
-DOCUMENT: Any = json.loads(json.dumps(api_document(app)))
+DOCUMENT: Any = json.loads(json.dumps(api_document(application(None))))
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 
 
@@ -65,7 +66,7 @@ def test_a_route_that_never_succeeds_says_so() -> None:
 
 
 def test_every_route_is_described_and_every_description_is_a_route() -> None:
-    routes = {(method, path) for path, methods in app.openapi()["paths"].items() for method in methods}
+    routes = {(method, path) for path, methods in application(None).openapi()["paths"].items() for method in methods}
     assert routes == OPERATIONS.keys()
     assert DOCUMENT["paths"].keys() >= {"/v1/chat/completions", "/docs", "/metrics"}
 

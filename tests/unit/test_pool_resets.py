@@ -9,7 +9,7 @@ import pytest
 import actors.manager.pool_resets as pool_resets
 from actors.manager.pool_resets import PoolResets
 from actors.rpc import WorkerClient
-from tests.unit.local_actors import LocalHandle
+from tests.unit.local_actors import MortalHandle
 
 
 class ForgetfulWorker:
@@ -23,10 +23,10 @@ class ForgetfulWorker:
         return 7
 
 
-def play(story: Callable[[PoolResets, ForgetfulWorker, LocalHandle], Awaitable[None]]) -> None:
+def play(story: Callable[[PoolResets, ForgetfulWorker, MortalHandle], Awaitable[None]]) -> None:
     async def run() -> None:
         worker = ForgetfulWorker()
-        await story(PoolResets(), worker, LocalHandle(worker))
+        await story(PoolResets(), worker, MortalHandle(worker))
 
     asyncio.run(run())
 
@@ -42,7 +42,7 @@ async def until_asked(worker: ForgetfulWorker, num_resets: int) -> None:
 
 
 def test_a_reset_is_not_answered_by_the_end_of_an_earlier_one() -> None:
-    async def story(resets: PoolResets, worker: ForgetfulWorker, handle: LocalHandle) -> None:
+    async def story(resets: PoolResets, worker: ForgetfulWorker, handle: MortalHandle) -> None:
         first, second = start(resets, handle), start(resets, handle)
         await until_asked(worker, 2)
         resets.exports_over("w", worker.numbers[0])
@@ -56,7 +56,7 @@ def test_a_reset_is_not_answered_by_the_end_of_an_earlier_one() -> None:
 
 
 def test_a_reset_that_was_given_up_answers_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(resets: PoolResets, worker: ForgetfulWorker, handle: LocalHandle) -> None:
+    async def story(resets: PoolResets, worker: ForgetfulWorker, handle: MortalHandle) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(pool_resets, "UNDER_WAY_S", 0.01)
             assert await start(resets, handle) == 7
@@ -72,7 +72,7 @@ def test_a_reset_that_was_given_up_answers_no_later_one(monkeypatch: pytest.Monk
 
 
 def test_the_end_of_a_stream_ends_all_resets_of_its_worker() -> None:
-    async def story(resets: PoolResets, worker: ForgetfulWorker, handle: LocalHandle) -> None:
+    async def story(resets: PoolResets, worker: ForgetfulWorker, handle: MortalHandle) -> None:
         both = [start(resets, handle), start(resets, handle)]
         await until_asked(worker, 2)
         resets.stream_over("another")
@@ -86,7 +86,7 @@ def test_the_end_of_a_stream_ends_all_resets_of_its_worker() -> None:
 
 
 def test_a_worker_that_is_gone_has_nothing_to_forget() -> None:
-    async def story(resets: PoolResets, worker: ForgetfulWorker, handle: LocalHandle) -> None:
+    async def story(resets: PoolResets, worker: ForgetfulWorker, handle: MortalHandle) -> None:
         handle.die()
         assert await start(resets, handle) == 0
 

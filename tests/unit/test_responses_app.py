@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.app import app
 from engine.api.openai_responses.requests import parse_responses
 from engine.core.errors import RequestError
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, END, MODEL, Replica, Reply, Served, body_of, call
+from tests.unit.served_app import app
 
 RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "hi"}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.app import app
 from engine.api.resuming import EventId
 from engine.core.ingress.parsers import MISTRAL
 from engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call
+from tests.unit.served_app import app
 
 PATHS = {
     "completion": "/v1/completions",

@@ -7,7 +7,6 @@ from typing import Any
 import orjson
 import pytest
 
-from actors.ingress.app import app
 from actors.ingress.preparation import INPUTS_AT_ONCE
 from engine.api.responses import ResponseHead, Usage
 from engine.api.scoring import parse_generative_scoring, parse_score, scores, scores_body
@@ -15,6 +14,7 @@ from engine.api.spec import LabelScoring
 from engine.core.errors import RequestError
 from engine.core.types import TokenLogprobs
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call
+from tests.unit.served_app import app
 
 HEAD = ResponseHead("completion", "generative-scoring-r", 7, MODEL)
 AT = TokenLogprobs(-0.1, (65, 66, 67), (-1.0, -2.0, -3.0))

@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 
+from actors.local import LocalRuntime
 from actors.messages import ExportItem
 from engine.core.types import Handover, Role, SegmentHeader
 from engine.model.engine import ExportedSegment
@@ -25,7 +26,7 @@ def exported(count: int, *segments: ExportedSegment) -> list[object]:
     """The first `count` items that the stream yields, which are all."""
 
     async def read() -> list[object]:
-        worker = make_worker(Role.DECODE, "d")
+        worker = make_worker(Role.DECODE, "d", LocalRuntime())
         for segment in segments:
             worker._exports.put(segment)
         stream = worker.export_stream()

@@ -40,9 +40,9 @@ WRITTEN_BYTES = 256 << 10
 CONTENT_TYPE = "application/octet-stream"
 
 
-def _batches() -> Batches:
+def _batches(request: Request) -> Batches:
     """Files and batches of the process. Raises NotFoundError where turned off."""
-    batches = replica().batches
+    batches = replica(request).batches
     if batches is None:
         raise NotFoundError("Files and batches are turned off here: batches.gib in the configuration is 0.")
     return batches
@@ -60,12 +60,12 @@ async def _on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 @router.post("/v1/files")
 async def upload_file(request: Request) -> Response:
     """Upload a file of JSON lines as a form, with the purpose `batch`."""
-    batches, tenant = _batches(), request.state.tenant.name
+    batches, tenant = _batches(request), request.state.tenant.name
     form = Form(request.headers.get("content-type"))
     with batches.uploading():
         upload = await _on_disk(batches.files.begin, tenant)
         try:
-            await _receive(request, form, upload, replica().config.ingress.body_timeout_s)
+            await _receive(request, form, upload, replica(request).config.ingress.body_timeout_s)
             life_s = _life_s(form.fields())
             name = form.filename or ""
             record = await _on_disk(batches.files.finish, tenant, upload, name, PURPOSE, life_s)
@@ -79,7 +79,7 @@ async def list_files(request: Request) -> Response:
     """One's files; `limit`, `after`, `order` and `purpose` choose."""
     listing = Listing.of(request, most=MAX_FILES, usual=MAX_FILES)
     purpose = request.query_params.get("purpose")
-    files = await _on_disk(_batches().files.all, request.state.tenant.name)
+    files = await _on_disk(_batches(request).files.all, request.state.tenant.name)
     chosen = [file for file in files if purpose in (None, file.purpose)]
     return json_response(listing.page([(file.created_at, file.object()) for file in chosen]))
 
@@ -87,29 +87,29 @@ async def list_files(request: Request) -> Response:
 @router.get("/v1/files/{file_id}")
 async def file(request: Request, file_id: str) -> Response:
     """A file's name, size and times."""
-    record = await _on_disk(_batches().files.get, request.state.tenant.name, file_id)
+    record = await _on_disk(_batches(request).files.get, request.state.tenant.name, file_id)
     return json_response(orjson.dumps(record.object()))
 
 
 @router.get("/v1/files/{file_id}/content")
 async def file_content(request: Request, file_id: str) -> Response:
     """A file's content."""
-    path = await _on_disk(_batches().files.content, request.state.tenant.name, file_id)
+    path = await _on_disk(_batches(request).files.content, request.state.tenant.name, file_id)
     return FileResponse(path, media_type=CONTENT_TYPE)
 
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
     """Erase a file; begun batches keep the input."""
-    await _on_disk(_batches().files.erase, request.state.tenant.name, file_id)
+    await _on_disk(_batches(request).files.erase, request.state.tenant.name, file_id)
     return json_response(deleted_body(file_id))
 
 
 @router.post("/v1/batches")
 async def create_batch(request: Request) -> Response:
     """Run the lines of an uploaded file, in room left by clients."""
-    batches = _batches()
-    asked = parse_batch(await replica().body_of(request))
+    batches = _batches(request)
+    asked = parse_batch(await replica(request).body_of(request))
     batch = await _on_disk(batches.store.create, request.state.tenant.name, batches.model_name, asked)
     batches.look_now()
     return _batch_response(batch)
@@ -119,20 +119,20 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     """One's batches; `limit` and `after` choose."""
     listing = Listing.of(request, most=MAX_BATCHES, usual=NUM_BATCHES)
-    found = await _on_disk(_batches().store.all, request.state.tenant.name)
+    found = await _on_disk(_batches(request).store.all, request.state.tenant.name)
     return json_response(listing.page([(batch.record.created_at, _object(batch)) for batch in found]))
 
 
 @router.get("/v1/batches/{batch_id}")
 async def batch(request: Request, batch_id: str) -> Response:
     """The state of a batch, with files after the end."""
-    return _batch_response(await _on_disk(_batches().store.get, request.state.tenant.name, batch_id))
+    return _batch_response(await _on_disk(_batches(request).store.get, request.state.tenant.name, batch_id))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """End a batch; the answers so far are the output."""
-    return _batch_response(await _on_disk(_batches().store.cancel, request.state.tenant.name, batch_id))
+    return _batch_response(await _on_disk(_batches(request).store.cancel, request.state.tenant.name, batch_id))
 
 
 def _batch_response(batch: StoredBatch) -> Response:

@@ -1,10 +1,11 @@
-"""The answering replica, as seen by code outside of its class."""
+"""The replica that answers a request, as routes see it."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from ray import serve
 from starlette.requests import Request
 
+from actors.ingress.accounting import OTHER_ROUTE
 from actors.ingress.batches import Batches
 from actors.ingress.frontend import Frontend
 from configs.schema import Config
@@ -13,7 +14,7 @@ from engine.core.tenants import Tenant
 
 
 class Replica(Protocol):
-    """The part of `actors.ingress.app.Ingress` that routes and checks of all requests use."""
+    """The part of `actors.ingress.replica.IngressReplica` that routes and the checks of all requests use."""
 
     config: Config
     frontend: Frontend
@@ -32,8 +33,18 @@ class Replica(Protocol):
         """Read a JSON body within the limits."""
 
 
-def replica() -> Replica:
-    """The ingress replica of this process."""
-    servable: Any = serve.get_replica_context().servable_object
-    found: Replica = servable
+def route_of(request: Request) -> str:
+    """Path of the route of a request, with names in place of ids, so that there are few; `OTHER_ROUTE` without one."""
+    return str(getattr(request.scope.get("route"), "path", OTHER_ROUTE))
+
+
+def refusing(request: Request) -> Callable[[RaydixError], None]:
+    """Accounts for errors that a stream's client gets."""
+    ingress, route = replica(request), route_of(request)
+    return lambda error: ingress.refused(error, route)
+
+
+def replica(request: Request) -> Replica:
+    """The ingress replica that serves the request's application."""
+    found: Replica = request.app.state.replica
     return found

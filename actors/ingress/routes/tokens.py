@@ -24,13 +24,13 @@ async def detokenize(request: Request) -> Response:
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info() -> Response:
+async def tokenizer_info(request: Request) -> Response:
     """The tokenizer: its class, size, special tokens and chat template. `http.tokenizer_info: false` turns it off."""
-    return json_response(replica().frontend.tokenization.describe())
+    return json_response(replica(request).frontend.tokenization.describe())
 
 
 async def _answer(route: TokenRoute, request: Request) -> Response:
-    ingress = replica()
+    ingress = replica(request)
     body = await ingress.body_of(request)
     work = ingress.frontend.tokenization.answer(route, body, request.state.tenant)
     return json_response(await while_connected(request, work))

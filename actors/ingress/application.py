@@ -1,0 +1,105 @@
+"""The HTTP application of one replica: its routes, what is checked before each of them, and the form of errors."""
+
+from collections.abc import Collection
+from http import HTTPStatus
+from importlib.metadata import version
+
+from fastapi import Depends, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from actors.ingress.accounting import internal_error
+from actors.ingress.cross_origin import CrossOrigin
+from actors.ingress.http import ClientGoneError, HeadAsGet, error_response
+from actors.ingress.routes import (
+    OPEN_ROUTES,
+    PROBED_ROUTES,
+    UNSUPPORTED_ROUTES,
+    answers,
+    batches,
+    description,
+    operation,
+    tokens,
+)
+from actors.ingress.routes.replica import Replica, replica, route_of
+from engine.api.anthropic.errors import ANTHROPIC
+from engine.api.wire import OPENAI, WireFormat
+from engine.core.errors import RaydixError, RequestError, ServiceError
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status that proxies log for a client that left; no client reads it."""
+
+
+def application(of: Replica | None) -> FastAPI:
+    """The application of a replica; of none, for a description of the routes."""
+    app = FastAPI(
+        title="raydix",
+        version=version("raydix"),
+        openapi_url=None,
+        dependencies=[Depends(_guard), Depends(_authenticate)],
+    )
+    app.state.replica = of
+
+    def allowed_origins() -> Collection[str]:
+        return () if of is None else of.config.http.allowed_origins
+
+    app.add_middleware(CrossOrigin, allowed=allowed_origins)
+    app.add_middleware(HeadAsGet)
+    for each in (answers, tokens, operation, batches, description):
+        app.include_router(each.router)
+    app.add_exception_handler(RaydixError, _raydix_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGoneError, _client_gone)
+    app.add_exception_handler(Exception, unexpected_error)
+    return app
+
+
+async def _guard(request: Request) -> None:
+    """Refuse requests that a web page may have made a browser send, before any work for them."""
+    replica(request).require_trusted(request)
+
+
+async def _authenticate(request: Request) -> None:
+    """Store the tenant of a request in `request.state.tenant`."""
+    if request.scope["route"].path not in OPEN_ROUTES:
+        key = request.headers.get("x-api-key")
+        by_key = None if key is None else f"Bearer {key}"
+        request.state.tenant = replica(request).tenant_of(request.headers.get("authorization", by_key))
+
+
+def _wire(request: Request) -> WireFormat:
+    """Form of errors at a route."""
+    return ANTHROPIC if request.url.path.startswith("/v1/messages") else OPENAI
+
+
+async def _raydix_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RaydixError)
+    is_answer = isinstance(error, ServiceError) and route_of(request) in PROBED_ROUTES  # it is what a probe asks for
+    if not is_answer:
+        replica(request).refused(error, route_of(request))
+    return error_response(error, _wire(request))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if request.url.path in UNSUPPORTED_ROUTES:
+        detail = "This server has no model for ranking texts; use /v1/score or compare vectors of /v1/embeddings"
+    wrapped = RequestError(f"{request.method} {request.url.path}: {detail}.")
+    wrapped.status = error.status_code
+    wrapped.code = HTTPStatus(error.status_code).name.lower()
+    replica(request).refused(wrapped, route_of(request))
+    response = error_response(wrapped, _wire(request))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _client_gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def unexpected_error(request: Request, error: Exception) -> Response:
+    """Answer a request that failed by a fault of the server's: the body names the record in the log, and no more."""
+    shown = internal_error(error, request_id=getattr(request.state, "request_id", None), route=route_of(request))
+    return error_response(shown, _wire(request))

@@ -1,0 +1,62 @@
+"""The surroundings of an actor: how it finds the others, and where it puts what they are to read.
+
+`RayRuntime` is a Ray cluster. `actors.local.LocalRuntime` is one process, in which actors call each other directly.
+"""
+
+from typing import Any, Protocol
+
+import ray
+
+from actors.names import incarnation_name, named_actor, own_node
+from actors.rpc import Handle, ManagerClient, WorkerClient, find_manager
+
+
+class Runtime(Protocol):
+    """What actors need of the place they run in. Calls may raise RayError if the place cannot say now."""
+
+    async def find_worker(self, worker_id: str, epoch: int) -> WorkerClient | None:
+        """Find the worker incarnation, alive or not; None if there is none."""
+
+    async def find_manager(self) -> ManagerClient | None:
+        """Find the last announced manager, alive or not; None if there is none."""
+
+    async def start_first_worker(self) -> None:
+        """Have a pool that may be empty start a worker; returns when there is one."""
+
+    def own_node(self) -> str:
+        """Id of the node that this process runs on."""
+
+    def handle_of(self, actor: object) -> Handle:
+        """The handle by which others call an actor of this process."""
+
+    def put(self, value: object) -> Any:
+        """Keep an object for other actors; returns a reference, which is awaited for the object."""
+
+
+class RayRuntime:
+    """The Ray cluster that this process belongs to, and one Serve application on it."""
+
+    def __init__(self, app_name: str) -> None:
+        self._app_name = app_name
+
+    async def find_worker(self, worker_id: str, epoch: int) -> WorkerClient | None:
+        handle = await named_actor(incarnation_name(worker_id, epoch), self._app_name)
+        return None if handle is None else WorkerClient(handle)
+
+    async def find_manager(self) -> ManagerClient | None:
+        return await find_manager(self._app_name)
+
+    async def start_first_worker(self) -> None:
+        from actors.scaling import start_first_worker  # all of Serve, which workers and the manager can spare
+
+        await start_first_worker(self._app_name)
+
+    def own_node(self) -> str:
+        return own_node()
+
+    def handle_of(self, actor: object) -> Handle:
+        handle: Handle = ray.get_runtime_context().current_actor
+        return handle
+
+    def put(self, value: object) -> Any:
+        return ray.put(value)
