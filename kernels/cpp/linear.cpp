@@ -1,10 +1,10 @@
-// bfloat16 matrix product, out = x weight^T + bias, on matrix tiles (AMX) or vdpbf16ps.
+// bfloat16 matrix product, out = x weight^T + bias, on matrix tiles (AMX), vdpbf16ps, or multiply-adds in float32.
 //
 // The weight is packed in panels of PANEL output columns, [panel][in_features / 2][PANEL] of pairs along in_features.
 // Each output element is one chain of multiply-adds over in_features from first to last, whatever the number of rows,
 // the shape of the block it is in, or the thread: a long in_features is cut into blocks that stay in the cache, and the
-// chain goes on from the sums kept so far. So rows do not depend on each other, for every shape. Tiles and vdpbf16ps
-// round differently; one build uses one of them for every shape.
+// chain goes on from the sums kept so far. So rows do not depend on each other, for every shape. Tiles, vdpbf16ps and
+// float32 round differently; one build uses one of them for every shape.
 //
 // An int8 weight has the same layout, at half the bytes, and a scale for each column. Eight bits fit into bfloat16's
 // significand, so it is widened without rounding, multiplied like any other, and the scale enters at the end of the
@@ -19,11 +19,13 @@
 #include "linear_tiles.h"
 #elif defined(__AVX512BF16__)
 #include "linear_vectors.h"
+#elif defined(__FMA__)
+#include "linear_floats.h"
 #endif
 
 namespace raydix {
 
-#if defined(__AVX512BF16__)
+#if defined(__FMA__)
 
 namespace {
 

@@ -5,12 +5,11 @@
 
 #include "vec.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__FMA__)
 
 namespace raydix {
 
 constexpr int64_t PANEL = 64;   // columns
-constexpr int64_t DEPTH = 512;  // pairs along in_features in one cache block
 
 enum class Source { bf16, int8, int8_kept };  // the weight's type, and whether `widened` shall have it as bfloat16
 
@@ -30,6 +29,8 @@ struct Block {
 
 constexpr int64_t pair_bytes(Source source) { return source == Source::bf16 ? 4 : 2; }
 
+#if defined(__AVX512BF16__)
+
 // Sixteen pairs of the weight.
 template <Source SOURCE>
 INLINE __m512i load_pairs(const char* packed) {
@@ -39,6 +40,8 @@ INLINE __m512i load_pairs(const char* packed) {
   const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at + 1)));
   return (__m512i)_mm512_cvtne2ps_pbh(second, first);
 }
+
+#endif
 
 // The end of the chain: scale, bias, and rounding of up to sixteen columns.
 INLINE void finish(const Block& b, f32x16 v, int64_t row, int64_t column) {

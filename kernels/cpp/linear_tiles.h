@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t ROWS = 16;        // of a tile
 constexpr int64_t TASK_ROWS = 128;  // at most, share a panel while it is in the cache
 constexpr int64_t FEW_ROWS = 32;    // up to here every thread reads its own columns of the weight once
+constexpr int64_t DEPTH = 512;      // pairs along in_features in one cache block
 constexpr bool PANELS_FIRST = true;  // rows are read again for each panel, from the cache; the weight once
 constexpr int64_t STEP = 16;        // pairs of a tile
 constexpr int64_t AHEAD = 4096;     // bytes from the weights being read to those that memory is asked for

@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t ROWS = 6;          // by PANEL columns fill the registers
 constexpr int64_t TASK_ROWS = 96;    // at most, share a panel while it is in the cache
 constexpr int64_t FEW_ROWS = 24;     // up to here every thread reads its own columns of the weight once
+constexpr int64_t DEPTH = 512;        // pairs along in_features in one cache block
 constexpr bool PANELS_FIRST = false;  // the weight is read again for each block of rows
 constexpr int64_t AHEAD = 4096;      // bytes from the int8 weights being widened to those that memory is asked for
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.cpp import cpu_ops, prefer_huge_pages
+from kernels.cpp import cpu_ops, loader, prefer_huge_pages
 from kernels.linear import linear, pack_weight, quantize
 from kernels.linear.packing import Layout
 from kernels.linear.reference import linear_reference
@@ -44,6 +44,12 @@ def test_quantized_weights_are_off_by_half_a_step_at_most() -> None:
     assert rounded.dtype == torch.int8 and rounded.min() >= -127
     assert (rounded.abs().amax(1) == torch.where(weight.abs().amax(1) > 0, 127, 0)).all()
     assert ((rounded * scales[:, None] - weight).abs() <= 0.5001 * scales[:, None]).all()
+
+
+@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+def test_every_instruction_set_but_the_plain_one_has_a_product_of_ours() -> None:
+    ops = cpu_ops()
+    assert ops is not None and ops.has_linear() == (loader.chosen() != "plain")
 
 
 @pytest.mark.parametrize("layer", LAYERS)
