@@ -4,7 +4,7 @@
 |---|---|
 | `17.1.9c1f22aa:5.2.00aa11bb:0` | the events that the client has: of each choice, then of the stream's end (`Place`) |
 | `6921a2b0.1f3a90.` | time of the answer, and the seed of choices without a seed |
-| `5d…c0.fp_1234567890.` | seal of the request, and fingerprint of the model |
+| `015d…c0.fp_1234567890.` | seal of the request, and fingerprint of the model |
 | `4f2a…` | name of the answer |
 
 `/` stands behind the first part. Nothing is stored: an answer is a function of its request's body and the seed, so a
@@ -15,10 +15,12 @@ An id is no secret and gives no right. A client can choose everything in an id i
 key decides about the tenant.
 """
 
+import json
 import re
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple
 from zlib import crc32
@@ -34,6 +36,11 @@ MAX_CHOICES = 64
 """Choices of a stream with ids: each id has a place of every choice."""
 
 _SEAL_BYTES = 12
+_SEAL_VERSION = 1
+"""First byte of each seal: the rules by which the rest was made. A change of `seal_of` or `by_name` that gives a
+request another seal takes the next number, so that ids of both kinds are told apart."""
+_ONLY_REPEATED = ("instructions", "metadata", "prompt_cache_key", "user")
+"""Fields that do nothing but stand in the response (`Turn.repeated`); the others are parts of the request anyway."""
 _PLACE = r"[0-9]{1,9}\.[0-9]{1,9}\.[0-9a-f]{8}"
 _ID = re.compile(
     rf"(?P<places>{_PLACE}(?::{_PLACE})*):(?P<closing>[0-9]{{1,4}})"
@@ -102,6 +109,12 @@ class EventId:
 
     def require(self, seal: bytes, num_choices: int) -> None:
         """Raise RequestError unless the id is of the request with this seal."""
+        if self.seal[0] != seal[0]:
+            raise RequestError(
+                f"'{HEADER}' is an id of a server of another version, which this server cannot compare with the "
+                f"request: begin the stream anew, with {BEGINNING}.",
+                param=HEADER,
+            )
         if (self.seal, len(self.places)) != (seal, num_choices):
             raise RequestError(
                 f"'{HEADER}' is an id of another request: send the body of the first attempt again, to the same route, "
@@ -127,6 +140,9 @@ def _place(text: str) -> Place:
 def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable[Sequence[int]]) -> bytes:
     """A digest of a request, equal for two that have the same answer in the same events; `prompts` by their ids.
 
+    Only what the client asked for beyond the defaults counts, by the names of the fields: a server that knows more
+    fields gives a request that has none of these the same seal, so a stream goes on across an upgrade.
+
     Who else asks, when and how soon it runs (`priority`, `slo_*`, `session_id`, `cache_*`, drafts) is left out.
     """
     shown = replace(
@@ -151,13 +167,38 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
         cache_ttl_s=None,
         request_id=None,
     )
-    turn = None if spec.turn is None else (spec.turn.previous, spec.turn.is_stored, spec.turn.repeated)
-    digest = blake2b(digest_size=_SEAL_BYTES, person=b"raydix resume")
-    for part in (tenant, origin.name, origin.created, origin.seed, shown, turn):
-        _add(digest, repr(part).encode())
+    asked = {"tenant": tenant, "name": origin.name, "created": origin.created, "seed": origin.seed, "spec": shown}
+    if spec.turn is not None:
+        repeated = {name: spec.turn.repeated.get(name) for name in _ONLY_REPEATED if spec.turn.repeated.get(name)}
+        asked |= {"previous": spec.turn.previous, "is_stored": spec.turn.is_stored, "repeated": repeated}
+    text = json.dumps(by_name(asked), sort_keys=True, separators=(",", ":"))
+    digest = blake2b(digest_size=_SEAL_BYTES - 1, person=b"raydix resume")
+    _add(digest, text.encode())
     for token_ids in (spec.sampling.allowed_token_ids or (), *prompts):  # so many that their text would take long
         _add(digest, _bytes_of(token_ids))
-    return digest.digest()
+    return bytes((_SEAL_VERSION,)) + digest.digest()
+
+
+def by_name(value: object) -> object:
+    """A value as JSON has it. An object of a class is its fields by name, without those that have their defaults."""
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = {field.name: (getattr(value, field.name), field) for field in fields(value)}
+        return {
+            name: by_name(own)
+            for name, (own, field) in shown.items()
+            if own != (field.default if field.default_factory is MISSING else field.default_factory())
+        }
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(name): by_name(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [by_name(each) for each in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise TypeError(f"{type(value).__name__} has no canonical form")
 
 
 def _add(digest: blake2b, data: bytes) -> None:

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api.requests import parse_chat, parse_completion
-from engine.api.resuming import EventId, EventIds, Origin, Place, seal_of
+from engine.api.resuming import EventId, EventIds, Origin, Place, by_name, seal_of
+from engine.api.spec import GenerationSpec
 from engine.core.errors import AnswerChangedError, RequestError
+from engine.core.types import Role, SamplingParams
 from tests.unit.ingress import body_of
 
 ORIGIN = Origin("cmpl-1:a.b", 1_700_000_000, 2**62 - 1, "fp_0123456789")
-SEAL = bytes(range(12))
+SEAL = bytes(range(1, 13))
 TAIL = f"/6553f100.3fffffffffffffff.{SEAL.hex()}.fp_0123456789.cmpl-1:a.b"
 
 Token = tuple[int, int]
@@ -97,10 +99,12 @@ def test_a_text_that_is_no_id_is_refused(text: str) -> None:
 def test_an_id_of_another_request_or_model_is_refused() -> None:
     found = EventId(ORIGIN, SEAL, (Place(),))
     found.require(SEAL, 1)
-    for seal, num_choices in ((SEAL[::-1], 1), (SEAL, 2)):
+    for seal, num_choices in ((SEAL[:1] + SEAL[:0:-1], 1), (SEAL, 2)):
         with pytest.raises(RequestError, match="is an id of another request") as raised:
             found.require(seal, num_choices)
         assert raised.value.status == 400
+    with pytest.raises(RequestError, match="is an id of a server of another version"):
+        found.require(SEAL[::-1], 1)
     found.require_model("fp_0123456789")
     with pytest.raises(AnswerChangedError, match="fp_0123456789 began it, and fp_1 is served now") as changed:
         found.require_model("fp_1")
@@ -238,7 +242,55 @@ def test_a_seal_is_the_same_in_every_process() -> None:
         seal_of(ORIGIN, each, "t", [[1, 2]]) for each in (spec, pickle.loads(pickle.dumps(spec)), parse_chat(body))
     }
     assert len(seals) == 1
-    assert " at 0x" not in repr(spec), "no part is shown by its address"
+
+
+@dataclass(frozen=True, slots=True)
+class NewerSampling(SamplingParams):
+    """Sampling parameters of a later version."""
+
+    typical_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewerSpec(GenerationSpec):
+    """A request of a later version."""
+
+    watermark: str | None = None
+    styles: tuple[str, ...] = ()
+    lists: list[int] = field(default_factory=list)
+
+
+def newer(value: Any, kind: type, **changes: Any) -> Any:
+    return kind(**{each.name: getattr(value, each.name) for each in fields(value)} | changes)
+
+
+def test_a_seal_is_that_of_a_version_with_fewer_fields() -> None:
+    """Unless a request has one of the fields that came later."""
+    spec = parse_completion(body_of("completion", stream=True, seed=1, temperature=0.5, stop=["x"]))
+    own = seal_of(ORIGIN, spec, "t", [[1]])
+    later = newer(spec, NewerSpec, sampling=newer(spec.sampling, NewerSampling))
+    assert seal_of(ORIGIN, later, "t", [[1]]) == own
+    for changes in (
+        {"watermark": "w"},
+        {"styles": ("s",)},
+        {"lists": [1]},
+        {"sampling": newer(spec.sampling, NewerSampling, typical_p=0.9)},
+    ):
+        assert seal_of(ORIGIN, replace(later, **changes), "t", [[1]]) != own
+
+
+def test_the_same_request_has_the_same_seal_in_every_version() -> None:
+    """These seals were made by earlier versions. A change that needs others takes the next `_SEAL_VERSION`."""
+    assert sealed(seed=1, temperature=0.5, stop=["x"], logit_bias={"3": 1}).hex() == "01d340a71e45f095ccf5e683"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    spec = parse_chat(body_of("chat", stream=True, tools=[tool], top_p=0.5, stream_options={"include_usage": True}))
+    assert seal_of(ORIGIN, spec, "t", [[1, 2], []]).hex() == "013073f6008326eabce47827"
+
+
+def test_only_values_with_a_canonical_form_are_sealed() -> None:
+    assert by_name({"a": (1, b"\x01", Role.DECODE, None, True, [0.5])}) == {"a": [1, "01", "decode", None, True, [0.5]]}
+    with pytest.raises(TypeError, match="object has no canonical form"):
+        by_name(object())
 
 
 def test_ids_of_calls_are_those_of_the_answer() -> None:

@@ -167,6 +167,22 @@ def test_an_id_is_for_its_body(served: Served, change: dict[str, Any], word: str
     assert at.room.num_held == 0 and at.dispatcher.begun == []
 
 
+def test_a_stream_goes_on_that_an_earlier_version_began(served: Served) -> None:
+    """The id is one of an earlier version's stream, and no change of the code may make another necessary."""
+    whole = stream(served, replica(ANSWER), "chat", "0", temperature=0.5, seed=3)
+    last = (
+        "3.1.08aff459:0/6b05bed2.20d816bb408647c0.017f10129db4e76640b69a7f.fp_2c63339773"
+        ".3209b6d5854c409fa01b23244f58b434"
+    )
+    rest = stream(served, replica(ANSWER), "chat", last, temperature=0.5, seed=3)
+    assert rest.status == 200, rest.body
+
+    def contents(body: bytes) -> list[Any]:
+        return [json.loads(each)["choices"][0]["delta"] for each in by_choice(body)[0]]
+
+    assert contents(rest.body) == contents(whole.body)[4:], "the client has four events"
+
+
 def test_an_id_is_for_its_tenant_and_route(served: Served) -> None:
     tenants = Tenants([Tenant("a"), Tenant("b")], {key_hash("ka"): "a", key_hash("kb"): "b"})
     whole = stream(served, replica(ANSWER, tenants=tenants), "chat", "0", key="ka")
