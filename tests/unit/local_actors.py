@@ -191,12 +191,16 @@ def make_engine(settings: EngineSettings, swap_space: SwapSpace) -> Engine:
 
 
 def make_dispatcher(
-    runtime: Runtime, ingress_id: str = "ingress", worker_silent_s: float = 30.0, logs: LoggingSection = DEFAULTS
+    runtime: Runtime,
+    ingress_id: str = "ingress",
+    worker_silent_s: float = 30.0,
+    logs: LoggingSection = DEFAULTS,
+    on_failover: Callable[[], None] = lambda: None,
 ) -> Dispatcher:
-    """The data plane of an ingress replica."""
+    """The data plane of an ingress replica; each failover is told to `on_failover`."""
     model = ModelFacts(FINGERPRINT.rpartition("/")[0], BLOCK_SIZE, await_timeout_s=30.0)
     timeouts = Timeouts(retry_s=0.01, dispatch_s=5.0, worker_silent_s=worker_silent_s)
-    return Dispatcher(ingress_id, runtime, ManagerLink(runtime), model, lambda: None, timeouts, logs)
+    return Dispatcher(ingress_id, runtime, ManagerLink(runtime), model, on_failover, timeouts, logs)
 
 
 async def answer_of(dispatcher: Dispatcher, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> list[int]:

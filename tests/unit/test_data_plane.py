@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,70 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.002)
 
 
+def abouts(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """Fields of the records in the log."""
+    return [record.about for record in caplog.records if hasattr(record, "about")]
+
+
+class Hold:
+    """Stops the steps of chosen engines, so that what happens to a worker happens in the middle of its requests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._num_left: dict[Engine, int] = {}
+        """Token events that each chosen engine may still come to."""
+        self._held = set[Engine]()
+        self._is_over = threading.Event()
+        step = Engine.step
+
+        def step_or_wait(engine: Engine, now: float) -> StepResult | None:
+            if self._num_left.get(engine, 1) <= 0 and engine.scheduler.num_requests:
+                self._held.add(engine)
+                self._is_over.wait()
+            result = step(engine, now)
+            if result is not None and engine in self._num_left:
+                self._num_left[engine] -= len(result.events)
+            return result
+
+        monkeypatch.setattr(Engine, "step", step_or_wait)
+
+    def after(self, worker: Worker, num_tokens: int) -> None:
+        """Stop a worker once it has a request and has computed so many tokens, or somewhat more."""
+        self._num_left[worker._engine] = num_tokens
+
+    def is_held(self, worker: Worker) -> bool:
+        """True once a chosen worker stands still with a request."""
+        return worker._engine in self._held
+
+    def end(self) -> None:
+        self._num_left.clear()
+        self._is_over.set()
+
+
+class Crowd:
+    """Requests under way, six of each beginning."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._expected: list[list[int]] = []
+        self._answers: list[asyncio.Task[list[int]]] = []
+
+    def begin(self, dispatcher: Dispatcher) -> None:
+        beginning = len(self._answers)
+        for number in range(6):
+            prompt = (beginning, *prompt_of(number))
+            self._expected.append(expected(prompt, self._num_tokens))
+            answer = answer_of(dispatcher, f"r{beginning + number}", prompt, self._num_tokens)
+            self._answers.append(asyncio.create_task(answer))
+
+    @property
+    def is_over(self) -> bool:
+        return all(answer.done() for answer in self._answers)
+
+    async def check(self) -> None:
+        """Wait for the answers, and compare."""
+        assert await asyncio.gather(*self._answers) == self._expected
+
+
 class Scene:
     """A cluster with a manager, two prefill and two decode workers, and one ingress replica."""
 
@@ -66,6 +131,11 @@ class Scene:
         monkeypatch.setattr(dispatcher_module, "PING_S", 0.02)
         self.local = LocalWorkers(monkeypatch)
         self.workers: dict[str, Worker] = {}
+        self.hold = Hold(monkeypatch)
+        self.num_failovers = 0
+
+    def _count_failover(self) -> None:
+        self.num_failovers += 1
 
     async def start(
         self, worker_silent_s: float = 30.0, logs: LoggingSection = DEFAULTS
@@ -74,9 +144,31 @@ class Scene:
         for worker_id, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
             self.workers[worker_id] = await self.local.start_worker(role, worker_id, logs=logs)
         await until(lambda: self.num_registered(manager) == 4)
-        dispatcher = make_dispatcher(self.local, worker_silent_s=worker_silent_s, logs=logs)
+        dispatcher = make_dispatcher(
+            self.local, worker_silent_s=worker_silent_s, logs=logs, on_failover=self._count_failover
+        )
         dispatcher.start()
         return manager, dispatcher
+
+    async def begin(self, dispatcher: Dispatcher, victims: Sequence[str], num_tokens: int = 60) -> "Crowd":
+        """Begin requests; returns when each of the victims stands still in the middle of one, which could not go on
+        without it: a decode worker behind the request's first token, a prefill worker before it."""
+
+        def is_amid(worker_id: str) -> bool:
+            return self.hold.is_held(self.workers[worker_id]) and any(
+                entry.generation.dies_with(worker_id) and entry.generation.is_answered == worker_id.startswith("d")
+                for entry in dispatcher._dispatch._entries.values()
+            )
+
+        crowd = Crowd(num_tokens)
+        for kind in "dp":
+            chosen = [worker_id for worker_id in victims if worker_id.startswith(kind)]
+            for worker_id in chosen:
+                self.hold.after(self.workers[worker_id], 1 if kind == "d" else 0)
+            if chosen:
+                crowd.begin(dispatcher)
+                await until(lambda: all(map(is_amid, chosen)))  # noqa: B023
+        return crowd
 
     @staticmethod
     def num_registered(manager: KVCacheManager) -> int:
@@ -84,6 +176,7 @@ class Scene:
 
     def stop(self) -> None:
         """End the workers' threads; a second time does nothing."""
+        self.hold.end()
         for worker in self.workers.values():
             worker._loop_thread.stop()
 
@@ -171,12 +264,12 @@ def test_a_reset_forgets_what_workers_have_answered(scene: Scene) -> None:
 def test_answers_are_the_same_after_workers_die(scene: Scene, victims: list[str]) -> None:
     async def play() -> None:
         manager, dispatcher = await scene.start()
-        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
-        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
-        await asyncio.sleep(0.01)
+        crowd = await scene.begin(dispatcher, victims)
         for worker_id in victims:
             scene.local.kill(f"{worker_id}:1")
-        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        scene.hold.end()
+        await crowd.check()
+        assert scene.num_failovers >= len(victims)
         await until(lambda: scene.num_registered(manager) == 4 - len(victims))
         await until(lambda: manager._directory.num_reservations == 0)
         manager._directory.check_integrity()
@@ -190,23 +283,33 @@ def test_requests_move_from_workers_that_leave(
 ) -> None:
     async def play() -> None:
         manager, dispatcher = await scene.start()
-        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
-        answers = [asyncio.create_task(answer_of(dispatcher, *each, 100)) for each in prompts.items()]
-        await asyncio.sleep(0.01)
+        crowd = await scene.begin(dispatcher, leaving, 100)
+        for worker_id in leaving:
+            assert not await manager.worker_leaving(worker_id)
+        await until(
+            lambda: all(
+                any(about["event"] == "moved" and worker_id in about["left"] for about in abouts(caplog))
+                for worker_id in leaving
+            )
+        )
+        scene.hold.end()
         async with asyncio.timeout(20):
             while not all([await manager.worker_leaving(worker_id) for worker_id in leaving]):
                 await asyncio.sleep(0.005)
         for worker_id in leaving:  # as their hosts end them
             scene.local.kill(f"{worker_id}:1")
-        assert await asyncio.gather(*answers) == [expected(prompt, 100) for prompt in prompts.values()]
+        await crowd.check()
+        assert not scene.num_failovers
         assert not [record for record in caplog.records if "goes on elsewhere" in record.message], "nothing failed over"
 
         # What the workers held is found in the store.
         await until(lambda: scene.num_registered(manager) == 4 - len(leaving))
+        await until(lambda: manager._directory.num_reservations == 0)
         before = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
-        assert await answer_of(dispatcher, "again", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
+        prompt = (0, *prompt_of(1))
+        assert await answer_of(dispatcher, "again", prompt, NUM_TOKENS) == expected(prompt)
         after = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
-        assert after - before <= len(prompt_of(1)) - 20, "five whole blocks are hit"
+        assert after - before <= len(prompt) - 20, "five whole blocks are hit"
         await until(lambda: manager._directory.num_reservations == 0)
         manager._directory.check_integrity()
 
@@ -217,12 +320,11 @@ def test_requests_move_from_workers_that_leave(
 def test_answers_are_the_same_after_the_manager_dies(scene: Scene) -> None:
     async def play() -> None:
         _, dispatcher = await scene.start()
-        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
-        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
-        await asyncio.sleep(0.01)
+        crowd = await scene.begin(dispatcher, ["d0"])
         scene.local.kill_manager()
+        scene.hold.end()
         orphan = asyncio.create_task(answer_of(dispatcher, "orphan", prompt_of(7), NUM_TOKENS))
-        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        await crowd.check()
         assert await orphan == expected(prompt_of(7))
 
         successor = await scene.local.start_manager()
@@ -254,11 +356,11 @@ def test_a_restarted_worker_takes_requests_again(scene: Scene) -> None:
 def test_answers_are_the_same_when_a_worker_cannot_be_reached(scene: Scene) -> None:
     async def play() -> None:
         manager, dispatcher = await scene.start(worker_silent_s=0.1)
-        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
-        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
-        await asyncio.sleep(0.01)
+        crowd = await scene.begin(dispatcher, ["d0"])
         scene.local.handles["d0:1"].cut_off()
-        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        scene.hold.end()
+        await crowd.check()
+        assert scene.num_failovers >= 1
 
         scene.local.handles["d0:1"].reconnect()
         for number in range(6, 12):
@@ -276,12 +378,12 @@ def test_answers_are_the_same_when_a_node_vanishes(scene: Scene, node: list[str]
 
     async def play() -> None:
         manager, dispatcher = await scene.start(worker_silent_s=0.3)
-        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
-        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
-        await asyncio.sleep(0.01)
+        crowd = await scene.begin(dispatcher, node)
         for worker_id in node:
             scene.local.handles[f"{worker_id}:1"].vanish()
-        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        scene.hold.end()
+        await crowd.check()
+        assert scene.num_failovers >= len(node)
         await until(lambda: scene.num_registered(manager) == 4 - len(node))
         for number in range(6, 9):
             assert await answer_of(dispatcher, f"r{number}", prompt_of(number), 3) == expected(prompt_of(number), 3)
@@ -316,13 +418,14 @@ def test_requests_are_placed_at_once_when_the_managers_node_vanishes(
 def test_a_link_that_comes_back_soon_replaces_nobody(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         manager, dispatcher = await scene.start()
-        prompts = {f"r{number}": prompt_of(number) for number in range(6)}
-        answers = [asyncio.create_task(answer_of(dispatcher, *each, 60)) for each in prompts.items()]
-        await asyncio.sleep(0.01)
+        crowd = await scene.begin(dispatcher, ["d0"])
         scene.local.handles["d0:1"].cut_off()
+        scene.hold.end()
         await asyncio.sleep(0.2)
+        assert not crowd.is_over, "some wait for the link"
         scene.local.handles["d0:1"].reconnect()
-        assert await asyncio.gather(*answers) == [expected(prompt, 60) for prompt in prompts.values()]
+        await crowd.check()
+        assert not scene.num_failovers
         assert {worker.epoch for worker in manager._directory.workers.values()} == {1}
         assert scene.num_registered(manager) == 4
         assert not [record for record in caplog.records if "goes on elsewhere" in record.message]
