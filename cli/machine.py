@@ -9,18 +9,25 @@ from configs.choose import Machine
 from engine.core.settings import GIB
 
 CGROUP = Path("/sys/fs/cgroup")
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Files that CUDA's driver needs, on Linux and in Linux below Windows: without any there is no GPU for torch to see."""
 
 
 def this_machine(cgroup: Path = CGROUP) -> Machine:
     """Cores, memory and GPUs that this process may use."""
-    import torch
-
-    gpus = range(torch.cuda.device_count())
     return Machine(
         num_cores=num_cores(cgroup),
         memory_gib=min(psutil.virtual_memory().total, _number(cgroup / "memory.max")) / GIB,
-        gpu_gib=tuple(torch.cuda.get_device_properties(gpu).total_memory / GIB for gpu in gpus),
+        gpu_gib=_gpu_gib() if any(device.exists() for device in GPU_DEVICES) else (),
     )
+
+
+def _gpu_gib() -> tuple[float, ...]:
+    """The memory of each GPU that torch sees."""
+    import torch  # which takes seconds, and only tells of GPUs
+
+    gpus = range(torch.cuda.device_count())
+    return tuple(torch.cuda.get_device_properties(gpu).total_memory / GIB for gpu in gpus)
 
 
 def num_cores(cgroup: Path) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +23,7 @@ from cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, Loc
 from cli.log_lines import LogFollower
 from cli.machine import this_machine
 from cli.restart import is_orphaned
+from cli.waiting import Waiting, age_s
 from configs import Config, load_config
 from configs.choose import Choice, choose
 from configs.schema import CacheSection
@@ -28,6 +31,7 @@ from configs.settings import engine_settings
 from engine.core.errors import StartupError
 from engine.core.log_fields import about
 from engine.core.settings import GIB
+from engine.model.sources import has_chat_template, model_name, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,10 @@ POLL_S = 0.25
 """Interval between two checks of the cluster's life."""
 CLUSTER_DIED = 1
 """Exit code."""
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Ray puts the object store on Linux. Docker gives a container 64 MiB of it unless told otherwise."""
+SLOW_STORE = "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE"
+"""Ray's own variable for an object store on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +74,18 @@ def run_with(
     Raises:
         StartupError: configuration, model, or port cannot be used.
     """
-    from engine.model.build import prepare  # torch comes with it
-
     choice = Choice(configs[0], "") if configs else choose(this_machine())
     config = load_config(choice.config, overrides, configs[1:] if configs else ())
     console = Console(stderr=True, highlight=False)
-    with console.status("starting") as status:
+    with Waiting(console, "starting") as status:
         _check_port(config.http.host, config.http.port)
         _check_disk(config.cache)
         _check_memory(config)
+        _check_shared_memory(config, console)
+
+        status.update("loading torch")
+        from engine.model.build import prepare  # torch comes with it, which no mistake in a configuration waits for
+
         prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
         if choice.reason:
             console.print(f"configuration {choice.config} for {choice.reason} (--config takes another)", soft_wrap=True)
@@ -111,10 +122,9 @@ def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:
     """
     cluster, console, stop = running.cluster, running.console, running.stop
     follower: LogFollower | None = None
-    started = time.monotonic()
 
     try:
-        with console.status("starting Ray") as status:
+        with Waiting(console, "starting Ray") as status:
             finish(running, running.ray_thread.submit(cluster.start))
             if not stop.is_set():
                 follower = LogFollower(cluster.log_folder(), lambda line: _show(console, line))
@@ -122,7 +132,7 @@ def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:
                 finish(running, running.ray_thread.submit(cluster.deploy, status.update, stop))
 
         if not stop.is_set():
-            took_s = time.monotonic() - started
+            took_s = age_s()
             logger.info("ready after %.1f s", took_s, extra=about("ready", took_s=round(took_s, 3)))
             console.print(
                 f"ready after {took_s:.1f} s: {_url(running.config)}, Ray at {cluster.address()}\n"
@@ -140,7 +150,8 @@ def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:
 
 def _serve_until_stopped(running: Running) -> None:
     """Print a request to try, and wait for a reason to end. Raises ClusterDiedError."""
-    running.console.print(f"{example(running.config)}\n", soft_wrap=True)
+    folder = resolve_model(running.config.model.source)
+    running.console.print(f"{example(running.config, folder)}\n", soft_wrap=True)
     while not running.stop.wait(POLL_S) and not is_orphaned():
         running.cluster.check()
 
@@ -184,17 +195,22 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def example(config: Config) -> str:
-    """A request to paste into a shell."""
-    from engine.model.sources import model_name
-
+def example(config: Config, folder: Path) -> str:
+    """A request to paste into a shell, for the model in `folder`: a chat where it has a template for one."""
     name = config.model.name or model_name(config.model.source)
     key = '-H "Authorization: Bearer $OPENAI_API_KEY" ' if config.tenants else ""
-    return (
-        f"curl {_url(config)}/v1/chat/completions {key}-H 'Content-Type: application/json' -d "
-        f'\'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], '
-        '"temperature": 0, "max_tokens": 100}\''
+    is_chat = has_chat_template(folder)
+    route = "chat/completions" if is_chat else "completions"
+    prompt = (
+        '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
+        if is_chat
+        else '"prompt": "The capital of France is"'
     )
+    request = (
+        f"curl {_url(config)}/v1/{route} {key}-H 'Content-Type: application/json' -d "
+        f'\'{{"model": "{name}", {prompt}, "temperature": 0, "max_tokens": 100}}\''
+    )
+    return request if is_chat else f"the model has no chat template, and so completes texts alone:\n{request}"
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
@@ -235,6 +251,27 @@ def _check_memory(config: Config) -> None:
             f"cache.segment_gib and each worker's cache.swap_gib come to an object store of {needed_gib:,.1f} GiB; "
             f"this machine has {memory_gib:,.1f} GiB of memory"
         )
+
+
+def _check_shared_memory(config: Config, console: Console) -> None:
+    """Refuse an object store that is larger than the shared memory: Ray would put it on the disk without a word.
+
+    Raises:
+        StartupError: the store does not fit, and the operator has not allowed Ray a slow one.
+    """
+    if not SHARED_MEMORY.is_dir():  # as on systems other than Linux
+        return
+    found = os.statvfs(SHARED_MEMORY)
+    needed_gib, free_gib = config.stored_gib + STORE_RESERVE_GIB, found.f_bavail * found.f_frsize / GIB
+    if needed_gib <= free_gib:
+        return
+    lack = (
+        f"{SHARED_MEMORY} has {free_gib:,.2f} GiB free, and the object store needs {needed_gib:,.2f} GiB: give the "
+        f"container --shm-size={math.ceil(needed_gib)}g, or lower cache.segment_gib and cache.swap_gib"
+    )
+    if os.environ.get(SLOW_STORE) != "1":
+        raise StartupError(f"{lack} ({SLOW_STORE}=1 has Ray keep the store on the disk)")
+    console.print(f"{lack}; Ray keeps the store on the disk", style="yellow", soft_wrap=True)
 
 
 def _stop_on_signals(stop: threading.Event) -> None:

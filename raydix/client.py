@@ -1,6 +1,7 @@
 """A running server's Serve handle, with types."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,11 @@ from engine.core.errors import RaydixError, ServiceError
 
 CONCURRENCY = 32
 """Running lines of a batch at a server with other clients."""
+RAYS_NOTES = {
+    "ray._private.worker": ("Connecting to existing Ray cluster", "Connected to Ray cluster"),
+    "ray.serve": ("Started <ray.serve.",),
+}
+"""Beginnings of the lines, by logger, in which Ray tells that a program has connected, and by which objects."""
 
 
 class Client:
@@ -114,6 +120,25 @@ class Client:
         return answer
 
 
+class _WithoutNotes(logging.Filter):
+    """Drops the lines of one logger that begin so; they would stand among what the program itself prints."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or not record.getMessage().startswith(self._beginnings)
+
+
+def _silence_notes() -> None:
+    """Keep `RAYS_NOTES` out of this program's terminal; everything else that Ray logs stays."""
+    for name, beginnings in RAYS_NOTES.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, _WithoutNotes) for each in logger.filters):
+            logger.addFilter(_WithoutNotes(beginnings))
+
+
 def connect(address: str | None = None, *, app_name: str = "raydix") -> Client:
     """Connect to the server that runs on a Ray cluster.
 
@@ -127,6 +152,7 @@ def connect(address: str | None = None, *, app_name: str = "raydix") -> Client:
     import ray
     from ray import serve
 
+    _silence_notes()
     if not ray.is_initialized():
         ray.init(address=address or "auto", log_to_driver=False)
     return Client(serve.get_app_handle(app_name))

@@ -16,6 +16,7 @@ under a lock that dies with its process, so that a killed or a second process do
 import fcntl
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -76,6 +77,17 @@ def model_name(spec: str) -> str:
     if name.endswith(".gguf"):
         name = re.sub(r"[.-](I?Q\d\w*|[BF]F?(16|32)|TQ\d\w*)$", "", name.removesuffix(".gguf"), flags=re.IGNORECASE)
     return name or spec
+
+
+def has_chat_template(folder: Path) -> bool:
+    """True if the model in a folder comes with a chat template, in any of the places where transformers looks."""
+    named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if any((folder / name).exists() for name in named):
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def cache_folder() -> Path:

@@ -1,6 +1,7 @@
 """The Python handle, from this program, from a Ray task and from another Ray program."""
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -210,3 +211,4 @@ def test_another_ray_program_uses_the_handle(server: Server) -> None:
     *answers, last = program.stdout.splitlines()
     assert [answer.split() for answer in answers] == [expected] * 4
     assert last == "refused"
+    assert not re.search(r"Started <ray\.serve|Connect(ing|ed) to", program.stderr), program.stderr

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pty
+import queue
 import re
 import select
 import socket
@@ -539,9 +540,11 @@ class TestServeRefuses:
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "__init__.py").write_text("import os\nos._exit(99)\n")
 
-        def run(*arguments: str) -> str:
+        def run(*arguments: str, before: str = "") -> str:
+            """`before`: statements that run in the process before the command."""
+            command = f"import sys; from cli.main import main; {before or None}; sys.exit(main())"
             done = subprocess.run(
-                [sys.executable, "-m", "cli.main", "serve", *arguments],
+                [sys.executable, "-c", command, "serve", *arguments],
                 capture_output=True,
                 text=True,
                 cwd=REPOSITORY,
@@ -554,6 +557,24 @@ class TestServeRefuses:
             return line
 
         return run
+
+    def test_a_mistake_in_a_configuration_is_found_without_torch(
+        self, serve: Callable[..., str], tmp_path: Path
+    ) -> None:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text("import os\nos._exit(99)\n")
+        (tmp_path / "bad.yaml").write_text("{cache: {block_size: -1}, workers: {mixed: {}}}")
+        assert "cache.block_size" in serve("--config", str(tmp_path / "bad.yaml"))
+        (tmp_path / "large.yaml").write_text("{cache: {segment_gib: 1.0e+6}, workers: {mixed: {}}}")
+        assert "object store" in serve("--config", str(tmp_path / "large.yaml"), "--port", str(free_port()))
+
+    def test_too_little_shared_memory_for_the_object_store(self, serve: Callable[..., str], tmp_path: Path) -> None:
+        """Before anything is started. /proc stands in for a full /dev/shm: a file system without a free byte."""
+        (tmp_path / "small.yaml").write_text("{cache: {segment_gib: 0.7}, workers: {mixed: {}}}")
+        before = "import pathlib; from cli import serve; serve.SHARED_MEMORY = pathlib.Path('/proc')"
+        line = serve("--config", str(tmp_path / "small.yaml"), "--port", str(free_port()), before=before)
+        assert line.startswith("raydix: /proc has 0.00 GiB free, and the object store needs 1.45 GiB")
+        assert "--shm-size=2g" in line
 
     def test_no_such_config(self, serve: Callable[..., str]) -> None:
         assert serve("--config", "nowhere.yaml").startswith("raydix: config nowhere.yaml: no such file")
@@ -596,12 +617,70 @@ class TestServeRefuses:
         assert line == f"raydix: 127.0.0.1:{port} is in use; choose another with --port or --host"
 
 
-def test_the_example_request_sends_a_key_where_one_is_needed() -> None:
+def test_the_example_request_sends_a_key_where_one_is_needed(tmp_path: Path) -> None:
     from cli.serve import example
 
-    assert "Authorization" not in example(load_config("cpu"))
-    with_tenants = example(load_config("cpu", {"tenants": [{"name": "a"}]}))
+    assert "Authorization" not in example(load_config("cpu"), tmp_path)
+    with_tenants = example(load_config("cpu", {"tenants": [{"name": "a"}]}), tmp_path)
     assert ' -H "Authorization: Bearer $OPENAI_API_KEY" ' in with_tenants
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "is_chat"),
+    [
+        ("chat_template.jinja", "{{ messages }}", True),
+        ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}', True),
+        ("tokenizer_config.json", '{"chat_template": null}', False),
+        ("tokenizer_config.json", "[]", False),
+        ("other.json", "{}", False),
+    ],
+)
+def test_the_example_is_a_chat_where_the_model_has_a_template(
+    tmp_path: Path, file: str, content: str, is_chat: bool
+) -> None:
+    from cli.serve import example
+
+    (tmp_path / file).write_text(content)
+    shown = example(load_config("cpu"), tmp_path)
+    assert ("/v1/chat/completions" in shown, '"messages"' in shown) == (is_chat, is_chat)
+    assert ("the model has no chat template" in shown, '"prompt"' in shown) == (not is_chat, not is_chat)
+    assert json.loads(shown[shown.index("-d '") + 4 : -1])["max_tokens"] == 100
+
+
+def test_the_age_of_a_process_has_its_imports_in_it() -> None:
+    program = (
+        "import time; began = time.monotonic(); from cli.waiting import age_s; print(time.monotonic() - began, age_s())"
+    )
+    asked = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    imports_s, age_s = map(float, done.stdout.split())
+    assert imports_s < age_s < time.monotonic() - asked + 2 / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_command_without_a_terminal_says_again_and_again_what_it_waits_for() -> None:
+    from rich.console import Console
+
+    from cli.waiting import Waiting
+
+    class Written(io.StringIO):
+        """A file of which each line is waited for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lines: queue.Queue[str] = queue.Queue()
+
+        def write(self, text: str) -> int:
+            if text.strip():
+                self.lines.put(text.strip())
+            return len(text)
+
+    written = Written()
+    with Waiting(Console(file=written), "starting Ray", interval_s=0.001) as waiting:
+        assert re.fullmatch(r"starting Ray, \d+ s so far", written.lines.get(timeout=WAIT_S))
+        waiting.update("starting the actors")
+        while not (line := written.lines.get(timeout=WAIT_S)).startswith("starting the actors, "):
+            assert line.startswith("starting Ray, ")
+    assert not any(thread.name == "waiting" for thread in threading.enumerate())
 
 
 def test_several_files_mean_the_same_to_every_command() -> None:
@@ -654,3 +733,14 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert ended.value.code == 2
     assert "usage: raydix" in capsys.readouterr().err
+
+
+def test_an_installation_names_each_step_and_shows_its_progress() -> None:
+    command = ["make", "--dry-run", "--always-make", "install"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    lines = done.stdout.splitlines()
+    slow = [number for number, line in enumerate(lines) if "pip install" in line or "-m venv" in line]
+    assert len(slow) == 5
+    for step, number in enumerate(slow, 1):
+        assert lines[number - 1].startswith(f"echo '{step} of {len(slow)}: ")
+        assert "--quiet" not in lines[number] and " -q " not in lines[number]
