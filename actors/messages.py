@@ -83,11 +83,12 @@ class Memory:
     """A manager's memory of answers and responses, for its successor. In all lists the least recently used comes
     first."""
 
-    transcripts: "list[tuple[bytes, array[int]]]"
+    transcripts: "list[tuple[bytes, array[int], str]]"
+    """Name, token ids and tenant."""
     answers: list[tuple[bytes, list[tuple[bytes, int]]]]
     """First token ids and counts of the answers under each name."""
-    responses: list[tuple[bytes, bytes | None, bytes, float]]
-    """Name, parent, data, and seconds since the last use."""
+    responses: list[tuple[bytes, bytes | None, bytes, float, str]]
+    """Name, parent, data, seconds since the last use, and tenant."""
 
 
 class RetiredError(RayError):

@@ -167,11 +167,11 @@ class ManagerClient(ActorClient):
     def recall(self, names: Sequence[bytes]) -> "Awaitable[list[array[int] | None]]":
         return _sent(self.handle.recall.remote(names))
 
-    def remember(self, transcripts: "Sequence[tuple[bytes, array[int]]]") -> Awaitable[list[bool]]:
+    def remember(self, transcripts: "Sequence[tuple[bytes, array[int], str]]") -> Awaitable[list[bool]]:
         return _sent(self.handle.remember.remote(transcripts))
 
-    def keep_response(self, name: bytes, parent: bytes | None, data: bytes) -> Awaitable[bool]:
-        return _sent(self.handle.keep_response.remote(name, parent, data))
+    def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> Awaitable[bool]:
+        return _sent(self.handle.keep_response.remote(name, parent, data, tenant))
 
     def find_response(self, name: bytes, with_earlier: bool) -> Awaitable[list[bytes]]:
         return _sent(self.handle.find_response.remote(name, with_earlier))

@@ -79,7 +79,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
         Effect.INGRESS: "folder",
     },
     "logging": {Effect.IN_PLACE: "level", Effect.EVERYTHING: "format stimuli stimuli_mib"},
-    TENANTS: {Effect.IN_PLACE: "name key_hashes admin cache_min cache_max max_requests min_priority"},
+    TENANTS: {Effect.IN_PLACE: "name key_hashes admin cache_min cache_max max_requests min_priority weight"},
 }
 
 KEYS: Mapping[str, Effect] = {

@@ -286,6 +286,13 @@ class TenantSection(Section):
     min_priority: int = Field(
         default=0, description="Lowest 'priority' of its requests; lower numbers would go before other tenants'."
     )
+    weight: float = Field(
+        default=1.0,
+        ge=0.01,
+        le=100,
+        description="Its part of computing, and of memory for stored responses and transcripts, where tenants want "
+        "more than there is: in the ratio of all tenants' weights.",
+    )
 
     @model_validator(mode="after")
     def _floor_below_ceiling(self) -> Self:

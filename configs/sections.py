@@ -48,11 +48,12 @@ class _Part(BaseModel):
 
 
 class Share(_Part):
-    """A tenant's share of caches."""
+    """A tenant's share of caches, and of what all share by weight."""
 
     name: str
     cache_min: float
     cache_max: float
+    weight: float
 
 
 class IngressArguments(_Part):
@@ -229,11 +230,11 @@ def _files_of(logging: LoggingSection) -> LoggingSection:
 
 
 def _shares(config: Config) -> tuple[Share, ...]:
-    """The tenants with a floor or a ceiling, which alone make a difference to a cache."""
+    """The tenants with a floor, a ceiling or a weight of their own, which alone make a difference."""
     return tuple(
-        Share(name=tenant.name, cache_min=tenant.cache_min, cache_max=tenant.cache_max)
+        Share(name=tenant.name, cache_min=tenant.cache_min, cache_max=tenant.cache_max, weight=tenant.weight)
         for tenant in config.tenants
-        if (tenant.cache_min, tenant.cache_max) != (0, 1)
+        if (tenant.cache_min, tenant.cache_max, tenant.weight) != (0, 1, 1)
     )
 
 

@@ -58,8 +58,11 @@ def objectives(slo: SloSection) -> Objectives:
 
 
 def sharing(shares: Iterable[Share]) -> tuple[Tenant, ...]:
-    """The tenants with shares of a cache, as its owner knows them."""
-    return tuple(Tenant(share.name, cache_min=share.cache_min, cache_max=share.cache_max) for share in shares)
+    """The tenants with shares, as the owner of what they share knows them."""
+    return tuple(
+        Tenant(share.name, cache_min=share.cache_min, cache_max=share.cache_max, weight=share.weight)
+        for share in shares
+    )
 
 
 def _draft_limits(arguments: WorkerArguments) -> DraftLimits | None:
@@ -112,6 +115,7 @@ def configured_tenants(config: Config) -> tuple[Tenant, ...]:
             cache_max=tenant.cache_max,
             max_requests=tenant.max_requests,
             min_priority=tenant.min_priority,
+            weight=tenant.weight,
         )
         for tenant in config.tenants
     )

@@ -25,6 +25,7 @@ from engine.core.batches.allowance import Allowance
 from engine.core.batches.batch_run import Progress
 from engine.core.errors import OverloadedError, RequestError
 from engine.core.log_fields import about
+from engine.core.shares import Shares
 from engine.core.tenants import Tenant, Tenants
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,9 @@ SWEEP_S = 3600.0
 REST_S = 30.0
 """Pause of a batch after a failure to read or write."""
 MAX_BATCHES = 8
-"""Running batches of one replica."""
-MAX_UPLOADS = 4
-"""Arriving files of one replica."""
+"""Running batches of one replica, shared like arriving files; but one batch of each tenant always runs."""
+MAX_UPLOADS = 8
+"""Arriving files of one replica. Among several tenants none holds more than it leaves free (`Shares.may_take`)."""
 ROUTES: dict[str, Route] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
@@ -86,7 +87,8 @@ class Batches:
         """Ids of the batches taken or being taken here."""
         self._resting: dict[str, float] = {}
         """When to try a failed batch again."""
-        self._num_uploads = 0
+        self._uploads, self._batches = Shares(), Shares()
+        """Arriving files and running batches by tenant."""
 
     def change(self, settings: BatchSettings) -> None:
         """Take other limits; the folder and the model stay. What is on the disk and what runs stays beyond lower
@@ -106,15 +108,18 @@ class Batches:
         self._changed.set()
 
     @contextmanager
-    def uploading(self) -> Iterator[None]:
-        """Count an arriving file. Raises OverloadedError where there are too many."""
-        if self._num_uploads >= MAX_UPLOADS:
-            raise OverloadedError(f"{MAX_UPLOADS} files are arriving already; try again later")
-        self._num_uploads += 1
+    def uploading(self, tenant: str) -> Iterator[None]:
+        """Count an arriving file. Raises OverloadedError where there are too many, of all tenants or of this one."""
+        num_arriving, num_own = self._uploads.total, self._uploads.used(tenant)
+        if num_arriving >= MAX_UPLOADS:
+            raise OverloadedError(f"{num_arriving} files are arriving already; try again later")
+        if self._tenants.are_several and not self._uploads.may_take(tenant, 1, MAX_UPLOADS):
+            raise OverloadedError(f"{num_own} files of '{tenant}' are arriving already; try again later")
+        self._uploads.add(tenant, 1)
         try:
             yield
         finally:
-            self._num_uploads -= 1
+            self._uploads.add(tenant, -1)
 
     async def _watch(self) -> None:
         while True:
@@ -144,14 +149,22 @@ class Batches:
     def _consider(self, batch: StoredBatch) -> None:
         """Run a batch, if the replica may and has time."""
         batch_id, now = batch.record.id, self._clock()
-        if batch_id in self._running or len(self._running) >= MAX_BATCHES or self._resting.get(batch_id, now) > now:
+        if batch_id in self._running or self._resting.get(batch_id, now) > now or not self._has_time(batch):
             return
         is_over = batch.progress.outcome is not None or now >= batch.record.expires_at
         if not is_over and (self._tenant_of(batch) is None or batch.record.model != self.model_name):
             return
         self._resting.pop(batch_id, None)
         self._running.add(batch_id)
+        self._batches.add(batch.record.tenant, 1)
         self._background.start(self._run(batch))
+
+    def _has_time(self, batch: StoredBatch) -> bool:
+        """True if the replica can run one more batch of this one's tenant."""
+        tenant = batch.record.tenant
+        if not self._tenants.are_several:
+            return len(self._running) < MAX_BATCHES
+        return not self._batches.used(tenant) or self._batches.may_take(tenant, 1, MAX_BATCHES)
 
     async def _run(self, batch: StoredBatch) -> None:
         batch_id = batch.record.id
@@ -164,6 +177,7 @@ class Batches:
             logger.exception("batch %s is put off", batch_id, extra=about("batch_put_off", batch=batch_id))
         finally:
             self._running.discard(batch_id)
+            self._batches.add(batch.record.tenant, -1)
 
     async def _complete(self, batch: StoredBatch) -> None:
         batch_id, began = batch.record.id, time.monotonic()
@@ -174,7 +188,7 @@ class Batches:
         async def answer(url: str, body: bytes) -> LineAnswer:
             return await self._server.answer_line(ROUTES[url], body, owner)
 
-        self._allowance.join(batch_id)
+        self._allowance.join(batch_id, batch.record.tenant)
         try:
             execution = Execution(
                 batch,

@@ -71,7 +71,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str) -> Fronten
     all_tenants = tenants(config)
     metrics = IngressMetrics(all_tenants.names, replica_id, ROUTES)
     manager = ManagerLink(runtime)
-    room = Room(replica_limits(config).max_requests)
+    room = Room(replica_limits(config).max_requests, all_tenants)
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
     dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, runtime=runtime)
 

@@ -99,10 +99,10 @@ class Chats:
             tools=() if spec.tools is None else spec.tools.definitions,
         )
 
-    async def keep(self, chat: Chat, token_ids: Sequence[int], text: str) -> str | None:
-        """Keep an answer; returns its new reference, or None if the answer is not kept."""
+    async def keep(self, chat: Chat, token_ids: Sequence[int], text: str, tenant: str) -> str | None:
+        """Keep an answer for its tenant; returns its new reference, or None if the answer is not kept."""
         shown = self.shown(token_ids, text)
-        return None if shown is None else await self._transcripts.keep(shown, chat.private_salt)
+        return None if shown is None else await self._transcripts.keep(shown, chat.private_salt, tenant)
 
     def ended(self, chat: Chat, generation: Generation, answer: ChatMessage) -> None:
         """Have the blocks of the next turn's prompt computed at idle priority, where the text of the ended answer has

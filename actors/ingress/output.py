@@ -48,7 +48,9 @@ class OutputProcessor:
                         if piece.finish in (FinishReason.STOP, FinishReason.TOOL_CALLS):
                             self._stopped(answer.generation)
                         if piece.finish is not None and answer.chat is not None and answer.is_stored:
-                            answer.message_id = await self._chats.keep(answer.chat, answer.token_ids, answer.text)
+                            answer.message_id = await self._chats.keep(
+                                answer.chat, answer.token_ids, answer.text, answer.generation.tenant
+                            )
 
                         yield piece
                         if piece.finish is not None:

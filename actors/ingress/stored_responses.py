@@ -66,7 +66,7 @@ class StoredResponses:
         previous = spec.turn.previous
         parent = None if previous is None else self._name(previous, job.tenant, spec.cache_salt)
         try:
-            return await self._manager.ask(lambda manager: manager.keep_response(name, parent, data))
+            return await self._manager.ask(lambda manager: manager.keep_response(name, parent, data, job.tenant.name))
         except ServiceError:
             return False
 

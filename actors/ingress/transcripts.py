@@ -24,12 +24,13 @@ class Transcripts:
         self._on_lookup = on_lookup
         self._keep_call = SharedCall(self._keep_all)
 
-    async def keep(self, token_ids: Sequence[int], private_salt: bytes) -> str | None:
-        """Keep an answer's ids; returns the reference by which the same salt finds them, None if they are not kept."""
+    async def keep(self, token_ids: Sequence[int], private_salt: bytes, tenant: str) -> str | None:
+        """Keep an answer's ids in the tenant's share; returns the reference by which the same salt finds them, None if
+        they are not kept."""
         reference = REFERENCE_PREFIX + secrets.token_urlsafe(REFERENCE_BYTES)
         name = transcript_name(reference, self._root, private_salt)
         try:
-            is_kept = await self._keep_call.add((name, array("I", token_ids)))
+            is_kept = await self._keep_call.add((name, array("I", token_ids), tenant))
         except ServiceError:
             return None
         return reference if is_kept else None
@@ -47,5 +48,5 @@ class Transcripts:
         pairs = zip(references, found, strict=True)
         return {reference: token_ids for reference, token_ids in pairs if token_ids is not None}
 
-    async def _keep_all(self, transcripts: "list[tuple[bytes, array[int]]]") -> list[bool]:
+    async def _keep_all(self, transcripts: "list[tuple[bytes, array[int], str]]") -> list[bool]:
         return await self._manager.ask(lambda manager: manager.remember(transcripts))

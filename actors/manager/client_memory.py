@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from actors.manager.response_disk import ResponseDisk
 from actors.messages import Memory, RetiredError
 from engine.core.log_fields import about
 from engine.core.manager.answer_store import AnswerStore
-from engine.core.manager.response_store import ResponseStore
+from engine.core.manager.response_store import KeptEntry, ResponseStore
 from engine.core.manager.transcript_store import TranscriptStore
+from engine.core.tenants import ANONYMOUS
 from engine.core.types import Admission, AdmitRequest, Ended
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,11 @@ class ClientMemory:
         found = await disk.load(self._response_budget_bytes)
         now, since_epoch = time.monotonic(), time.time()
         self._responses.restore(
-            [(each.name, each.parent, each.data, now - max(0.0, since_epoch - each.used_at)) for each in found], now
+            [
+                KeptEntry(each.name, each.parent, each.data, now - max(0.0, since_epoch - each.used_at), each.tenant)
+                for each in found
+            ],
+            now,
         )
         extra = about("responses_found", responses=len(self._responses))
         logger.info("%d stored responses found on disk", len(self._responses), extra=extra)
@@ -86,19 +91,19 @@ class ClientMemory:
         await self._memory_is_ready()
         return [self._transcripts.find(name) for name in names]
 
-    async def remember(self, transcripts: Sequence[tuple[bytes, "array[int]"]]) -> list[bool]:
-        """Keep token ids under names; returns for each whether the ids are kept."""
+    async def remember(self, transcripts: Sequence[tuple[bytes, "array[int]", str]]) -> list[bool]:
+        """Keep token ids under names, each for a tenant; returns for each whether the ids are kept."""
         await self._memory_is_ready()
-        return [self._transcripts.keep(name, token_ids) for name, token_ids in transcripts]
+        return [self._transcripts.keep(name, token_ids, tenant) for name, token_ids, tenant in transcripts]
 
-    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes) -> bool:
-        """Keep a response that goes on from its parent; returns whether the response is kept."""
+    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str = ANONYMOUS.name) -> bool:
+        """Keep a tenant's response that goes on from its parent; returns whether the response is kept."""
         await self._memory_is_ready()
         is_new = name not in self._responses
-        is_kept = self._responses.keep(name, parent, data, time.monotonic())
+        is_kept = self._responses.keep(name, parent, data, time.monotonic(), tenant)
         if is_kept and self._response_disk is not None:
             if is_new:
-                self._response_disk.keep(name, parent, data)
+                self._response_disk.keep(name, parent, data, tenant)
             self._response_disk.use(self._responses.path(name))
         return is_kept
 
@@ -134,7 +139,7 @@ class ClientMemory:
         return Memory(
             self._transcripts.entries(),
             [] if self._answers is None else self._answers.entries(),
-            [(name, parent, data, now - used_at) for name, parent, data, used_at in self._responses.entries()],
+            [(*each[:3], now - each.used_at, each.tenant) for each in self._responses.entries()],
         )
 
     def take_memory(self, memory: Memory) -> None:
@@ -145,10 +150,17 @@ class ClientMemory:
         if self._answers is not None:
             self._answers.restore(memory.answers)
 
-        responses = [(name, parent, data, now - age_s) for name, parent, data, age_s in memory.responses]
+        responses = [
+            KeptEntry(name, parent, data, now - age_s, tenant) for name, parent, data, age_s, tenant in memory.responses
+        ]
         for name in {each[0] for each in self._responses.entries()} - {each[0] for each in responses}:
             self._responses.delete(name)
         self._responses.restore(responses, now)
+
+    def share_memory(self, weights: Mapping[str, float]) -> None:
+        """Share the memory of transcripts and responses by these weights of tenants."""
+        self._transcripts.weigh(weights)
+        self._responses.weigh(weights)
 
     def forget_answers(self) -> None:
         """Forget all token ids of answers; responses stay."""

@@ -44,6 +44,7 @@ from engine.core.manager.elastic import ONE_WORKER, PoolLimits
 from engine.core.manager.notes import NOTES
 from engine.core.manager.placement import CostModel
 from engine.core.objectives import NO_OBJECTIVES, Late, Objectives
+from engine.core.shares import weights_of
 from engine.core.signs_of_life import SignsOfLife
 from engine.core.tenants import Tenant
 from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, WorkerInfo
@@ -87,10 +88,12 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
     ) -> None:
         """After `await_timeout_s` without a block its producer is stalled, and another worker takes over. `disk_path`
         is the folder of segments on disk, if `disk_budget_bytes` is not 0. `tenants` have shares of the object store's
-        and the disk's budgets. Without `prefix_caching` segments are for hand-overs only. Stored responses that nobody
-        used for `response_ttl_s` are forgotten. With 0 `answer_budget_bytes` no answers are kept for drafts.
-        `objectives` are those of requests without their own, `elastic` the limits of the number of elastic workers."""
+        and the disk's budgets, and of the memory for transcripts and responses. Without `prefix_caching` segments are
+        for hand-overs only. Stored responses that nobody used for `response_ttl_s` are forgotten. With 0
+        `answer_budget_bytes` no answers are kept for drafts. `objectives` are those of requests without their own,
+        `elastic` the limits of the number of elastic workers."""
         super().__init__(transcript_budget_bytes, response_budget_bytes, response_ttl_s, answer_budget_bytes)
+        self.share_memory(weights_of(tenants))
         log_to_ray(MANAGER, logs)
         gc.set_threshold(*GC_THRESHOLDS)
 
@@ -163,6 +166,7 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         set_level(level)
         self._elastic = elastic
         self._directory.change_limits(piggyback_tokens, prior, tenants, objectives)
+        self.share_memory(weights_of(tenants))
         extra = about("reconfigured", piggyback_tokens=piggyback_tokens, tenants=len(tenants), level=level)
         logger.info("other limits for placement and %d tenants' shares", len(tenants), extra=extra)
 

@@ -45,13 +45,13 @@ class ResponseDisk:
             logger.warning("stored responses are not read: %s", error)
             return []
 
-    def keep(self, name: bytes, parent: bytes | None, data: bytes) -> None:
+    def keep(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> None:
         """Have a response written."""
         if self._num_bytes + len(data) > MAX_WAITING_BYTES:
             logger.warning("a stored response is in memory only: the disk is too slow")
             return
         self._num_bytes += len(data)
-        self._add(partial(self._files.write, KeptResponse(name, parent, data, time.time())))
+        self._add(partial(self._files.write, KeptResponse(name, parent, data, time.time(), tenant)))
 
     def use(self, names: Sequence[bytes]) -> None:
         """Have the use of responses recorded, each before those that it goes on from (`ResponseStore.path`)."""

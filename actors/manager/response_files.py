@@ -14,6 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from engine.core.manager.response_store import ENTRY_BYTES
+from engine.core.tenants import ANONYMOUS
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class KeptResponse:
     data: bytes
     used_at: float
     """Seconds since the epoch."""
+    tenant: str = ANONYMOUS.name
 
 
 class ResponseFiles:
@@ -108,7 +110,8 @@ class ResponseFiles:
         try:
             fields = json.loads(line)
             parent = None if fields["parent"] is None else bytes.fromhex(fields["parent"])
-            response = KeptResponse(bytes.fromhex(fields["name"]), parent, data, _used_at(path))
+            tenant = fields.get("tenant", ANONYMOUS.name)
+            response = KeptResponse(bytes.fromhex(fields["name"]), parent, data, _used_at(path), str(tenant))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise DamagedResponseError("its header cannot be read") from None
         if _line_of(response) != line or self._path(response.name) != path:
@@ -129,11 +132,13 @@ def _line_of(response: KeptResponse) -> bytes:
     checksum = blake2b(response.name, digest_size=16)
     checksum.update(response.parent or b"")
     checksum.update(response.data)
-    fields = {
+    fields: dict[str, object] = {
         "format": FORMAT,
         "name": response.name.hex(),
         "parent": None if response.parent is None else response.parent.hex(),
         "num_bytes": len(response.data),
         "checksum": checksum.hexdigest(),
     }
+    if response.tenant != ANONYMOUS.name:
+        fields["tenant"] = response.tenant
     return json.dumps(fields).encode() + b"\n"

@@ -29,6 +29,8 @@ class Tenant:
     """Limit of concurrent requests at one ingress replica; None: the limit of the replica."""
     min_priority: int | None = None
     """Lowest, most urgent `priority` of its requests; None: any."""
+    weight: float = 1.0
+    """Its part of what tenants share, in the ratio of all weights (`engine.core.shares`)."""
 
     def require_priority(self, priority: int) -> None:
         """Raise RequestError for a priority with which a request would go before more urgent tenants' requests."""
@@ -59,6 +61,11 @@ class Tenants:
         self._is_open = not known
         self._by_name = {ANONYMOUS.name: ANONYMOUS} | known
         self._name_of_key = dict(name_of_key or {})
+
+    @property
+    def are_several(self) -> bool:
+        """True if there is somebody to share with: more than one tenant is configured."""
+        return len(self._by_name) > 2  # one of them is `ANONYMOUS`
 
     @property
     def names(self) -> list[str]:

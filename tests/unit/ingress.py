@@ -305,14 +305,14 @@ class Memory(ManagerClient):
         self._responses = responses
 
     async def remember(self, transcripts: Any) -> list[bool]:
-        self._kept.update(transcripts)
+        self._kept.update({name: token_ids for name, token_ids, _ in transcripts})
         return [True] * len(transcripts)
 
     async def recall(self, names: Any) -> Any:
         return [self._kept.get(name) for name in names]
 
-    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes) -> bool:
-        return self._responses.keep(name, parent, data, 0.0)
+    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> bool:
+        return self._responses.keep(name, parent, data, 0.0, tenant)
 
     async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
         return self._responses.find(name, 0.0, with_earlier=with_earlier)

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,10 @@ async def upload(content: bytes = INPUT, purpose: str = "batch", extra: bytes = 
     return await send("POST", "/v1/files", pieces, **{"content-type": TYPE} | headers)
 
 
-async def begin(content: bytes = INPUT, **fields: Any) -> Any:
-    file_id = (await upload(content)).json["id"]
+async def begin(content: bytes = INPUT, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    file_id = (await upload(content, "batch", b"", **(headers or {}))).json["id"]
     asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h", **fields}
-    reply = await send("POST", "/v1/batches", asked)
+    reply = await send("POST", "/v1/batches", asked, **(headers or {}))
     assert reply.status == 200, reply.body
     return reply.json
 
@@ -131,6 +131,42 @@ def test_uploads_that_are_too_large_or_too_many(serving: Any, monkeypatch: pytes
     assert serving(upload).status == 429
 
 
+def test_one_tenant_holds_no_more_uploads_than_it_leaves_free(serving: Any) -> None:
+    tenants = Tenants([Tenant("a"), Tenant("b")], {key_hash("k"): "a", key_hash("l"): "b"})
+
+    async def work() -> None:
+        ingress: Any = serve.get_replica_context().servable_object
+        batches = ingress.replica.batches
+        with ExitStack() as held:
+            for _ in range(4):
+                held.enter_context(batches.uploading("a"))
+            assert (await upload(authorization="Bearer k")).status == 429
+            assert (await upload(authorization="Bearer l")).status == 200
+        assert (await upload(authorization="Bearer k")).status == 200
+
+    serving(work, Replica(tenants=tenants))
+
+
+def test_a_tenant_s_batch_does_not_wait_for_all_of_another_s(serving: Any) -> None:
+    """Tenant a has more batches than a replica runs, none of which ends; b's batch runs all the same."""
+    tenants = Tenants([Tenant("a"), Tenant("b")], {key_hash("k"): "a", key_hash("l"): "b"})
+
+    async def work() -> None:
+        ingress: Any = serve.get_replica_context().servable_object
+        batches = ingress.replica.batches
+        for _ in range(batches_module.MAX_BATCHES):
+            batches._batches.add("a", 1)
+        stuck = await begin(headers={"authorization": "Bearer k"})
+        own = await begin(headers={"authorization": "Bearer l"})
+        assert (await ended(own["id"], authorization="Bearer l"))["status"] == "completed"
+        seen = await send("GET", f"/v1/batches/{stuck['id']}", authorization="Bearer k")
+        assert seen.json["status"] not in ("completed", "failed")
+        batches._batches.add("a", -batches_module.MAX_BATCHES)
+        assert (await ended(stuck["id"], authorization="Bearer k"))["status"] == "completed"
+
+    serving(work, Replica(tenants=tenants))
+
+
 @contextmanager
 def receiving(receive: Callable[[], Awaitable[Any]]) -> Iterator[None]:
     """An upload's messages come from `receive`."""
@@ -167,7 +203,17 @@ def test_an_upload_whose_client_leaves_or_falls_silent_leaves_nothing(serving: A
         with receiving(receive):
             return await upload()
 
+    async def drip() -> Reply:
+        async def receive() -> Any:
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": b"", "more_body": True}
+
+        with receiving(receive), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch_routes, "PROGRESS_S", 0.05)
+            return await upload()
+
     assert serving(silent, ingress={"body_timeout_s": 0.01}).status == 408
+    assert serving(drip).status == 408, "always something, and never much"
     assert serving(leave).status == CLIENT_CLOSED_REQUEST
     reply = serving(stop)
     assert (reply.status, "ends before the end" in reply.json["error"]["message"]) == (400, True)

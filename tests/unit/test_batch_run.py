@@ -129,11 +129,11 @@ def test_lines_to_be_tried_again_run_first() -> None:
 
 def test_batches_share_what_clients_leave() -> None:
     allowance = Allowance(8)
-    allowance.join("a")
+    allowance.join("a", "t")
     assert allowance.free("a", num_others=0) == 8
     assert allowance.free("a", num_others=5) == 3
     allowance.begin("a", 8)
-    allowance.join("b")
+    allowance.join("b", "t")
     assert allowance.free("b", num_others=0) == 0, "until lines of the other end"
     for _ in range(5):
         allowance.end("a")
@@ -148,8 +148,8 @@ def test_batches_share_what_clients_leave() -> None:
 
 def test_one_line_runs_however_many_clients_there_are() -> None:
     allowance = Allowance(4)
-    allowance.join("a")
-    allowance.join("b")
+    allowance.join("a", "t")
+    allowance.join("b", "t")
     assert allowance.free("a", num_others=100) == 1
     allowance.begin("a", 1)
     assert allowance.free("b", num_others=100) == 0

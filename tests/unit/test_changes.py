@@ -198,7 +198,7 @@ def test_key_hashes_go_to_the_ingress_alone() -> None:
     found = parts(Config.model_validate(BASE))
     assert [name for name, part in found.items() if HASH in repr(part)] == [INGRESS]
     assert HASH not in repr(found[INGRESS].arguments)
-    assert found[MANAGER].live["shares"] == [{"name": "alice", "cache_min": 0.25, "cache_max": 1.0}]
+    assert found[MANAGER].live["shares"] == [{"name": "alice", "cache_min": 0.25, "cache_max": 1.0, "weight": 1.0}]
 
 
 def test_a_tenant_without_a_share_changes_no_worker() -> None:

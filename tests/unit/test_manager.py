@@ -321,7 +321,7 @@ def test_transcripts_are_kept_until_the_cache_is_reset() -> None:
         from array import array
 
         manager = make_manager()
-        assert await manager.remember([(b"n", array("i", [1, 2]))]) == [True]
+        assert await manager.remember([(b"n", array("i", [1, 2]), "t")]) == [True]
         assert await manager.recall([b"n", b"m"]) == [array("i", [1, 2]), None]
         assert await manager.reset_cache() == {"store_blocks": 0, "pool_blocks": 0}
         assert await manager.recall([b"n"]) == [None]

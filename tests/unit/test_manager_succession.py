@@ -129,7 +129,7 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
         first, dispatcher = await scene.start()
         await only_in_the_store(scene, dispatcher)
         old = scene.manager
-        assert await old.remember([(b"t", array("i", [1, 2]))]) == [True]
+        assert await old.remember([(b"t", array("i", [1, 2]), "t")]) == [True]
         assert await old.keep_response(b"a", None, b"1") and await old.keep_response(b"b", b"a", b"2")
 
         prompts = {f"r{number}": prompt_of(number) for number in range(6)}
@@ -199,7 +199,7 @@ def test_a_predecessor_of_another_form_hands_nothing_over(
     async def play() -> None:
         _, dispatcher = await scene.start()
         await only_in_the_store(scene, dispatcher)
-        await scene.manager.remember([(b"t", array("i", [1, 2]))])
+        await scene.manager.remember([(b"t", array("i", [1, 2]), "t")])
         monkeypatch.setattr(KVCacheManager, "_terms", lambda manager: {"schema": id(manager)})
         await scene.start_host()
         assert len(scene.manager._directory.segments) == 0

@@ -206,6 +206,21 @@ def test_what_newer_responses_push_out_leaves_the_disk(tmp_path: Path) -> None:
     assert len(paths(tmp_path)) == 2
 
 
+def test_files_tell_the_tenant(tmp_path: Path) -> None:
+    """Kept across a restart: the shares of tenants are the same behind it."""
+
+    async def keep(memory: ClientMemory) -> None:
+        await memory.keep_response(b"a", None, b"1", "alice")
+
+    async def flood(memory: ClientMemory) -> None:
+        for number in range(20):
+            await memory.keep_response(b"b%d" % number, None, b"2", "bob")
+        assert await memory.find_response(b"a", False) == [b"1"]
+
+    with_memory(tmp_path, keep, 3 * (ENTRY_BYTES + 1))
+    with_memory(tmp_path, flood, 3 * (ENTRY_BYTES + 1))
+
+
 def test_responses_expire_on_disk_as_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(tmp_path, keep_three)
     old = NOW - TTL_S - 1

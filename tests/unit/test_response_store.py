@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.manager.response_store import ENTRY_BYTES, ResponseStore
+from engine.core.manager.response_store import ENTRY_BYTES, KeptEntry, ResponseStore
 
 TTL_S = 10.0
 COST = ENTRY_BYTES + 1
@@ -90,7 +90,7 @@ def test_an_earlier_stores_responses_are_taken_over_in_their_order() -> None:
     store = ResponseStore(3 * COST, TTL_S, dropped.append)
     store.keep(b"new", None, b"0", 9.0)
     old = [(b"x", None, b"1", -9.0), (b"a", None, b"2", 1.0), (b"b", b"a", b"3", 2.0), (b"y", None, b"4", 30.0)]
-    store.restore(old, 9.0)
+    store.restore([KeptEntry(*each) for each in old], 9.0)
     store.check_integrity()
     assert dropped == [b"x", b"b"], "expired, or the least recently used with the last before the ones it goes on from"
     assert store.find(b"a", 9.0) == [b"2"] and store.find(b"y", 9.0) == [b"4"] and store.find(b"new", 9.0) == [b"0"]
@@ -103,6 +103,6 @@ def test_an_earlier_stores_responses_are_taken_over_in_their_order() -> None:
 def test_responses_in_a_circle_end() -> None:
     """No client can make one, but somebody who writes files can."""
     store = ResponseStore(10 * (ENTRY_BYTES + 10), 100.0)
-    store.restore([(b"a", b"b", b"first", 1.0), (b"b", b"a", b"second", 1.0)], 2.0)
+    store.restore([KeptEntry(b"a", b"b", b"first", 1.0), KeptEntry(b"b", b"a", b"second", 1.0)], 2.0)
     assert store.find(b"a", 2.0, with_earlier=True) == [b"second", b"first"]
     store.check_integrity()

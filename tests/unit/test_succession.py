@@ -58,7 +58,7 @@ def test_transcripts_are_taken_over_in_their_order() -> None:
     new.keep(b"c", array("i", [1, 2]))
     new.restore(old.entries())
     new.check_integrity()
-    assert [name for name, _ in new.entries()] == [b"b", b"a"]
+    assert [name for name, _, _ in new.entries()] == [b"b", b"a"]
     assert new.find(b"a") == array("i", [1, 2])
 
 

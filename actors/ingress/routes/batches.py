@@ -33,8 +33,10 @@ MAX_FILES, MAX_BATCHES = 10_000, 100
 """Most objects of one list."""
 NUM_BATCHES = 20
 """Batches of a list without a `limit`."""
-UPLOAD_TIMEOUT_S = 3600.0
-"""Longest time for the arrival of one file."""
+PROGRESS_S = 60.0
+PROGRESS_BYTES = 512 << 10
+"""Bytes of a file that arrive in each `PROGRESS_S`, or all that is left; a slower one gets 408. There is no limit of
+the whole time: a large file over a slow line goes on, and one that only holds a place does not."""
 WRITTEN_BYTES = 256 << 10
 """Bytes of a file gathered for one write."""
 CONTENT_TYPE = "application/octet-stream"
@@ -62,7 +64,7 @@ async def upload_file(request: Request) -> Response:
     """Upload a file of JSON lines as a form, with the purpose `batch`."""
     batches, tenant = _batches(request), request.state.tenant.name
     form = Form(request.headers.get("content-type"))
-    with batches.uploading():
+    with batches.uploading(tenant):
         upload = await _on_disk(batches.files.begin, tenant)
         try:
             await _receive(request, form, upload, replica(request).config.ingress.body_timeout_s)
@@ -152,15 +154,21 @@ async def _receive(request: Request, form: Form, upload: Upload, idle_s: float) 
     Raises:
         RequestError: the form is not valid.
         BodyTooLargeError: the file has more bytes than there is room for.
-        BodyTimeoutError: nothing came for `idle_s`, or the end too late.
+        BodyTimeoutError: nothing came for `idle_s`, or too little in `PROGRESS_S`.
         ClientGoneError: the client left.
     """
     parts, content = aiter(request.stream()), bytearray()
     try:
-        async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+        async with asyncio.timeout(PROGRESS_S) as deadline:
+            num_bytes = 0
+            """Since the deadline was put off."""
             while True:
                 async with asyncio.timeout(idle_s):
                     part = await anext(parts, None)
+                num_bytes += len(part or b"")
+                if num_bytes >= PROGRESS_BYTES:
+                    deadline.reschedule(asyncio.get_running_loop().time() + PROGRESS_S)
+                    num_bytes = 0
                 content += form.feed(part or b"")
                 if len(content) >= WRITTEN_BYTES or part is None:
                     await _on_disk(upload.write, bytes(content))

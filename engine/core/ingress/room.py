@@ -1,16 +1,18 @@
 """Limits the concurrent requests of an ingress replica, and of each tenant.
 
+Among several tenants none fills the limit alone: a tenant holds at most as many as it leaves free (`Shares.may_take`).
+
 A request counts from before its prompt is tokenized to its end, so that a burst is refused before it costs anything.
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.core.errors import OverloadedError, RequestError
-from engine.core.tenants import Tenant
+from engine.core.shares import Shares
+from engine.core.tenants import Tenant, Tenants
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +38,13 @@ class Permit:
 class Room:
     """A limit of `max_requests` permits, and of each tenant's own `Tenant.max_requests`."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, tenants: Tenants | None = None) -> None:
+        """`tenants`: those that share the limit."""
         self.max_requests = max_requests
+        self._tenants = tenants
         self._most_held = max_requests
         """The limit, or the permits that were held already when the limit was lowered."""
-        self._num_held: Counter[str] = Counter()
+        self._held = Shares()
         """Permits by tenant."""
 
     def limit(self, max_requests: int) -> None:
@@ -51,11 +55,11 @@ class Room:
     @property
     def num_held(self) -> int:
         """Permits that were acquired and not released."""
-        return self._num_held.total()
+        return self._held.total
 
     def held_by(self, tenant: Tenant) -> int:
         """Permits of one tenant that were acquired and not released."""
-        return self._num_held[tenant.name]
+        return self._held.used(tenant.name)
 
     def most(self, tenant: Tenant) -> int:
         """Permits that a tenant may hold at most."""
@@ -69,7 +73,7 @@ class Room:
             RequestError: `count` alone exceeds one of these limits.
         """
         self._require(count, tenant)
-        self._num_held[tenant.name] += count
+        self._held.add(tenant.name, count)
         return [Permit(tenant.name, self) for _ in range(count)]
 
     @contextmanager
@@ -84,11 +88,10 @@ class Room:
 
     def released(self, permit: Permit) -> None:
         """Count a permit less; called by the permit alone."""
-        self._num_held[permit.tenant] -= 1
+        self._held.add(permit.tenant, -1)
 
     def check_integrity(self) -> None:
-        """Assert that no tenant has released more permits than it acquired."""
-        assert all(count >= 0 for count in self._num_held.values())
+        """Assert that no more permits are held than the limit allowed. `Shares` counts no tenant below nothing."""
         assert self.num_held <= self._most_held
 
     def _require(self, count: int, tenant: Tenant) -> None:
@@ -102,9 +105,17 @@ class Room:
                 retry_after_s=1,
             )
 
+        num_own = self._held.used(tenant.name)
+        is_shared = self._tenants is not None and self._tenants.are_several
+        if is_shared and not self._held.may_take(tenant.name, count, self.max_requests):
+            raise OverloadedError(
+                f"{num_own} requests of '{tenant.name}' are under way, and the room that is left is for others; try "
+                "again later",
+                retry_after_s=1,
+            )
+
         if tenant.max_requests is None:
             return
-        num_own = self._num_held[tenant.name]
         if num_own + count > tenant.max_requests:
             raise OverloadedError(
                 f"{num_own} requests of '{tenant.name}' are under way and at most {tenant.max_requests} are "

@@ -1,16 +1,31 @@
 """Stored responses: bytes under names, each of which may go on from an earlier one. Never reads the bytes.
 
-A response and the responses before it are used together. When room is short, the least recently used response goes
-first; of responses used together, the last of the conversation goes first. So every response that an entry goes on from
+A response and the responses before it are used together. When room is short, the tenant furthest above its share
+(`engine.core.shares`) loses its least recently used response; of responses used together, the last of the conversation
+goes first. So every response that an entry goes on from
 is kept as long as the entry, unless a client deletes it.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.core.shares import Shares
+from engine.core.tenants import ANONYMOUS
 
 ENTRY_BYTES = 400
 """Bytes of an entry beside its data: names, times and place in the dictionary, some 350 bytes in CPython."""
+
+
+class KeptEntry(NamedTuple):
+    """A response as another store takes it over."""
+
+    name: bytes
+    parent: bytes | None
+    data: bytes
+    used_at: float
+    tenant: str = ANONYMOUS.name
 
 
 @dataclass(slots=True)
@@ -18,6 +33,11 @@ class _Entry:
     parent: bytes | None
     data: bytes
     used_at: float
+    tenant: str
+
+    @property
+    def cost(self) -> int:
+        return ENTRY_BYTES + len(self.data)
 
 
 class ResponseStore:
@@ -31,8 +51,10 @@ class ResponseStore:
         self._ttl_s = ttl_s
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         """The least recently used first."""
-        self.num_bytes = 0
-        """Memory of all entries."""
+        self._order: dict[str, OrderedDict[bytes, None]] = {}
+        """The names of each tenant's entries, in the same order."""
+        self._shares = Shares()
+        """Memory of the entries by tenant."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -40,8 +62,18 @@ class ResponseStore:
     def __contains__(self, name: bytes) -> bool:
         return name in self._entries
 
-    def keep(self, name: bytes, parent: bytes | None, data: bytes, now: float) -> bool:
-        """Keep a response under a new name; False if its data exceed the budget, or the parent is gone.
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all entries."""
+        return self._shares.total
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Share by other weights of tenants, from the next response on."""
+        self._shares.weigh(weights)
+
+    def keep(self, name: bytes, parent: bytes | None, data: bytes, now: float, tenant: str = ANONYMOUS.name) -> bool:
+        """Keep a response under a new name; False if there is no room for it in the tenant's share, or the parent is
+        gone.
 
         A name stands for one response for ever: the end of a stream that was resumed may keep the response again, and
         then the first one stays.
@@ -55,28 +87,30 @@ class ResponseStore:
         if cost > self._budget_bytes or (parent is not None and parent not in self._entries):
             return False
 
-        self._entries[name] = _Entry(parent, data, now)
-        self.num_bytes += cost
+        self._add(name, _Entry(parent, data, now, tenant))
         self._use(name, now)
         self._make_room()
         return name in self._entries
 
-    def entries(self) -> list[tuple[bytes, bytes | None, bytes, float]]:
+    def entries(self) -> list[KeptEntry]:
         """All responses as `restore` takes them."""
-        return [(name, entry.parent, entry.data, entry.used_at) for name, entry in self._entries.items()]
+        return [
+            KeptEntry(name, entry.parent, entry.data, entry.used_at, entry.tenant)
+            for name, entry in self._entries.items()
+        ]
 
-    def restore(self, entries: Iterable[tuple[bytes, bytes | None, bytes, float]], now: float) -> None:
-        """Take over the responses of an earlier store: name, parent, data and time of the last use, the least recently
-        used first. They count as used before the responses that are here already."""
-        newer, self._entries = self._entries, OrderedDict()
+    def restore(self, entries: Iterable[KeptEntry], now: float) -> None:
+        """Take over the responses of an earlier store, the least recently used first. They count as used before the
+        responses that are here already."""
+        newer, self._entries, self._order = self._entries, OrderedDict(), {}
+        self._shares.clear()
         latest = min([entry.used_at for entry in newer.values()], default=now)
-        for name, parent, data, used_at in entries:
+        for name, parent, data, used_at, tenant in entries:
             if name not in newer:
-                self._entries[name] = _Entry(parent, data, min(used_at, latest))
-                self.num_bytes += ENTRY_BYTES + len(data)
+                self._add(name, _Entry(parent, data, min(used_at, latest), tenant))
                 self._use(name, min(used_at, latest))
         for name, entry in newer.items():
-            self._entries[name] = entry
+            self._add(name, entry)
             self._use(name, entry.used_at)
         self._make_room()
         self.forget_expired(now)
@@ -99,8 +133,11 @@ class ResponseStore:
 
     def check_integrity(self) -> None:
         """Assert that the memory is the entries' and within the budget, and that the order is that of use."""
-        assert self.num_bytes == sum(ENTRY_BYTES + len(entry.data) for entry in self._entries.values())
-        assert self.num_bytes <= self._budget_bytes
+        assert self.num_bytes == sum(entry.cost for entry in self._entries.values()) <= self._budget_bytes
+        for tenant, order in self._order.items():
+            assert list(order) == [name for name, entry in self._entries.items() if entry.tenant == tenant]
+            assert self._shares.used(tenant) == sum(self._entries[name].cost for name in order)
+        assert sum(map(len, self._order.values())) == len(self._entries)
         times = [entry.used_at for entry in self._entries.values()]
         assert times == sorted(times)
 
@@ -126,11 +163,22 @@ class ResponseStore:
         for each in self.path(name):
             self._entries[each].used_at = now
             self._entries.move_to_end(each)
+            self._order[self._entries[each].tenant].move_to_end(each)
 
     def _make_room(self) -> None:
         while self.num_bytes > self._budget_bytes:
-            self._drop(next(iter(self._entries)))
+            self._drop(next(iter(self._order[self._shares.first_to_give()])))
+
+    def _add(self, name: bytes, entry: _Entry) -> None:
+        self._entries[name] = entry
+        self._order.setdefault(entry.tenant, OrderedDict())[name] = None
+        self._shares.add(entry.tenant, entry.cost)
 
     def _drop(self, name: bytes) -> None:
-        self.num_bytes -= ENTRY_BYTES + len(self._entries.pop(name).data)
+        entry = self._entries.pop(name)
+        order = self._order[entry.tenant]
+        del order[name]
+        if not order:
+            del self._order[entry.tenant]
+        self._shares.add(entry.tenant, -entry.cost)
         self._dropped(name)

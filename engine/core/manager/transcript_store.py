@@ -2,62 +2,90 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from engine.core.shares import Shares
+from engine.core.tenants import ANONYMOUS
 
 ENTRY_BYTES = 256
 """Bytes of an entry beside its ids: key, array and place in the dictionary, some 210 bytes in CPython."""
 
 
 class TranscriptStore:
-    """Token ids of answers by name; the least recently used go first when `budget_bytes` are exceeded."""
+    """Token ids of answers by name. When `budget_bytes` are exceeded, the tenant furthest above its share loses its
+    least recently used entry."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._token_ids: OrderedDict[bytes, array[int]] = OrderedDict()
-        self.num_bytes = 0
-        """Memory of all entries."""
+        self._tenant_of: dict[bytes, str] = {}
+        self._token_ids: dict[str, OrderedDict[bytes, array[int]]] = {}
+        """By tenant; of each the least recently used first."""
+        self._shares = Shares()
+        """Memory of the entries by tenant."""
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        return len(self._tenant_of)
 
-    def keep(self, name: bytes, token_ids: "array[int]") -> bool:
-        """Keep ids under a new name; False if the ids exceed the budget."""
-        assert name not in self._token_ids, "a name stands for the same ids for ever"
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all entries."""
+        return self._shares.total
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Share by other weights of tenants, from the next entry on."""
+        self._shares.weigh(weights)
+
+    def keep(self, name: bytes, token_ids: "array[int]", tenant: str = ANONYMOUS.name) -> bool:
+        """Keep ids under a new name; False if there is no room for them in the tenant's share."""
+        assert name not in self._tenant_of, "a name stands for the same ids for ever"
         cost = _cost(token_ids)
         if cost > self._budget_bytes:
             return False
-        self._token_ids[name] = token_ids
-        self.num_bytes += cost
+        self._tenant_of[name] = tenant
+        self._token_ids.setdefault(tenant, OrderedDict())[name] = token_ids
+        self._shares.add(tenant, cost)
         while self.num_bytes > self._budget_bytes:
-            self.num_bytes -= _cost(self._token_ids.popitem(last=False)[1])
-        return True
+            self._drop_oldest(self._shares.first_to_give())
+        return name in self._tenant_of
 
     def find(self, name: bytes) -> "array[int] | None":
         """The ids under a name."""
-        token_ids = self._token_ids.get(name)
-        if token_ids is not None:
-            self._token_ids.move_to_end(name)
-        return token_ids
+        tenant = self._tenant_of.get(name)
+        if tenant is None:
+            return None
+        self._token_ids[tenant].move_to_end(name)
+        return self._token_ids[tenant][name]
 
-    def entries(self) -> "list[tuple[bytes, array[int]]]":
-        """All names with their ids, the least recently used first."""
-        return list(self._token_ids.items())
+    def entries(self) -> "list[tuple[bytes, array[int], str]]":
+        """All names with their ids and tenants, of each tenant the least recently used first."""
+        return [(name, ids, tenant) for tenant, own in self._token_ids.items() for name, ids in own.items()]
 
-    def restore(self, entries: "Iterable[tuple[bytes, array[int]]]") -> None:
-        """Take over the entries of an earlier store, the least recently used first."""
-        for name, token_ids in entries:
-            if name not in self._token_ids:
-                self.keep(name, token_ids)
+    def restore(self, entries: "Iterable[tuple[bytes, array[int], str]]") -> None:
+        """Take over the entries of an earlier store, as `entries` gives them."""
+        for name, token_ids, tenant in entries:
+            if name not in self._tenant_of:
+                self.keep(name, token_ids, tenant)
 
     def clear(self) -> None:
         """Forget everything."""
+        self._tenant_of.clear()
         self._token_ids.clear()
-        self.num_bytes = 0
+        self._shares.clear()
 
     def check_integrity(self) -> None:
-        """Assert that the memory is the entries' and within the budget."""
-        assert self.num_bytes == sum(map(_cost, self._token_ids.values()))
+        """Assert that the memory is the entries' and within the budget, and that each entry is its tenant's."""
+        assert self._tenant_of == {name: tenant for name, _, tenant in self.entries()}
+        for tenant, own in self._token_ids.items():
+            assert own and self._shares.used(tenant) == sum(map(_cost, own.values()))
         assert self.num_bytes <= self._budget_bytes
+
+    def _drop_oldest(self, tenant: str) -> None:
+        own = self._token_ids[tenant]
+        name, token_ids = own.popitem(last=False)
+        if not own:
+            del self._token_ids[tenant]
+        del self._tenant_of[name]
+        self._shares.add(tenant, -_cost(token_ids))
 
 
 def _cost(token_ids: "array[int]") -> int:
