@@ -20,15 +20,14 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from actors.host import CHECK_TIMEOUT_S, ActorHost
-from actors.hosted import MANAGER_CPUS
-from actors.ingress.app import Ingress
 from actors.scaling import scaled
 from configs import Config, load_config
 from configs.pools import WorkerSection
 from configs.schema import CacheSection
-from configs.sections import INGRESS, MANAGER, DeploymentPart, parts
+from configs.sections import CHECK_TIMEOUT_S, INGRESS, MANAGER, MANAGER_CPUS, DeploymentPart, parts
 
+INGRESS_CLASS, HOST_CLASS = "actors.ingress.app.Ingress", "actors.host.ActorHost"
+"""Classes of the deployments, which Serve imports in the replicas: whoever deploys needs neither, and seconds less."""
 HOST_CPUS = 0.01
 """CPUs of a host, which only starts and watches its child; the child holds the worker's own reservation."""
 NUM_BUNDLES = 2
@@ -60,8 +59,7 @@ def compose(config: Config) -> Application:
     hosts += [_worker_host(role, section) for role, section in config.workers.sections.items()]
     bound = [_with(host, found[host.name]).bind(host.name, found[host.name].arguments) for host in hosts]
 
-    deployment: Any = serve.deployment(Ingress)
-    ingress = deployment.options(
+    ingress = _deployment(INGRESS_CLASS).options(
         name=INGRESS,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_actor_options(config.ingress.num_cpus, config.ingress.label_selector),
@@ -122,8 +120,7 @@ def _on_labelled(host: Any, label_selector: dict[str, str]) -> Any:
 
 
 def _host(name: str, bundles: list[dict[str, float]]) -> Any:
-    deployment: Any = serve.deployment(ActorHost)
-    return deployment.options(
+    return _deployment(HOST_CLASS).options(
         name=name,
         placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",
@@ -134,6 +131,15 @@ def _host(name: str, bundles: list[dict[str, float]]) -> Any:
         graceful_shutdown_timeout_s=60,
         max_constructor_retry_count=3,
     )
+
+
+def _deployment(path: str) -> Any:
+    """A deployment of the class of this name. `serve.deployment` takes classes alone, its result takes names, too."""
+
+    class Named: ...
+
+    deployment: Any = serve.deployment(Named)
+    return deployment.options(func_or_class=path)
 
 
 def _actor_options(num_cpus: float, label_selector: dict[str, str]) -> dict[str, Any]:

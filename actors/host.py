@@ -40,13 +40,11 @@ from actors.messages import STARTING_REPORT_S
 from actors.names import announce_manager, incarnation_name
 from actors.rpc import ActorClient, ManagerClient, find_manager
 from actors.scaling import MAY_SHRINK, WANTED
-from configs.sections import MANAGER
+from configs.sections import CHECK_TIMEOUT_S, MANAGER
 from engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
-CHECK_TIMEOUT_S = 60
-"""A child that answers nothing for so long hangs. An engine answers between two steps, and a step may take seconds."""
 RESTART_TIMEOUT_S = 1800
 """Limit of a child's start, from its creation to a loaded model and a laid-out pool."""
 RETRY_S = 0.5

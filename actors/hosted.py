@@ -18,7 +18,7 @@ from actors.rpc import ActorClient, ManagerClient, WorkerClient
 from actors.runtime import RayRuntime
 from actors.worker.worker import WORKER_CLASSES
 from configs.schema import LoggingSection
-from configs.sections import MANAGER, ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
+from configs.sections import MANAGER, MANAGER_CPUS, ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
 from configs.settings import answer_bytes, objectives, settings_of, sharing, step_limits
 from engine.core.costs import WorkerCosts
 from engine.core.manager.elastic import PoolLimits
@@ -28,8 +28,6 @@ from engine.core.types import Role
 
 MIB = 1 << 20
 MAX_CONCURRENT_CALLS = 10_000
-MANAGER_CPUS = 0.1
-"""Reserved for the manager and its standby, half for each."""
 
 L = TypeVar("L", ManagerLive, WorkerLive)
 
@@ -155,11 +153,12 @@ class HostedWorker(Hosted):
                 num_cpus=section.num_cpus,
                 num_gpus=section.num_gpus,
                 resources=section.resources,
-                runtime_env={"env_vars": thread_environment(section.num_threads)},
             )
         )
         settings, runtime = settings_of(self._arguments, self._live), RayRuntime(self._app_name)
-        return WorkerClient(actor.remote(settings, self._role, self.actor_id, epoch, runtime, self.logs))
+        num_threads = section.num_threads or len(os.sched_getaffinity(0))
+        handle = actor.remote(settings, self._role, self.actor_id, epoch, runtime, self.logs, num_threads=num_threads)
+        return WorkerClient(handle)
 
     def tell(self, child: ActorClient) -> Awaitable[None]:
         worker = WorkerClient(child.handle)
@@ -171,12 +170,6 @@ def hosted(kind: str, arguments: Mapping[str, Any], replica: str, app_name: str)
     if kind == MANAGER:
         return HostedManager(arguments, app_name)
     return HostedWorker(Role(kind), arguments, f"{kind}-{replica}", app_name)
-
-
-def thread_environment(num_threads: int) -> dict[str, str]:
-    """Number of threads a worker computes with (Ray would set one). The threads of torch's own operations sleep between
-    them, because workers on one machine share its cores; the kernels have threads of their own."""
-    return {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(num_threads or len(os.sched_getaffinity(0)))}
 
 
 def _present(live: L | None) -> L:

@@ -53,6 +53,16 @@ Ts = TypeVarTuple("Ts")
 REPORT_S = 0.5
 
 
+def compute_with(num_threads: int) -> None:
+    """Set the number of threads that this process computes with, which Ray has set to one; before torch is imported.
+
+    The threads of torch's own operations sleep between them, because workers on one machine share its cores; the
+    kernels have threads of their own. Ray's `runtime_env` would say the same to a process that is started for it, while
+    Ray has processes at hand that wait for work.
+    """
+    os.environ.update(OMP_WAIT_POLICY="passive", OMP_NUM_THREADS=str(num_threads))
+
+
 class Worker(Registering):
     """One engine and its streams. `epoch` tells this incarnation from earlier ones of the same id."""
 
@@ -64,8 +74,13 @@ class Worker(Registering):
         epoch: int,
         runtime: Runtime,
         logs: LoggingSection = DEFAULTS,
+        *,
+        num_threads: int | None = None,
     ) -> None:
+        """`num_threads` is the number of threads that this process computes with; None leaves the process as it is."""
         log_to_ray(role, logs, worker=worker_id)
+        if num_threads is not None:
+            compute_with(num_threads)
         self._role = role
         self._worker_id = worker_id
         self._runtime = runtime

@@ -265,6 +265,16 @@ def test_what_computes_nothing_starts_without_torch(module: str) -> None:
     assert not loaded_by(module) & {"torch", "triton", "transformers"}
 
 
+@pytest.mark.parametrize("module", ["cli.serve", "cli.deploy", "cli.batch"])
+def test_commands_read_a_configuration_before_they_load_ray_or_torch(module: str) -> None:
+    assert not loaded_by(module) & {"ray", "torch", "transformers", "fastapi"}
+
+
+def test_whoever_deploys_does_not_load_what_runs_in_replicas() -> None:
+    loaded = loaded_by("serve_app")
+    assert not {name for name in loaded if name.startswith(("actors.ingress", "actors.host", "engine.model"))}
+
+
 def test_other_programs_import_raydix_quickly() -> None:
     assert not loaded_by("raydix") & {"ray", "torch", "transformers", "numpy"}
 

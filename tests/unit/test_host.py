@@ -1,6 +1,9 @@
 """A host that starts its actor, replaces the actor, and says when it cannot. There is no Ray here."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -436,3 +439,17 @@ def test_the_managers_host_ends_at_once(scene: Scene) -> None:
         assert (await start(MANAGER)).__del__() is None
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_worker_computes_with_its_own_number_of_threads(num_threads: int) -> None:
+    """In a process that Ray has started before it knew of the worker, and in which Ray has set another number."""
+    program = f"from actors.worker.worker import compute_with; compute_with({num_threads}); import torch; "
+    done = subprocess.run(
+        [sys.executable, "-c", program + "print(torch.get_num_threads())"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "3"},
+        check=True,
+    )
+    assert done.stdout.split() == [str(num_threads)]

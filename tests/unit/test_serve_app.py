@@ -7,13 +7,15 @@ from ray.serve._private.application_state import override_deployment_info
 from ray.serve._private.build_app import build_app
 from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve._private.http_util import ASGIAppReplicaWrapper
+from ray.serve._private.replica import _load_deployment_def_from_import_path
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
 from cli.cluster import SERVE_SWITCHES
 from configs import Config
 from configs.sections import INGRESS, MANAGER
-from serve_app import STREAM_S, compose, versions
+from serve_app import HOST_CLASS, INGRESS_CLASS, STREAM_S, compose, versions
 
 BASE: dict[str, Any] = {"workers": {"prefill": {}, "decode": {}}}
 
@@ -55,6 +57,14 @@ def test_serve_restarts_what_it_must_and_reconfigures_the_rest(
     assert {name for name in after if before[name].requires_actor_reconfigure(after[name])} - restarts == reconfigured
     old, new = (versions(Config.model_validate({**BASE, **each})) for each in ({}, sections))
     assert {name for name in new if new[name] != old[name]} == restarted, "what raydix deploy tells"
+
+
+def test_the_classes_that_replicas_import_by_name_are_there() -> None:
+    """As a replica loads them."""
+    for path in (INGRESS_CLASS, HOST_CLASS):
+        found: Any = _load_deployment_def_from_import_path(path)
+        assert f"{found.__module__}.{found.__qualname__}" == path
+        assert issubclass(found, ASGIAppReplicaWrapper) == (path == INGRESS_CLASS)
 
 
 def elastic(**section: Any) -> dict[str, Any]:
