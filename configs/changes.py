@@ -65,7 +65,8 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
     "slo": {Effect.IN_PLACE: "ttft_ms tpot_ms when_late"},
     "ingress": {
         Effect.NUMBER: "replicas",
-        Effect.IN_PLACE: "max_queued_requests max_body_bytes body_timeout_s max_waiting_mib any_content_type",
+        Effect.IN_PLACE: "max_queued_requests max_body_bytes body_timeout_s max_waiting_mib answer_mib "
+        "any_content_type",
         Effect.INGRESS: "num_cpus label_selector",
     },
     "http": {

@@ -240,6 +240,13 @@ class IngressSection(Section):
         description="Bodies that a replica holds while they arrive, and again while they wait to be read, in MiB; "
         "the largest get 429.",
     )
+    answer_mib: int = Field(
+        default=256,
+        ge=1,
+        description="Memory of a replica for large answers under way, with up to a million log-probabilities or "
+        "thousands of vectors, in MiB; a request for another one waits, and one tenant gets at most as much as stays "
+        "free for others.",
+    )
     any_content_type: bool = Field(
         default=False,
         description="Take bodies that are not declared to be JSON, which web pages of other sites can send, too.",

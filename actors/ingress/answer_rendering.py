@@ -1,23 +1,24 @@
 """From text to the answers of APIs that have one choice, whole and as streams (`engine.api.answers`)."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 
-from actors.ingress.job import Answer, Job
-from actors.ingress.renderer import Renderer
-from actors.ingress.rendering import Pieces, Rendering, stream_of
+from actors.ingress.job import Job
+from actors.ingress.renderer import Body, Renderer
+from actors.ingress.rendering import Pieces, Rendering, is_large, stream_of
 from actors.ingress.stored_responses import StoredResponses
 from engine.api.answers import AnswerContext, AnswerWriter
 from engine.api.anthropic.answers import MessageWriter
 from engine.api.assembler import Piece
 from engine.api.openai_responses.answers import ResponseWriter
-from engine.api.responses import Choice, Json
-from engine.api.spec import Api, GenerationSpec
+from engine.api.responses import Choice, Json, Usage
+from engine.api.slices import whole
+from engine.api.spec import Api
 from engine.api.wire import WireFormat
 
 
 class AnswerRenderer:
-    """Renders one job with a writer of its API. `pieces` runs the choice, `choice_of` describes its end, before which
+    """Renders one job with a writer of its API. `pieces` runs the choice, `rendering` describes its end, before which
     `on_end` is awaited."""
 
     def __init__(
@@ -25,14 +26,14 @@ class AnswerRenderer:
         job: Job,
         writer: AnswerWriter,
         pieces: Pieces,
-        choice_of: Callable[[GenerationSpec, Answer], Choice],
+        rendering: Rendering,
         on_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         [self._answer] = job.answers
         self._job = job
         self._writer = writer
         self._pieces = pieces
-        self._choice_of = choice_of
+        self._rendering = rendering
         self._on_end = on_end
 
     @property
@@ -40,11 +41,13 @@ class AnswerRenderer:
         """Form of errors in the answer's stream."""
         return self._writer.wire
 
-    async def body(self) -> bytes:
+    async def body(self) -> Body:
         """The response of a job that has been collected."""
         if self._on_end is not None:
             await self._on_end()
-        return self._writer.body(self._choice(), self._job.usage())
+        if is_large([self._job]):
+            return self._rendering.thread.slices(self._ending(self._writer.body))
+        return b"".join(self._ending(self._writer.body))
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Run the job; yields its events but the last. Errors as `pieces`."""
@@ -58,19 +61,29 @@ class AnswerRenderer:
                 answer.logprobs += piece.logprobs
             return self._writer.piece(piece)
 
-        async with aclosing(stream_of(self._job, answer, self._pieces(answer), opening=opening, event=event)) as stream:
+        events = stream_of(
+            self._rendering.thread, self._job, answer, self._pieces(answer), opening=opening, event=event
+        )
+        async with aclosing(events) as stream:
             async for data in stream:
                 yield data
 
         if self._on_end is not None:
             await self._on_end()
 
-    def end(self) -> bytes:
+    async def end(self) -> AsyncGenerator[bytes]:
         """The last events of a stream whose choice is finished."""
-        return self._writer.end(self._choice(), self._job.usage())
+        events = self._ending(self._writer.end)
+        if is_large([self._job]):
+            async for data in self._rendering.thread.slices(events):
+                yield data
+        else:
+            yield b"".join(events)
 
-    def _choice(self) -> Choice:
-        return self._choice_of(self._job.spec, self._answer)
+    def _ending(self, write: Callable[[Choice, Usage], Iterator[bytes]]) -> Iterator[bytes]:
+        """What a method of the writer makes of the finished choice; nothing is done before the first slice is asked
+        for."""
+        yield from write(self._rendering.choice(self._job.spec, self._answer), self._job.usage())
 
 
 def renderers(
@@ -79,7 +92,7 @@ def renderers(
     """The renderer of a job, by the API of its request."""
 
     def of_message(job: Job) -> Renderer:
-        return AnswerRenderer(job, MessageWriter(_context_of(job, rendering)), pieces, rendering.choice)
+        return AnswerRenderer(job, MessageWriter(_context_of(job, rendering)), pieces, rendering)
 
     def of_response(job: Job) -> Renderer:
         writer = ResponseWriter(_context_of(job, rendering))
@@ -87,13 +100,13 @@ def renderers(
         async def keep() -> None:
             await _keep(job, writer, rendering, responses)
 
-        return AnswerRenderer(job, writer, pieces, rendering.choice, on_end=keep)
+        return AnswerRenderer(job, writer, pieces, rendering, on_end=keep)
 
     return {"openai": rendering.of, "messages": of_message, "responses": of_response}
 
 
 def _context_of(job: Job, rendering: Rendering) -> AnswerContext:
-    render = rendering.logprobs_renderer(job.spec)
+    render = rendering.logprobs_renderer(job.spec, slices=False)
 
     def logprobs(piece: Piece) -> Json:
         assert render is not None
@@ -116,6 +129,10 @@ async def _keep(job: Job, writer: ResponseWriter, rendering: Rendering, response
         return
     [answer] = job.answers
     answer.message_id = job.head.id
-    response = writer.response(rendering.choice(job.spec, answer), job.usage())
-    if not await responses.keep(job, response):
+
+    def response() -> bytes:
+        return whole(writer.response(rendering.choice(job.spec, answer), job.usage()))
+
+    text = await rendering.thread.run(response) if is_large([job]) else response()
+    if not await responses.keep(job, text):
         answer.message_id = None

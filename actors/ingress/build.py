@@ -20,6 +20,7 @@ from actors.ingress.preparation import Preparation, PreparationFacts
 from actors.ingress.reader_pool import RequestReader
 from actors.ingress.reader_work import ReadingFacts
 from actors.ingress.refusals import Refusals
+from actors.ingress.render_thread import RenderThread
 from actors.ingress.rendering import Rendering
 from actors.ingress.served_model import ServedModel
 from actors.ingress.stored_responses import StoredResponses
@@ -35,6 +36,7 @@ from engine.batches.file_store import StoreLimits
 from engine.batches.lines import LineLimits
 from engine.core.errors import RequestError, StartupError
 from engine.core.hashing import root_hash
+from engine.core.ingress.answer_room import AnswerRoom
 from engine.core.ingress.cluster_view import ModelFacts
 from engine.core.ingress.parsers import TOOL_FORMATS, ToolFormat
 from engine.core.ingress.room import Room
@@ -79,7 +81,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str) -> Fronten
     chats = _chats(model, Transcripts(manager, root, metrics.looked_up), reader=reader, dispatcher=dispatcher)
     responses = StoredResponses(manager, root, chats.shown)
     output = OutputProcessor(dispatcher.generate, dispatcher.stopped, chats, prefix_caching=config.cache.prefix_caching)
-    rendering = Rendering(output.pieces, model.vocabulary.bytes_of)
+    rendering = Rendering(output.pieces, model.vocabulary.bytes_of, RenderThread())
     parts = FrontendParts(
         model=model.served,
         tenants=all_tenants,
@@ -100,6 +102,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str) -> Fronten
         output=output,
         responses=responses,
         rendering=rendering,
+        answer_room=AnswerRoom(replica_limits(config).answer_bytes),
         renderers=renderers(rendering, output.pieces, responses),
         accounting=Accounting(metrics, Refusals()),
         metrics=_cluster_metrics(metrics, manager, dispatcher, replica_id=replica_id, runtime=runtime),
@@ -134,7 +137,8 @@ def batch_settings(config: Config) -> BatchSettings:
 
 def replica_limits(config: Config) -> Limits:
     """Limits of one replica."""
-    return Limits(config.ingress.max_queued_requests, config.ingress.max_waiting_mib << 20)
+    section = config.ingress
+    return Limits(section.max_queued_requests, section.max_waiting_mib << 20, section.answer_mib << 20)
 
 
 def identity_of(config: Config) -> ModelIdentity:

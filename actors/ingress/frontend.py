@@ -7,7 +7,7 @@ A request goes down once, through `Preparation`, and its answer comes up once, t
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, closing, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -19,7 +19,7 @@ from actors.ingress.job import Job
 from actors.ingress.output import OutputProcessor
 from actors.ingress.preparation import Preparation
 from actors.ingress.reader_pool import RequestReader
-from actors.ingress.renderer import Renderer
+from actors.ingress.renderer import Body, Renderer, joined
 from actors.ingress.rendering import Rendering
 from actors.ingress.served_model import ServedModel
 from actors.ingress.stored_responses import StoredResponses
@@ -31,9 +31,13 @@ from engine.api.responses import Json, model_object
 from engine.api.routes import Route
 from engine.api.spec import Api
 from engine.core.errors import RaydixError, ServiceError
+from engine.core.ingress.answer_room import AnswerRoom, Claim
 from engine.core.ingress.room import Room
 from engine.core.objectives import NO_OBJECTIVES, Objectives
 from engine.core.tenants import Tenant, Tenants
+
+SMALL_BYTES = 1 << 20
+"""Answers below this size claim no memory: the limit of requests bounds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Limits:
     max_requests: int
     max_waiting_bytes: int
     """Bytes of the requests that wait to be read."""
+    answer_bytes: int
+    """Bytes of large answers under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class FrontendParts:
     output: OutputProcessor
     responses: StoredResponses
     rendering: Rendering
+    answer_room: AnswerRoom
     renderers: Mapping[Api, Callable[[Job], Renderer]]
     accounting: Accounting
     metrics: ClusterMetrics
@@ -81,6 +88,7 @@ class Frontend:
         self._preparation = parts.preparation
         self._output = parts.output
         self._rendering = parts.rendering
+        self._answer_room = parts.answer_room
         self._renderers = parts.renderers
         self.responses = parts.responses
 
@@ -93,6 +101,7 @@ class Frontend:
         """Take other limits and know these tenants alone, from the next request on; requests under way go on."""
         self._preparation.limit(limits.max_requests)
         self._reader.limit(limits.max_waiting_bytes)
+        self._answer_room.limit(limits.answer_bytes)
         self.tenants.change(tenants, name_of_key)
         self.accounting.know(self.tenants.names)
 
@@ -166,11 +175,27 @@ class Frontend:
                 stack.enter_context(self.accounted(job))
             yield
 
+    @asynccontextmanager
+    async def answer_room(self, *jobs: Job) -> AsyncGenerator[None]:
+        """Hold memory for the jobs' answers, where they may be large, until the block ends; waits for it first."""
+        num_bytes = sum(job.held_bytes(self._model.hidden_size) for job in jobs)
+        if num_bytes < SMALL_BYTES:
+            yield
+            return
+        granted = asyncio.Event()
+        claim = Claim(jobs[0].tenant.name, num_bytes, granted.set)
+        self._answer_room.ask(claim)
+        try:
+            await granted.wait()
+            yield
+        finally:
+            self._answer_room.leave(claim)
+
     async def collect_all(self, jobs: Sequence[Job]) -> None:
         """Run jobs beside each other; errors as `collect`."""
         await self._output.collect_all(jobs)
 
-    def conversations_body(self, jobs: Sequence[Job]) -> bytes:
+    async def conversations_body(self, jobs: Sequence[Job]) -> Body:
         """The HTTP response of finished jobs, one for each of several conversations."""
         return self._rendering.conversations_body(jobs)
 
@@ -185,12 +210,17 @@ class Frontend:
     async def events(self, job: Job, renderer: Renderer) -> AsyncGenerator[bytes]:
         """Run a job; yields the server-sent events of its response, and accounts for the request. Errors as
         `collect`."""
-        with self.accounted(job):
-            async with aclosing(renderer.events()) as events:
-                async for data in events:
-                    yield data
-            last = renderer.end()
-            yield last if job.event_ids is None else job.event_ids.mark_end(last)
+        async with self.answer_room(job):
+            with self.accounted(job):
+                async with aclosing(renderer.events()) as events:
+                    async for data in events:
+                        yield data
+                if job.event_ids is not None:
+                    yield job.event_ids.mark_end(await joined(renderer.end()))
+                    return
+                async with aclosing(renderer.end()) as events:
+                    async for data in events:
+                        yield data
 
     # Batches
 
@@ -200,8 +230,9 @@ class Frontend:
         try:
             job = await self._preparation.of_line(route, body, tenant, name)
             with self.accounted(job):
-                await self._output.collect(job)
-            return LineAnswer(HTTPStatus.OK, name, await self._rendering.body(job))
+                async with self.answer_room(job):
+                    await self._output.collect(job)
+                    return LineAnswer(HTTPStatus.OK, name, await joined(self._rendering.body(job)))
         except RaydixError as error:
             self.accounting.refused(error, BATCH)
             return failed_answer(error, name)
@@ -225,8 +256,9 @@ class Frontend:
         with self.accounting.handle():
             job = await self._prepare(as_generate_request(request), stream=False)
             with self.accounted(job):
-                await self._output.collect(job)
-            return self._rendering.response(job)
+                async with self.answer_room(job):
+                    await self._output.collect(job)
+            return await self._rendering.response(job)
 
     async def embed(self, request: EmbedRequest | Mapping[str, object]) -> EmbedResponse:
         """Embed the inputs of one request; errors as `generate`."""
@@ -234,7 +266,8 @@ class Frontend:
             valid = as_embed_request(request)
             job = await self._preparation.of_spec(valid.spec(), self.tenants.named(valid.tenant))
             with self.accounted(job):
-                await self._output.collect(job)
+                async with self.answer_room(job):
+                    await self._output.collect(job)
             return await asyncio.to_thread(self._rendering.embeddings, job)
 
     async def stream(self, request: GenerateRequest | Mapping[str, object]) -> AsyncGenerator[GenerateChunk]:
@@ -242,11 +275,12 @@ class Frontend:
         with self.accounting.handle():
             job = await self._prepare(as_generate_request(request), stream=True)
             is_first = True
-            with self.accounted(job):
-                async with aclosing(self._output.pieces(job.answers[0])) as pieces:
-                    async for piece in pieces:
-                        yield self._rendering.chunk(job, piece, is_first=is_first)
-                        is_first = False
+            async with self.answer_room(job):
+                with self.accounted(job):
+                    async with aclosing(self._output.pieces(job.answers[0])) as pieces:
+                        async for piece in pieces:
+                            yield self._rendering.chunk(job, piece, is_first=is_first)
+                            is_first = False
 
     async def _prepare(self, request: GenerateRequest, *, stream: bool) -> Job:
         tenant = self.tenants.named(request.tenant)

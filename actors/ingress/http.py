@@ -124,6 +124,34 @@ def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None
     return Response(body, status, headers, JSON)
 
 
+class SlicedResponse(Response):
+    """A JSON body that is sent slice by slice as it is made. When the client leaves, `slices` is closed; what
+    `held` holds is given back last."""
+
+    def __init__(self, slices: AsyncGenerator[bytes], held: contextlib.AsyncExitStack) -> None:
+        self._slices = slices
+        self._held = held
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.ensure_future(self._pump(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        finally:
+            async with self._held:
+                await _cancel(pump, gone)
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", JSON.encode())]})
+        async with contextlib.aclosing(self._slices) as slices:
+            async for data in slices:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def error_response(error: RaydixError, wire: WireFormat = OPENAI) -> Response:
     """An API's error object with the error's status."""
     headers = {}
@@ -160,7 +188,8 @@ class EventStreamResponse(Response):
         self._on_error = on_error
         self._on_end = on_end
         self._head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        self._is_started = self._is_over = False
+        self._is_started = self._is_over = self._is_inside = False
+        """Inside an event whose end has not been sent yet there is no sign of life."""
         self._sent_at = time.monotonic()
         self.background = None
 
@@ -199,6 +228,7 @@ class EventStreamResponse(Response):
             self._is_started = True
             await send({"type": "http.response.start", "status": 200, "headers": self._head})
         self._sent_at = time.monotonic()
+        self._is_inside = not data.endswith(b"\n\n")
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _comment(self, send: Send) -> None:
@@ -207,7 +237,9 @@ class EventStreamResponse(Response):
             await asyncio.sleep(self._sent_at + QUIET_S - time.monotonic())
             if self._is_over:
                 return
-            if time.monotonic() >= self._sent_at + QUIET_S:
+            if self._is_inside:
+                self._sent_at = time.monotonic()
+            elif time.monotonic() >= self._sent_at + QUIET_S:
                 await self._send(send, self._wire.waiting)
 
 

@@ -16,6 +16,15 @@ from engine.core.ingress.room import Permit
 from engine.core.tenants import Tenant
 from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 
+MANY_LISTED = 128
+"""Log-probabilities of a position above which they are most of an answer's memory."""
+LISTED_BYTES = 8
+"""Of one log-probability in an array, with its token's id."""
+SHOWN_BYTES = 128
+"""Of one as text, in the event or slice that is being made, at most."""
+SCORE_BYTES = 40
+"""Of one as Python objects."""
+
 
 @dataclass(slots=True, eq=False)
 class Answer:
@@ -61,8 +70,10 @@ class Answer:
                 self.successor.permit = permit
 
     def parts(self, events: list[TokenEvent]) -> Iterable[Sequence[TokenEvent]]:
-        """The events of each piece to make of events that came together."""
-        return [[event] for event in events] if self.is_by_token else [events]
+        """The events of each piece to make of events that came together: of a token where its log-probabilities are
+        many, so that an event of the stream has those of one position."""
+        is_by_token = self.is_by_token or (self.generation.sampling.logprobs or 0) > MANY_LISTED
+        return [[event] for event in events] if is_by_token else [events]
 
     @property
     def text(self) -> str:
@@ -132,6 +143,20 @@ class Job:
     """Tokens of the prompt before each of the request's marks."""
     event_ids: EventIds | None = None
     """Ids of the stream's events, if the request asks for ids."""
+
+    def held_bytes(self, hidden_size: int) -> int:
+        """Memory that the answers may need until they are sent, where it is much: for long lists of log-probabilities,
+        for those of a prompt, and for pooled hidden states of `hidden_size`."""
+        num_bytes = 0
+        for answer in self.answers:
+            sampling, num_prompt = answer.generation.sampling, len(answer.generation.prompt)
+            if (sampling.logprobs or 0) > MANY_LISTED:
+                num_bytes += sampling.max_tokens * (sampling.logprobs or 0) * LISTED_BYTES
+            if sampling.prompt_logprobs is not None:
+                num_bytes += num_prompt * (sampling.prompt_logprobs + 1) * SCORE_BYTES
+            if sampling.pooling is not None:
+                num_bytes += hidden_size * SCORE_BYTES // 2
+        return num_bytes + SHOWN_BYTES * max((a.generation.sampling.logprobs or 0 for a in self.answers), default=0)
 
     def close(self) -> None:
         """Release the permits of answers that will never run."""

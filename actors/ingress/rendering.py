@@ -1,20 +1,29 @@
 """From text to responses: OpenAI's completions and chats, whole and as streams, and the Python handle's."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
 from actors.ingress.job import Answer, Job
-from actors.ingress.renderer import Renderer
+from actors.ingress.render_thread import RenderThread
+from actors.ingress.renderer import Body, Renderer
 from actors.ingress.vectors import embedding_of, shown
 from engine.api.assembler import Piece
-from engine.api.embeddings import EmbedResponse, embeddings_body
+from engine.api.embeddings import EmbedResponse, embeddings_slices
 from engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
-from engine.api.logprobs import CompletionLogprobs, TokenBytes, chat_logprobs, prompt_logprobs
-from engine.api.responses import Choice, Json, response_body, total_usage
+from engine.api.logprobs import (
+    SMALL,
+    CompletionLogprobs,
+    TokenBytes,
+    TokenNames,
+    chat_logprobs,
+    num_listed,
+    prompt_logprobs,
+)
+from engine.api.responses import Choice, Json, response_body, response_slices, total_usage
 from engine.api.scoring import scores, scores_body
 from engine.api.spec import GenerationSpec
 from engine.api.stream import DONE, ChunkWriter, usage_event
@@ -33,41 +42,48 @@ class _JobRenderer:
     job: Job
     wire: WireFormat = OPENAI
 
-    async def body(self) -> bytes:
-        return await self.rendering.body(self.job)
+    async def body(self) -> Body:
+        return self.rendering.body(self.job)
 
     def events(self) -> AsyncGenerator[bytes]:
         return self.rendering.events(self.job)
 
-    def end(self) -> bytes:
-        return self.rendering.end_of_stream(self.job)
+    async def end(self) -> AsyncGenerator[bytes]:
+        yield self.rendering.end_of_stream(self.job)
 
 
 class Rendering:
     """Renders jobs. `pieces` runs a choice (`OutputProcessor.pieces`), `bytes_of` names a token."""
 
-    def __init__(self, pieces: Pieces, bytes_of: TokenBytes) -> None:
+    def __init__(self, pieces: Pieces, bytes_of: TokenBytes, thread: RenderThread) -> None:
         self._pieces = pieces
+        self._names = TokenNames(bytes_of)
         self.bytes_of = bytes_of
+        self.thread = thread
 
     # Whole answers
 
-    async def body(self, job: Job) -> bytes:
+    def body(self, job: Job) -> Body:
         """The HTTP response of a finished job."""
-        if job.spec.num_prompt_logprobs is None and not job.spec.has_inputs:
-            return self._body(job)
-        # Rendering a long prompt's log-probabilities, or many vectors, takes long enough to be felt by others' streams.
-        return await asyncio.to_thread(self._body, job)
+        if is_large([job]):
+            return self.thread.slices(self._slices(job))
+        if job.spec.has_inputs:
+            return b"".join(self._slices(job))
+        choices = [self.choice(job.spec, answer, index) for index, answer in enumerate(job.chosen())]
+        return response_body(job.head, choices, job.usage())
 
-    def response(self, job: Job) -> GenerateResponse:
+    async def response(self, job: Job) -> GenerateResponse:
         """The Python handle's response of a finished job."""
+        return await self.thread.run(partial(self._response, job)) if is_large([job]) else self._response(job)
+
+    def _response(self, job: Job) -> GenerateResponse:
         spec, answer = job.spec, job.chosen()[0]
         assert answer.finish is not None
         return GenerateResponse(
             request_id=job.request_id,
             text=answer.echo + answer.text if answer.message is None else answer.message.content,
             token_ids=tuple(answer.token_ids),
-            logprobs=tuple(answer.logprobs) if spec.sampling.logprobs is not None else None,
+            logprobs=_of_handle(answer.logprobs) if spec.sampling.logprobs is not None else None,
             prompt_logprobs=_prompt_logprobs(spec, answer),
             prompt_token_ids=answer.generation.prompt if spec.return_token_ids else None,
             finish_reason=answer.finish,
@@ -84,23 +100,32 @@ class Rendering:
         vectors = tuple(tuple(embedding_of(state, job.spec.embedding).tolist()) for state in job.pooled())
         return EmbedResponse(request_id=job.request_id, embeddings=vectors, usage=job.usage())
 
-    def _body(self, job: Job) -> bytes:
-        if job.spec.embedding is not None:
-            use = job.spec.embedding
-            vectors = [shown(embedding_of(state, use), use) for state in job.pooled()]
-            return embeddings_body(job.head, vectors, job.usage())
-        if job.spec.scoring is not None:
+    def _slices(self, job: Job) -> Iterator[bytes]:
+        if (use := job.spec.embedding) is not None:
+            yield from embeddings_slices(
+                job.head, lambda: (shown(embedding_of(state, use), use) for state in job.pooled()), job.usage()
+            )
+        elif job.spec.scoring is not None:
             found = [scores(job.spec.scoring, answer.logprobs[0]) for answer in job.answers]
-            return scores_body(job.head, job.spec.scoring.form, found, job.usage())
-        choices = [self.choice(job.spec, answer, index) for index, answer in enumerate(job.chosen())]
-        return response_body(job.head, choices, job.usage())
+            yield scores_body(job.head, job.spec.scoring.form, found, job.usage())
+        else:
+            chosen = job.chosen()
 
-    def conversations_body(self, jobs: Sequence[Job]) -> bytes:
+            def choice_of(index: int) -> Choice:
+                return self.choice(job.spec, chosen[index], index)
+
+            yield from response_slices(job.head, len(chosen), choice_of, job.usage())
+
+    def conversations_body(self, jobs: Sequence[Job]) -> Body:
         """The HTTP response of finished jobs with a conversation each: a choice for each. There is no one prompt whose
         token ids the response could have."""
-        choices = [self.choice(job.spec, job.answers[0], index) for index, job in enumerate(jobs)]
+
+        def choice_of(index: int) -> Choice:
+            return replace(self.choice(jobs[index].spec, jobs[index].answers[0], index), prompt_token_ids=None)
+
         usage = total_usage([job.usage() for job in jobs])
-        return response_body(jobs[0].head, [replace(choice, prompt_token_ids=None) for choice in choices], usage)
+        slices = response_slices(jobs[0].head, len(jobs), choice_of, usage)
+        return self.thread.slices(slices) if is_large(jobs) else b"".join(slices)
 
     def choice(self, spec: GenerationSpec, answer: Answer, index: int = 0) -> Choice:
         """A finished choice."""
@@ -156,7 +181,7 @@ class Rendering:
             reasoning=reasoning_of(piece.events),
             tool_calls=call_parts(piece.events, answer.message) if answer.message is not None and spec.tools else None,
             token_ids=piece.token_ids,
-            logprobs=piece.logprobs if spec.sampling.logprobs is not None else None,
+            logprobs=_of_handle(piece.logprobs) if spec.sampling.logprobs is not None else None,
             prompt_logprobs=_prompt_logprobs(spec, answer) if is_first else None,
             prompt_token_ids=answer.generation.prompt if is_first and spec.return_token_ids else None,
             finish_reason=piece.finish,
@@ -182,7 +207,7 @@ class Rendering:
                 return writer.text(piece.text) if piece.text else b""
             return _event(writer, spec, answer, piece, render)
 
-        return stream_of(job, answer, self._pieces(answer), opening=opening, event=event)
+        return stream_of(self.thread, job, answer, self._pieces(answer), opening=opening, event=event)
 
     async def _merged_events(self, job: Job) -> AsyncGenerator[bytes]:
         """Events of several choices, each as it comes."""
@@ -213,19 +238,43 @@ class Rendering:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def logprobs_renderer(self, spec: GenerationSpec) -> LogprobsRenderer | None:
-        """A function from token ids and log-probabilities to the response's object; None if none were asked for."""
+    def logprobs_renderer(self, spec: GenerationSpec, *, slices: bool = True) -> LogprobsRenderer | None:
+        """A function from token ids and log-probabilities to the response's object; None if none were asked for.
+        `slices`: parts of a large object may be `Sliced`."""
+        names = self._names if slices else None
         num_top = spec.sampling.logprobs
         if num_top is None:
             return None
         if spec.all_logprobs or spec.sampling.logprob_token_ids:
             num_top = None
         if spec.kind == "chat":
-            return partial(chat_logprobs, token_bytes=self.bytes_of, num_top=num_top, names_ids=spec.tokens_as_ids)
-        return CompletionLogprobs(self.bytes_of, num_top, names_ids=spec.tokens_as_ids).add
+            return partial(
+                chat_logprobs,
+                token_bytes=self.bytes_of,
+                num_top=num_top,
+                names_ids=spec.tokens_as_ids,
+                names=names,
+            )
+        return CompletionLogprobs(self.bytes_of, num_top, names_ids=spec.tokens_as_ids, names=names).add
+
+
+def is_large(jobs: Sequence[Job]) -> bool:
+    """True if rendering these finished jobs takes long enough to be felt by others' streams: counted as if it had so
+    many log-probabilities."""
+    num_listed_all = 0
+    for job in jobs:
+        for answer in job.answers:
+            num_listed_all += num_listed(answer.logprobs) + num_listed(answer.generation.prompt_logprobs)
+            if answer.generation.pooled is not None:
+                num_listed_all += len(answer.generation.pooled) // 16
+            if job.spec.return_token_ids:
+                num_listed_all += (len(answer.generation.prompt) + len(answer.token_ids)) // 8
+            num_listed_all += len(answer.echo) // 64 + len(answer.pieces) // 16
+    return num_listed_all > SMALL
 
 
 async def stream_of(
+    thread: RenderThread,
     job: Job,
     answer: Answer,
     pieces: AsyncGenerator[Piece],
@@ -234,17 +283,29 @@ async def stream_of(
     event: Callable[[Piece], bytes],
 ) -> AsyncGenerator[bytes]:
     """Run a choice; yields the events of each piece, before those of the first the `opening`, with ids where the stream
-    has any. Errors as `pieces`."""
+    has any. Errors as `pieces`. What would take long is rendered in the thread."""
     is_first = True
     async with aclosing(pieces):
         async for piece in pieces:
-            data = opening() if is_first else b""
-            is_first = False
-            data += event(piece)
+            data = b""
+            if is_first:
+                is_first = False
+                data = await thread.run(opening) if _has_large_opening(job.spec, answer) else opening()
+            if piece.logprobs and num_listed(piece.logprobs) > SMALL:
+                data += await thread.run(partial(event, piece))
+            else:
+                data += event(piece)
             if job.event_ids is not None:
                 data = job.event_ids.mark(answer.index, piece.token_ids, data)
             if data:
                 yield data
+
+
+def _has_large_opening(spec: GenerationSpec, answer: Answer) -> bool:
+    """True if the prompt, which the opening repeats, has much to be rendered."""
+    if not (spec.echo or spec.return_token_ids):
+        return False
+    return len(answer.generation.prompt) // 8 + num_listed(answer.generation.prompt_logprobs) > SMALL
 
 
 def _opening(writer: ChunkWriter, spec: GenerationSpec, answer: Answer, render: LogprobsRenderer | None) -> bytes:
@@ -281,6 +342,16 @@ def _event(
         logprobs=logprobs,
         stop_reason=piece.stop_reason,
         message_id=answer.message_id,
+    )
+
+
+def _of_handle(logprobs: Sequence[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities as the Python handle returns them: as tuples."""
+    return tuple(
+        at
+        if isinstance(at.top_ids, tuple)
+        else at._replace(top_ids=tuple(at.top_ids), top_logprobs=tuple(at.top_logprobs))
+        for at in logprobs
     )
 
 

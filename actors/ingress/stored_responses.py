@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from actors.ingress.job import Job
 from actors.ingress.manager_link import ManagerLink
 from engine.api.openai_responses.items import with_ids
-from engine.api.openai_responses.stored import StoredResponse, going_on
-from engine.api.responses import ID_PREFIXES, Json
+from engine.api.openai_responses.stored import StoredResponse, encoded, going_on
+from engine.api.responses import ID_PREFIXES
 from engine.api.spec import GenerationSpec
 from engine.core.answers.transcripts import transcript_name
 from engine.core.errors import ResponseNotFoundError, ServiceError
@@ -47,21 +47,21 @@ class StoredResponses:
             )
         return going_on(spec, earlier)
 
-    async def keep(self, job: Job, response: Json) -> bool:
-        """Keep the response of a finished job; returns whether the response is kept."""
+    async def keep(self, job: Job, response: bytes) -> bool:
+        """Keep the response, as JSON, of a finished job; returns whether the response is kept."""
         [answer], spec = job.answers, job.spec
         assert spec.turn is not None
         shown = self._shown(answer.token_ids, answer.text)
         if shown is None:
             return False
 
-        data = StoredResponse(
-            response=response,
+        data = encoded(
+            response,
             items=with_ids(spec.turn.items, job.head.id.removeprefix(ID_PREFIXES["responses"])),
             messages=spec.messages[len(spec.messages) - spec.turn.num_own :],
             text=answer.text,
             token_ids=tuple(shown),
-        ).encode()
+        )
         name = self._name(job.head.id, job.tenant, spec.cache_salt)
         previous = spec.turn.previous
         parent = None if previous is None else self._name(previous, job.tenant, spec.cache_salt)

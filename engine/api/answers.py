@@ -4,7 +4,7 @@ Such an API is a package beside this module with a parser of its bodies (`engine
 answers. OpenAI's completions and chats may have several choices, and their writer is `engine.api.stream`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -39,8 +39,8 @@ class AnswerWriter(Protocol):
     def wire(self) -> WireFormat:
         """Form of errors in the answer's stream."""
 
-    def body(self, choice: Choice, usage: Usage) -> bytes:
-        """The whole answer."""
+    def body(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+        """The whole answer, in slices."""
 
     def first(self, usage: Usage) -> bytes:
         """Events that open the stream, written when the first piece has come; `usage` is of the prompt."""
@@ -48,8 +48,8 @@ class AnswerWriter(Protocol):
     def piece(self, piece: Piece) -> bytes:
         """Events of the next piece, possibly none."""
 
-    def end(self, choice: Choice, usage: Usage) -> bytes:
-        """The last events."""
+    def end(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+        """The last events, in slices."""
 
 
 NewWriter: TypeAlias = Callable[[AnswerContext], AnswerWriter]

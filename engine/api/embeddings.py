@@ -3,17 +3,17 @@
 As for OpenAI's other routes, a field is supported, or harmless and ignored, or refused by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.api.inputs import InputsFields
 from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
 from engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
 from engine.api.responses import ResponseHead, Usage
+from engine.api.slices import array_of, document
 from engine.api.spec import EmbeddingUse, GenerationSpec
 from engine.api.validation import INTEGRAL, describe, only, parse_body, request_error
 from engine.core.errors import RequestError
@@ -104,17 +104,20 @@ def as_embed_request(value: EmbedRequest | Mapping[str, object]) -> EmbedRequest
         raise request_error(error, EmbedRequest) from None
 
 
-def embeddings_body(head: ResponseHead, embeddings: Sequence[object], usage: Usage) -> bytes:
-    """The response of `/v1/embeddings`. An embedding is a text, a list of numbers, or an array of them."""
-    named = enumerate(embeddings)
-    return orjson.dumps(
+def embeddings_slices(head: ResponseHead, embeddings: Callable[[], Iterator[object]], usage: Usage) -> Iterator[bytes]:
+    """The response of `/v1/embeddings` in slices. An embedding is a text, a list of numbers, or an array of them."""
+
+    def data() -> Iterator[object]:
+        for index, each in enumerate(embeddings()):
+            yield {"object": "embedding", "index": index, "embedding": each}
+
+    return document(
         {
             "id": head.id,
             "object": "list",
             "created": head.created,
             "model": head.model,
-            "data": [{"object": "embedding", "index": index, "embedding": each} for index, each in named],
+            "data": array_of(data),
             "usage": usage.object(),
-        },
-        option=orjson.OPT_SERIALIZE_NUMPY,
+        }
     )

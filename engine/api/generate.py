@@ -7,7 +7,15 @@ ValidationError, in the caller's process); `spec` finds contradictions (RequestE
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from engine.api.chat_prompts import ChatPromptFields
 from engine.api.fields import RequestId, SamplingFields
@@ -133,6 +141,16 @@ class CalledFunction(BaseModel):
     arguments: str = Field(description="A JSON object, or a part of its text.")
 
 
+def _made_here(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """Log-probabilities as they are, where the server made them: there may be a million."""
+    if isinstance(value, tuple) and all(at is None or isinstance(at, TokenLogprobs) for at in value):
+        return value
+    checked: Sequence[TokenLogprobs | None] | None = check(value)
+    if checked is None:
+        return None
+    return tuple(at and at._replace(top_ids=tuple(at.top_ids), top_logprobs=tuple(at.top_logprobs)) for at in checked)
+
+
 class _Result(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -146,10 +164,10 @@ class _Result(BaseModel):
         default=None, description="None where the request has no tools."
     )
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = Field(
+    logprobs: Annotated[tuple[TokenLogprobs, ...] | None, WrapValidator(_made_here)] = Field(
         default=None, description="One for each of token_ids, if asked for."
     )
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = Field(
+    prompt_logprobs: Annotated[tuple[TokenLogprobs | None, ...] | None, WrapValidator(_made_here)] = Field(
         default=None,
         description="One for each token of the prompt, None for the first, if asked for; in a stream with the first "
         "chunk.",

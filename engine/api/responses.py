@@ -5,12 +5,13 @@ each choice has a `stop_reason` and `token_ids`; `prompt_token_ids` and `prompt_
 completion and at the top level of a chat. A whole answer has null in place of what was not asked for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import orjson
 
+from engine.api.slices import Sliced, array_of, document, ids_of, whole
 from engine.api.spec import GenerationSpec
 from engine.core.errors import RaydixError
 from engine.core.ingress.parsers.answer import AnswerMessage, Call
@@ -135,7 +136,7 @@ class Choice:
     logprobs: Json | None = None
     token_ids: Sequence[int] | None = None
     prompt_token_ids: Sequence[int] | None = None
-    prompt_logprobs: Sequence[Json | None] | None = None
+    prompt_logprobs: Sequence[Json | None] | Sliced | None = None
     stop_reason: str | int | None = None
     """Stop string, or requested stop token, at the end of the answer."""
     message_id: str | None = None
@@ -154,13 +155,26 @@ def wire_finish_reason(reason: FinishReason) -> str:
 
 def response_body(head: ResponseHead, choices: Sequence[Choice], usage: Usage) -> bytes:
     """A whole response: `chat.completion` or `text_completion`. A chat has one prompt: its ids come from choice 0."""
-    body = head.object()
     render = _chat_choice if head.kind == "chat" else _completion_choice
-    body["choices"] = [render(choice) for choice in choices]
+    return whole(_response(head, [render(choice) for choice in choices], choices[0], usage))
+
+
+def response_slices(
+    head: ResponseHead, num_choices: int, choice_of: Callable[[int], Choice], usage: Usage
+) -> Iterator[bytes]:
+    """The same response in slices. `choice_of` makes a choice, and is called when its turn comes."""
+    render = _chat_choice if head.kind == "chat" else _completion_choice
+    choices = array_of(lambda: map(render, map(choice_of, range(num_choices))))
+    return document(_response(head, choices, choice_of(0), usage))
+
+
+def _response(head: ResponseHead, choices: list[Json] | Sliced, first: Choice, usage: Usage) -> Json:
+    body = head.object()
+    body["choices"] = choices
     body["usage"] = usage.object()
     if head.kind == "chat":
-        body |= _of_prompt(choices[0])
-    return orjson.dumps(body)
+        body |= _of_prompt(first)
+    return body
 
 
 def _chat_choice(choice: Choice) -> Json:
@@ -199,15 +213,15 @@ def _of_answer(choice: Choice) -> Json:
         "logprobs": choice.logprobs,
         "finish_reason": wire_finish_reason(choice.finish_reason),
         "stop_reason": choice.stop_reason,
-        "token_ids": None if choice.token_ids is None else list(choice.token_ids),
+        "token_ids": None if choice.token_ids is None else ids_of(choice.token_ids),
     }
 
 
 def _of_prompt(choice: Choice) -> Json:
     """Data of the prompt's tokens."""
     return {
-        "prompt_token_ids": None if choice.prompt_token_ids is None else list(choice.prompt_token_ids),
-        "prompt_logprobs": None if choice.prompt_logprobs is None else list(choice.prompt_logprobs),
+        "prompt_token_ids": None if choice.prompt_token_ids is None else ids_of(choice.prompt_token_ids),
+        "prompt_logprobs": choice.prompt_logprobs,
     }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import orjson
 
 from engine.api.responses import Json, ResponseHead, Usage, error_body, wire_finish_reason
+from engine.api.slices import ids_of, whole
 from engine.core.errors import RaydixError
 from engine.core.ingress.parsers.answer import AnswerMessage
 from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
@@ -143,11 +144,11 @@ class ChunkWriter:
         if self._include_usage:
             chunk["usage"] = None if self.usage is None else self.usage.object()
         if token_ids is not None:
-            choice["token_ids"] = list(token_ids)
+            choice["token_ids"] = ids_of(token_ids)
         if prompt_token_ids is not None:
-            (chunk if self._is_chat else choice)["prompt_token_ids"] = list(prompt_token_ids)
+            (chunk if self._is_chat else choice)["prompt_token_ids"] = ids_of(prompt_token_ids)
 
-        return _event(orjson.dumps(chunk))
+        return _event(whole(chunk))
 
 
 def _delta(event: AnswerEvent, message: AnswerMessage) -> Json | None:

@@ -1,5 +1,6 @@
 """Values sent between ingress, manager and workers: frozen and picklable, without decisions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
@@ -162,11 +163,14 @@ class SamplingParams:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: of the chosen token and the most likely ones, best first."""
+    """Log-probabilities at one position: of the chosen token and the most likely ones, best first.
+
+    Short lists are tuples. Lists of a large part of the vocabulary are arrays, which a process passes on and copies
+    without making an object of each number."""
 
     chosen: float
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
+    top_ids: Sequence[int]
+    top_logprobs: Sequence[float]
     rank: int | None = None
     """Rank of the chosen token among all tokens, from 1, ties by id; known for prompt tokens only."""
 

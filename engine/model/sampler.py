@@ -1,5 +1,6 @@
 """From logits to sampled or scored tokens: gathers the rows' parameters and calls the sampling kernel."""
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from kernels.sample.reference import adjusted_row
 
 MAX_RANKED = 20
 """Most tokens that the kernel ranks for one row."""
+MAX_TUPLE = 128
+"""Longest list of tokens as a tuple."""
 
 _CONTROL_DTYPES = tuple(column.dtype for column in Controls.neutral(0))
 
@@ -100,7 +103,10 @@ def _listed(logits: torch.Tensor, request: Row, token_id: int) -> TokenLogprobs:
     ids = np.asarray(params.logprob_token_ids, np.int64)
     if not params.logprob_token_ids:
         ids = np.argsort(-z, kind="stable")[: params.logprobs]
-    return TokenLogprobs(float(logprobs[token_id]), tuple(ids.tolist()), tuple(logprobs[ids].tolist()))
+    chosen, values = float(logprobs[token_id]), logprobs[ids]
+    if len(ids) <= MAX_TUPLE:
+        return TokenLogprobs(chosen, tuple(ids.tolist()), tuple(values.tolist()))
+    return TokenLogprobs(chosen, array("i", ids.astype(np.int32).tobytes()), array("f", values.tobytes()))
 
 
 def score_tokens(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -26,6 +26,8 @@ from actors.ingress.reader_pool import RequestReader
 from actors.ingress.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
 from actors.ingress.reading import Reader
 from actors.ingress.refusals import Refusals
+from actors.ingress.render_thread import RenderThread
+from actors.ingress.renderer import joined
 from actors.ingress.rendering import Rendering
 from actors.ingress.served_model import ServedModel
 from actors.ingress.stored_responses import StoredResponses
@@ -43,6 +45,7 @@ from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import ModelNotFoundError, ServiceError
 from engine.core.hashing import root_hash
+from engine.core.ingress.answer_room import AnswerRoom
 from engine.core.ingress.generation import Generation
 from engine.core.ingress.parsers import HERMES, ToolFormat
 from engine.core.ingress.room import Room
@@ -205,6 +208,8 @@ class FakeDispatcher(Dispatcher):
     """Number of tokens after which nothing more comes."""
     ends_at: int | None = None
     """Token that ends an answer beside the last one."""
+    listed: TokenLogprobs | None = None
+    """Log-probabilities of every token, where the request asks for any."""
     draws: bool = False
     """Answers depend on the choice's seed."""
     together: int = 1
@@ -262,6 +267,8 @@ class FakeDispatcher(Dispatcher):
         logprobs = (
             None if sampling.logprobs is None or token_id is None else scored(token_id, sampling.logprob_token_ids)
         )
+        if logprobs is not None and self.listed is not None:
+            logprobs = self.listed
         pooled = None if sampling.pooling is None else state_of(generation.prompt)
         event = TokenEvent(
             generation.request_id, 0, position, token_id, finish, logprobs, cached_tokens=2, pooled=pooled
@@ -372,6 +379,7 @@ class Replica:
         self._now = 0.0
         self.room = Room(max_requests)
         self.reader = FakeReader(tokenizer)
+        self.answer_room = AnswerRoom(64 << 20)
         self.dispatcher = FakeDispatcher()
         self.manager = FakeLink()
         self.ledger = Ledger()
@@ -413,7 +421,7 @@ class Replica:
             prefix_caching=prefix_caching,
             clock=self.clock,
         )
-        self.rendering = Rendering(self.output.pieces, vocabulary.bytes_of)
+        self.rendering = Rendering(self.output.pieces, vocabulary.bytes_of, RenderThread())
         self.accounting = Accounting(self.ledger, Refusals(), self.clock)
         own = ReplicaMetrics("r", lambda: OWN_METRICS)
         metrics = ClusterMetrics(own, self.manager, lambda: (), LocalRuntime().find_worker)
@@ -429,6 +437,7 @@ class Replica:
             output=self.output,
             responses=self.responses,
             rendering=self.rendering,
+            answer_room=self.answer_room,
             renderers=renderers(self.rendering, self.output.pieces, self.responses),
             accounting=self.accounting,
             metrics=metrics,
@@ -460,7 +469,7 @@ class Replica:
         job = await self.job(route, **fields)
         with self.frontend.accounted(job):
             await self.frontend.collect(job)
-        return json.loads(await self.frontend.renderer(job).body())
+        return json.loads(await joined(await self.frontend.renderer(job).body()))
 
 
 def body_of(route: str, **fields: Any) -> bytes:

@@ -1,6 +1,8 @@
 """Routes of answers, of what is kept of them, of the model and of the cache."""
 
 import re
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 
 import orjson
 from fastapi import APIRouter
@@ -9,12 +11,14 @@ from starlette.responses import Response
 
 from actors.ingress.http import (
     EventStreamResponse,
+    SlicedResponse,
     json_response,
     label_header,
     objective_headers,
     while_connected,
 )
 from actors.ingress.job import Job
+from actors.ingress.renderer import Body
 from actors.ingress.routes.replica import refusing, replica
 from engine.api.anthropic.answers import count_body
 from engine.api.openai_responses.stored import PageQuery, StoredQuery, StoredResponse, deleted_body, not_cancelled
@@ -53,9 +57,7 @@ async def conversations(request: Request) -> Response:
         objectives=objective_headers(request),
         name=request.headers.get("x-request-id"),
     )
-    with here.frontend.all_accounted(jobs):
-        await while_connected(request, here.frontend.collect_all(jobs))
-    return json_response(here.frontend.conversations_body(jobs))
+    return await _whole(request, jobs, lambda: here.frontend.conversations_body(jobs))
 
 
 @router.post("/invocations")
@@ -194,9 +196,22 @@ async def _respond(request: Request, route: Route) -> Response:
         events = here.frontend.events(job, renderer)
         return EventStreamResponse(events, refusing(request), job.close, wire=renderer.wire)
 
-    with here.frontend.accounted(job):
-        await while_connected(request, here.frontend.collect(job))
-    return json_response(await renderer.body())
+    return await _whole(request, [job], renderer.body)
+
+
+async def _whole(request: Request, jobs: Sequence[Job], body: Callable[[], Awaitable[Body]]) -> Response:
+    """Run jobs and return the response with their answers. Memory that these need is held until they are sent."""
+    frontend = replica(request).frontend
+    async with AsyncExitStack() as stack:
+
+        async def collect() -> None:
+            await stack.enter_async_context(frontend.answer_room(*jobs))
+            await frontend.collect_all(jobs)
+
+        with frontend.all_accounted(jobs):
+            await while_connected(request, collect())
+        made = await body()
+        return json_response(made) if isinstance(made, bytes) else SlicedResponse(made, stack.pop_all())
 
 
 async def _prepare(request: Request, route: Route) -> Job:

@@ -4,6 +4,8 @@ A stream is `message_start` and a `ping`; for each block `content_block_start`, 
 `content_block_stop`; `message_delta` with the reason of the end, and `message_stop`.
 """
 
+from collections.abc import Iterator
+
 import orjson
 
 from engine.api.answers import AnswerContext, named_event
@@ -53,12 +55,12 @@ class MessageWriter:
         self._open: str | None = None
         """Type of the open block."""
 
-    def body(self, choice: Choice, usage: Usage) -> bytes:
+    def body(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
         parts = [choice.text] if choice.message is None else choice.message.parts
         content = [block for part in parts if (block := _block(part)) is not None]
         if choice.message is not None and choice.message.reasoning:
             content.insert(0, _thinking(choice.message.reasoning))
-        return orjson.dumps(self._message(content, self._stop(choice, usage), usage))
+        yield orjson.dumps(self._message(content, self._stop(choice, usage), usage))
 
     def first(self, usage: Usage) -> bytes:
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage.of_prompt)
@@ -69,10 +71,10 @@ class MessageWriter:
             return b"".join(self._part(event, self._context.message) for event in piece.events)
         return self._text(piece.text) if piece.text else b""
 
-    def end(self, choice: Choice, usage: Usage) -> bytes:
-        closing = self._closed()
+    def end(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+        yield self._closed()
         delta = _event({"type": "message_delta", "delta": self._stop(choice, usage), "usage": self._usage(usage)})
-        return closing + delta + _event({"type": "message_stop"})
+        yield delta + _event({"type": "message_stop"})
 
     def _part(self, event: AnswerEvent, message: AnswerMessage) -> bytes:
         """Events of a part of a parsed answer; `message` has all parts."""

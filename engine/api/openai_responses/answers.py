@@ -7,15 +7,16 @@ number of `response.function_call_arguments.delta` and their `done`; at last `re
 `response.incomplete` with the response as a whole. Events are numbered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import orjson
 
-from engine.api.answers import AnswerContext, named_event
+from engine.api.answers import AnswerContext
 from engine.api.assembler import Piece
 from engine.api.responses import Choice, Json, Usage
+from engine.api.slices import array_of, document, ids_of
 from engine.api.wire import OPENAI, WireFormat
 from engine.core.errors import RaydixError
 from engine.core.ingress.parsers.answer import AnswerMessage, Call
@@ -53,15 +54,15 @@ class ResponseWriter:
         """Of the item that is open in the stream, or else of the next one."""
         self._open: Part | None = None
         """Text so far of the open message, or the open reasoning or call."""
-        self._logprobs: list[Json] = []
-        """Of the open message."""
+        self._logprobs: list[orjson.Fragment] = []
+        """Of the open message, a text for each token."""
         self.wire: WireFormat = replace(OPENAI, error_event=self._error_event)
 
     def response(self, choice: Choice, usage: Usage) -> Json:
         """The response as a whole."""
         is_cut = choice.finish_reason is FinishReason.LENGTH
         parts = _parts(choice)
-        logprobs = [] if choice.logprobs is None else _content(choice.logprobs)
+        logprobs = [] if choice.logprobs is None else choice.logprobs["content"]
         items = []
         for index, part in enumerate(parts):
             status = "incomplete" if is_cut and index == len(parts) - 1 else "completed"
@@ -85,10 +86,10 @@ class ResponseWriter:
 
     def _raw_message(self, token_ids: Sequence[int]) -> Json:
         text = b"".join(map(self._context.token_bytes, token_ids)).decode("utf-8", "replace")
-        return {"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}
+        return {"type": "raw_message_tokens", "message": text, "tokens": ids_of(token_ids)}
 
-    def body(self, choice: Choice, usage: Usage) -> bytes:
-        return orjson.dumps(self.response(choice, usage))
+    def body(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+        return document(self.response(choice, usage))
 
     def first(self, usage: Usage) -> bytes:
         response = self._response("in_progress", [], store=self._turn.is_stored)
@@ -98,15 +99,20 @@ class ResponseWriter:
     def piece(self, piece: Piece) -> bytes:
         if self._context.message is not None:
             return b"".join(self._part(event, self._context.message) for event in piece.events)
-        logprobs = [] if self._context.logprobs is None else _content(self._context.logprobs(piece))
+        logprobs = []
+        if self._context.logprobs is not None:
+            content = self._context.logprobs(piece)["content"]
+            assert isinstance(content, list)
+            logprobs = [orjson.Fragment(orjson.dumps(token)) for token in content]
         return self._text(piece.text, logprobs) if piece.text or logprobs else b""
 
-    def end(self, choice: Choice, usage: Usage) -> bytes:
-        closing = b"" if self._index or self._open is not None else self._opened("")
+    def end(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
+        if not self._index and self._open is None:
+            yield self._opened("")
         is_cut = choice.finish_reason is FinishReason.LENGTH
-        closing += self._closed("incomplete" if is_cut else "completed")
+        yield from self._closing("incomplete" if is_cut else "completed")
         response = self.response(choice, usage)
-        return closing + self._event(f"response.{response['status']}", {"response": response})
+        yield from self._slices(f"response.{response['status']}", {"response": response})
 
     def _part(self, event: AnswerEvent, message: AnswerMessage) -> bytes:
         """Events of a part of a parsed answer; `message` has all parts."""
@@ -125,7 +131,7 @@ class ResponseWriter:
             case _:
                 return b""
 
-    def _text(self, text: str, logprobs: Sequence[Json]) -> bytes:
+    def _text(self, text: str, logprobs: Sequence[orjson.Fragment]) -> bytes:
         """Events of more text."""
         opening = b"" if isinstance(self._open, str) else self._closed() + self._opened("")
         assert isinstance(self._open, str)
@@ -153,28 +159,33 @@ class ResponseWriter:
             "response.content_part.added", self._at({"content_index": 0, "part": _content_part(part, [])})
         )
 
-    def _closed(self, status: str = "completed") -> bytes:
+    def _closed(self) -> bytes:
         """Events that close the open item, if there is one."""
+        return b"".join(self._closing("completed"))
+
+    def _closing(self, status: str) -> Iterator[bytes]:
+        """As `_closed`, in slices."""
         part, self._open = self._open, None
         if part is None:
-            return b""
+            return
+        known = self._logprobs
+        logprobs = array_of(lambda: known)
         if isinstance(part, Call):
             data: Json = {"name": part.name, "arguments": "".join(part.arguments)}
-            closing = self._event("response.function_call_arguments.done", self._at(data, part))
+            yield self._event("response.function_call_arguments.done", self._at(data, part))
         else:
-            kind, done = "output_text", _content_part(part, self._logprobs)
+            kind, done = "output_text", _content_part(part, logprobs)
             data = {"content_index": 0, "text": done["text"]}
             if isinstance(part, Reasoning):
                 kind = "reasoning_text"
             else:
-                data["logprobs"] = self._logprobs
-            closing = self._event(f"response.{kind}.done", self._at(data, part))
-            closing += self._event("response.content_part.done", self._at({"content_index": 0, "part": done}, part))
+                data["logprobs"] = logprobs
+            yield from self._slices(f"response.{kind}.done", self._at(data, part))
+            yield from self._slices("response.content_part.done", self._at({"content_index": 0, "part": done}, part))
 
-        item = self._item(self._index, part, status, self._logprobs)
-        closing += self._event("response.output_item.done", {"output_index": self._index, "item": item})
+        item = self._item(self._index, part, status, logprobs)
+        yield from self._slices("response.output_item.done", {"output_index": self._index, "item": item})
         self._index += 1
-        return closing
 
     def _response(self, status: str, output: Sequence[Json], **fields: object) -> Json:
         head = self._context.head
@@ -196,7 +207,7 @@ class ResponseWriter:
             **fields,
         }
 
-    def _item(self, index: int, part: Part, status: str, logprobs: Sequence[Json]) -> Json:
+    def _item(self, index: int, part: Part, status: str, logprobs: object) -> Json:
         """An item of the output: a message with a text, reasoning, or a call."""
         item: Json = {"id": self._item_id(index, part), "status": status}
         if isinstance(part, str):
@@ -218,9 +229,15 @@ class ResponseWriter:
 
     def _event(self, kind: str, data: Json) -> bytes:
         """The next event."""
+        return b"".join(self._slices(kind, data))
+
+    def _slices(self, kind: str, data: Json) -> Iterator[bytes]:
+        """The next event in slices."""
         numbered = {"type": kind, "sequence_number": self._num_events, **data}
         self._num_events += 1
-        return named_event(kind, orjson.dumps(numbered))
+        yield b"event: %s\ndata: " % kind.encode()
+        yield from document(numbered)
+        yield b"\n\n"
 
     def _error_event(self, error: RaydixError) -> bytes:
         """The last event of a stream that cannot go on. OpenAI's client raises it as an APIError."""
@@ -235,18 +252,11 @@ def _parts(choice: Choice) -> list[Part]:
     return [*([Reasoning(reasoning)] if reasoning else []), *choice.message.parts] or [""]
 
 
-def _content_part(part: str | Reasoning, logprobs: Sequence[Json]) -> Json:
+def _content_part(part: str | Reasoning, logprobs: object) -> Json:
     """The content of a message or of reasoning."""
     if isinstance(part, Reasoning):
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part, "annotations": [], "logprobs": logprobs}
-
-
-def _content(logprobs: Json) -> list[Json]:
-    """The tokens of a chat's object of log-probabilities."""
-    content = logprobs["content"]
-    assert isinstance(content, list)
-    return content
 
 
 def _usage(usage: Usage) -> Json:

@@ -1,7 +1,7 @@
 """Stored responses: what is kept of one, and a request that goes on from several."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 import orjson
@@ -29,17 +29,21 @@ class StoredResponse:
     token_ids: tuple[int, ...]
     """Ids of the text in later prompts."""
 
-    def encode(self) -> bytes:
-        """The response as bytes."""
-        return orjson.dumps(asdict(self))
-
     @classmethod
     def decode(cls, data: bytes) -> "StoredResponse":
-        """The response that `encode` made the bytes of."""
+        """The response that `encoded` made the bytes of."""
         fields = orjson.loads(data)
         for name in ("items", "messages", "token_ids"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
+
+
+def encoded(
+    response: bytes, *, items: Sequence[Json], messages: Sequence[ChatMessage], text: str, token_ids: Sequence[int]
+) -> bytes:
+    """A `StoredResponse` as bytes; `response` is the object of the API as JSON."""
+    own = {"items": items, "messages": messages, "text": text, "token_ids": token_ids}
+    return orjson.dumps({"response": orjson.Fragment(response), **own})
 
 
 def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> GenerationSpec:
