@@ -6,6 +6,7 @@ The changes are printed first, each with the effect, and then the deployments wh
 
 import argparse
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -169,11 +170,9 @@ def _connect(address: str) -> None:
     """Connect to a cluster that runs, with the switches with which `raydix serve` deploys."""
     for name, value in SERVE_SWITCHES.items():
         os.environ.setdefault(name, value)
-    import logging
-
+    _require_listener(address)  # before Ray is imported, which takes longer than the question
     import ray
 
-    _require_listener(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -1,18 +1,23 @@
 """`raydix deploy`: the plan that an operator reads, and refusals. There is no cluster here."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli import deploy
-from cli.cluster import LOCAL_NAMES
+from cli.cluster import LOCAL_NAMES, free_port
 from cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, lacking, planned, require_stores
 from cli.main import main
 from configs import Config, load_config
 from configs.sections import INGRESS, MANAGER, parts
 from engine.core.errors import StartupError
 from engine.core.tenants import key_hash
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 BASE: dict[str, Any] = {"workers": {"prefill": {}, "decode": {}}}
 BOB: dict[str, Any] = {"name": "bob", "key_hashes": [key_hash("rdx-bob")]}
@@ -138,6 +143,22 @@ def test_bad_configurations_are_refused_before_anything_is_asked(
     assert "token_budget (16) must be at least max_requests (64)" in capsys.readouterr().err
     assert main(["deploy", "--config", "nowhere.yaml"]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_the_cluster_is_asked_for_before_ray_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("import os\nos._exit(99)\n")
+    address = f"127.0.0.1:{free_port()}"
+    done = subprocess.run(
+        [sys.executable, "-m", "cli.main", "deploy", "--config", "cpu", "--address", address],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith(f"raydix: there is no Ray cluster at {address}: ")
 
 
 def test_a_configuration_has_to_be_named() -> None:
