@@ -21,6 +21,7 @@ import psutil
 from cli import haproxy
 from cli.ray_threads import log_errors_of_rays_threads
 from cli.ray_token import secure_token
+from cli.spare_processes import without_spare_processes
 from configs import Config
 from configs.schema import HttpSection
 from engine.core.errors import StartupError
@@ -126,14 +127,15 @@ class LocalCluster:
         from actors.logs import log_to_ray
 
         log_errors_of_rays_threads()
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=int((self._config.stored_gib + STORE_RESERVE_GIB) * GIB),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=True,
-        )
+        with without_spare_processes():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=int((self._config.stored_gib + STORE_RESERVE_GIB) * GIB),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=True,
+            )
         log_to_ray("serve", self._config.logging)
 
     def log_folder(self) -> Path:

@@ -198,6 +198,8 @@ def test_it_serves_until_it_is_told_to_stop(terminal: Terminal) -> None:
 
     processes, shared_memory = terminal.processes(), terminal.shared_memory()
     assert len(processes) > 8
+    commands = [" ".join(process.cmdline()) for process in processes if process.is_running()]
+    assert not [command for command in commands if re.search(r"/(monitor|log_monitor|dashboard)\.py", command)]
     ctrl_c_twice(terminal)
     assert terminal.wait() == 0
     assert_nothing_left(terminal, processes, shared_memory)

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray._private.node import Node
 
 from cli.cluster import IRREPLACEABLE, ClusterDiedError, LocalCluster
+from cli.spare_processes import SPARED, without_spare_processes
 from configs import load_config
+
+
+def test_only_while_a_cluster_starts_ray_starts_no_spare_processes() -> None:
+    before = [getattr(Node, name) for name in SPARED]  # under these names Ray has them
+    with without_spare_processes():
+        assert not {getattr(Node, name) for name in SPARED} & set(before)
+    assert [getattr(Node, name) for name in SPARED] == before
 
 
 @pytest.fixture
