@@ -1,8 +1,11 @@
 """Prompts of chats with the default model's tokenizer, under its own template and under others."""
 
+import json
+import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from engine.core.answers.transcripts import EncodedText, with_answers
 from engine.core.errors import RequestError, StartupError
 from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from engine.model.sources import DEFAULT_MODEL, has_chat_template, resolve_model
 from engine.model.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -139,3 +142,20 @@ def test_no_tokens_come_before_text_that_is_not_rendered() -> None:
         messages = [{"role": "system", "content": "x"}, user("why")]
         chat = encode_chat(tokenizer(), render_chat(tokenizer(), messages))
         assert tokens_before(tokenizer(), messages, chat, [(0, 1), (1, 3)]) == [0, 2]
+
+
+def test_a_model_without_a_chat_template_answers_no_chats(tmp_path: Path) -> None:
+    """The folder alone tells, as the start of a server asks it, and the tokenizer refuses with a word on what to do."""
+    tokenizer()  # skips where there is no model
+    whole = resolve_model(DEFAULT_MODEL)
+    assert has_chat_template(whole)
+    settings_of_tokenizer = json.loads((whole / "tokenizer_config.json").read_text())
+    settings_of_tokenizer.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of_tokenizer))
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(whole / name, tmp_path)
+
+    assert not has_chat_template(tmp_path)
+    with pytest.raises(RequestError, match="no chat template: use /v1/completions") as refused:
+        Tokenizer(tmp_path).render_chat([user("Hi")])
+    assert (refused.value.status, refused.value.param) == (400, "messages")
