@@ -100,3 +100,6 @@ class LocalRuntime:
 
     def put(self, value: object) -> LocalReference:
         return LocalReference(value)
+
+    def watch_process(self) -> None:
+        """Nothing is watched: the actors of a process share its event loop, which is another's to watch."""

@@ -3,12 +3,14 @@
 `RayRuntime` is a Ray cluster. `actors.local.LocalRuntime` is one process, in which actors call each other directly.
 """
 
+import asyncio
 from typing import Any, Protocol
 
 import ray
 
 from actors.names import incarnation_name, named_actor, own_node
 from actors.rpc import Handle, ManagerClient, WorkerClient, find_manager
+from actors.watchdog import Watchdog
 
 
 class Runtime(Protocol):
@@ -31,6 +33,10 @@ class Runtime(Protocol):
 
     def put(self, value: object) -> Any:
         """Keep an object for other actors; returns a reference, which is awaited for the object."""
+
+    def watch_process(self) -> None:
+        """Have work that keeps this process to itself noticed (`actors.watchdog`), from now on; needs a running event
+        loop."""
 
 
 class RayRuntime:
@@ -60,3 +66,6 @@ class RayRuntime:
 
     def put(self, value: object) -> Any:
         return ray.put(value)
+
+    def watch_process(self) -> None:
+        Watchdog(asyncio.get_running_loop()).start()

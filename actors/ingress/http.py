@@ -109,7 +109,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientGoneError: the client left.
     """
-    task = asyncio.ensure_future(work)
+    task = _begun(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,7 +134,7 @@ class SlicedResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(send))
+        pump = _begun(self._pump(send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -194,7 +194,7 @@ class EventStreamResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(scope, receive, send))
+        pump = _begun(self._pump(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         comments = asyncio.ensure_future(self._comment(send))
         try:
@@ -273,6 +273,12 @@ class HeadAsGet:
                 await _cancel(coming, answered)
 
         await self._app({**scope, "method": "GET"}, receive_until_answered, send_head)
+
+
+def _begun(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """A task for the current one's request, whose name it has for the watchdog."""
+    current = asyncio.current_task()
+    return asyncio.create_task(work, name=None if current is None else current.get_name())
 
 
 async def _disconnected(receive: Receive) -> None:

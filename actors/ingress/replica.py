@@ -49,6 +49,7 @@ class IngressReplica:
         await asyncio.to_thread(forgo_torch)
         self.frontend = await asyncio.to_thread(build_frontend, self.config, runtime, replica_id)
         self.frontend.start()
+        runtime.watch_process()
         self.batches = build_batches(self.config, self.frontend)
         if self.batches is not None:
             self.batches.start()

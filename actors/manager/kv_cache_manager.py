@@ -110,6 +110,7 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
             objectives=objectives,
             node=runtime.own_node(),
         )
+        self._runtime = runtime
         self._disk = DiskTier(disk_path, runtime) if disk_budget_bytes else None
         self._await_timeout_s = await_timeout_s
         self._elastic = elastic
@@ -131,6 +132,7 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         """Start the manager; returns after the segments and stored responses on disk are known."""
         if not self._is_started:
             self._is_started = True
+            self._runtime.watch_process()
             self._background.start(self._watch_ingresses())
             self._background.start(self._watch_senders())
             self._background.start(self._watch_workers())

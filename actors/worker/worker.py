@@ -109,6 +109,7 @@ class Worker(Registering):
         """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
         if self._event_loop is None:
             self._event_loop = asyncio.get_running_loop()
+            self._runtime.watch_process()
             self._loop_thread.start()
             for duty in (self._stay_registered(), self._watch_ingresses(), self._report()):
                 self._background.start(duty)

@@ -20,6 +20,7 @@ from actors.ingress.http import (
 from actors.ingress.job import Job
 from actors.ingress.renderer import Body
 from actors.ingress.routes.replica import refusing, replica
+from actors.watchdog import work_for
 from engine.api.anthropic.answers import count_body
 from engine.api.openai_responses.stored import PageQuery, StoredQuery, StoredResponse, deleted_body, not_cancelled
 from engine.api.reconnecting import HEADER
@@ -191,6 +192,7 @@ async def _respond(request: Request, route: Route) -> Response:
     here = replica(request)
     job = await _prepare(request, route)
     request.state.request_id = job.request_id
+    work_for(job.request_id)
     renderer = here.frontend.renderer(job)
     if job.spec.stream:  # nothing is awaited between this return and the call of the response, which closes the job
         events = here.frontend.events(job, renderer)

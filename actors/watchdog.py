@@ -1,0 +1,185 @@
+"""A thread that notices when one piece of work keeps a process's event loop, or the interpreter's lock, for itself.
+
+The thread wakes at intervals. If it wakes late, it waited for a processor (the machine is busy), or for the lock, which
+another thread of this process held. The kernel counts how long a thread waited for a processor, so the rest of the
+lateness is the lock; and what was held counts only as far as some thread of the process computed meanwhile, by its own
+clock of processor time. A turn of the event loop is measured by the same clock of the loop's thread, from one mark that
+the watchdog sends through the loop to its arrival. So neither a busy machine nor a stopped process is reported.
+
+A watch costs some 20 wakes a second, and marks go through the loop only while its thread computes.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from engine.core.log_fields import about
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.05
+LONG_S = 0.05
+"""Processor time of a turn of the event loop, and of a hold of the lock, above which it is reported."""
+QUIET_S = 1.0
+"""Shortest time between two lines in the log."""
+BUSY_S = 0.01
+"""Processor time of the loop's thread in an interval from which on turns are measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One piece of work that lasted too long, in seconds of processor time of its thread."""
+
+    of: Literal["loop", "lock"]
+    seconds: float
+    thread: int
+
+
+def lock_hold(late_s: float, waited_s: float, used_s: Mapping[int, float]) -> Hold | None:
+    """The hold of the interpreter's lock for which a thread woke `late_s` late, after waiting `waited_s` for a
+    processor; `used_s` is the processor time of each other thread since the last wake."""
+    if not used_s:
+        return None
+    thread = max(used_s, key=lambda ident: used_s[ident])
+    held_s = min(late_s - waited_s, used_s[thread])
+    return Hold("lock", held_s, thread) if held_s > LONG_S else None
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A mark on its way through the event loop."""
+
+    used_s: float
+    """Processor time of the loop's thread when the mark was sent."""
+    arrived: threading.Event = field(default_factory=threading.Event)
+    is_reported: bool = False
+
+
+class Watchdog:
+    """Watches the process of an event loop, from `start` to `stop`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Called in the thread of the loop."""
+        self._loop = loop
+        self._loop_thread = threading.get_ident()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._mark: _Mark | None = None
+        self._logged_at = -QUIET_S
+        self._num_unlogged = 0
+        self.num_found = 0
+        """Turns and holds that were too long, so far."""
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching, and wait for the thread."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        used = _processor_times()
+        waited = _waited_s()
+        while not self._over.is_set() and not self._loop.is_closed():
+            due = time.monotonic() + INTERVAL_S
+            time.sleep(INTERVAL_S)
+            late_s = time.monotonic() - due
+            now, now_waited = _processor_times(), _waited_s()
+            spent = {ident: time_s - used[ident] for ident, time_s in now.items() if ident in used}
+            spent.pop(threading.get_ident(), None)
+
+            hold = lock_hold(late_s, now_waited - waited, spent) if late_s > LONG_S else None
+            turn = self._long_turn(now.get(self._loop_thread, 0.0), spent.get(self._loop_thread, 0.0))
+            if (found := hold or turn) is not None:
+                self._found(found)
+            used, waited = now, now_waited
+
+    def _long_turn(self, used_s: float, spent_s: float) -> Hold | None:
+        """The turn of the event loop that is too long, once for each turn. Sends the next mark."""
+        mark = self._mark
+        if mark is not None and not mark.arrived.is_set():
+            if mark.is_reported or used_s - mark.used_s <= LONG_S:
+                return None
+            mark.is_reported = True
+            return Hold("loop", used_s - mark.used_s, self._loop_thread)
+
+        self._mark = None
+        if spent_s > BUSY_S:
+            self._mark = _Mark(used_s)
+            try:
+                self._loop.call_soon_threadsafe(self._mark.arrived.set)
+            except RuntimeError:  # the loop has closed
+                self._mark = None
+        return None
+
+    def _found(self, hold: Hold) -> None:
+        """Count, and log with the work that the thread is at, unless a line was written just now."""
+        self.num_found += 1
+        now = time.monotonic()
+        if now < self._logged_at + QUIET_S:
+            self._num_unlogged += 1
+            return
+        frame = sys._current_frames().get(hold.thread)
+        place = None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        task = asyncio.current_task(self._loop) if hold.thread == self._loop_thread else None
+        logger.warning(
+            "the %s was held for %.0f ms of processor time",
+            "event loop" if hold.of == "loop" else "interpreter's lock",
+            1000 * hold.seconds,
+            extra=about(
+                "held",
+                of=hold.of,
+                held_s=round(hold.seconds, 4),
+                request=None if task is None else request_of(task),
+                thread=names.get(hold.thread),
+                place=place,
+                unlogged=self._num_unlogged,
+            ),
+        )
+        self._logged_at, self._num_unlogged = now, 0
+
+
+_PREFIX = "request "
+
+
+def work_for(request_id: str) -> None:
+    """Note the request that the current task works for, for the watchdog."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.set_name(_PREFIX + request_id)
+
+
+def request_of(task: "asyncio.Task[object]") -> str | None:
+    """The request that a task works for, if that is known."""
+    name = task.get_name()
+    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None
+
+
+def _processor_times() -> dict[int, float]:
+    """Processor time of each of Python's threads, in seconds."""
+    times = {}
+    for thread in threading.enumerate():
+        if thread.ident is not None:
+            try:
+                times[thread.ident] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+            except OSError:  # the thread has just ended
+                continue
+    return times
+
+
+def _waited_s() -> float:
+    """Time for which the current thread was ready and waited for a processor, in seconds; 0 where the kernel does not
+    tell."""
+    try:
+        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
