@@ -57,7 +57,7 @@ class Shares:
         Nobody can be made to give a place back, so some stay free for tenants that come later: a tenant may hold as
         many as it leaves free (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). Alone a tenant gets half
         of the places, two get a third each. The first ones of a tenant are let in while there are so many. Weights do
-        not matter: they order what waits.
+        not matter here.
         """
         free, used = size - self.total, self.used(tenant)
         return count <= free and (used == 0 or used + count <= free - count)
