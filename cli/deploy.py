@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     from serve_app import versions
 
     running = running_application(options.name)
-    served = as_served(config, running.http)
+    served = with_sizes(as_served(config, running.http), running.config)
     wanted = versions(served)
     plan = planned(running, served, wanted)
     told = [*plan.lines(), *ignored(config, running.http), who_may_use(served)]
@@ -118,6 +118,28 @@ def as_served(config: Config, running: HttpSection | None) -> Config:
     if config.http.allowed_hosts is None and running.allowed_hosts == LOCAL_NAMES:
         kept["allowed_hosts"] = LOCAL_NAMES
     return config.model_copy(update={"http": config.http.model_copy(update=kept)})
+
+
+SIZES: Mapping[str, tuple[str, ...]] = {"model": ("max_model_len",), "cache": ("pool_gib", "num_blocks")}
+"""Keys that `raydix serve` sizes from its machine where they have no value."""
+
+
+def with_sizes(config: Config, running: Config | None) -> Config:
+    """The configuration with the sizes that run in the place of its own absent ones, as long as it changes nothing that
+    the sizes were made of: the rest of the model and of the cache, and the workers."""
+    if running is None or _without_sizes(config) != _without_sizes(running):
+        return config
+    for name, keys in SIZES.items():
+        section, sizes = getattr(config, name), getattr(running, name)
+        if all(getattr(section, key) is None for key in keys):
+            kept = section.model_copy(update={key: getattr(sizes, key) for key in keys})
+            config = config.model_copy(update={name: kept})
+    return config
+
+
+def _without_sizes(config: Config) -> tuple[object, ...]:
+    parts = (getattr(config, name).model_copy(update=dict.fromkeys(keys)) for name, keys in SIZES.items())
+    return (*parts, config.workers)
 
 
 def ignored(config: Config, running: HttpSection | None) -> Iterator[str]:

@@ -3,22 +3,22 @@
 import os
 from pathlib import Path
 
-import psutil
-
 from configs.choose import Machine
 from engine.core.settings import GIB
+from engine.model.host_memory import CGROUP, OWN_GROUP, host_memory
 
-CGROUP = Path("/sys/fs/cgroup")
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Files that CUDA's driver needs, on Linux and in Linux below Windows: without any there is no GPU for torch to see."""
 
 
-def this_machine(cgroup: Path = CGROUP) -> Machine:
+def this_machine(cgroup: Path = CGROUP, own_group: Path = OWN_GROUP) -> Machine:
     """Cores, memory and GPUs that this process may use."""
+    memory = host_memory(cgroup, own_group)
     return Machine(
         num_cores=num_cores(cgroup),
-        memory_gib=min(psutil.virtual_memory().total, _number(cgroup / "memory.max")) / GIB,
+        memory_gib=memory.total / GIB,
         gpu_gib=_gpu_gib() if any(device.exists() for device in GPU_DEVICES) else (),
+        free_gib=memory.free / GIB,
     )
 
 

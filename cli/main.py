@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+from cli.flags import add_flags
 from engine.core.errors import StartupError
 
 
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     _add_config(serve, "default: what suits the machine")
     serve.add_argument("--host", help="address to bind (default: the configuration's, 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to bind (default: the configuration's, 8000)")
+    add_flags(serve)
     serve.add_argument(
         "--restart", action="store_true", help="start again when the server fails, as when Ray's GCS dies"
     )

@@ -13,6 +13,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from cli.flags import given
+
 POLL_S = 0.25
 SUPERVISOR = "RAYDIX_SUPERVISOR"
 """Environment variable with the supervisor's process id: a server whose parent has another id ends."""
@@ -85,10 +87,10 @@ def _serve(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    given = {"--model": options.model, "--host": options.host, "--port": options.port}
-    arguments = [str(word) for name, value in given.items() if value is not None for word in (name, value)]
+    options_given = {"--model": options.model, "--host": options.host, "--port": options.port}
+    arguments = [str(word) for name, value in options_given.items() if value is not None for word in (name, value)]
     configs = [word for config in options.config or () for word in ("--config", config)]
-    return [sys.executable, "-m", "cli.main", "serve", *configs, *arguments]
+    return [sys.executable, "-m", "cli.main", "serve", *configs, *arguments, *given(options)]
 
 
 def _how(code: int) -> str:

@@ -1,6 +1,7 @@
 """`raydix serve`: a cluster of this machine alone, its messages on the screen, until a signal ends it all."""
 
 import argparse
+import contextlib
 import errno
 import logging
 import math
@@ -20,18 +21,22 @@ import psutil
 from rich.console import Console
 
 from cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, LocalCluster, who_may_use
+from cli.flags import roles_of, values_of
 from cli.log_lines import LogFollower
 from cli.machine import this_machine
 from cli.restart import is_orphaned
+from cli.sizing import Sizes, described, size_up, sized
 from cli.waiting import Waiting, age_s
 from configs import Config, load_config
-from configs.choose import Choice, choose
+from configs.choose import Choice, Machine, choose, choose_with
+from configs.load import is_shipped, merge, merged, of_values
 from configs.schema import CacheSection
 from configs.settings import engine_settings
 from engine.core.errors import StartupError
 from engine.core.log_fields import about
 from engine.core.settings import GIB
-from engine.model.sources import has_chat_template, model_name, resolve_model
+from engine.model.config import ModelConfig
+from engine.model.sources import NULL, has_chat_template, model_name, read_description, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -62,33 +67,47 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         StartupError: configuration, model, or port cannot be used.
     """
-    return run_with(options.config, _overrides(options), _serve_until_stopped)
+    return run_with(options.config, _overrides(options), _serve_until_stopped, options=options)
 
 
 def run_with(
-    configs: Sequence[str] | None, overrides: Mapping[str, Any], use: Callable[[Running], None], *, stopped: int = 0
+    configs: Sequence[str] | None,
+    overrides: Mapping[str, Any],
+    use: Callable[[Running], None],
+    *,
+    stopped: int = 0,
+    options: argparse.Namespace | None = None,
 ) -> int:
     """Start a cluster and the application, use them, and end them; returns the exit code, `stopped` where Ray has to be
-    killed after a stop. `configs`: names or paths, each merged over those before it; by default what suits the machine.
+    killed after a stop. `configs`: names or paths, each merged over those before it, and over the configuration that
+    suits the machine unless the first is one of raydix's own. `options`: those of `cli.flags`.
 
     Raises:
         StartupError: configuration, model, or port cannot be used.
     """
-    choice = Choice(configs[0], "") if configs else choose(this_machine())
-    config = load_config(choice.config, overrides, configs[1:] if configs else ())
+    machine = this_machine()
+    choice, config = chosen(configs or (), overrides, machine, options or argparse.Namespace())
     console = Console(stderr=True, highlight=False)
     with Waiting(console, "starting") as status:
         _check_port(config.http.host, config.http.port)
         _check_disk(config.cache)
         _check_memory(config)
         _check_shared_memory(config, console)
+        model = read_description(config.model.source, status.update)
+        if config.model.source.startswith(NULL):
+            sizes = None  # made-up tokens need no memory
+        else:
+            choice, config, sizes = fitting(choice, config, model, machine)
+        if choice.reason:
+            console.print(f"configuration {choice.config} for {choice.reason} (--config takes another)", soft_wrap=True)
+        if sizes is not None:
+            console.print(described(config, sizes, model, machine), soft_wrap=True)
+            config = sized(config, sizes)
 
         status.update("loading torch")
         from engine.model.build import prepare  # torch comes with it, which no mistake in a configuration waits for
 
         prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
-        if choice.reason:
-            console.print(f"configuration {choice.config} for {choice.reason} (--config takes another)", soft_wrap=True)
 
     stop = threading.Event()
     cluster = LocalCluster(config)
@@ -111,6 +130,68 @@ def run_with(
         ray_thread.submit(cluster.stop).result()
 
     return 0
+
+
+def chosen(
+    configs: Sequence[str], overrides: Mapping[str, Any], machine: Machine, options: argparse.Namespace
+) -> tuple[Choice, Config]:
+    """Choose and read the configuration. A file of one's own is laid over the one that suits the machine and has the
+    file's roles of workers, so that a file with nothing but tenants changes nothing else.
+
+    Raises:
+        StartupError: the configuration is not valid.
+    """
+    is_whole = bool(configs) and is_shipped(configs[0])
+    own = merged(configs)
+    asked, configured = roles_of(options), tuple(own.get("workers") or ())
+    if asked is not None and configured and set(asked) != set(configured):
+        raise StartupError(
+            f"--role {options.role} contradicts the workers of the configuration: {', '.join(configured)}"
+        )
+
+    roles = asked or configured
+    choice = Choice(configs[0] if configs else "", "")
+    base = None
+    if not is_whole:
+        found = choose_with(machine, roles) if roles else choose(machine)
+        if found is not None:
+            choice, base = found, found.config
+
+    sections: dict[str, Any] = {role: {} for role in roles}  # of roles that no configuration of raydix's own has
+    known = merged(configs if base is None else [base, *configs])
+    known = merge({"workers": sections}, known) if sections else known
+    flags = values_of(options, tuple(known["workers"]), has_tenants=bool(known.get("tenants")))
+    extra = merge(merge({"workers": sections} if asked and not configured else {}, flags), overrides)
+    if configs:
+        return choice, load_config(configs[0], extra, configs[1:], base)
+    if base is None:
+        return Choice(f"of {' and '.join(roles)} workers", ""), of_values(extra)
+    return choice, load_config(base, extra)
+
+
+def fitting(choice: Choice, config: Config, model: ModelConfig, machine: Machine) -> tuple[Choice, Config, Sizes]:
+    """The configuration with its sizes: the chosen one, or with one worker in the place of two where two have no room
+    for the weights twice, or for a whole context.
+
+    Raises:
+        StartupError: the model does not fit.
+    """
+    try:
+        sizes = size_up(config, model, machine)
+        refusal = None
+    except StartupError as error:
+        sizes, refusal = None, error
+    is_whole = sizes is not None and sizes.max_model_len >= (config.model.max_model_len or model.max_position)
+    if choice.config == "cpu" and choice.reason and not is_whole and config.workers == load_config("cpu").workers:
+        alone = config.model_copy(update={"workers": load_config("cpu_mixed").workers})
+        with contextlib.suppress(StartupError):
+            other = size_up(alone, model, machine)
+            if sizes is None or other.max_model_len > sizes.max_model_len:
+                return Choice("cpu_mixed", "a model that two workers have no room for: one has it all"), alone, other
+    if sizes is None:
+        assert refusal is not None
+        raise refusal
+    return choice, config, sizes
 
 
 def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:

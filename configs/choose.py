@@ -1,13 +1,14 @@
 """Choice of one of raydix's own configurations for a machine, for `raydix serve` without `--config`."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 SPLIT_CORES = 4
 """From so many cores on prefill and decode get workers of their own. On two, one worker for both was the faster."""
 SPLIT_MEMORY_GIB = 12.0
 """Least memory of two workers: each has weights and a KV pool of its own, beside the object store and Ray."""
-GPU_GIB = 24.0
-"""GPU memory that the configurations for GPUs need of each: a KV pool of 20 GiB, and the weights."""
+GPU_GIB = 6.0
+"""GPU memory from which on a GPU is used; whether a model fits into it is found out from the model."""
 GPU_MEMORY_GIB = 16.0
 """Main memory that two workers on GPUs need: 8 GiB of exported KV, staging buffers and Ray."""
 
@@ -20,6 +21,13 @@ class Machine:
     memory_gib: float
     gpu_gib: tuple[float, ...] = ()
     """The memory of each GPU."""
+    free_gib: float | None = None
+    """Memory that nothing else uses now; None: all of it."""
+
+    @property
+    def large_gpus_gib(self) -> tuple[float, ...]:
+        """The memory of each GPU that is used: of several very unequal ones the large ones."""
+        return tuple(gib for gib in self.gpu_gib if gib >= max(GPU_GIB, max(self.gpu_gib) / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +38,20 @@ class Choice:
     reason: str
 
 
+def choose_with(machine: Machine, roles: Collection[str]) -> Choice | None:
+    """The configuration for a machine whose workers have these roles; None if no configuration has them."""
+    has_gpus = bool(machine.large_gpus_gib)
+    names = {
+        frozenset({"mixed"}): "gpu_single" if has_gpus else "cpu_mixed",
+        frozenset({"prefill", "decode"}): "gpu_disaggregated" if has_gpus else "cpu",
+    }
+    name = names.get(frozenset(roles))
+    return None if name is None else Choice(name, f"workers that are {' and '.join(roles)}")
+
+
 def choose(machine: Machine) -> Choice:
     """Choose the configuration for one machine that serves alone."""
-    large_gpus = sum(gib >= GPU_GIB for gib in machine.gpu_gib)
+    large_gpus = len(machine.large_gpus_gib)
     if large_gpus >= 2 and machine.num_cores >= SPLIT_CORES and machine.memory_gib >= GPU_MEMORY_GIB:
         return Choice("gpu_disaggregated", f"{large_gpus} GPUs, one for prefill and one for decode")
     if large_gpus:
@@ -40,9 +59,7 @@ def choose(machine: Machine) -> Choice:
 
     if machine.gpu_gib:
         gib = max(machine.gpu_gib)
-        return Choice(
-            "cpu_mixed", f"a GPU of {gib:.0f} GiB, less than gpu_single needs: one worker with a small KV pool"
-        )
+        return Choice("cpu_mixed", f"a GPU of {gib:.0f} GiB, too small to be used: one worker on the CPU")
 
     if machine.num_cores < SPLIT_CORES:
         return Choice("cpu_mixed", f"{_cores(machine.num_cores)} and no GPU: one worker prefills and decodes")

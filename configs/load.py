@@ -15,25 +15,45 @@ CONFIG_FOLDER = Path(__file__).parent
 
 
 def load_config(
-    name: str | Path, overrides: Mapping[str, Any] | None = None, files: Sequence[str | Path] = ()
+    name: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    files: Sequence[str | Path] = (),
+    base: str | None = None,
 ) -> Config:
     """Read the configuration `name`: a path, or the name of a file in `configs/` with or without its ending.
 
     Each of `files`, found in the same way, is merged over those before it, then `overrides`: mappings key by key, of
     anything else the later value stands. So a file that only some may read keeps the tenants apart from the rest. Every
-    command and the Serve application merge several files here.
+    command and the Serve application merge several files here. `base`: one of raydix's own configurations, over which
+    all are laid.
 
     Raises:
         StartupError: a file does not exist, is not YAML, or has an invalid value; names the key and the reason.
     """
     paths = [_find(each) for each in (name, *files)]
-    content: dict[str, Any] = {}
-    for path in paths:
-        content = _merge(content, _read(path))
+    content = merged(paths if base is None else [_find(base), *paths])
+    return of_values(merge(content, overrides or {}), f"config {' + '.join(map(str, paths))}")
+
+
+def of_values(values: Mapping[str, Any], where: str = "options") -> Config:
+    """The configuration of these values; raises StartupError, which names `where` they come from."""
     try:
-        return Config.model_validate(_merge(content, overrides or {}))
+        return Config.model_validate(values)
     except ValidationError as error:
-        raise StartupError(f"config {' + '.join(map(str, paths))}: {'; '.join(explain(error))}") from None
+        raise StartupError(f"{where}: {'; '.join(explain(error))}") from None
+
+
+def merged(names: Sequence[str | Path]) -> dict[str, Any]:
+    """The content of several files, each merged over those before it. Raises StartupError."""
+    content: dict[str, Any] = {}
+    for path in map(_find, names):
+        content = merge(content, _read(path))
+    return content
+
+
+def is_shipped(name: str | Path) -> bool:
+    """True if a name means one of raydix's own configurations. Raises StartupError if it means nothing."""
+    return _find(name).resolve().parent == CONFIG_FOLDER.resolve()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -58,11 +78,12 @@ def _find(name: str | Path) -> Path:
     raise StartupError(f"config {name}: no such file; raydix comes with {available}")
 
 
-def _merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two mappings key by key, mappings in them, too; of anything else the value of `extra` stands."""
     merged = dict(base)
     for key, value in extra.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 

@@ -20,6 +20,11 @@ from engine.core.settings import Quantization
 from engine.core.types import DraftSource
 
 
+def _number_unless_auto(value: object) -> object:
+    """None for `auto`: a number that is made of the machine's memory."""
+    return None if value == "auto" else value
+
+
 class ModelSection(Section):
     """The served model."""
 
@@ -37,8 +42,11 @@ class ModelSection(Section):
         default=None,
         description="int8: the weights of matrix products in 8 bits with a scale for each output channel, on CPUs.",
     )
-    max_model_len: int | None = Field(
-        default=None, ge=16, description="Longest prompt plus answer, in tokens; by default the model's context."
+    max_model_len: Annotated[int | None, BeforeValidator(_number_unless_auto)] = Field(
+        default=None,
+        ge=16,
+        description="Longest prompt plus answer, in tokens. By default, or with auto, the model's context, which "
+        "raydix serve lowers to what the memory holds.",
     )
     deterministic: bool = Field(
         default=False,
@@ -80,7 +88,12 @@ class CacheSection(Section):
     num_blocks: int | None = Field(
         default=None, ge=2, description="Blocks of a worker's pool; by default as many as pool_gib holds."
     )
-    pool_gib: float = Field(default=1.0, gt=0, description="Memory of a worker's KV pool, in GiB.")
+    pool_gib: Annotated[float | None, BeforeValidator(_number_unless_auto)] = Field(
+        default=None,
+        gt=0,
+        description="Memory of a worker's KV pool, in GiB. By default, or with auto, what is free beside the weights: "
+        "on a GPU up to 90 % of its memory, on a CPU half of what raydix serve finds free.",
+    )
     eviction: EvictionPolicy = Field(
         default=EvictionPolicy.ADAPTIVE,
         description="Order in which a worker evicts cached blocks. adaptive: of three orders the one with most hits; "

@@ -35,6 +35,7 @@ def settings_of(arguments: WorkerArguments, live: WorkerLive) -> EngineSettings:
         device=arguments.worker.device,
         max_model_len=model.max_model_len,
         deterministic=model.deterministic,
+        device_share=min(1.0, arguments.worker.num_gpus or 1.0),
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
         pool_gib=cache.pool_gib,

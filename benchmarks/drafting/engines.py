@@ -23,7 +23,7 @@ from engine.model.build import make_draft_model, make_drafter, make_pool, make_r
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine, StepResult
 from engine.model.grammars import Grammars
-from engine.model.identity import kv_block_bytes
+from engine.model.sizes import kv_block_bytes
 from engine.model.sources import resolve_model
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Workshop:
     def num_blocks(self) -> int:
         """Blocks of a pool of `POOL_GIB`."""
         each = kv_block_bytes(self.decoder.config, self.settings.block_size, self.settings.dtype)
-        return int(self.settings.pool_gib * GIB) // each
+        return int(POOL_GIB * GIB) // each
 
     @property
     def vocab_size(self) -> int:

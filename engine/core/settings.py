@@ -61,7 +61,8 @@ class EngineSettings:
     block_size: int
     num_blocks: int | None
     """None: as many as `pool_gib` holds."""
-    pool_gib: float
+    pool_gib: float | None
+    """None: as much as the device has free beside the weights."""
     limits: SchedulerLimits
     swap_bytes: int = 0
     """Limit of the KV of preempted requests kept outside the pool; 0: always recompute."""
@@ -73,5 +74,7 @@ class EngineSettings:
     deterministic: bool = False
     """On a GPU: the same bits whatever the batch, as a CPU gives in bfloat16 anyway."""
     quantization: Quantization | None = None
+    device_share: float = 1.0
+    """Share of the device's memory that this engine may use, where several engines share a GPU."""
     drafts: DraftLimits | None = None
     """None: no drafts. They are made only where a row's bits do not depend on the number of rows."""

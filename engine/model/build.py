@@ -19,14 +19,16 @@ from engine.model.cuda import CudaGraphs
 from engine.model.cuda_kv_pool import CudaKVPool
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
+from engine.model.device_memory import CudaMemory, measured_pool_bytes, unplanned_pool_bytes
 from engine.model.draft_model import PagedDraftModel
 from engine.model.draft_sources import draft_folder
 from engine.model.engine import Engine
 from engine.model.families import read_config
 from engine.model.grammars import Grammars
-from engine.model.identity import ModelIdentity, identify, kv_block_bytes, model_len
+from engine.model.identity import ModelIdentity, identify, model_len
 from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner, NullRunner, Runner
+from engine.model.runner import ModelRunner, NullRunner, Runner, made_up_step
+from engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes
 from engine.model.sources import NULL, resolve_model
 from engine.model.swap_space import SwapSpace
 from kernels.cpp import arithmetic, cpu_ops
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) -> None:
     """Do the slow parts of every worker's start beforehand, once and with progress shown: find the model and its draft
-    model (fetch or convert them), check that each engine's pool suits it, build the CPU kernels.
+    model (fetch or convert them), build the CPU kernels.
 
     Raises:
         StartupError: as `build_engine`.
@@ -47,7 +49,6 @@ def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) 
     for settings in engines:
         progress("looking at the model")
         folder = resolve_model(settings.source, progress)
-        pool_blocks(read_config(folder), settings)
         draft_folder(settings, folder, progress)
     progress("building the CPU kernels, once per machine")
     cpu_ops()
@@ -62,11 +63,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
     identity = _identity(settings)
     config, max_model_len = identity.config, identity.max_model_len
     dtype, device = torch_dtype(settings.dtype), torch.device(_device(settings))
-    num_blocks = pool_blocks(config, settings)
-    kv_pool = make_pool(config, num_blocks, settings.block_size, dtype, device)
-
-    runner: Runner = NullRunner(config.hidden_size)
-    grammars = drafter = None
+    grammars = drafter = decoder = None
     if not settings.source.startswith(NULL):
         decoder = Decoder.from_folder(
             identity.folder,
@@ -78,8 +75,14 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
             vocab_size=identity.vocab_size,
         )
         grammars = make_grammars(identity.folder, identity.vocab_size)
-        runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts)
         drafter = make_drafter(decoder, settings.drafts, grammars, partial(make_draft_model, settings, decoder))
+
+    # The weights first: the pool has what they leave.
+    num_blocks = pool_blocks(config, settings, lambda: _free_bytes(decoder, settings, identity))
+    kv_pool = make_pool(config, num_blocks, settings.block_size, dtype, device)
+    runner: Runner = NullRunner(config.hidden_size)
+    if decoder is not None:
+        runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts)
 
     return Engine(
         runner=runner,
@@ -186,22 +189,46 @@ def make_runner(
     return runner
 
 
-def pool_blocks(config: ModelConfig, settings: EngineSettings) -> int:
-    """Blocks of the KV pool, as configured or as many as its memory holds.
+def pool_blocks(config: ModelConfig, settings: EngineSettings, free_bytes: Callable[[], int]) -> int:
+    """Blocks of the KV pool: as configured, or as many as its memory holds. `free_bytes`: measures the memory that the
+    pool may have, where none is configured.
 
     Raises:
         StartupError: one request of the greatest length would not fit.
     """
     block_bytes = kv_block_bytes(config, settings.block_size, settings.dtype)
-    num_blocks = settings.num_blocks or int(settings.pool_gib * GIB) // block_bytes
+    num_blocks = settings.num_blocks
+    if num_blocks is None:
+        pool_bytes = free_bytes() if settings.pool_gib is None else int(settings.pool_gib * GIB)
+        num_blocks = max(0, pool_bytes) // block_bytes
     max_model_len = model_len(config, settings.max_model_len)
     if num_blocks * settings.block_size < max_model_len:
         needed_gib = max_model_len / settings.block_size * block_bytes / GIB
+        way_out = "raise cache.pool_gib to" if settings.pool_gib is not None else "it needs a pool of"
         raise StartupError(
             f"a KV pool of {num_blocks} blocks holds {num_blocks * settings.block_size} tokens, but one request may "
-            f"have {max_model_len}: raise cache.pool_gib to {needed_gib:.2f} or lower model.max_model_len"
+            f"have {max_model_len}: {way_out} {needed_gib:.2f} GiB, or lower model.max_model_len"
         )
     return num_blocks
+
+
+def _free_bytes(decoder: Decoder | None, settings: EngineSettings, identity: ModelIdentity) -> int:
+    """Measure the memory that a pool may have beside the weights."""
+    if decoder is None or decoder.device.type != "cuda":
+        return unplanned_pool_bytes()
+    rows = max(settings.limits.max_requests, SCORED_ROWS)
+    logits_bytes = LOGITS_BYTES * rows * identity.vocab_size  # the step that is run samples one row
+    run = partial(run_largest_step, decoder, settings)
+    return measured_pool_bytes(CudaMemory(decoder.device), run, settings.device_share) - logits_bytes
+
+
+def run_largest_step(decoder: Decoder, settings: EngineSettings) -> int:
+    """Run a step of as many tokens as one may have, over a pool that is dropped; returns the bytes of the pool."""
+    block_size = settings.block_size
+    num_tokens = min(settings.limits.token_budget, decoder.max_position)
+    pool = make_pool(decoder.config, -(-num_tokens // block_size), block_size, decoder.dtype, decoder.device)
+    ModelRunner(decoder, pool).run(made_up_step(num_tokens, block_size, logprobs=1))
+    return pool.num_blocks * pool.block_bytes
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -19,8 +19,6 @@ from engine.model.sources import NULL, resolve_model
 from engine.model.stored_tensors import StoredTensor, read_headers
 from engine.model.token_ids import num_token_ids
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of one number of each dtype that a model may compute in."""
 _SAMPLE_BYTES = 4096
 
 
@@ -77,11 +75,6 @@ def model_len(config: ModelConfig, wanted: int | None) -> int:
     if wanted is not None and wanted > config.max_position:
         raise StartupError(f"model.max_model_len is {wanted}, but the model's context has {config.max_position} tokens")
     return wanted or config.max_position
-
-
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one block: keys and values of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * DTYPE_BYTES[dtype]
 
 
 def fingerprint(folder: Path, dtype: str) -> str:

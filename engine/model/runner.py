@@ -19,9 +19,7 @@ from engine.model.grammars import Grammars
 from engine.model.kv_pool import KVPool
 from engine.model.pooling import pooled_states, sums_of
 from engine.model.sampler import sample_requests, score_tokens
-
-SCORED_ROWS = 128
-"""Rows whose logits are held at once when prompts are scored."""
+from engine.model.sizes import SCORED_ROWS
 
 
 class Runner(Protocol):

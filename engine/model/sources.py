@@ -26,6 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.core.errors import StartupError
+from engine.model.config import ModelConfig, read_json
+from engine.model.families import config_of, read_config
+from engine.model.sizes import check_names
+from engine.model.stored_tensors import WEIGHT_INDEX, text_names
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,6 +71,27 @@ def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
     raise StartupError(
         f"there is no model at {spec}: give a folder, a .gguf file, package:NAME/FILE or a hub id (org/name)"
     )
+
+
+def read_description(spec: str, progress: Progress = _LOG.info) -> ModelConfig:
+    """Describe the model named by `spec` without its weights: nothing large is fetched or converted. Of a model on the
+    hub also the list of its files, and the names of its tensors, are held against the description.
+
+    Raises:
+        StartupError: the model does not exist, or cannot be run.
+    """
+    spec = spec.removeprefix(NULL)
+    path = _package_path(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        folder = _converted_folder(path.resolve())
+        if not folder.is_dir():
+            from engine.model.gguf import GgufModel
+
+            return config_of(GgufModel(path).config())
+        return read_config(folder)
+    if not path.exists() and _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
+        return _hub_description(spec, progress)
+    return read_config(resolve_model(spec, progress))
 
 
 def model_name(spec: str) -> str:
@@ -117,6 +142,39 @@ def _package_path(spec: str) -> Path:
     )
 
 
+def _hub_description(spec: str, progress: Progress) -> ModelConfig:
+    """Fetch the small files that tell if a model can run: its description, and the list of its tensors."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    repository, _, revision = spec.partition("@")
+    progress(f"looking at {spec} on the Hugging Face hub")
+    try:
+        config = config_of(read_json(Path(hf_hub_download(repository, "config.json", revision=revision or None))))
+    except StartupError:
+        raise
+    except Exception as error:  # the hub client's and its HTTP library's many kinds
+        if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
+            raise StartupError(
+                f"{spec} on the Hugging Face hub has no config.json: raydix needs a transformers checkpoint"
+            ) from error
+        raise StartupError(f"cannot get {spec} from the Hugging Face hub: {_hub_reason(error)}") from error
+
+    try:
+        files = HfApi().list_repo_files(repository, revision=revision or None)
+        if not any(file.endswith(".safetensors") and "/" not in file for file in files):
+            advice = "; its weights are in PyTorch's pickle format" if any(f.endswith(".bin") for f in files) else ""
+            raise StartupError(f"{spec} on the Hugging Face hub has no model weights (*.safetensors){advice}")
+        if WEIGHT_INDEX in files:
+            index = read_json(Path(hf_hub_download(repository, WEIGHT_INDEX, revision=revision or None)))
+            names = text_names(index.get("weight_map") or {})
+            check_names(names.values(), config, f"{spec} on the Hugging Face hub")
+    except StartupError:
+        raise
+    except Exception as error:  # without the hub a copy on the disk may do, which the download finds out
+        _LOG.debug("the hub does not list %s: %s", spec, error)
+    return config
+
+
 def _hub_folder(spec: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -157,7 +215,7 @@ def _hub_reason(error: Exception) -> str:
 def _converted(path: Path, progress: Progress) -> Path:
     """Return the cached folder of a GGUF file, written now if it does not exist."""
     try:
-        folder = cache_folder() / "gguf" / f"{path.stem}-{_digest(path)}"
+        folder = _converted_folder(path)
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +227,11 @@ def _converted(path: Path, progress: Progress) -> Path:
             f"cannot convert {path} into {cache_folder()}: {error}; set RAYDIX_CACHE to a writable folder with space"
         ) from error
     return folder
+
+
+def _converted_folder(path: Path) -> Path:
+    """Folder of a GGUF file's conversion, which may not exist yet."""
+    return cache_folder() / "gguf" / f"{path.stem}-{_digest(path)}"
 
 
 def _convert(path: Path, folder: Path, progress: Progress) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 from engine.core.errors import StartupError
 from engine.model.config import read_json
 
+WEIGHT_INDEX = "model.safetensors.index.json"
+"""The file of each tensor, where there are several files."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -56,7 +59,7 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / WEIGHT_INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):

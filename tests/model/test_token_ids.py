@@ -40,9 +40,9 @@ from engine.model.build import build_engine, make_draft_model
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine
 from engine.model.families import FAMILIES, config_of
+from engine.model.sizes import expected_shapes
 from engine.model.token_ids import num_token_ids
 from engine.model.tokenizer import Tokenizer
-from engine.model.weights import expected_shapes
 from tests.model.random_logits import wait_for_grammars
 
 Event: TypeAlias = PromptEvent | TokenEvent

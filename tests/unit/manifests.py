@@ -377,7 +377,7 @@ def check_the_config_fits_the_pods(manifest: Json) -> None:
             assert 1 <= worker.num_threads <= pod["CPU"], role
             (shm,) = [v["emptyDir"]["sizeLimit"] for name, v in volumes_of(group).items() if name == "shm"]
             left = num_bytes(ray_container(group)["resources"]["limits"]["memory"]) - num_bytes(shm)
-            assert config.cache.pool_gib * GIB < left, role
+            assert config.cache.pool_gib is not None and config.cache.pool_gib * GIB < left, role
     if config.cache.disk_gib:
         store_bytes = int(groups(manifest)["ingress"]["rayStartParams"]["object-store-memory"])
         assert config.cache.segment_gib * GIB < store_bytes

@@ -30,7 +30,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         (Machine(2, 12, (80, 80)), "gpu_single", "one GPU"),
         (Machine(16, 128, (80, 80, 80, 80)), "gpu_disaggregated", "4 GPUs"),
         (Machine(16, 128, (80, 8)), "gpu_single", "one GPU"),
-        (Machine(16, 128, (16,)), "cpu_mixed", "a GPU of 16 GiB"),
+        (Machine(16, 128, (16,)), "gpu_single", "one GPU"),
+        (Machine(16, 128, (4,)), "cpu_mixed", "a GPU of 4 GiB"),
     ],
 )
 def test_each_machine_gets_what_suits_it_and_hears_why(machine: Machine, config: str, because: str) -> None:
@@ -86,3 +87,4 @@ def test_serve_says_what_it_chose_and_nothing_of_what_was_named(tmp_path: Path, 
     said = [line for line in done.stderr.splitlines() if line.startswith("configuration ")]
     choice = choose(this_machine())
     assert said == ([] if named else [f"configuration {choice.config} for {choice.reason} (--config takes another)"])
+    assert "KV pool of" in done.stderr and "requests of up to 64 tokens" in done.stderr

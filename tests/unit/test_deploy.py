@@ -197,3 +197,14 @@ def test_workers_too_large_for_every_node_are_named(nodes: list[dict[str, float]
     """One node must have all that a worker needs."""
     config = config_of(workers={"prefill": {}, "decode": {"num_cpus": 2, "num_gpus": 1}})
     assert [*lacking(config, nodes)] == lines
+
+
+def test_sizes_of_a_running_server_stay_unless_what_they_were_made_of_changes() -> None:
+    running = load_config("cpu_mixed", {"model": {"max_model_len": 5000}, "cache": {"pool_gib": 2.5}})
+    kept = deploy.with_sizes(load_config("cpu_mixed"), running)
+    assert kept == running, "nothing restarts"
+    assert deploy.with_sizes(load_config("cpu_mixed", {"cache": {"pool_gib": 1}}), running).cache.pool_gib == 1
+    for change in ({"model": {"dtype": "float32"}}, {"workers": {"mixed": {"token_budget": 100}}}):
+        changed = load_config("cpu_mixed", change)
+        assert deploy.with_sizes(changed, running) == changed
+    assert deploy.with_sizes(load_config("cpu_mixed"), None).cache.pool_gib is None

@@ -1,0 +1,121 @@
+"""Sizes of a model, from its description alone: the tensors that its files must have, and its bytes in memory.
+
+Without torch, so that a model is checked before anything slow happens, its download among that.
+"""
+
+import math
+from collections.abc import Iterable
+
+from engine.core.errors import StartupError
+from engine.core.settings import Quantization
+from engine.model.config import ModelConfig
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of one number of each dtype that a model may compute in."""
+SCORED_ROWS = 128
+"""Rows whose logits are held at once when prompts are scored."""
+LOGITS_BYTES = 3 * 4
+"""Of one logit while rows are sampled: in float32, adjusted, and for a ranking."""
+_EMBEDDING = "model.embed_tokens.weight"
+_MAX_NAMED = 4
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Yield the name and shape of every tensor of a decoder of this configuration."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+
+    projections = {
+        "self_attn.q_proj": (query_size, hidden, config.attention_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, query_size, config.attention_output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.sandwich_norm:
+        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+
+    for prefix in (f"model.layers.{layer}." for layer in range(config.num_layers)):
+        for name, size in norms.items():
+            shapes[f"{prefix}{name}.weight"] = (size,)
+        for name, (rows, columns, bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+
+    return shapes
+
+
+def check_names(names: Iterable[str], config: ModelConfig, where: str) -> None:
+    """Compare the names of a model's tensors with those that its description calls for.
+
+    Raises:
+        StartupError: a tensor is missing, or unknown to the decoder.
+    """
+    expected, known = expected_shapes(config), dict.fromkeys(names)
+    if missing := [name for name in expected if name not in known]:
+        raise StartupError(f"the weights in {where} lack {_named(missing)}")
+
+    if unexpected := [name for name in known if name not in expected and not _is_redundant(name)]:
+        raise StartupError(
+            f"the weights in {where} have tensors that config.json does not call for: {_named(unexpected)}"
+        )
+
+
+def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | None, *, on_gpu: bool) -> int:
+    """Memory of a loaded model's weights, with its rotary tables.
+
+    A CPU keeps the table of embeddings beside the head's own layout, also where both are the same matrix; a GPU shares
+    it. Of an int8 matrix each output channel has a float32 scale.
+    """
+    width = DTYPE_BYTES[dtype]
+    total = 0
+    shapes = expected_shapes(config)
+    head = "lm_head.weight"
+    if config.tie_word_embeddings and not on_gpu:
+        shapes[head] = shapes[_EMBEDDING]
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            total += 4 * shape[0]  # norms and biases are float32
+        elif quantization is not None and name != _EMBEDDING:
+            total += math.prod(shape) + 4 * shape[0]
+        else:
+            total += width * math.prod(shape)
+    num_tables = len(set(map(repr, config.rope_of_layer)))
+    return total + num_tables * config.max_position * config.head_dim * 4
+
+
+def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int:
+    """Memory of one step's intermediate results, generously: a layer's in float32, and the logits."""
+    queries = config.num_heads * config.head_dim
+    keys = 2 * config.num_kv_heads * config.head_dim
+    widest = 4 * config.hidden_size + 2 * queries + keys + 3 * config.intermediate_size
+    rows = max(max_requests, SCORED_ROWS)
+    return 4 * token_budget * widest + LOGITS_BYTES * rows * config.vocab_size
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one block: keys and values of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * DTYPE_BYTES[dtype]
+
+
+def _is_redundant(name: str) -> bool:
+    """Tensors that old or tied checkpoints carry and that follow from others."""
+    return name == "lm_head.weight" or name.endswith(("rotary_emb.inv_freq", "self_attn.masked_bias"))
+
+
+def _named(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
+    return ", ".join(listed[:_MAX_NAMED]) + more

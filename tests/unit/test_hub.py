@@ -1,0 +1,155 @@
+"""A model on the hub is judged by its small files: what cannot run costs no download. The hub is a server here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.cluster import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMALL_BYTES = 1 << 20
+"""Most that a refusal may fetch."""
+WEIGHTS_BYTES = 3 << 20
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 4096,
+}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+HUGE = {**LLAMA, "hidden_size": 65_536, "intermediate_size": 262_144, "num_hidden_layers": 80}
+
+
+class Hub:
+    """The part of the hub's protocol that its client speaks for one repository, `org/model`; counts what it sends."""
+
+    def __init__(self, config: dict[str, Any] | None, **files: bytes) -> None:
+        self.files = {"model.safetensors": bytes(WEIGHTS_BYTES), **files}
+        if config is not None:
+            self.files["config.json"] = json.dumps(config).encode()
+        self.sent: Counter[str] = Counter()
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                status, headers, body = hub.answer(self.path)
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command == "GET":
+                    hub.sent[self.path] += len(body)
+                    self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        commit = "c" * 40
+        if path.startswith("/api/models/org/model"):
+            listed: list[dict[str, Any]] = [{"rfilename": name} for name in self.files]
+            if "/tree/" in path:
+                listed = [{"type": "file", "path": name, "oid": "0", "size": 1} for name in self.files]
+                return 200, {"Content-Type": "application/json"}, json.dumps(listed).encode()
+            described: dict[str, Any] = {"id": "org/model", "sha": commit, "siblings": listed}
+            return 200, {"Content-Type": "application/json"}, json.dumps(described).encode()
+        found = re.fullmatch(r"/org/model/resolve/[^/]+/(.+)", path)
+        if found is None or found[1] not in self.files:
+            return 404, {"X-Error-Code": "EntryNotFound" if found else "RepoNotFound", "X-Repo-Commit": commit}, b""
+        return 200, {"ETag": f'"{found[1]}"', "X-Repo-Commit": commit}, self.files[found[1]]
+
+
+@pytest.fixture
+def hubs() -> Iterator[list[Hub]]:
+    made: list[Hub] = []
+    yield made
+    for hub in made:
+        hub.server.shutdown()
+        hub.server.server_close()
+
+
+def serve(hub: Hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `raydix serve` on the hub's model, up to where Ray would start; neither Ray nor torch may be imported."""
+    for package in ("ray", "torch"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("import os\nos._exit(99)\n")
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", "serve", "--model", "org/model", "--port", str(free_port()), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tmp_path),
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_address[1]}",
+            "HF_HOME": str(tmp_path / "hub"),
+        },
+        timeout=120,
+        check=False,
+    )
+
+
+INDEX = json.dumps({"weight_map": {"model.embed_tokens.weight": "a", "model.layers.0.experts.weight": "a"}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "says"),
+    [
+        (MIXTRAL, {}, "the model architecture MixtralForCausalLM is not supported; raydix runs: LlamaForCausalLM"),
+        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, {}, "the model's weights are quantised (awq)"),
+        (HUGE, {}, "the model does not fit: a "),
+        (
+            LLAMA,
+            {"model.safetensors.index.json": INDEX},
+            "the weights in org/model on the Hugging Face hub lack ",
+        ),
+        (None, {}, "org/model on the Hugging Face hub has no config.json"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_is_fetched(
+    config: dict[str, Any] | None, files: dict[str, bytes], says: str, hubs: list[Hub], tmp_path: Path
+) -> None:
+    hubs.append(hub := Hub(config, **files))
+    done = serve(hub, tmp_path)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("raydix: ")]
+    assert line.startswith(f"raydix: {says}"), line
+    assert sum(hub.sent.values()) < SMALL_BYTES
+    assert not any(path.endswith("model.safetensors") for path in hub.sent)
+
+
+def test_weights_in_another_format_are_refused(hubs: list[Hub], tmp_path: Path) -> None:
+    hubs.append(hub := Hub(LLAMA))
+    hub.files = {"config.json": hub.files["config.json"], "pytorch_model.bin": bytes(WEIGHTS_BYTES)}
+    done = serve(hub, tmp_path)
+    assert done.returncode == 2 and "has no model weights (*.safetensors); its weights are in PyTorch's" in done.stderr
+    assert sum(hub.sent.values()) < SMALL_BYTES
+
+
+def test_what_fits_is_fetched_after_its_sizes_were_told(hubs: list[Hub], tmp_path: Path) -> None:
+    """Up to the import of torch, which comes behind the checks; the weights come then."""
+    hubs.append(hub := Hub(LLAMA))
+    done = serve(hub, tmp_path)
+    assert done.returncode == 99, done.stderr
+    assert "requests of up to 4,096 tokens" in done.stderr
+    assert not any("model.safetensors" in path for path in hub.sent)

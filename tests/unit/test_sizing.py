@@ -1,0 +1,274 @@
+"""Sizes made of the machine: which well-known models start where, and that nothing computed exceeds the memory."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.machine import this_machine
+from cli.serve import chosen, fitting
+from cli.sizing import GPU_CONTEXT_GIB, INGRESS_GIB, SERVER_GIB, WORKER_GIB, described, runs_on_gpu, size_up, sized
+from configs import Config, load_config
+from configs.choose import Choice, Machine
+from configs.settings import engine_settings
+from engine.core.errors import StartupError
+from engine.core.settings import GIB, SchedulerLimits
+from engine.model.build import run_largest_step
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.device_memory import SHARE, measured_pool_bytes
+from engine.model.families import config_of
+from engine.model.host_memory import host_memory
+from engine.model.sizes import kv_block_bytes, step_bytes, weight_bytes
+from engine.model.weights import RandomTensors
+
+
+def model(model_type: str, shape: tuple[int, ...], context: int, tied: bool, **more: Any) -> ModelConfig:
+    """A published `config.json`, as far as sizes depend on it."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    settings = dict(zip((*names, *heads), shape, strict=True))
+    ends = {"max_position_embeddings": context, "tie_word_embeddings": tied}
+    return config_of({"model_type": model_type, **settings, **ends, **more})
+
+
+GEMMA = {"query_pre_attn_scalar": 256, "sliding_window": 512}
+MODELS = {
+    "SmolLM2-135M": model("llama", (49_152, 576, 1536, 30, 9, 3, 64), 8192, True),
+    "SmolLM2-360M": model("llama", (49_152, 960, 2560, 32, 15, 5, 64), 8192, True),
+    "SmolLM2-1.7B": model("llama", (49_152, 2048, 8192, 24, 32, 32, 64), 8192, True),
+    "Qwen2.5-0.5B": model("qwen2", (151_936, 896, 4864, 24, 14, 2, 64), 32_768, True),
+    "Qwen2.5-1.5B": model("qwen2", (151_936, 1536, 8960, 28, 12, 2, 128), 32_768, True),
+    "Qwen2.5-7B": model("qwen2", (152_064, 3584, 18_944, 28, 28, 4, 128), 32_768, False),
+    "Qwen3-0.6B": model("qwen3", (151_936, 1024, 3072, 28, 16, 8, 128), 40_960, True),
+    "Qwen3-1.7B": model("qwen3", (151_936, 2048, 6144, 28, 16, 8, 128), 40_960, True),
+    "Qwen3-4B": model("qwen3", (151_936, 2560, 9728, 36, 32, 8, 128), 40_960, True),
+    "Qwen3-8B": model("qwen3", (151_936, 4096, 12_288, 36, 32, 8, 128), 40_960, False),
+    "Llama-3.2-1B": model("llama", (128_256, 2048, 8192, 16, 32, 8, 64), 131_072, True),
+    "Llama-3.2-3B": model("llama", (128_256, 3072, 8192, 28, 24, 8, 128), 131_072, True),
+    "Llama-3.1-8B": model("llama", (128_256, 4096, 14_336, 32, 32, 8, 128), 131_072, False),
+    "Gemma-3-270m": model("gemma3", (262_144, 640, 2048, 18, 4, 1, 256), 32_768, True, **GEMMA),
+    "Gemma-3-1b": model("gemma3", (262_144, 1152, 6912, 26, 4, 1, 256), 32_768, True, **GEMMA),
+    "Mistral-7B": model("mistral", (32_768, 4096, 14_336, 32, 32, 8, 128), 32_768, False, sliding_window=None),
+}
+LARGE = ("Qwen2.5-7B", "Qwen3-8B", "Llama-3.1-8B", "Mistral-7B")
+"""Models of 7 and 8 billion parameters."""
+MACHINES = {
+    **{f"{gib} GiB": Machine(2, gib, free_gib=gib - 1) for gib in (8, 16, 24, 64)},
+    "32 GiB, 8 cores": Machine(8, 32, free_gib=31),
+    **{f"card of {gib} GiB": Machine(16, 128, (gib * 0.985,), free_gib=120) for gib in (24, 48, 80)},
+    "two cards of 24 GiB": Machine(16, 128, (23.6, 23.6), free_gib=120),
+}
+
+
+def plan(name: str, machine: Machine, **overrides: Any) -> tuple[Choice, Config, int]:
+    """What the start would take, with its longest request."""
+    choice, config = chosen((), overrides, machine, options=_no_options())
+    choice, config, sizes = fitting(choice, config, MODELS[name], machine)
+    assert described(config, sizes, MODELS[name], machine)
+    return choice, sized(config, sizes), sizes.max_model_len
+
+
+def _no_options() -> Any:
+    import argparse
+
+    return argparse.Namespace()
+
+
+def starts(name: str, machine: Machine, **overrides: Any) -> bool:
+    try:
+        plan(name, machine, **overrides)
+    except StartupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("where", MACHINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_starts_fits_into_the_memory(name: str, where: str) -> None:
+    machine, found = MACHINES[where], MODELS[name]
+    try:
+        _, config, longest = plan(name, machine)
+    except StartupError as error:
+        assert "GiB for its weights" in str(error) and ("fit" in str(error) or "smaller model" in str(error))
+        return
+    assert 1024 <= longest <= found.max_position
+    block_bytes = kv_block_bytes(found, config.cache.block_size, config.model.dtype)
+    used = SERVER_GIB + config.ingress.replicas * INGRESS_GIB + config.stored_gib
+    for section in config.workers.sections.values():
+        on_gpu = runs_on_gpu(config, section, machine)
+        own = weight_bytes(found, "bfloat16", None, on_gpu=on_gpu)
+        own += step_bytes(found, section.token_budget, section.max_requests)
+        if on_gpu:  # the worker measures its pool, and the longest request fits into the least that it will find
+            assert own + block_bytes * longest / 16 < (min(machine.gpu_gib) * SHARE - GPU_CONTEXT_GIB) * GIB
+            continue
+        assert config.cache.pool_gib is not None
+        assert config.cache.pool_gib * GIB >= -(-longest // 16) * block_bytes, "one request fits"
+        used += WORKER_GIB + own / GIB + config.cache.pool_gib
+    assert machine.free_gib is not None and used <= machine.free_gib
+
+
+def test_which_models_start_where() -> None:
+    """With less than their context where the memory is small; int8 halves the weights."""
+    assert all(starts(name, MACHINES["64 GiB"]) for name in MODELS)
+    assert all(starts(name, MACHINES["24 GiB"]) for name in MODELS)
+    int8 = {"model": {"quantization": "int8"}}
+    for where in ("card of 24 GiB", "card of 48 GiB", "card of 80 GiB", "two cards of 24 GiB"):
+        assert all(starts(name, MACHINES[where]) for name in MODELS), where
+    assert not any(starts(name, MACHINES["16 GiB"]) for name in LARGE)
+    assert starts("Qwen3-4B", MACHINES["16 GiB"], **int8) and starts("Qwen3-1.7B", MACHINES["16 GiB"])
+    assert starts("SmolLM2-135M", MACHINES["8 GiB"])
+
+
+def test_the_context_is_lowered_to_what_fits() -> None:
+    small = plan("Qwen3-8B", MACHINES["card of 24 GiB"])[2]
+    assert 8192 <= small < 40_960
+    assert plan("Qwen3-8B", MACHINES["card of 80 GiB"])[2] == 40_960
+    assert plan("Qwen3-0.6B", MACHINES["24 GiB"])[2] == 40_960
+    assert plan("Llama-3.2-1B", MACHINES["64 GiB"])[2] == 131_072
+    assert plan("Llama-3.2-1B", MACHINES["24 GiB"])[2] == 131_072, "more than half of the memory where it needs more"
+
+
+def test_one_worker_where_two_have_no_room() -> None:
+    choice, config, _ = plan("Qwen2.5-7B", Machine(8, 32, free_gib=30))
+    assert choice.config == "cpu_mixed" and "two workers" in choice.reason
+    assert tuple(config.workers.sections) == ("mixed",)
+    assert plan("SmolLM2-135M", MACHINES["32 GiB, 8 cores"])[0].config == "cpu"
+
+
+def test_constants_stand() -> None:
+    machine = MACHINES["24 GiB"]
+    config = plan("Qwen3-0.6B", machine, cache={"pool_gib": 2.0})[1]
+    assert config.cache.pool_gib == 2.0 and config.model.max_model_len == 2 * GIB // (16 * 114_688) * 16
+    assert plan("Qwen3-0.6B", machine, model={"max_model_len": 5000})[2] == 5000
+    assert plan("Qwen3-0.6B", machine, cache={"num_blocks": 100})[2] == 1600
+    with pytest.raises(StartupError, match=r"holds 1600 tokens, but one request may have 5000: raise cache\.pool_gib"):
+        plan("Qwen3-0.6B", machine, cache={"num_blocks": 100}, model={"max_model_len": 5000})
+    for text in ("auto", None):
+        given = load_config("cpu", {"model": {"max_model_len": text}, "cache": {"pool_gib": text}})
+        assert (given.model.max_model_len, given.cache.pool_gib) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "model", "says"),
+    [
+        ("Qwen3-8B", 20, {}, "with model.quantization int8 requests of up to"),
+        ("Qwen3-8B", 9, {}, "take a smaller model, or a machine with more memory"),
+        ("Llama-3.2-1B", 12, {"max_model_len": 131_072}, "model.max_model_len of at most"),
+    ],
+)
+def test_a_refusal_says_what_would_run(name: str, gib: float, model: dict[str, Any], says: str) -> None:
+    machine = Machine(2, gib + 1, free_gib=gib)
+    with pytest.raises(StartupError, match=says) as caught:
+        plan(name, machine, model=model)
+    words = str(caught.value).split()
+    if "at most" in says:  # what it says is true
+        assert starts(name, machine, model={"max_model_len": int(words[words.index("most") + 1])})
+    if "int8" in says:
+        assert starts(name, machine, model={"quantization": "int8"})
+
+
+def test_more_than_the_context_is_refused() -> None:
+    with pytest.raises(StartupError, match="the model's context has 8192"):
+        plan("SmolLM2-135M", MACHINES["64 GiB"], model={"max_model_len": 9000})
+
+
+# Measured by a worker
+
+
+@dataclass
+class Device:
+    """A GPU in numbers: `others` is CUDA's context and other processes."""
+
+    capacity: int
+    others: int
+    held: int = 0
+    highest: int = 0
+    kept: int = 0
+    """Taken by this process for tensors, and not given back."""
+    calls: list[str] = field(default_factory=list)
+
+    def take(self, num_bytes: int) -> None:
+        self.held += num_bytes
+        self.highest, self.kept = max(self.highest, self.held), max(self.kept, self.held)
+        assert self.others + self.kept <= self.capacity, "out of memory"
+
+    def total(self) -> int:
+        return self.capacity
+
+    def free(self) -> int:
+        return self.capacity - self.others - self.kept
+
+    def reserved(self) -> int:
+        return self.kept
+
+    def peak(self) -> int:
+        return self.highest
+
+    def begin(self) -> None:
+        self.kept = self.highest = self.held
+
+    def release(self) -> None:
+        self.kept = self.held
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize(("weights", "trial", "activations", "others"), [(15, 1, 2, 1), (30, 0, 3, 0), (5, 2, 1, 4)])
+def test_a_gpu_s_pool_has_what_is_left(weights: int, trial: int, activations: int, others: int, share: float) -> None:
+    device = Device(80 * GIB, others * GIB)
+    device.take(weights * GIB)
+
+    def step() -> int:
+        device.take((trial + activations) * GIB)
+        device.held -= (trial + activations) * GIB
+        return trial * GIB
+
+    pool = measured_pool_bytes(device, step, share)
+    assert pool == int(SHARE * share * 80 * GIB) - (weights + activations + others) * GIB
+    if pool > 0:
+        device.take(pool + activations * GIB)
+        assert device.free() >= int((1 - SHARE) * 80 * GIB) - 1
+
+
+def test_the_largest_step_runs_over_a_pool_that_is_told() -> None:
+    """The real runner and decoder, on a CPU: 100 tokens are 7 blocks."""
+    tiny = model("qwen3", (300, 64, 64, 2, 2, 1, 32), 512, True)
+    decoder = Decoder(tiny, RandomTensors(tiny), torch.float32)
+    config = load_config("cpu_mixed", {"model": {"dtype": "float32"}})
+    assert config.workers.mixed is not None
+    settings = replace(engine_settings(config, config.workers.mixed), limits=SchedulerLimits(100, 16))
+    assert run_largest_step(decoder, settings) == 7 * kv_block_bytes(tiny, 16, "float32")
+
+
+# Of a container
+
+
+def test_a_limit_of_a_container_counts_as_the_machine_s_memory(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/pods/mine\n5:cpu,memory:/pods/mine\n")
+    second, first = tmp_path / "two", tmp_path / "one"
+    whole = host_memory(tmp_path / "none", own)
+    (second / "pods" / "mine").mkdir(parents=True)
+    (second / "pods" / "memory.max").write_text(f"{GIB}\n")
+    (second / "pods" / "memory.current").write_text(f"{GIB // 2}\n")
+    (second / "pods" / "memory.stat").write_text(f"anon 1\ninactive_file {GIB // 4}\n")
+    (second / "pods" / "mine" / "memory.max").write_text("max\n")
+    assert host_memory(second, own) == (GIB, GIB - GIB // 4), "the cache of files can be dropped"
+
+    folder = first / "memory" / "pods" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{2 * GIB}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{GIB}\n")
+    assert host_memory(first, own) == (2 * GIB, GIB)
+    machine = this_machine(first, own)
+    assert (machine.memory_gib, machine.free_gib) == (2, 1)
+
+    (folder / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none, as version 1 says it
+    assert host_memory(first, own).total == whole.total
+
+
+def test_sizes_of_a_null_model_need_nothing() -> None:
+    config = load_config("cpu_mixed", {"cache": {"num_blocks": 4}, "model": {"max_model_len": 64}})
+    assert size_up(config, MODELS["SmolLM2-135M"], MACHINES["24 GiB"]).max_model_len == 64
