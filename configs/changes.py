@@ -66,7 +66,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
     "ingress": {
         Effect.NUMBER: "replicas",
         Effect.IN_PLACE: "max_queued_requests max_body_bytes body_timeout_s max_waiting_mib answer_mib "
-        "any_content_type",
+        "reader_processes any_content_type",
         Effect.INGRESS: "num_cpus label_selector",
     },
     "http": {

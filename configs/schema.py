@@ -260,6 +260,12 @@ class IngressSection(Section):
         "thousands of vectors, in MiB; a request for another one waits, and one tenant gets at most as much as stays "
         "free for others.",
     )
+    reader_processes: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Processes of a replica that read long bodies; by default one for every two cores, from 2 to 4.",
+    )
     any_content_type: bool = Field(
         default=False,
         description="Take bodies that are not declared to be JSON, which web pages of other sites can send, too.",

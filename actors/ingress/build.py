@@ -138,7 +138,9 @@ def batch_settings(config: Config) -> BatchSettings:
 def replica_limits(config: Config) -> Limits:
     """Limits of one replica."""
     section = config.ingress
-    return Limits(section.max_queued_requests, section.max_waiting_mib << 20, section.answer_mib << 20)
+    return Limits(
+        section.max_queued_requests, section.max_waiting_mib << 20, section.answer_mib << 20, section.reader_processes
+    )
 
 
 def identity_of(config: Config) -> ModelIdentity:
@@ -215,7 +217,8 @@ def _reader(config: Config, model: _Model) -> RequestReader:
         chat_templates_in_requests=config.model.chat_templates_in_requests,
         uses_predictions=config.speculation.uses(DraftSource.PREDICTION),
     )
-    return RequestReader(facts, model.tokenizer, replica_limits(config).max_waiting_bytes)
+    limits = replica_limits(config)
+    return RequestReader(facts, model.tokenizer, limits.max_waiting_bytes, limits.reader_processes)
 
 
 def _model_facts(config: Config, identity: ModelIdentity) -> ModelFacts:

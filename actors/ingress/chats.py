@@ -66,8 +66,8 @@ class Chats:
         self._prepare = prepare
         self._background = Background()
 
-    async def begin(self, reading: Reading, prompt: EncodedText, private_salt: bytes) -> Chat:
-        """Set up the chat of a request whose prompt was read as `prompt`.
+    async def begin(self, reading: Reading, prompt: EncodedText, private_salt: bytes, tenant: str = "") -> Chat:
+        """Set up the chat of a tenant's request whose prompt was read as `prompt`.
 
         Raises:
             AnswerNotFoundError: a message's reference is unknown, and the request does not allow its text instead.
@@ -78,7 +78,7 @@ class Chats:
             found = await self._find(spec, private_salt)
             if len(found) < len(spec.continued):
                 rest = replace(spec, continued=tuple(answer for answer, _ in found))
-                again = (await self._reader.read(rest, size_of(rest))).chat
+                again = (await self._reader.read(rest, size_of(rest), tenant)).chat
                 assert again is not None
                 prompt = again
             work = partial(self._with_answers, prompt, found)
@@ -113,8 +113,10 @@ class Chats:
         turn = NextTurn(chat.messages, chat.prompt, answer, tools=chat.tools, template=chat.template)
         try:
             token_ids = await self._reader.next_turn(turn, chat.size + len(str(answer)))
-        except ServiceError:
-            return  # There is more to read than can be read: the next turn computes what it lacks.
+        except (ServiceError, RequestError):
+            # There is more to read than can be read, or the client's template takes too long this time: the next turn
+            # computes what it lacks.
+            return
         if first_difference(token_ids, generation.token_ids) is not None:
             self._prepare(generation, token_ids)
 

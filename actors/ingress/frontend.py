@@ -49,6 +49,8 @@ class Limits:
     """Bytes of the requests that wait to be read."""
     answer_bytes: int
     """Bytes of large answers under way."""
+    reader_processes: int | None = None
+    """Processes that read long requests; None for as many as suit the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Frontend:
     def change(self, limits: Limits, tenants: Iterable[Tenant], name_of_key: Mapping[str, str]) -> None:
         """Take other limits and know these tenants alone, from the next request on; requests under way go on."""
         self._preparation.limit(limits.max_requests)
-        self._reader.limit(limits.max_waiting_bytes)
+        self._reader.limit(limits.max_waiting_bytes, limits.reader_processes)
         self._answer_room.limit(limits.answer_bytes)
         self.tenants.change(tenants, name_of_key)
         self.accounting.know(self.tenants.names)

@@ -1,30 +1,83 @@
-"""Checks grammars before their requests are let in, and finds the place at fault.
+"""Checks grammars before their requests are let in, finds the place at fault, and brings them into canonical form.
 
 Checks need no model: special tokens unknown to the model are found by the worker alone.
+
+llguidance compiles and computes masks without the interpreter's lock. It holds the lock while it consumes tokens and
+while it finds the text that a grammar forces, up to a microsecond for each byte of all of that text. So a grammar that
+forces a text of more than `MAX_FORCED_BYTES` is refused here, as far as sample answers show it; a worker gives up
+looking for forced texts that took it long.
 """
 
 import json
+import random
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from functools import cache
 from typing import Any
 
-from llguidance import LLMatcher
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
 
 from engine.api.schemas import Schema, children
 from engine.core.errors import RequestError
 from engine.core.types import Grammar, GrammarKind
-from engine.model.grammar_source import GrammarError, first_words, limits, llguidance_source
+from engine.model.grammar_source import GrammarError, canonical, first_words, limits, native_source
 
 SEARCH_S = 0.5
 """Longest search for the place of a finding; what is found until then is named."""
 _DEFINITIONS = ("$defs", "definitions")
 
+MAX_FORCED_BYTES = 16 << 10
+"""Longest text that a grammar may leave no choice about: some 25 ms of the interpreter's lock in a worker."""
+NUM_SAMPLES = 4
+"""Beginnings of answers that are tried for such texts."""
+SAMPLE_STEPS = 64
+"""Choices in each beginning."""
+SAMPLES_S = 0.1
+"""Processor time after which no further one is tried."""
 
-def check_grammar(grammar: Grammar, param: str) -> None:
-    """Raise RequestError naming the place below the request's field `param` unless the grammar can be compiled."""
-    finding = _finding(grammar)
+
+STACK_BYTES = 4 << 20
+"""Stack of a check, half of that of a worker's threads: llguidance looks into nested rules by recursion, so a grammar
+that is nested too deeply ends the process that checks it, and never a worker."""
+
+
+def check_in_small_stack(grammar: Grammar, param: str) -> Grammar:
+    """Return the outcome of `check_grammar`, or end this process where the grammar is nested too deeply."""
+    outcome = Future[Grammar]()
+
+    def check() -> None:
+        try:
+            outcome.set_result(check_grammar(grammar, param))
+        except Exception as error:  # of any kind: it is the caller's
+            outcome.set_exception(error)
+
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        thread = threading.Thread(target=check, name="grammar")
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    thread.join()
+    return outcome.result()
+
+
+def check_grammar(grammar: Grammar, param: str) -> Grammar:
+    """Return a grammar in canonical form. Raises RequestError naming the place below the request's field `param` if the
+    grammar cannot be compiled, or forces too long a text."""
+    try:
+        known = canonical(grammar)
+        finding = _finding(known)
+    except GrammarError as error:
+        finding = str(error)
     if finding is None:
-        return
+        if _forces_long_text(native_source(known), random.Random(known.digest)):
+            raise RequestError(
+                f"'{param}' prescribes a text of more than {MAX_FORCED_BYTES} bytes without a choice.", param=param
+            )
+        return known
     place = param
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         place += _place(json.loads(grammar.source), finding)
@@ -34,13 +87,42 @@ def check_grammar(grammar: Grammar, param: str) -> None:
     raise RequestError(f"'{place}' cannot be compiled: {finding}.", param=place)
 
 
-def _finding(grammar: Grammar) -> str | None:
-    """Return the reason why a grammar cannot be compiled."""
+def _finding(known: Grammar) -> str | None:
+    """Return the reason why a grammar in canonical form cannot be compiled."""
     try:
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(llguidance_source(grammar), limits=limits())
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(native_source(known), limits=limits())
     except GrammarError as error:
         return str(error)
     return _in_our_words(first_words(messages[0])) if is_error else None
+
+
+@cache
+def _bytes_as_tokens() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _forces_long_text(source: str, rng: random.Random) -> bool:
+    """True if one of some beginnings of answers, bytes chosen by lot, leads to a text of more than `MAX_FORCED_BYTES`
+    without a choice."""
+    compiled = LLMatcher(_bytes_as_tokens(), source, log_level=0, limits=limits())
+    deadline = time.thread_time() + SAMPLES_S
+    for _ in range(NUM_SAMPLES):
+        matcher = compiled.deep_copy()
+        for _ in range(SAMPLE_STEPS):
+            if matcher.is_stopped():  # at the end of an answer, or of llguidance's limits
+                break
+            forced = matcher.compute_ff_bytes()
+            if len(forced) > MAX_FORCED_BYTES:
+                return True
+            if not matcher.consume_tokens(list(forced)):
+                break
+            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:256]
+            choices = np.flatnonzero(allowed)
+            if not len(choices) or not matcher.consume_token(int(rng.choice(choices))):
+                break
+            if time.thread_time() > deadline:
+                return False
+    return False
 
 
 def _in_our_words(message: str) -> str:
@@ -52,7 +134,7 @@ def _in_our_words(message: str) -> str:
 
 
 def _schema_finding(schema: Schema) -> str | None:
-    return _finding(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False)))
+    return _finding(canonical(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))))
 
 
 def _place(root: Schema, finding: str) -> str:

@@ -174,7 +174,7 @@ class Preparation:
         and errors as `of_body`."""
         arrived_at = self._clock()
         with self._room.reserve(1, tenant):
-            readings = await self._reader.read_all(Conversations(body))
+            readings = await self._reader.read_all(Conversations(body), tenant.name)
         unique = uuid.uuid4().hex
         jobs: list[Job] = []
         with self._room.reserve(len(readings), tenant) as permits:
@@ -207,7 +207,7 @@ class Preparation:
     async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
         """Number of tokens of the prompt in an HTTP body; errors as `of_body`."""
         with self._room.reserve(1, tenant):
-            reading = await self._reader.read((route, body), len(body))
+            reading = await self._reader.read((route, body), len(body), tenant.name)
         return sum(map(len, reading.prompts)) if reading.chat is None else len(reading.chat.token_ids)
 
     async def _prepare(
@@ -259,10 +259,10 @@ class Preparation:
     async def _read(self, request: Request, size: int, tenant: Tenant, room: Room) -> Reading:
         """Read a request, with the stored response that it goes on from."""
         with room.reserve(1, tenant):
-            reading = await self._reader.read(request, size)
+            reading = await self._reader.read(request, size, tenant.name)
             if reading.spec.is_unresolved:
                 whole = await self._responses.going_on(reading.spec, tenant)
-                reading = await self._reader.read(whole, size_of(whole))
+                reading = await self._reader.read(whole, size_of(whole), tenant.name)
         return reading
 
     def _named(self, spec: GenerationSpec, name: str | None, start: StreamStart | None) -> tuple[str, Origin]:
@@ -298,7 +298,8 @@ class Preparation:
         chat: Chat | None = None
         token_ids: Sequence[Sequence[int]] = reading.prompts
         if reading.chat is not None:
-            chat = await self._chats.begin(reading, reading.chat, salt_of(tenant.name, spec.cache_salt).private)
+            private_salt = salt_of(tenant.name, spec.cache_salt).private
+            chat = await self._chats.begin(reading, reading.chat, private_salt, tenant.name)
             token_ids = [chat.prompt.token_ids]
 
         hints, prediction = self._hints(reading, tenant), tuple(reading.prediction)

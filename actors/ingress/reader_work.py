@@ -79,7 +79,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class GrammarQuestion:
-    """A question whether a grammar can be compiled."""
+    """A question whether a grammar can be compiled; the answer is the grammar in canonical form."""
 
     grammar: Grammar
     param: str

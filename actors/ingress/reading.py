@@ -4,8 +4,6 @@ No Ray, and no input but the request and the model's facts, so any process may d
 requests, `reader_process` for long ones.
 """
 
-import concurrent.futures
-import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +31,7 @@ from engine.core.answers.reasoning_limit import tag_pieces
 from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS
+from engine.core.types import Grammar
 from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
 from engine.model.tokenizer import Tokenizer
 
@@ -43,11 +42,15 @@ SURPLUS = 2
 MOST_COUNTED = 131_072
 """Tokens of the longest text that `/tokenize` takes, where the context is not longer: some 50 MB while it is read."""
 
-CHECK_TIMEOUT_S = 5.0
 MAX_BAD_TOKENS = 1024
 """Tokens of all bad words of a request."""
 TRUNCATED = 16
 """Characters of a text to be truncated, for each token of the context: all of the text is tokenized."""
+
+
+def template_error() -> RequestError:
+    """The error of a client's chat template that goes on beyond its limits."""
+    return RequestError("'chat_template' takes too long or too much memory.", param="chat_template")
 
 
 class Reader:
@@ -64,16 +67,13 @@ class Reader:
         self._confined = confined
         table = tokenizer.token_bytes(skip_special_tokens=False) if facts.has_reasoning else None
         self._tag_pieces = tag_pieces(table or (), [tag.encode() for tag in REASONING_TAGS])
-        self.is_stuck = False
-        """True once the check of a grammar did not end: the process is to be replaced."""
 
-    def answer(self, request: Work) -> "Reading | list[Reading] | TokenIds | bytes | None":
+    def answer(self, request: Work) -> "Reading | list[Reading] | TokenIds | bytes | Grammar":
         """Return the outcome of `read`, `read_all`, `next_turn`, `check`, `tokenize` or `detokenize` for this request;
         raises their errors."""
         request = self.parse(request)
         if isinstance(request, GrammarQuestion):
-            self.check(request)
-            return None
+            return self.check(request)
         if isinstance(request, NextTurn):
             return self.next_turn(request)
         if isinstance(request, TokenRequest):
@@ -95,45 +95,26 @@ class Reader:
             return False
         if isinstance(request, TokenRequest) and request.route == "tokenize":
             request = parse_tokenize(request.body).prompt
-        return isinstance(request, GenerationSpec) and request.template.source is not None
+        return isinstance(request, GenerationSpec | NextTurn) and request.template.source is not None
 
-    def check(self, question: GrammarQuestion) -> None:
-        """Raise RequestError naming the place at fault unless a grammar can be compiled, and in `CHECK_TIMEOUT_S`.
+    def check(self, question: GrammarQuestion) -> Grammar:
+        """Return a grammar in canonical form. Raises RequestError naming the place where it cannot be compiled."""
+        from actors.ingress.grammar_check import check_in_small_stack
 
-        A check that takes longer runs on in its thread, and the reader `is_stuck`.
-        """
-        from actors.ingress.grammar_check import check_grammar
-
-        checking = concurrent.futures.Future[None]()
-
-        def check() -> None:  # llguidance works without the interpreter's lock
-            try:
-                check_grammar(question.grammar, question.param)
-                checking.set_result(None)
-            except Exception as error:
-                checking.set_exception(error)
-
-        thread = threading.Thread(target=check, name="grammar", daemon=True)
-        thread.start()
-        thread.join(CHECK_TIMEOUT_S)
-        if not thread.is_alive():
-            return checking.result()
-        self.is_stuck = True
-        raise RequestError(
-            f"'{question.param}' takes more than {CHECK_TIMEOUT_S:g} s to compile.", param=question.param
-        )
+        return check_in_small_stack(question.grammar, question.param)
 
     def next_turn(self, turn: NextTurn) -> TokenIds:
         """Return the token ids with which the next turn's prompt begins; none if they are uncertain."""
-        token_ids = next_turn(
-            self._tokenizer,
-            turn.prompt,
-            turn.messages,
-            turn.answer,
-            tools=turn.tools,
-            template=turn.template,
-            special_tokens=self._facts.special_tokens_in_messages,
-        )
+        with self._limits(turn.template):
+            token_ids = next_turn(
+                self._tokenizer,
+                turn.prompt,
+                turn.messages,
+                turn.answer,
+                tools=turn.tools,
+                template=turn.template,
+                special_tokens=self._facts.special_tokens_in_messages,
+            )
         return array("I", token_ids)
 
     def read_all(self, conversations: Conversations) -> list[Reading]:
@@ -318,22 +299,23 @@ class Reader:
             with self._confined():
                 yield
         except (TimeoutError, MemoryError) as error:
-            raise RequestError("'chat_template' takes too long or too much memory.", param="chat_template") from error
+            raise template_error() from error
 
     def _marked_tokens(self, spec: GenerationSpec, chat: EncodedText) -> tuple[int, ...]:
         """Tokens of a prompt before each of the request's marks."""
         if not spec.marks:
             return ()
-        counts = tokens_before(
-            self._tokenizer,
-            spec.messages,
-            chat,
-            [(mark.index, mark.length) for mark in spec.marks],
-            tools=() if spec.tools is None else spec.tools.definitions,
-            template=spec.template,
-            end=spec.chat_end,
-            special_tokens=self._facts.special_tokens_in_messages,
-        )
+        with self._limits(spec.template):
+            counts = tokens_before(
+                self._tokenizer,
+                spec.messages,
+                chat,
+                [(mark.index, mark.length) for mark in spec.marks],
+                tools=() if spec.tools is None else spec.tools.definitions,
+                template=spec.template,
+                end=spec.chat_end,
+                special_tokens=self._facts.special_tokens_in_messages,
+            )
         return tuple(counts)
 
     def _encode(self, prompt: Prompt, spec: GenerationSpec) -> TokenIds:

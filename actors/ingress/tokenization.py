@@ -27,7 +27,7 @@ class Tokenization:
             ServiceError: there is no room for the request, or the reading failed.
         """
         with self._room.reserve(1, tenant):
-            return await self._reader.tokens(TokenRequest(route, body))
+            return await self._reader.tokens(TokenRequest(route, body), tenant.name)
 
     def describe(self) -> bytes:
         """The response of `/tokenizer_info`. Raises NotFoundError where turned off."""

@@ -11,6 +11,7 @@ from engine.api.tools import AnswerForm, with_calls
 from engine.core.ingress.parsers import HERMES
 from engine.core.types import Assignment, Salt, SamplingParams, Stage
 from engine.model.chats import encode_chat, render_chat
+from engine.model.grammar_source import canonical
 from engine.model.tokenizer import Tokenizer
 
 
@@ -62,6 +63,8 @@ class Reader:
             vocab_size=self.tokenizer.vocab_size,
             default_seed=0,
         )
+        if sampling.grammar is not None:
+            sampling = replace(sampling, grammar=canonical(sampling.grammar))
         return Question(workload, tuple(chat.token_ids), sampling, tuple(self._encoded(spec.prediction or "")))
 
     def _with_calls(self, spec: GenerationSpec) -> GenerationSpec:

@@ -4,7 +4,6 @@ Errors name the place at fault below the request's field `param`.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,8 @@ from engine.core.types import Grammar, GrammarKind
 MAX_GRAMMAR_CHARS = 120_000
 OPTIONS_KEY = "x-guidance"
 """Keyword of a schema for llguidance's options, forbidden to requests."""
-_EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+LARK_START, LARK_OPTIONS = "start", "%llguidance"
+"""The first rule, and the line of options, of a grammar in Lark's notation."""
 
 
 def schema_grammar(
@@ -47,7 +47,39 @@ def schema_grammar(
 
 def written_grammar(text: str, param: str) -> Grammar:
     """Return a grammar in EBNF, or else in Lark."""
-    return Grammar(GrammarKind.EBNF if _EBNF_RULE.search(text) else GrammarKind.LARK, unicode_of(text, param))
+    return Grammar(GrammarKind.EBNF if is_ebnf(text) else GrammarKind.LARK, unicode_of(text, param))
+
+
+def is_ebnf(text: str) -> bool:
+    """True if a line begins with a name before `::=`, and none is Lark's alone: `start:` or `%llguidance`.
+
+    Takes time in proportion to the text's length, whatever the text is.
+    """
+    has_rule, at = False, text.find(":")
+    while at >= 0:
+        is_defined = text.startswith("::=", at)
+        name = _name_before(text, at)
+        if is_defined:
+            has_rule = has_rule or bool(name)
+        elif name == LARK_START:
+            return False
+        at = text.find(":", at + (3 if is_defined else 1))
+    return has_rule and not any(line.lstrip().startswith(LARK_OPTIONS) for line in text.split("\n"))
+
+
+def _name_before(text: str, end: int) -> str:
+    """Return the name that stands before `end` as the first word of its line; "" if there is none. White space and line
+    breaks may stand behind the name. Reads back to the last other character, so all calls for the colons of a text
+    together read the text once."""
+    while end > 0 and text[end - 1].isspace():
+        end -= 1
+    begin = end
+    while begin > 0 and (text[begin - 1].isalnum() or text[begin - 1] in "-_"):
+        begin -= 1
+    line = begin
+    while line > 0 and text[line - 1].isspace() and text[line - 1] != "\n":
+        line -= 1
+    return text[begin:end] if line == 0 or text[line - 1] == "\n" else ""
 
 
 def object_of(value: str | Mapping[str, Any], param: str) -> Mapping[str, Any]:

@@ -75,7 +75,8 @@ class Pooling(StrEnum):
 
 
 class GrammarKind(StrEnum):
-    """Language that a grammar's source is written in."""
+    """Language that a grammar's source is written in. Workers take JSON_SCHEMA, REGEX and LARK, which llguidance knows;
+    requests are read from the others into these."""
 
     JSON_SCHEMA = "json_schema"
     """A JSON Schema, as JSON. Its `x-guidance` has the options of white space."""
@@ -94,7 +95,8 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar as the client wrote it. Valid where requests enter (`actors.ingress.grammar_check`)."""
+    """A grammar as the client wrote it, until reading its request (`actors.ingress.grammar_check`) has checked it and
+    brought it into canonical form (`engine.model.grammar_source`)."""
 
     kind: GrammarKind
     source: str

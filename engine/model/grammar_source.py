@@ -1,14 +1,21 @@
-"""Grammars in llguidance's form, and the bounds of compiling one.
+"""Grammars in canonical form, in llguidance's, and the bounds of compiling one.
 
-Imported where a grammar is checked or compiled, and nowhere else: other processes do without llguidance.
+| | where | input |
+|---|---|---|
+| `canonical` | where a grammar is checked, in a process that reads requests | any kind, as the client wrote it |
+| `native_source` | where a grammar is compiled, in a worker | the canonical kinds, which llguidance itself takes |
+
+So no notation is looked for, and nothing is translated, in a process that computes tokens. Imported in these two places
+and nowhere else: other processes do without llguidance.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.core.ingress.parsers.forms import with_white_space
 from engine.core.types import Grammar, GrammarKind
@@ -26,36 +33,46 @@ def limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
-def llguidance_source(grammar: Grammar) -> str:
-    """Return a grammar as llguidance takes it. Raises GrammarError if the notation is wrong; more is found later."""
+def native_source(grammar: Grammar) -> str:
+    """Return a grammar of a canonical kind as llguidance takes it, in a few milliseconds for the longest. Raises
+    GrammarError for other kinds, and where the JSON is broken; llguidance finds more when it compiles."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return _of_schema(grammar.source)
+            try:
+                return LLMatcher.grammar_from_json_schema(grammar.source)
+            except ValueError as error:
+                raise GrammarError(first_words(str(error))) from None
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.source)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(grammar.source)
+    raise GrammarError(f"a grammar of the kind '{grammar.kind}' is not in canonical form")
+
+
+def canonical(grammar: Grammar) -> Grammar:
+    """Return a grammar in one of the kinds that llguidance itself takes, which is the same for an equal grammar. May
+    take long, in the interpreter too. Raises GrammarError if the notation is wrong; llguidance finds more."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            schema: object = json.loads(grammar.source)
+            bounded = with_white_space(schema) if isinstance(schema, Mapping) else schema
+            return replace(grammar, source=json.dumps(bounded))
+        case GrammarKind.REGEX | GrammarKind.LARK:
+            return grammar
         case GrammarKind.EBNF:
-            return LLMatcher.grammar_from_lark(_of_ebnf(grammar.source))
+            lark = _of_ebnf(grammar.source)
         case GrammarKind.CHOICE:
             choices: list[str] = json.loads(grammar.source)
-            return LLMatcher.grammar_from_lark(f"start: {_alternatives(map(json.dumps, choices))}")
+            lark = f"start: {_alternatives(map(json.dumps, choices))}"
         case GrammarKind.STRUCTURAL_TAG:
-            return LLMatcher.grammar_from_lark(structural_tag_lark(json.loads(grammar.source)))
-
-
-def _of_schema(source: str) -> str:
-    schema: object = json.loads(source)
-    bounded = with_white_space(schema) if isinstance(schema, Mapping) else schema
-    try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(bounded))
-    except ValueError as error:
-        raise GrammarError(first_words(str(error))) from None
+            lark = structural_tag_lark(json.loads(grammar.source))
+    return replace(grammar, kind=GrammarKind.LARK, source=lark)
 
 
 def _of_ebnf(source: str) -> str:
+    # The kind of the grammar was decided where the request was parsed: no search for Lark's notation again.
     try:
-        return any_to_lark(source)
+        return gbnf_to_lark(source)
     except Exception as error:  # of any kind: the converter raises whatever it meets
         raise GrammarError(f"cannot be read as EBNF: {first_words(str(error))}") from None
 

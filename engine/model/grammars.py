@@ -27,7 +27,7 @@ from engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
 from engine.model.drafted_places import DraftedPlace, led_place
 from engine.model.lead_masks import LeadMasks
 from engine.model.masks import Mask, Masks, early_stops, num_words, restrict
-from engine.model.time_share import TimeShare
+from engine.model.time_share import Stopwatch, TimeShare
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -47,6 +47,9 @@ MAX_WALK_S = 0.5e-3
 """Processor time of one walk; the mask with which the walk exceeds the time is its last."""
 HARD_S = 5e-3
 """Processor time of a walk, mostly of one mask, that makes a grammar a hard one."""
+LONG_S = 10e-3
+"""Processor time of finding a forced text after which no forced text of the grammar is looked for any more: llguidance
+finds the whole text each time, and keeps the interpreter's lock meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,8 @@ class Grammars:
         self._walking = TimeShare(CHOICE_SHARE)
         self._hard: set[bytes] = set()
         """Grammars in which nothing is chosen: a walk took too long, or broke its matcher."""
+        self._long: set[bytes] = set()
+        """Grammars whose forced texts are not looked for: finding one took `LONG_S`."""
         self.wake: Callable[[], None] = lambda: None
         """Called in a thread when there is news."""
 
@@ -143,10 +148,11 @@ class Grammars:
         self.wake()
 
     def compile(self, grammar: Grammar) -> "LLMatcher":
-        """Compile a grammar, in any thread. Raises GrammarError if it cannot be."""
+        """Compile a grammar in canonical form, in any thread; llguidance does so without the interpreter's lock. Raises
+        GrammarError if it cannot be compiled."""
         from llguidance import LLMatcher
 
-        from engine.model.grammar_source import GrammarError, first_words, limits, llguidance_source
+        from engine.model.grammar_source import GrammarError, first_words, limits, native_source
 
         with self._loading:
             if self._tokenizer is None:
@@ -154,14 +160,16 @@ class Grammars:
             if grammar.lead is not None and self._leads is None:
                 self._table = [self._tokenizer.decode_bytes([each]) for each in range(self._tokenizer.vocab_size)]
                 self._leads = LeadMasks(self._table, self._tokenizer.eos_tokens, self._num_words)
-        matcher = LLMatcher(self._tokenizer, llguidance_source(grammar), log_level=0, limits=limits())
+        matcher = LLMatcher(self._tokenizer, native_source(grammar), log_level=0, limits=limits())
         if matcher.is_error():
             raise GrammarError(first_words(matcher.get_error()))
 
         with self._lock:
             self._compiled[grammar.digest] = matcher
             if len(self._compiled) > MAX_COMPILED:
-                self._hard.discard(self._compiled.popitem(last=False)[0])
+                oldest, _ = self._compiled.popitem(last=False)
+                self._hard.discard(oldest)
+                self._long.discard(oldest)
         return matcher
 
     # Drafts
@@ -174,7 +182,24 @@ class Grammars:
 
     def forced(self, request: Row) -> Sequence[int]:
         """Return the next tokens that the request's grammar leaves no choice about; none where `num_allowed` is 0."""
-        return self._guessed(request, lambda matcher: matcher.forced(), ())
+        return self._guessed(request, lambda matcher: self._forced(request, matcher), ())
+
+    def _forced(self, request: Row, matcher: "Matcher") -> Sequence[int]:
+        """Return the forced tokens, unless finding such tokens in this grammar has once taken too long."""
+        if matcher.forces_long_texts:
+            return ()
+        stopwatch = Stopwatch()
+        token_ids = matcher.forced()
+        if stopwatch.so_far_s() > LONG_S:
+            self._call_long(request, matcher)
+        return token_ids
+
+    def _call_long(self, request: Row, matcher: "Matcher") -> None:
+        """Have no forced text looked for any more in a request's grammar."""
+        grammar = request.assignment.sampling.grammar
+        assert grammar is not None
+        matcher.forces_long_texts = True
+        self._long.add(grammar.digest)
 
     def walk(self, request: Row, count: int, least: float, choose: Choose) -> Sequence[FormToken]:
         """Return at most `count` next tokens, forced by the request's grammar or chosen where a few are allowed; none
@@ -182,8 +207,8 @@ class Grammars:
         without time left there are forced tokens only."""
 
         def walk(matcher: "Matcher") -> Sequence[FormToken]:
-            if matcher.is_hard or not self._walking.has_time():
-                return [FormToken(token_id) for token_id in matcher.forced()[:count]]
+            if matcher.is_hard or matcher.forces_long_texts or not self._walking.has_time():
+                return [FormToken(token_id) for token_id in self._forced(request, matcher)[:count]]
             with self._walking.taken() as taken:
                 try:
                     return matcher.walk(
@@ -413,6 +438,7 @@ class Grammars:
 
         matcher = Matcher(compiled, grammar.lead, self._table or ())
         matcher.is_hard = grammar.digest in self._hard
+        matcher.forces_long_texts = grammar.digest in self._long
         self._matchers[request.request_id] = request.assignment.attempt, matcher
         return matcher
 

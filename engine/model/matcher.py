@@ -40,6 +40,8 @@ class Matcher:
         self.num_consumed = 0
         self.is_hard = False
         """True if nothing is to be chosen: the masks take too long."""
+        self.forces_long_texts = False
+        """True if no forced text is to be looked for: finding it takes too long."""
         self.lead = lead
         self._table = table
         self._begin()

@@ -1,7 +1,6 @@
 """Drafts change no bit of an answer that follows a grammar, prescribed calls among them, whatever the drafts, and with
 the grammar's own; nor do preemption and a hand-over."""
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -79,7 +78,7 @@ def requests() -> list[Assignment]:
     forms = {
         "list": schema_grammar(LIST),
         "regex": Grammar(GrammarKind.REGEX, "(Ann|Bob)(, (Ann|Bob|[a-z]{1,4})){3,9}"),
-        "choice": Grammar(GrammarKind.CHOICE, json.dumps(["delivered to Ann", "delivered to Bob", "delayed"])),
+        "choice": Grammar(GrammarKind.LARK, 'start: "delivered to Ann" | "delivered to Bob" | "delayed"'),
         "free": None,
         "call": CallGrammar(HERMES.form, {"report": ORDER}, {}).required(),
     }

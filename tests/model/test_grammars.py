@@ -22,6 +22,7 @@ from engine.core.ingress.parsers.reasoning import Thinking
 from engine.core.types import Assignment, FinishReason, Grammar, GrammarKind
 from engine.model.build import make_grammars
 from engine.model.engine import Engine
+from engine.model.grammar_source import canonical
 from engine.model.grammars import Grammars
 from engine.model.sources import DEFAULT_MODEL, resolve_model
 from engine.model.tokenizer import Tokenizer
@@ -114,8 +115,8 @@ POINT = {
 FORMS = {
     "schema": schema_grammar(POINT),
     "regex": Grammar(GrammarKind.REGEX, "[a-z]+@[a-z]+(,[a-z ]{1,20})*"),
-    "choice": Grammar(GrammarKind.CHOICE, json.dumps(["yes", "no 🌊", "maybe"])),
-    "ebnf": Grammar(GrammarKind.EBNF, 'root ::= "(" root ")" | [0-9]+'),
+    "choice": canonical(Grammar(GrammarKind.CHOICE, json.dumps(["yes", "no 🌊", "maybe"]))),
+    "ebnf": canonical(Grammar(GrammarKind.EBNF, 'root ::= "(" root ")" | [0-9]+')),
     "free": None,
 }
 
@@ -232,7 +233,7 @@ def test_structural_tags_constrain_what_stands_behind_triggers() -> None:
         "triggers": ["<f"],
         "structures": [{"begin": "<f=a>", "schema": {"const": [1, 2]}, "end": "</f>"}],
     }
-    grammar = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+    grammar = canonical(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag)))
     compiled = grammars().compile(grammar)
     for text, is_valid in (
         ("some text <f=a>[1,2]</f> and <f=a>[1, 2]</f> more", True),

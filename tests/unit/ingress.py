@@ -136,14 +136,14 @@ class FakeReader(RequestReader):
     def start(self) -> None:
         self.is_started = True
 
-    def limit(self, max_waiting_bytes: int) -> None:
+    def limit(self, max_waiting_bytes: int, num_processes: int | None = None) -> None:
         self.max_waiting_bytes = max_waiting_bytes
 
     def check_model(self, name: str) -> None:
         if name != MODEL:
             raise ModelNotFoundError(f"The model '{name}' does not exist.", param="model")
 
-    async def read(self, request: Request, size: int) -> Reading:
+    async def read(self, request: Request, size: int, tenant: str = "") -> Reading:
         if self.failure is not None:
             raise self.failure
         spec = request
@@ -177,10 +177,10 @@ class FakeReader(RequestReader):
             prediction=self._ids(spec.prediction or ""),
         )
 
-    async def read_all(self, conversations: Conversations) -> list[Reading]:
+    async def read_all(self, conversations: Conversations, tenant: str = "") -> list[Reading]:
         return [await self.read(spec, 0) for spec in parse_conversations(conversations.body)]
 
-    async def tokens(self, request: TokenRequest) -> bytes:
+    async def tokens(self, request: TokenRequest, tenant: str = "") -> bytes:
         reader = self._real()
         return reader.tokenize(request.body) if request.route == "tokenize" else reader.detokenize(request.body)
 

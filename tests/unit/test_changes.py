@@ -49,6 +49,7 @@ CHANGED: dict[str, Any] = {
     "speculation.sources": ["grammar"],
     "cache.label_selector": {"zone": "a"},
     "ingress.label_selector": {"zone": "a"},
+    "ingress.reader_processes": 3,
     "http.host": "::1",
     "http.allowed_hosts": ["raydix.example"],
     "http.allowed_origins": ["https://app.example"],

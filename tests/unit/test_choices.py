@@ -123,7 +123,7 @@ def choosing(grammars: Grammars, wanted: str) -> Choose:
         (STATES, "off sa", "", "le?"),
         (STATES, "off sa", " ", "le now"),
         (ABC, "", "cb", "accccccc"),
-        (Grammar(GrammarKind.CHOICE, '["yes", "no"]'), "", "n", "no"),
+        (Grammar(GrammarKind.LARK, 'start: "yes" | "no"'), "", "n", "no"),
         (LED, "", "a", ""),
         (LED, "<t>x</t>", "c", "accccccc"),
     ],

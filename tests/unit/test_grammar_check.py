@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from actors.ingress.grammar_check import check_grammar
+from actors.ingress.grammar_check import check_grammar, check_in_small_stack
 from engine.core.errors import RequestError
 from engine.core.ingress.parsers import HERMES
 from engine.core.ingress.parsers.forms import CallGrammar
 from engine.core.types import Grammar, GrammarKind
-from engine.model.grammar_source import first_words, llguidance_source, structural_tag_lark
+from engine.model.grammar_source import GrammarError, canonical, first_words, native_source, structural_tag_lark
 
 TAG: dict[str, Any] = {
     "triggers": ["<call", "<call:"],
@@ -57,14 +57,14 @@ def follows(kind: GrammarKind, source: object, text: str) -> bool:
     """True if the grammar allows a text, byte by byte."""
     tokenizer = LLTokenizer("byte")
     token_ids = tokenizer.tokenize_str(text)
-    matcher = LLMatcher(tokenizer, llguidance_source(grammar(kind, source)))
+    matcher = LLMatcher(tokenizer, native_source(canonical(grammar(kind, source))))
     return bool(matcher.validate_tokens(token_ids) == len(token_ids))
 
 
 def is_whole(kind: GrammarKind, source: object, text: str) -> bool:
     """True if the grammar allows an answer to be this text."""
     tokenizer = LLTokenizer("byte")
-    matcher = LLMatcher(tokenizer, llguidance_source(grammar(kind, source)))
+    matcher = LLMatcher(tokenizer, native_source(canonical(grammar(kind, source))))
     return bool(matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting())
 
 
@@ -140,6 +140,38 @@ def test_what_is_too_large_is_refused_at_once() -> None:
 def test_a_structure_belongs_to_its_longest_trigger() -> None:
     lark = structural_tag_lark({**TAG, "structures": [{"begin": "<call:g", "schema": {}, "end": "!"}]})
     assert 'trigger_0[lazy]: TEXT "<call:"' in lark and 'tag_0: trigger_0 ("g" %json {"x-guidance"' in lark
+
+
+@pytest.mark.parametrize(("kind", "source"), VALID, ids=lambda value: str(value)[:50])
+def test_a_valid_grammar_is_brought_into_a_form_that_llguidance_takes(kind: GrammarKind, source: object) -> None:
+    written = grammar(kind, source)
+    known = check_in_small_stack(written, "p")
+    assert known.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
+    assert not LLMatcher.validate_grammar(native_source(known))
+    assert canonical(known) == known == check_grammar(written, "p"), "equal grammars have one form"
+
+
+def test_other_kinds_do_not_reach_llguidance() -> None:
+    for kind in (GrammarKind.EBNF, GrammarKind.CHOICE, GrammarKind.STRUCTURAL_TAG):
+        with pytest.raises(GrammarError, match="not in canonical form"):
+            native_source(Grammar(kind, "x"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.REGEX, "x{100000}"),
+        (GrammarKind.LARK, f'start: "{"ab " * 6000}"'),
+        (GrammarKind.EBNF, f'root ::= ("a" | "b") "{"ab " * 6000}"'),
+        (GrammarKind.LARK, 'start: "ab" start'),
+        (GrammarKind.JSON_SCHEMA, {"properties": {"x": {"const": "y" * 20_000}}, "required": ["x"], "type": "object"}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_long_text_without_a_choice_is_refused(kind: GrammarKind, source: object) -> None:
+    with pytest.raises(RequestError, match="without a choice") as caught:
+        check_grammar(grammar(kind, source), "p")
+    assert caught.value.param == "p"
 
 
 CALLED = "<call f>{}</call>"

@@ -102,7 +102,7 @@ def test_a_grammar_is_compiled_once_in_a_thread_and_there_is_news_of_it() -> Non
     [
         (Grammar(GrammarKind.REGEX, "("), "unclosed group"),
         (Grammar(GrammarKind.LARK, "start: <|nonsense|>"), "unknown special token"),
-        (Grammar(GrammarKind.EBNF, "root ::= ("), "EBNF"),
+        (Grammar(GrammarKind.EBNF, 'root ::= "a"'), "not in canonical form"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'), "not"),
     ],
     ids=lambda value: str(value)[:40],
@@ -175,7 +175,7 @@ def test_drafts_are_consumed_and_rolled_back() -> None:
     assert matcher.num_consumed == 0 and matcher.state.compute_bitmask() == before
     matcher.roll_back(0)
     matcher.follow(ids("ac"))
-    assert compiled(Grammar(GrammarKind.CHOICE, '["alpha", "alps"]')).forced() == ids("alp")
+    assert compiled(Grammar(GrammarKind.LARK, 'start: "alpha" | "alps"')).forced() == ids("alp")
 
 
 def led(grammar: Grammar, answer: str = "") -> Matcher:
@@ -390,7 +390,7 @@ def finish(engine: Engine) -> list[TokenEvent]:
 
 def test_an_answer_ends_where_its_grammar_ends() -> None:
     engine = make_engine()
-    engine.submit(assignment(grammar=Grammar(GrammarKind.CHOICE, '["yes"]'), min_tokens=6), 0.0)
+    engine.submit(assignment(grammar=Grammar(GrammarKind.LARK, 'start: "yes"'), min_tokens=6), 0.0)
     events = finish(engine)
     assert text([event.token_id for event in events if event.token_id is not None]) == "yes"
     assert events[-1].finish is FinishReason.STOP and events[-1].token_id == EOS

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Process, size_of
+from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Job, _Process, size_of
 from actors.ingress.reader_process import SWEPT_BYTES, Sweeper
 from actors.ingress.reader_work import Conversations, GrammarQuestion, NextTurn, Reading, ReadingFacts, TokenRequest
 from actors.ingress.reading import MOST_COUNTED, Reader
@@ -26,6 +25,8 @@ from actors.ingress.served_model import ServedModel
 from engine.api.generate import GenerateRequest
 from engine.api.response_models import TokenizerInfo
 from engine.api.spec import GenerationSpec, ToolUse
+from engine.core.answers.prompt_form import ChatTemplate
+from engine.core.answers.transcripts import EncodedText
 from engine.core.errors import (
     ContextLengthError,
     ModelNotFoundError,
@@ -316,11 +317,16 @@ def test_too_many_messages_and_parts_are_refused() -> None:
         )
 
 
-def with_readers(work: Callable[[Readers], Awaitable[None]], max_waiting_bytes: int = 1 << 24) -> None:
-    """Run `work` with a real process beside."""
+def with_readers(
+    work: Callable[[Readers], Awaitable[None]],
+    max_waiting_bytes: int = 1 << 24,
+    num_processes: int = 1,
+    known: ReadingFacts | None = None,
+) -> None:
+    """Run `work` with real processes beside."""
 
     async def run() -> None:
-        readers = Readers(facts(), 1, max_waiting_bytes)
+        readers = Readers(known or facts(), num_processes, max_waiting_bytes)
         try:
             await asyncio.wait_for(work(readers), 120)
         finally:
@@ -329,8 +335,18 @@ def with_readers(work: Callable[[Readers], Awaitable[None]], max_waiting_bytes: 
     asyncio.run(run())
 
 
-def child() -> psutil.Process:
+def template() -> psutil.Process:
     return next(each for each in psutil.Process().children() if "actors.ingress.reader_process" in each.cmdline())
+
+
+def children() -> list[psutil.Process]:
+    """The readers that run."""
+    return [each for each in template().children() if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def child() -> psutil.Process:
+    [reader] = children()
+    return reader
 
 
 def test_the_process_reads_as_this_one_does() -> None:
@@ -368,34 +384,196 @@ def test_the_shortest_is_read_first_and_the_largest_refused() -> None:
     assert order == [10, 30, 50]
 
 
-def test_a_process_that_dies_fails_its_request_alone_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready: asyncio.Queue[bool] = asyncio.Queue()
-    is_ready = _Process.is_ready
+class Stopped:
+    """Reads with processes that stand still, so that a test can kill one in the middle of a request."""
 
-    async def tell_ready(process: _Process) -> bool:
-        outcome = await is_ready(process)
-        ready.put_nowait(outcome)
-        return outcome
+    def __init__(self, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._readers = readers
+        self._ready: asyncio.Queue[bool] = asyncio.Queue()
+        is_ready = _Process.is_ready
 
-    monkeypatch.setattr(_Process, "is_ready", tell_ready)
+        async def tell_ready(process: _Process) -> bool:
+            outcome = await is_ready(process)
+            self._ready.put_nowait(outcome)
+            return outcome
 
+        monkeypatch.setattr(_Process, "is_ready", tell_ready)
+
+    async def stop_next(self) -> int:
+        """Stop the next reader that is ready; returns its process id."""
+        while not await self._ready.get():
+            pass
+        reader = child()
+        reader.send_signal(signal.SIGSTOP)
+        while reader.status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0)
+        return reader.pid
+
+
+def test_a_request_whose_process_is_killed_is_read_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(readers: Readers) -> None:
-        await readers.read(("completion", completion("x")), 1)
-        assert [await ready.get(), await ready.get()] == [True, True]  # stopped before, it would take no request
-        first = child()
-        first.send_signal(signal.SIGSTOP)
+        stopped = Stopped(readers, monkeypatch)
+        first = await stopped.stop_next()
         lost = asyncio.create_task(readers.read(("completion", completion("y")), 1))
         kept = asyncio.create_task(readers.read(("completion", completion("z")), 2))
-        await asyncio.sleep(0)  # both wait now
-        while readers.num_waiting > 1:
+        while len(readers._waiting) != 1 or not readers._running:
             await asyncio.sleep(0)
-        os.kill(first.pid, signal.SIGKILL)
-        with pytest.raises(ServiceError):
-            await lost
+        os.kill(first, signal.SIGKILL)
+        assert (await lost).prompts == reader().read_body("completion", completion("y")).prompts
         assert (await kept).prompts == reader().read_body("completion", completion("z")).prompts
-        assert child().pid != first.pid
+        assert child().pid != first
 
     with_readers(work)
+
+
+def test_a_request_whose_process_is_killed_twice_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(readers: Readers) -> None:
+        stopped = Stopped(readers, monkeypatch)
+        lost = None
+        for _ in range(2):
+            pid = await stopped.stop_next()
+            lost = lost or asyncio.create_task(readers.read(("completion", completion("y")), 1))
+            while not readers._running:
+                await asyncio.sleep(0)
+            os.kill(pid, signal.SIGKILL)
+            while readers._running:
+                await asyncio.sleep(0)
+        assert lost is not None
+        with pytest.raises(ServiceError, match="has ended"):
+            await lost
+        assert (await readers.read(("completion", completion("z")), 2)).prompts
+
+    with_readers(work)
+
+
+def test_requests_outlast_kills_of_all_processes() -> None:
+    """Readers and their template are killed at any moment; each request is killed at most once, and answered."""
+
+    async def work(readers: Readers) -> None:
+        body = completion("hello " * 400)
+        await readers.read(("completion", body), len(body))
+        for round_ in range(6):
+            jobs = [asyncio.create_task(readers.read(("completion", body), len(body))) for _ in range(8)]
+            while not readers._running:
+                await asyncio.sleep(0)
+            for victim in (*children(), template()) if round_ == 3 else children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.kill()
+            assert all(reading.prompts for reading in await asyncio.gather(*jobs))
+
+    with_readers(work, num_processes=3)
+
+
+HOSTILE_EBNF = "".join(f"r{index} ::= r{index + 1}\n" for index in range(9000)) + 'r9000 ::= "a"\nroot ::= r0'
+"""A chain of rules, each of which llguidance's converter finds to be a terminal in a pass of its own."""
+
+
+def test_a_request_that_uses_up_its_time_is_refused_and_not_tried_again() -> None:
+    async def work(readers: Readers) -> None:
+        await readers.read(("completion", completion("x")), 1)
+        first = child().pid
+        question = GrammarQuestion(Grammar(GrammarKind.EBNF, HOSTILE_EBNF), "ebnf")
+        with pytest.raises(RequestError, match="3 s of processor time") as caught:
+            await readers.read(question, len(HOSTILE_EBNF))
+        assert caught.value.param == "ebnf" and caught.value.status == 400
+        assert (await readers.read(("completion", completion("x")), 1)).prompts
+        second = child().pid
+        assert second != first
+        with pytest.raises(RequestError, match="3 s of processor time"):
+            await readers.read(question, len(HOSTILE_EBNF))
+        assert child().pid == second
+
+    with_readers(work)
+
+
+def test_a_long_request_does_not_shut_out_others() -> None:
+    async def work(readers: Readers) -> None:
+        question = GrammarQuestion(Grammar(GrammarKind.EBNF, HOSTILE_EBNF), "ebnf")
+        other = GrammarQuestion(Grammar(GrammarKind.EBNF, HOSTILE_EBNF + "\n"), "ebnf")
+        hostile = [asyncio.create_task(readers.read(each, len(HOSTILE_EBNF))) for each in (question, other)]
+        honest = [readers.read(("completion", completion("word " * 100)), 6500) for _ in range(4)]
+        assert all(reading.prompts for reading in await asyncio.gather(*honest))
+        assert not any(task.done() for task in hostile)
+        assert [type(each) for each in await asyncio.gather(*hostile, return_exceptions=True)] == [RequestError] * 2
+
+    with_readers(work, num_processes=2)
+
+
+def test_a_request_that_crashes_its_process_is_refused_and_not_tried_again() -> None:
+    """llguidance looks into nested rules by recursion, and overflows its stack."""
+    rules = "".join(f'r{index}: "a" r{index + 1} | "b"\n' for index in range(5000)) + 'r5000: "a"\nstart: r0'
+
+    async def work(readers: Readers) -> None:
+        question = GrammarQuestion(Grammar(GrammarKind.LARK, rules), "grammar")
+        for _ in range(2):
+            with pytest.raises(RequestError, match="ends the process") as caught:
+                await readers.read(question, len(rules))
+            assert caught.value.param == "grammar"
+        assert (await readers.read(("completion", completion("x")), 1)).prompts
+
+    with_readers(work)
+
+
+def test_processes_are_shared_by_tenants() -> None:
+    order: list[str] = []
+
+    async def work(readers: Readers) -> None:
+        async def read(name: str, size: int, tenant: str) -> None:
+            await readers.read(("completion", completion("x")), size, tenant)
+            order.append(name)
+
+        readers._running += [_Job(False, 1, "a", 0, ("completion", b""), asyncio.Future())]  # one process reads for a
+        await asyncio.gather(read("a short", 1, "a"), read("b long", 5000, "b"), read("b longer", 6000, "b"))
+
+    with_readers(work)
+    assert order == ["b long", "b longer", "a short"]
+
+
+def test_the_tenant_with_the_most_bytes_is_refused_first() -> None:
+    async def work(readers: Readers) -> None:
+        jobs = [("a", 40), ("a", 40), ("b", 50), ("a", 30)]
+        outcomes = await asyncio.gather(
+            *(readers.read(("completion", completion("x")), size, tenant) for tenant, size in jobs),
+            return_exceptions=True,
+        )
+        assert [isinstance(each, OverloadedError) for each in outcomes] == [False, True, False, False]
+
+    with_readers(work, max_waiting_bytes=125)
+
+
+NESTED = "{%- set ns = namespace(a=[1], b=[1]) -%}{%- for i in range(28) -%}{%- set ns.a = [ns.a, ns.a] -%}"
+NESTED += "{%- set ns.b = [ns.b, ns.b] -%}{%- endfor -%}{{ ns.a == ns.b }}"
+"""A template that compares lists of 2 ** 28 elements in a single instruction."""
+
+
+def test_a_template_that_cannot_be_interrupted_ends_with_its_process() -> None:
+    async def work(readers: Readers) -> None:
+        with pytest.raises(RequestError) as caught:
+            await readers.read(("chat", templated(NESTED)), 100)
+        assert caught.value.param == "chat_template"
+        turn = NextTurn((USER,), EncodedText("", (), ()), ANSWER, template=ChatTemplate(NESTED))
+        with pytest.raises(RequestError) as caught:
+            await readers.read(turn, 100)
+        assert caught.value.param == "chat_template"
+        assert (await readers.read(("completion", completion("x")), 1)).prompts
+
+    with_readers(work, known=permissive()._facts)
+
+
+def test_clients_templates_run_in_processes_alone() -> None:
+    turn = NextTurn((USER,), EncodedText("", (), ()), ANSWER, template=ChatTemplate(SHOWING))
+    assert permissive().runs_program(turn)
+    assert permissive().runs_program(permissive().parse(("chat", templated())))
+
+
+def test_processes_end_with_the_ingress_and_with_the_pool() -> None:
+    async def work(readers: Readers) -> None:
+        await readers.read(("completion", completion("x")), 1)
+        started.extend((child(), template()))
+
+    started = list[psutil.Process]()
+    with_readers(work)
+    assert not any(each.is_running() for each in started)
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(
@@ -454,17 +632,15 @@ def test_an_unexpected_error_is_the_request_s_alone_and_does_not_quote_it(capfd:
     assert not capfd.readouterr().err
 
 
-def test_a_process_that_ends_unasked_is_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_ends_unasked_is_replaced() -> None:
     async def work(readers: Readers) -> None:
         await readers.read(("completion", completion("x")), 1)
         first = child()
         first.kill()
-        with contextlib.suppress(ServiceError):  # its end may be noticed before the request is sent to it
-            await readers.read(("completion", completion("x")), 1)
         assert (await readers.read(("completion", completion("x")), 1)).prompts
+        assert child().pid != first.pid
 
     with_readers(work)
-    assert "has ended" in caplog.text
 
 
 def test_next_turns_give_way_to_clients() -> None:
@@ -516,9 +692,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[RequestReader, list[tuple[
     asked: list[tuple[object, int]] = []
     read = requests._readers.read
 
-    async def note(request: Any, size: int) -> Any:
+    async def note(request: Any, size: int, tenant: str = "") -> Any:
         asked.append((request, size))
-        return await read(request, size)
+        return await read(request, size, tenant)
 
     monkeypatch.setattr(requests._readers, "read", note)
     return requests, asked
@@ -576,20 +752,6 @@ def test_the_grammar_of_required_calls_is_checked_too() -> None:
             await requests.close()
 
     asyncio.run(run())
-
-
-def test_a_check_that_does_not_end_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr("actors.ingress.reading.CHECK_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("actors.ingress.grammar_check.check_grammar", lambda grammar, param: gate.wait(30))
-    question = GrammarQuestion(Grammar(GrammarKind.REGEX, "a"), "regex")
-    stuck = Reader(facts(), reader()._tokenizer)
-    try:
-        with pytest.raises(RequestError, match="to compile") as error:
-            stuck.answer(question)
-        assert error.value.param == "regex" and stuck.is_stuck
-    finally:
-        gate.set()
 
 
 def test_messages_count_by_their_number_and_all_their_values() -> None:

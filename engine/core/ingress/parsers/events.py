@@ -72,21 +72,25 @@ class Collector:
         self._events: list[AnswerEvent] = []
         self._text: list[str] = []
         self._arguments: list[str] = []
-        self._space = ""
-        """White space at the text's end, which is text only if more text follows."""
+        self._space: list[str] = []
+        """Pieces of white space at the text's end, which are text only if more text follows. A list: an answer of white
+        space alone would otherwise be copied with each of its tokens."""
         self._is_after_call = False
         self._index = -1
 
     def text(self, text: str) -> None:
         """Take text outside calls."""
-        text = self._space + text
         shown = text.rstrip(WHITESPACE)
-        self._space = text[len(shown) :]
-        if shown and self._is_after_call:
-            shown = shown.lstrip(WHITESPACE)
+        if not shown:
+            self._space += [text] if text else []
+            return
+        before, self._space = "".join(self._space), []
+        if len(shown) < len(text):
+            self._space.append(text[len(shown) :])
+        if self._is_after_call:
+            before, shown = "", shown.lstrip(WHITESPACE)
             self._is_after_call = False
-        if shown:
-            self._text.append(shown)
+        self._text.append(before + shown)
 
     def begin(self, name: str) -> None:
         """Begin a call."""
@@ -103,8 +107,8 @@ class Collector:
         """End the call that was begun last; `broken` as in `CallEnds`."""
         self._flush()
         if broken is not None:
-            broken = ("" if self._is_after_call else self._space) + broken
-        self._space, self._is_after_call = "", True
+            broken = ("" if self._is_after_call else "".join(self._space)) + broken
+        self._space, self._is_after_call = [], True
         self._events.append(CallEnds(self._index, broken))
 
     def take(self) -> Sequence[AnswerEvent]:
@@ -116,7 +120,7 @@ class Collector:
     def finish(self) -> Sequence[AnswerEvent]:
         """Return the last events, at the end of the text."""
         if self._space and not self._is_after_call:
-            self._text.append(self._space)
+            self._text += self._space
         return self.take()
 
     def _flush(self) -> None:
