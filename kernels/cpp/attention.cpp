@@ -23,6 +23,7 @@ namespace {
 constexpr int64_t TILE = 128;                // keys
 constexpr int64_t VECTORS = TILE / LANES;    // of scores per row and tile
 constexpr int64_t ROWS = 6;                  // handled together in registers
+constexpr int64_t MOST_HEAD_DIM = 1024;
 constexpr int64_t AHEAD = LANES;             // keys asked of memory before their turn
 constexpr int64_t TASK_ROWS = 96;            // about as many share a packed tile
 constexpr int64_t FEW_ROWS = 16;             // up to here memory, not arithmetic, sets the pace
@@ -37,19 +38,18 @@ struct State {
 // Adds the partial results of `count` <= LANES rows to their states; gives the factors for old and new values.
 INLINE void merge_states(State* states, const float* maxima, const float* sums, int64_t count, float* keep,
                          float* add) {
-  f32x16 old_max = splat(-INFINITE), new_max = old_max, old_sum{}, new_sum{};
-  for (int64_t r = 0; r < count; ++r) {
-    old_max[r] = states[r].maximum, old_sum[r] = states[r].sum;
-    new_max[r] = maxima[r], new_sum[r] = sums[r];
-  }
+  alignas(64) float max[LANES], sum[LANES] = {};
+  std::fill(max, max + LANES, -INFINITE);
+  for (int64_t r = 0; r < count; ++r) max[r] = states[r].maximum, sum[r] = states[r].sum;
+  const f32x16 old_max = load(max), old_sum = load(sum);
+  std::copy(maxima, maxima + count, max), std::copy(sums, sums + count, sum);
+  const f32x16 new_max = load(max), new_sum = load(sum);
   const f32x16 both = maximum(new_max, old_max);
-  const f32x16 origin = both == -INFINITE ? splat(0.0f) : both;
+  const f32x16 origin = select(both == -INFINITE, splat(0.0f), both);
   const f32x16 keep_all = exp2(old_max - origin), add_all = exp2(new_max - origin);
-  const f32x16 sum = fused(old_sum, keep_all, new_sum * add_all);
-  for (int64_t r = 0; r < count; ++r) {
-    states[r] = {both[r], sum[r]};
-    keep[r] = keep_all[r], add[r] = add_all[r];
-  }
+  store(max, both), store(sum, fused(old_sum, keep_all, new_sum * add_all));
+  for (int64_t r = 0; r < count; ++r) states[r] = {max[r], sum[r]};
+  store_part(keep, keep_all, count), store_part(add, add_all, count);
 }
 
 // Sixteen weighted values of one row.
@@ -57,7 +57,17 @@ INLINE void merge_values(float* values, f32x16 partial, float keep, float add) {
   store(values, fused(load(values), splat(keep), partial * add));
 }
 
-// Any element type, on float32 arithmetic: keys packed [head_dim][TILE], values [TILE][head_dim].
+// The vectors of sixteen columns by which a block of `rows` rows keeps the multipliers busy, and whose sums still fit into
+// the registers.
+constexpr int vectors_at_once(int rows) {
+#if defined(__AVX512F__)
+  return rows == 1 ? 4 : 2;
+#else
+  return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+#endif
+}
+
+// Any element type, on float32 arithmetic: keys packed [TILE / 16][head_dim][16 keys], values [head_dim / 16][TILE][16].
 template <class T>
 struct Plain {
   using Element = T;
@@ -68,54 +78,84 @@ struct Plain {
   // Packs sixteen keys, whose rows start at `rows`, as keys `at`.. of the tile. Asks memory for the rows at `soon` on
   // the way: a burst of such requests would stall, spread out they overlap with the packing.
   static void pack_keys(const T* const* rows, const T* const* soon, int64_t at, int64_t head_dim, void* packed) {
-    float* to = (float*)packed + at;
+    float* to = (float*)packed + at * head_dim;
     alignas(64) float square[LANES][LANES];
     for (int64_t d = 0; d < head_dim; d += LANES) {
       for (int i = 0; i < LANES; ++i) {
         store(square[i], load(rows[i] + d));
         __builtin_prefetch(soon[i] + d);
       }
-      for (int j = 0; j < LANES; ++j)
-        for (int i = 0; i < LANES; ++i) to[(d + j) * TILE + i] = square[i][j];
+      transpose(square, to + d * LANES);
     }
   }
 
   static void pack_values(const T* const* rows, const T* const* soon, int64_t at, int64_t head_dim, void* packed) {
     for (int i = 0; i < LANES; ++i)
       for (int64_t d = 0; d < head_dim; d += LANES) {
-        store((float*)packed + (at + i) * head_dim + d, load(rows[i] + d));
+        store((float*)packed + d * TILE + (at + i) * LANES, load(rows[i] + d));
         __builtin_prefetch(soon[i] + d);
       }
   }
 
+  // Calls `done(m, n, sum)` with the sums of left[m][i] * right[n][i], sixteen columns each, for M rows and N vectors.
+  // The chain of an element goes from first to last, in blocks of every shape.
+  template <int M, int N, class Done>
+  static INLINE void block(const float* left, int64_t stride, const float* right, int64_t panel, int64_t depth,
+                           Done done) {
+    f32x16 total[M][N]{};
+    for (int64_t i = 0; i < depth; ++i, right += LANES) {
+      f32x16 column[N];
+      for (int n = 0; n < N; ++n) column[n] = load(right + n * panel);
+      for (int m = 0; m < M; ++m) {
+        const f32x16 x = splat(left[m * stride + i]);
+        for (int n = 0; n < N; ++n) total[m][n] = fused(x, column[n], total[m][n]);
+      }
+    }
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) done(m, n, total[m][n]);
+  }
+
+  // The same for all vectors, `panel` floats from one to the next.
+  template <int M, class Done>
+  static void some_rows(const float* left, int64_t stride, const float* right, int64_t panel, int64_t depth,
+                        int64_t vectors, Done done) {
+    constexpr int N = vectors_at_once(M);
+    int64_t v = 0;
+    auto after = [&](int m, int n, f32x16 sum) { done(m, v + n, sum); };
+    for (; v + N <= vectors; v += N) block<M, N>(left, stride, right + v * panel, panel, depth, after);
+    for (; v < vectors; ++v) block<M, 1>(left, stride, right + v * panel, panel, depth, after);
+  }
+
+  template <class Done>
+  static INLINE void multiply(int64_t rows, const float* left, int64_t stride, const float* right, int64_t panel,
+                              int64_t depth, int64_t vectors, Done done) {
+    switch (rows) {
+      case 1: return some_rows<1>(left, stride, right, panel, depth, vectors, done);
+      case 2: return some_rows<2>(left, stride, right, panel, depth, vectors, done);
+      case 3: return some_rows<3>(left, stride, right, panel, depth, vectors, done);
+      case 4: return some_rows<4>(left, stride, right, panel, depth, vectors, done);
+      case 5: return some_rows<5>(left, stride, right, panel, depth, vectors, done);
+      default: return some_rows<6>(left, stride, right, panel, depth, vectors, done);
+    }
+  }
+
   static void scores(const T* const* queries, int64_t count, int64_t vectors, const void* packed, int64_t head_dim,
                      float* to) {
+    alignas(64) float wide[ROWS * MOST_HEAD_DIM];
     for (int64_t r = 0; r < count; ++r)
-      for (int64_t v = 0; v < vectors; v += 2) {
-        f32x16 first{}, second{};
-        const float* keys = (const float*)packed + v * LANES;
-        for (int64_t d = 0; d < head_dim; ++d, keys += TILE) {
-          const float q = to_float(queries[r][d]);
-          first = fused(splat(q), load(keys), first);
-          second = fused(splat(q), load(keys + LANES), second);
-        }
-        store(to + r * TILE + v * LANES, first);
-        store(to + r * TILE + (v + 1) * LANES, second);
-      }
+      for (int64_t d = 0; d < head_dim; d += LANES) store(wide + r * head_dim + d, load(queries[r] + d));
+    multiply(count, wide, head_dim, (const float*)packed, head_dim * LANES, head_dim, vectors,
+             [to](int64_t r, int64_t v, f32x16 sum) { store(to + r * TILE + v * LANES, sum); });
   }
 
   static INLINE void store_weights(Weight* to, f32x16 w) { store(to, w); }
 
   static void weigh_values(const Weight* weights, int64_t count, int64_t keys, const void* packed, int64_t head_dim,
                            const float* keep, const float* add, float* values) {
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t d = 0; d < head_dim; d += LANES) {
-        f32x16 total{};
-        const float* from = (const float*)packed + d;
-        for (int64_t k = 0; k < keys; ++k)
-          total = fused(splat(weights[r * TILE + k]), load(from + k * head_dim), total);
-        merge_values(values + r * head_dim + d, total, keep[r], add[r]);
-      }
+    multiply(count, weights, TILE, (const float*)packed, TILE * LANES, keys, head_dim / LANES,
+             [=](int64_t r, int64_t v, f32x16 sum) {
+               merge_values(values + r * head_dim + v * LANES, sum, keep[r], add[r]);
+             });
   }
 };
 
@@ -311,7 +351,7 @@ struct Span {
 // Sixteen keys from `first` on; those that do not count are zeros.
 template <class T>
 Rows<T> locate(const Attention& a, const Task& task, const Span& span, int64_t first) {
-  static const T zeros[1024] = {};
+  static const T zeros[MOST_HEAD_DIM] = {};
   Rows<T> rows;
   const int32_t* table = a.block_tables + task.sequences[0] * a.table_stride;
   int64_t index = first / a.block_size, offset = first % a.block_size;
@@ -446,14 +486,14 @@ class Worker {
   INLINE void weigh(int64_t row, int64_t tile, int64_t vectors, float* s, W* w, float* max, float* sum) const {
     const int64_t low = window_begin(row) - tile * TILE, high = positions[row] + 1 - tile * TILE;
     const bool masked = low > 0 || high < vectors * LANES;
-    const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const f32x16 lane = lane_numbers<f32x16>();
     f32x16 best = splat(-INFINITE);
     for (int64_t v = 0; v < vectors; ++v) {
       f32x16 x = load(s + v * LANES);
       x = a.soft_cap ? tanh(x * (a.scale / a.soft_cap)) * (a.soft_cap * LOG2_E) : x * (a.scale * LOG2_E);
       if (masked) {
         const f32x16 key = lane + float(v * LANES);
-        x = (key >= float(low)) & (key < float(high)) ? x : splat(-INFINITE);
+        x = select((key >= float(low)) & (key < float(high)), x, splat(-INFINITE));
       }
       best = maximum(x, best);
       store(s + v * LANES, x);

@@ -27,15 +27,13 @@ INLINE Product multiply(u32x16 x, uint32_t by) {
   result.high = (u32x16)_mm512_permutex2var_epi32(even, highs, odd);
   result.low = (u32x16)_mm512_permutex2var_epi32(even, lows, odd);
 #elif defined(__AVX2__)
-  __m256i a[2], high[2], low[2];
   const __m256i m = _mm256_set1_epi32(int(by));
-  std::memcpy(a, &x, sizeof x);
-  for (int i = 0; i < 2; ++i) {
-    const __m256i even = _mm256_mul_epu32(a[i], m), odd = _mm256_mul_epu32(_mm256_srli_epi64(a[i], 32), m);
-    high[i] = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-    low[i] = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-  }
-  std::memcpy(&result.high, high, sizeof high), std::memcpy(&result.low, low, sizeof low);
+  auto half = [m](u32x8 v, u32x8& high, u32x8& low) {
+    const __m256i a = (__m256i)v, even = _mm256_mul_epu32(a, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), m);
+    high = (u32x8)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    low = (u32x8)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  };
+  half(x.low, result.high.low, result.low.low), half(x.high, result.high.high, result.low.high);
 #else
   for (int i = 0; i < LANES; ++i) {
     const uint64_t product = uint64_t(x[i]) * by;
@@ -90,8 +88,8 @@ class Noise {
 
   // The blocks from `block` on.
   INLINE Words words(int64_t block, uint32_t stream) const {
-    const u32x16 lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, zero{};
-    u32x16 c0 = lanes + uint32_t(block), c1 = zero + position, c2 = zero + stream, c3 = zero;
+    const u32x16 zero{};
+    u32x16 c0 = lane_numbers<u32x16>() + uint32_t(block), c1 = zero + position, c2 = zero + stream, c3 = zero;
     for (int i = 0; i < ROUNDS; ++i) {
       const Product a = multiply(c0, 0xd2511f53u), b = multiply(c2, 0xcd9e8d57u);
       c0 = b.high ^ c1 ^ keys[i][0], c1 = b.low;
@@ -107,8 +105,8 @@ class Noise {
     constexpr float LN_2 = 0.6931472f;
     const Words made = words(first / 4, FIRSTS);
     for (int i = 0; i < 4; ++i) {
-      const f32x16 places = __builtin_convertvector(bit_cast<i32x16>(made.of[i] >> 4), f32x16) + 0.5f;
-      const f32x16 bits = __builtin_convertvector(bit_cast<i32x16>(places), f32x16);
+      const f32x16 places = to_floats(bit_cast<i32x16>(made.of[i] >> 4)) + 0.5f;
+      const f32x16 bits = to_floats(bit_cast<i32x16>(places));
       out[i] = fused(bits, splat(-LN_2 * 0x1p-23f), splat(LN_2 * (127 + 32) + 1e-3f));
     }
   }

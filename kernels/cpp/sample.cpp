@@ -49,7 +49,7 @@ int64_t position_of(const T* from, int64_t count, float value) {
   for (; i + STEP <= count; i += STEP) {
     i32x16 found{};
     for (int j = 0; j < 4; ++j) found |= load(from + i + j * LANES) == value;
-    if (reduce_max(bit_cast<f32x16>(found & 0x3f800000)) > 0.0f) break;
+    if (any(found)) break;
   }
   for (; i < count; ++i)
     if (to_float(from[i]) == value) return i;
@@ -67,7 +67,7 @@ int64_t place_of(const float* z, int64_t count, int64_t id) {
 
 template <class T>
 void widen(const T* from, float* to, int64_t count) {
-  over(from, count, [&](f32x16 v, int64_t i, int64_t n) { store_part(to + i, v == v ? v : splat(-INFINITE), n); });
+  over(from, count, [&](f32x16 v, int64_t i, int64_t n) { store_part(to + i, select(v == v, v, splat(-INFINITE)), n); });
 }
 
 void penalise(const Sample& a, int64_t row, float* z) {

@@ -8,8 +8,7 @@ namespace {
 template <bool SILU>
 INLINE f32x16 activate(f32x16 x) {
   if (SILU) {
-    const f32x16 floor = splat(-88.0f);
-    return x / (1.0f + exp(-(x < floor ? floor : x)));
+    return x / (1.0f + exp(-select(x < -88.0f, splat(-88.0f), x)));
   }
   const f32x16 inner = 0.79788456f * (x + 0.044715f * x * x * x);
   return 0.5f * x * (1.0f + tanh(inner));

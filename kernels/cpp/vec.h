@@ -1,4 +1,5 @@
-// Sixteen-lane float32 vectors on the compiler's vector extension: one source for AVX-512, AVX2 and plain machines.
+// Sixteen-lane vectors: one source for AVX-512, AVX2 and plain machines. They are the compiler's own vectors, except that
+// AVX2 has them as pairs of registers (vec_pair.h). Only what differs is written twice, as functions of one name.
 //
 // Every reduction here has one fixed order, and nothing depends on how many rows are processed together: that is what
 // makes each row of every kernel reproducible bit for bit.
@@ -8,18 +9,13 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
 
 namespace raydix {
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
@@ -37,35 +33,6 @@ INLINE To bit_cast(From from) {
   To to;
   std::memcpy(&to, &from, sizeof(To));
   return to;
-}
-
-INLINE f32x16 splat(float x) { return x - f32x16{}; }
-
-INLINE f32x16 load(const float* p) {
-  f32x16 v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-INLINE f32x16 load(const bf16* p) {
-  u16x16 v;
-  std::memcpy(&v, p, sizeof v);
-  return bit_cast<f32x16>(__builtin_convertvector(v, u32x16) << 16);
-}
-
-INLINE void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
-
-INLINE void store(bf16* p, f32x16 v) {
-#if defined(__AVX512BF16__)
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
-  std::memcpy(p, &rounded, sizeof rounded);
-#else
-  const u32x16 bits = bit_cast<u32x16>(v);
-  const u32x16 even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const u32x16 quiet = (bits >> 16) | 0x40u;
-  const u16x16 rounded = __builtin_convertvector(v == v ? even : quiet, u16x16);
-  std::memcpy(p, &rounded, sizeof rounded);
-#endif
 }
 
 INLINE float to_float(float x) { return x; }
@@ -100,6 +67,62 @@ INLINE void from_float(fp16* p, float x) {
   p->bits = uint16_t(sign | half);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+}  // namespace raydix
+
+#include "vec_pair.h"
+
+namespace raydix {
+
+#else
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+INLINE f32x16 splat(float x) { return x - f32x16{}; }
+
+// 0 to 15.
+template <class V>
+INLINE V lane_numbers() {
+  return V{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+}
+
+// Lanes of `a` where the comparison held, of `b` elsewhere.
+INLINE f32x16 select(i32x16 mask, f32x16 a, f32x16 b) { return mask ? a : b; }
+
+INLINE f32x16 to_floats(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+INLINE i32x16 to_integers(f32x16 v) { return __builtin_convertvector(v, i32x16); }
+
+INLINE f32x16 load(const float* p) {
+  f32x16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+INLINE f32x16 load(const bf16* p) {
+  u16x16 v;
+  std::memcpy(&v, p, sizeof v);
+  return bit_cast<f32x16>(__builtin_convertvector(v, u32x16) << 16);
+}
+
+INLINE void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
+
+INLINE void store(bf16* p, f32x16 v) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(p, &rounded, sizeof rounded);
+#else
+  const u32x16 bits = bit_cast<u32x16>(v);
+  const u32x16 even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const u32x16 quiet = (bits >> 16) | 0x40u;
+  const u16x16 rounded = __builtin_convertvector(v == v ? even : quiet, u16x16);
+  std::memcpy(p, &rounded, sizeof rounded);
+#endif
+}
+
 INLINE f32x16 load(const fp16* p) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -118,32 +141,11 @@ INLINE void store(fp16* p, f32x16 v) {
 #endif
 }
 
-// The first `count` lanes, the others zero.
-template <class T>
-INLINE f32x16 load_part(const T* p, int64_t count) {
-  alignas(64) T padded[LANES] = {};
-  std::memcpy(padded, p, size_t(count) * sizeof(T));
-  return load(padded);
-}
-
-template <class T>
-INLINE void store_part(T* p, f32x16 v, int64_t count) {
-  alignas(64) T padded[LANES];
-  store(padded, v);
-  std::memcpy(p, padded, size_t(count) * sizeof(T));
-}
-
 // a * b + c, rounded once where the machine can. The build forbids the compiler to fuse on its own, so that the same
 // expression gives the same bits wherever it is inlined.
 INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  __m256 x[2], y[2], z[2];
-  std::memcpy(x, &a, sizeof a), std::memcpy(y, &b, sizeof b), std::memcpy(z, &c, sizeof c);
-  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-  std::memcpy(&c, z, sizeof c);
-  return c;
 #else
   return a * b + c;
 #endif
@@ -172,17 +174,43 @@ INLINE float reduce_max(f32x16 v) {
 #endif
 }
 
+// Whether a comparison held in any lane.
+INLINE bool any(i32x16 mask) { return reduce_max(bit_cast<f32x16>(mask & 0x3f800000)) > 0.0f; }
+
+// Rows of sixteen to columns.
+INLINE void transpose(const float (*from)[LANES], float* to) {
+  for (int j = 0; j < LANES; ++j)
+    for (int i = 0; i < LANES; ++i) to[j * LANES + i] = from[i][j];
+}
+
+#endif
+
+// The first `count` lanes, the others zero.
+template <class T>
+INLINE f32x16 load_part(const T* p, int64_t count) {
+  alignas(64) T padded[LANES] = {};
+  std::memcpy(padded, p, size_t(count) * sizeof(T));
+  return load(padded);
+}
+
+template <class T>
+INLINE void store_part(T* p, f32x16 v, int64_t count) {
+  alignas(64) T padded[LANES];
+  store(padded, v);
+  std::memcpy(p, padded, size_t(count) * sizeof(T));
+}
+
 // x rounded to the nearest integer, for |x| < 2^22.
 INLINE f32x16 round_even(f32x16 x) { return (x + 12582912.0f) - 12582912.0f; }
 
 // 2^n for integral n in [-127, 127]; -127 gives 0.
 INLINE f32x16 power_of_two(f32x16 n) {
-  return bit_cast<f32x16>((__builtin_convertvector(n, i32x16) + 127) << 23);
+  return bit_cast<f32x16>((to_integers(n) + 127) << 23);
 }
 
 // 2^x for x <= 127 (0 below -126.5, NaN stays NaN), relative error about 2e-7; exactly 1 at 0.
 INLINE f32x16 exp2(f32x16 x) {
-  x = x < -127.0f ? splat(-127.0f) : x;
+  x = select(x < -127.0f, splat(-127.0f), x);
   const f32x16 n = round_even(x), r = x - n;
   f32x16 p = splat(1.5403530e-4f);
   p = fused(p, r, splat(1.3333558e-3f));
@@ -196,7 +224,7 @@ INLINE f32x16 exp2(f32x16 x) {
 
 // e^x for x <= 88 (0 below -87.6, NaN stays NaN), relative error about 2e-7; exactly 1 at 0.
 INLINE f32x16 exp(f32x16 x) {
-  x = x < -88.02969f ? splat(-88.02969f) : x;
+  x = select(x < -88.02969f, splat(-88.02969f), x);
   const f32x16 n = round_even(x * 1.44269504f);
   f32x16 r = fused(n, splat(-0.693359375f), x);
   r = fused(n, splat(2.12194440e-4f), r);
@@ -212,10 +240,10 @@ INLINE f32x16 exp(f32x16 x) {
 
 // tanh, absolute error about 2e-7.
 INLINE f32x16 tanh(f32x16 x) {
-  const f32x16 magnitude = x < 0.0f ? -x : x;
+  const f32x16 magnitude = select(x < 0.0f, -x, x);
   const f32x16 decay = exp(magnitude * -2.0f);
   const f32x16 t = (1.0f - decay) / (1.0f + decay);
-  return x < 0.0f ? -t : t;
+  return select(x < 0.0f, -t, t);
 }
 
 }  // namespace raydix
