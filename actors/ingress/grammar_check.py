@@ -3,8 +3,8 @@
 Checks need no model: special tokens unknown to the model are found by the worker alone.
 
 llguidance compiles and computes masks without the interpreter's lock. It holds the lock while it consumes tokens and
-while it finds the text that a grammar forces, up to a microsecond for each byte of all of that text. So a grammar that
-forces a text of more than `MAX_FORCED_BYTES` is refused here, as far as sample answers show it; a worker gives up
+while it finds the text that a grammar forces, one to four microseconds for each byte of all of that text. So a grammar
+that forces a text of more than `MAX_FORCED_BYTES` is refused here, as far as sample answers show it; a worker gives up
 looking for forced texts that took it long.
 """
 
@@ -30,7 +30,8 @@ SEARCH_S = 0.5
 _DEFINITIONS = ("$defs", "definitions")
 
 MAX_FORCED_BYTES = 16 << 10
-"""Longest text that a grammar may leave no choice about: some 25 ms of the interpreter's lock in a worker."""
+"""Longest text that a grammar may leave no choice about: at one to four microseconds a byte, 16 to 65 ms of a
+worker's interpreter lock."""
 NUM_SAMPLES = 4
 """Beginnings of answers that are tried for such texts."""
 SAMPLE_STEPS = 64
