@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ray.exceptions import RayError
 
 from engine.core.costs import WorkerCosts
-from engine.core.types import Attempt, BlockHash, EvictionReason, Role, SegmentHeader
+from engine.core.types import Attempt, BlockHash, EvictionReason, ProcessName, Role, SegmentHeader
 
 INGRESS_SILENCE_S = 10.0
 """Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""
@@ -76,6 +76,7 @@ class Registration:
     """Ray's id of the node that the worker runs on."""
     attempts: frozenset[Attempt] = frozenset()
     """Those under way at the worker."""
+    process: ProcessName | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from engine.core.types import (
     Ended,
     FirstToken,
     Membership,
+    ProcessName,
     SegmentHeader,
     StreamEvent,
 )
@@ -82,9 +83,14 @@ class WorkerClient(ActorClient):
         return _sent(self.handle.stop_awaiting.remote(request_ids))
 
     def ping(
-        self, ingress_id: str, taken: Sequence[Attempt], sent: Sequence[Attempt], awaiting: Sequence[str]
+        self,
+        ingress_id: str,
+        taken: Sequence[Attempt],
+        sent: Sequence[Attempt],
+        awaiting: Sequence[str],
+        process: ProcessName,
     ) -> Awaitable[None]:
-        return _sent(self.handle.ping.remote(ingress_id, taken, sent, awaiting))
+        return _sent(self.handle.ping.remote(ingress_id, taken, sent, awaiting, process))
 
     def token_stream(self, ingress_id: str) -> AsyncIterable[Awaitable[list[StreamEvent]]]:
         return _streamed(self.handle.token_stream.remote(ingress_id))
@@ -143,8 +149,8 @@ class ManagerClient(ActorClient):
     def wanted_workers(self) -> Awaitable[Wanted | None]:
         return _sent(self.handle.wanted_workers.remote())
 
-    def workers(self, ingress_id: str, active: Sequence[str]) -> Awaitable[Membership]:
-        return _sent(self.handle.workers.remote(ingress_id, active))
+    def workers(self, ingress_id: str, active: Sequence[str], process: ProcessName) -> Awaitable[Membership]:
+        return _sent(self.handle.workers.remote(ingress_id, active, process))
 
     def admit(self, requests: Sequence[AdmitRequest]) -> Awaitable[list[Admission | Late | None]]:
         return _sent(self.handle.admit.remote(requests))

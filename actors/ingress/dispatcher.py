@@ -17,6 +17,7 @@ from actors.calls import Background, quietly, run_detached, sleep
 from actors.ingress.incidents import log_incident
 from actors.ingress.manager_link import ManagerLink
 from actors.logs import DEFAULTS
+from actors.processes import ProcessWatch, own_process
 from actors.recording import recorded
 from actors.rpc import WorkerClient
 from actors.runtime import Runtime
@@ -99,6 +100,8 @@ class Dispatcher:
         self._is_starting_worker = False
         self._retry: asyncio.TimerHandle | None = None
         self._background = Background()
+        self._process = own_process(runtime.own_node())
+        self._watch = ProcessWatch(runtime.own_node())
 
     def start(self) -> None:
         """Begin to tell workers that this ingress is alive. Needs a running event loop."""
@@ -259,7 +262,7 @@ class Dispatcher:
         active = self._dispatch.active
         try:
             membership = await ask(
-                lambda manager: manager.workers(self._ingress_id, active),
+                lambda manager: manager.workers(self._ingress_id, active, self._process),
                 timeout_s=MEMBERSHIP_TIMEOUT_S,
                 is_prompt=True,
             )
@@ -291,6 +294,12 @@ class Dispatcher:
         except RayError:
             self._dispatch.not_settled(settle.ended)
 
+    def _look_at_quiet_workers(self, now: float) -> None:
+        """Tell workers that answer nothing and compute from those that may be dead."""
+        for worker in self._dispatch.quiet_workers(now, PING_S):
+            if self._watch.computes(worker.process, now):
+                self._dispatch.computes(worker.worker_id, now)
+
     async def _keep_alive(self) -> None:
         """Ping the workers and look for silent ones at a steady pace: nothing here waits for the manager, whose silence
         is not theirs."""
@@ -299,7 +308,9 @@ class Dispatcher:
             is_ping = number % LOOKS_PER_PING == 0
             look = self._dispatch.keep_alive if is_ping else self._dispatch.leave_silent
             try:
-                self._carry_out(look(time.monotonic(), late_s))
+                now = time.monotonic()
+                self._look_at_quiet_workers(now)
+                self._carry_out(look(now, late_s))
             except Exception:  # Without pings workers would give up all requests of this replica.
                 logger.exception("workers not told that this replica is alive")
             if is_ping:
@@ -335,7 +346,7 @@ class Dispatcher:
 
     async def _ping(self, ping: Ping, client: WorkerClient) -> None:
         try:
-            await run_detached(client.ping, self._ingress_id, ping.taken, ping.sent, ping.awaiting)
+            await run_detached(client.ping, self._ingress_id, ping.taken, ping.sent, ping.awaiting, self._process)
         except RayError as error:  # of a death the token stream tells
             logger.debug("ping not answered: %s", type(error).__name__)
         else:

@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.calls import Background, sleep
@@ -30,6 +30,7 @@ from actors.messages import (
 )
 from actors.metric_values import Family
 from actors.metrics import ManagerMetrics
+from actors.processes import ProcessWatch
 from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
 from actors.runtime import Runtime
@@ -47,7 +48,7 @@ from engine.core.objectives import NO_OBJECTIVES, Late, Objectives
 from engine.core.shares import weights_of
 from engine.core.signs_of_life import SignsOfLife
 from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, WorkerInfo
+from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, ProcessName, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class _Ingress:
     requests: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     """Requests that the last message did not name; requests missing from two messages in a row are over."""
+    process: ProcessName | None = None
 
 
 class KVCacheManager(Succession, DirectoryReports, LoadWatch):
@@ -121,6 +123,9 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         self._worker_signs = SignsOfLife()
         self._ingresses: dict[str, _Ingress] = {}
         self._ingress_signs = SignsOfLife()
+        self._processes: dict[str, ProcessName | None] = {}
+        """Of each worker that registered, by its last registration."""
+        self._watch = ProcessWatch(runtime.own_node())
         self._starting: dict[str, float] = {}
         """Time of the last report that a host is starting this worker, for each worker that is not registered yet."""
         self._background = Background()
@@ -204,6 +209,7 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
             registration.node,
             registration.attempts,
         )
+        self._processes[worker_id] = registration.process
         client = self._clients[worker_id] = WorkerClient(worker[0])
         self._carry_out(instructions)
         self._followers[worker_id] = asyncio.create_task(self._follow(worker_id, epoch, client))
@@ -244,17 +250,23 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         """Note that a host is starting this worker."""
         self._starting[worker_id] = time.monotonic()
 
-    async def workers(self, ingress_id: str | None = None, active: Sequence[str] = ()) -> Membership:
+    async def workers(
+        self, ingress_id: str | None = None, active: Sequence[str] = (), process: ProcessName | None = None
+    ) -> Membership:
         """List the registered workers, and count the starting ones. The calls of an ingress replica show that the
         replica is alive, and `active` its living requests; any other request of the replica has ended unreported."""
         self.check_not_retired()
         if ingress_id is not None:
             ingress = self._ingress(ingress_id)
+            ingress.process = process
             self._ingress_signs.heard(ingress_id, time.monotonic())
             missing = ingress.requests.difference(active)
             self._release(ingress, missing & ingress.missing)
             ingress.missing = missing & ingress.requests
-        registered = tuple(WorkerInfo(w.worker_id, w.role, w.epoch) for w in self._directory.workers.values())
+        registered = tuple(
+            WorkerInfo(w.worker_id, w.role, w.epoch, self._processes.get(w.worker_id))
+            for w in self._directory.workers.values()
+        )
         deadline = time.monotonic() - STARTING_SILENCE_S
         self._starting = {worker_id: said_at for worker_id, said_at in self._starting.items() if said_at > deadline}
         return Membership(
@@ -343,10 +355,19 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
             ingress.requests.discard(request_id)
             self._carry_out(self._directory.end_request(request_id, time.time()))
 
+    def _look_at_quiet(self, signs: SignsOfLife, processes: Mapping[str, ProcessName | None], silence_s: float) -> None:
+        """Tell processes that have sent nothing for so long and compute from those that may be dead."""
+        now = time.monotonic()
+        for name in signs.quiet(now, silence_s):
+            if self._watch.computes(processes.get(name), now):
+                signs.computes(name, now)
+
     async def _watch_ingresses(self) -> None:
         """Release the requests of ingress replicas that are gone."""
         while True:
             self._ingress_signs.stood_still(await sleep(INGRESS_SILENCE_S / 4))
+            processes = {ingress_id: ingress.process for ingress_id, ingress in self._ingresses.items()}
+            self._look_at_quiet(self._ingress_signs, processes, INGRESS_SILENCE_S / 4)
             for ingress_id in self._ingress_signs.silent(time.monotonic(), INGRESS_SILENCE_S):
                 self._ingress_signs.forget(ingress_id)
                 ingress = self._ingresses.pop(ingress_id)
@@ -368,6 +389,7 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
 
     def _forget_silent(self, silence_s: float, among: set[str]) -> None:
         """Forget the workers of `among` that are silent for so long, and what only their nodes have."""
+        self._look_at_quiet(self._worker_signs, self._processes, WORKER_SILENCE_S / 4)
         silent = self._worker_signs.silent(time.monotonic(), silence_s)
         for worker_id in among.intersection(silent) if set(self._worker_signs) - set(silent) else ():
             logger.warning(
@@ -386,6 +408,7 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         now = time.time()
         self._carry_out(directory.worker_silent(worker_id, now) if is_silent else directory.remove_worker(worker_id))
         del self._clients[worker_id]
+        self._watch.forget(self._processes.pop(worker_id, None))
         self._worker_signs.forget(worker_id)
 
     async def _watch_senders(self) -> None:

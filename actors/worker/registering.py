@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 
 from actors.calls import answer
 from actors.messages import Registration, WorkerState
+from actors.processes import own_process
 from actors.rpc import ManagerClient
 from actors.runtime import Runtime
 from actors.worker.export_stream import ExportStream
@@ -127,4 +128,5 @@ class Registering:
             hashes=hashes,
             node=self._runtime.own_node(),
             attempts=attempts,
+            process=own_process(self._runtime.own_node()),
         )

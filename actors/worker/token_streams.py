@@ -5,8 +5,9 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from actors.processes import ProcessWatch
 from engine.core.signs_of_life import SignsOfLife
-from engine.core.types import Assignment, Attempt, PromptEvent, StreamEvent, TokenEvent
+from engine.core.types import Assignment, Attempt, ProcessName, PromptEvent, StreamEvent, TokenEvent
 from engine.core.worker.attempts import Attempts
 
 
@@ -28,6 +29,8 @@ class TokenStreams:
         self._outboxes: dict[str, _Outbox] = {}
         self._signs = SignsOfLife()
         """Of the replicas with an outbox."""
+        self.processes: dict[str, ProcessName | None] = {}
+        """Of the replicas whose pings have come."""
         self.attempts = Attempts()
         """The attempts whose events are expected."""
 
@@ -86,12 +89,20 @@ class TokenStreams:
         self._signs.stood_still(late_s)
         self.attempts.stood_still(late_s)
 
+    def look_at_quiet(self, watch: ProcessWatch, silence_s: float) -> None:
+        """Tell replicas that have sent nothing for so long and compute from those that may be dead."""
+        now = time.monotonic()
+        for ingress_id in self._signs.quiet(now, silence_s):
+            if watch.computes(self.processes.get(ingress_id), now):
+                self._signs.computes(ingress_id, now)
+
     def drop_silent(self, silence_s: float) -> dict[str, list[Attempt]]:
         """End the streams of replicas that were not seen for so long, behind the events that wait there; returns the
         attempts of each."""
         silent = self._signs.silent(time.monotonic(), silence_s)
         for ingress_id in silent:
             self._signs.forget(ingress_id)
+            self.processes.pop(ingress_id, None)
             outbox = self._outboxes.pop(ingress_id)
             outbox.is_over = True
             outbox.filled.set()

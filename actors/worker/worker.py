@@ -26,6 +26,7 @@ from actors.logs import DEFAULTS, log_to_ray, set_level
 from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
 from actors.metric_values import Family
 from actors.metrics import WorkerMetrics
+from actors.processes import ProcessWatch
 from actors.runtime import Runtime
 from actors.worker.export_stream import ExportStream
 from actors.worker.recording import record_scheduler
@@ -39,7 +40,17 @@ from engine.core.costs import CostFit, WorkerCosts
 from engine.core.log_fields import about
 from engine.core.settings import EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant
-from engine.core.types import Assignment, Attempt, BlockHash, PromptEvent, Role, SegmentHeader, StreamEvent, TokenEvent
+from engine.core.types import (
+    Assignment,
+    Attempt,
+    BlockHash,
+    ProcessName,
+    PromptEvent,
+    Role,
+    SegmentHeader,
+    StreamEvent,
+    TokenEvent,
+)
 
 if TYPE_CHECKING:
     from engine.model.engine import Engine, StepResult
@@ -159,11 +170,17 @@ class Worker(Registering):
         self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
 
     async def ping(
-        self, ingress_id: str, taken: Sequence[Attempt], sent: Sequence[Attempt], awaiting: Sequence[str]
+        self,
+        ingress_id: str,
+        taken: Sequence[Attempt],
+        sent: Sequence[Attempt],
+        awaiting: Sequence[str],
+        process: ProcessName | None = None,
     ) -> None:
         """Note that an ingress replica is alive, and compare its attempts with those here (`TokenStreams.compare`).
         Requests in `awaiting` wait as long again: their senders live."""
         now = time.monotonic()
+        self._tokens.processes[ingress_id] = process
         orphans = self._tokens.compare(ingress_id, taken, sent, now)
         if awaiting:
             self._loop_thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
@@ -335,9 +352,11 @@ class Worker(Registering):
 
     async def _watch_ingresses(self) -> None:
         """Abort the requests of ingress replicas that are gone."""
+        watch = ProcessWatch(self._runtime.own_node())
         while True:
             late_s = await sleep(INGRESS_SILENCE_S / 4)
             self._tokens.stood_still(late_s)
+            self._tokens.look_at_quiet(watch, INGRESS_SILENCE_S / 4)
             for ingress_id, orphans in self._tokens.drop_silent(INGRESS_SILENCE_S).items():
                 for orphan in orphans:
                     await self.abort(*orphan)

@@ -399,6 +399,17 @@ class Admission:
     """True if the request is late, and others go first (`LATE_PRIORITY`)."""
 
 
+class ProcessName(NamedTuple):
+    """A process of the cluster."""
+
+    node: str
+    """Ray's id of the node."""
+    pid: int
+    """Id on that node."""
+    started: int
+    """Its start, in ticks since the node's: tells it from a later process with the same id."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """A registered worker, as others may know it."""
@@ -406,6 +417,7 @@ class WorkerInfo:
     worker_id: str
     role: Role
     epoch: int
+    process: ProcessName | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ import pytest
 
 import actors.ingress.dispatcher as dispatcher_module
 import actors.manager.execution as execution_module
+import actors.manager.kv_cache_manager as manager_module
 import actors.worker.segment_import as segment_import_module
+import actors.worker.worker as worker_module
 import engine.core.manager.segment_events as segment_events_module
 from actors.calls import answer
 from actors.ingress.dispatcher import Dispatcher
@@ -39,6 +41,7 @@ from engine.core.worker.replaying import replaying_scheduler
 from engine.model.engine import Engine, StepResult
 from tests.unit.builders import ROOT, expected_answer
 from tests.unit.local_actors import MAX_MODEL_LEN, LocalWorkers, answer_of, make_dispatcher
+from tests.unit.processes import running
 from tests.unit.replaying import blocks_of, requests_of, state_of, vars_of, without_tokens
 
 NUM_TOKENS = 12
@@ -112,12 +115,16 @@ class Crowd:
         for number in range(6):
             prompt = (beginning, *prompt_of(number))
             self._expected.append(expected(prompt, self._num_tokens))
-            answer = answer_of(dispatcher, f"r{beginning + number}", prompt, self._num_tokens)
+            answer = answer_of(dispatcher, f"crowd{beginning + number}", prompt, self._num_tokens)
             self._answers.append(asyncio.create_task(answer))
 
     @property
     def is_over(self) -> bool:
         return all(answer.done() for answer in self._answers)
+
+    def leave(self) -> None:
+        for begun in self._answers:
+            begun.cancel()
 
     async def check(self) -> None:
         """Wait for the answers, and compare."""
@@ -355,7 +362,7 @@ def test_a_restarted_worker_takes_requests_again(scene: Scene) -> None:
 
 def test_answers_are_the_same_when_a_worker_cannot_be_reached(scene: Scene) -> None:
     async def play() -> None:
-        manager, dispatcher = await scene.start(worker_silent_s=0.1)
+        manager, dispatcher = await scene.start(worker_silent_s=1.0)
         crowd = await scene.begin(dispatcher, ["d0"])
         scene.local.handles["d0:1"].cut_off()
         scene.hold.end()
@@ -390,6 +397,56 @@ def test_answers_are_the_same_when_a_node_vanishes(scene: Scene, node: list[str]
         await until(lambda: manager._directory.num_reservations == 0)
         assert not any(handle.is_dead for handle in scene.local.handles.values())
         manager._directory.check_integrity()
+
+    scene.run(play())
+
+
+def test_a_worker_that_is_only_slow_keeps_its_requests(scene: Scene) -> None:
+    """A real process that holds its interpreter lock stands for the worker's: it answers nothing. Once the process is
+    stopped, the worker is silent at once."""
+
+    async def play() -> None:
+        with running() as process:
+            manager, dispatcher = await scene.start(worker_silent_s=1.0)
+            manager._processes["d0"] = process.name("local")
+            crowd = await scene.begin(dispatcher, ["d0"])
+            await until(lambda: any(worker.process == process.name("local") for worker in dispatcher.workers))
+            scene.local.handles["d0:1"].vanish()
+            scene.hold.end()
+            await asyncio.sleep(3.0)  # three times as long as a silent worker would keep its requests
+            assert not scene.num_failovers and not crowd.is_over
+            assert scene.num_registered(manager) == 4, "the manager waits for its heartbeats, too"
+
+            process.stop()
+            await crowd.check()
+            assert scene.num_failovers
+            await until(lambda: scene.num_registered(manager) == 3)
+
+    scene.run(play())
+
+
+def test_an_ingress_that_is_only_slow_keeps_its_requests(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, for the process of an ingress replica, whose pings stay out."""
+    monkeypatch.setattr(worker_module, "INGRESS_SILENCE_S", 0.4)
+    monkeypatch.setattr(manager_module, "INGRESS_SILENCE_S", 0.4)
+
+    async def play() -> None:
+        with running() as process:
+            manager, dispatcher = await scene.start()
+            dispatcher._process = process.name("local")
+            crowd = await scene.begin(dispatcher, ["d0"])
+            worker = scene.workers["d0"]
+            await until(lambda: worker._tokens.processes.get("ingress") == dispatcher._process)
+            await until(lambda: manager._ingresses["ingress"].process == dispatcher._process)
+            monkeypatch.setattr(dispatcher._dispatch, "keep_alive", lambda now, late_s: [])
+            await asyncio.sleep(2.0)  # five times as long as a silent replica would keep its requests
+            assert worker._tokens.attempts.under_way and manager._ingresses["ingress"].requests
+
+            process.stop()
+            await until(lambda: not worker._tokens.attempts.under_way)
+            await until(lambda: "ingress" not in manager._ingresses)
+            scene.hold.end()
+            crowd.leave()
 
     scene.run(play())
 

@@ -26,6 +26,7 @@ from engine.core.types import (
     CacheHints,
     FinishReason,
     Membership,
+    ProcessName,
     Role,
     Salt,
     SamplingParams,
@@ -55,7 +56,12 @@ class FakeWorker(WorkerClient):
         self.aborted.append((request_id, attempt))
 
     async def ping(
-        self, ingress_id: str, taken: Sequence[Attempt], sent: Sequence[Attempt], awaiting: Sequence[str]
+        self,
+        ingress_id: str,
+        taken: Sequence[Attempt],
+        sent: Sequence[Attempt],
+        awaiting: Sequence[str],
+        process: ProcessName,
     ) -> None:
         self.num_pings += 1
 
@@ -100,7 +106,7 @@ class FakeManager(ManagerClient):
         self.num_admits = 0
         self.is_away = False
 
-    async def workers(self, ingress_id: str, active: Sequence[str]) -> Membership:
+    async def workers(self, ingress_id: str, active: Sequence[str], process: ProcessName) -> Membership:
         self.num_asked += 1
         return Membership(
             tuple(self.registered),

@@ -232,6 +232,15 @@ class ClusterView:
             self._silent.discard(worker_id)
             self._doubted.pop(worker_id, None)
 
+    def quiet(self, now: float, silence_s: float) -> Sequence[WorkerInfo]:
+        """The followed workers that have sent nothing for longer than `silence_s`, as far as the manager lists them."""
+        quiet = self._signs.quiet(now, silence_s)
+        return [self._registered[each] for each in quiet if each in self._registered]
+
+    def computes(self, worker_id: str, now: float) -> None:
+        """A worker that answers nothing computes, so it is not silent."""
+        self._signs.computes(worker_id, now)
+
     def stood_still(self, late_s: float) -> None:
         """Extend all deadlines by `late_s`, for which this process itself was stopped and received nothing."""
         self._signs.stood_still(late_s)

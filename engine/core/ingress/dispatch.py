@@ -318,6 +318,15 @@ class Dispatch:
             instructions += [WorkerSilent(worker_id, len(affected)), *self._do_without(worker_id, affected, now)]
         return instructions
 
+    def quiet_workers(self, now: float, silence_s: float) -> Sequence[WorkerInfo]:
+        """Workers that have answered nothing for longer than `silence_s`: the shell looks whether they compute."""
+        return self._view.quiet(now, silence_s)
+
+    @stimulus
+    def computes(self, worker_id: str, now: float) -> None:
+        """A worker that answers nothing was seen to compute: it is slow, and its requests stay (`SignsOfLife`)."""
+        self._view.computes(worker_id, now)
+
     @stimulus
     def ping_answered(self, worker_id: str, now: float) -> None:
         """A worker has answered a ping."""
