@@ -19,14 +19,17 @@ from actors.runtime import RayRuntime
 from actors.worker.worker import WORKER_CLASSES
 from configs.schema import LoggingSection
 from configs.sections import MANAGER, MANAGER_CPUS, ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
-from configs.settings import answer_bytes, objectives, settings_of, sharing, step_limits
-from engine.core.costs import WorkerCosts
-from engine.core.manager.elastic import PoolLimits
-from engine.core.manager.placement import CostModel
-from engine.core.settings import GIB
+from configs.settings import (
+    elastic_limits,
+    manager_settings,
+    objectives,
+    prior,
+    settings_of,
+    sharing,
+    step_limits,
+)
 from engine.core.types import Role
 
-MIB = 1 << 20
 MAX_CONCURRENT_CALLS = 10_000
 
 L = TypeVar("L", ManagerLive, WorkerLive)
@@ -89,40 +92,17 @@ class HostedManager(Hosted):
         return _present(self._taken)
 
     def create(self, name: str, epoch: int) -> ManagerClient:
-        cache = self._arguments.cache
-        costs = CostModel(cache.block_size, piggyback_tokens=self._live.placement.piggyback_tokens, prior=self._prior())
         actor: Any = ray.remote(KVCacheManager).options(**self._options(name, num_cpus=MANAGER_CPUS / 2))
-        handle = actor.remote(
-            costs,
-            runtime=RayRuntime(self._app_name),
-            segment_budget_bytes=int(cache.segment_gib * GIB),
-            transcript_budget_bytes=int(cache.transcript_mib * MIB),
-            response_budget_bytes=int(cache.response_mib * MIB),
-            response_ttl_s=cache.response_ttl_s,
-            answer_budget_bytes=answer_bytes(self._arguments),
-            await_timeout_s=cache.await_timeout_s,
-            disk_budget_bytes=int(cache.disk_gib * GIB),
-            disk_path=cache.disk_path,
-            tenants=sharing(self._live.shares),
-            objectives=objectives(self._live.slo),
-            elastic=self._elastic(),
-            prefix_caching=cache.prefix_caching,
-            logs=self.logs,
-        )
+        settings = manager_settings(self._arguments, self._live)
+        handle = actor.remote(**settings, runtime=RayRuntime(self._app_name), logs=self.logs)
         return ManagerClient(handle)
 
     def tell(self, child: ActorClient) -> Awaitable[None]:
-        placement, tenants = self._live.placement, sharing(self._live.shares)
-        manager, slo = ManagerClient(child.handle), objectives(self._live.slo)
+        manager, live = ManagerClient(child.handle), self._live
+        piggyback_tokens = live.placement.piggyback_tokens
         return manager.reconfigure(
-            placement.piggyback_tokens, self._prior(), tenants, slo, self._live.level, self._elastic()
+            piggyback_tokens, prior(live), sharing(live.shares), objectives(live.slo), live.level, elastic_limits(live)
         )
-
-    def _elastic(self) -> PoolLimits:
-        return PoolLimits(self._live.max_elastic, self._live.shrink_after_s, self._live.min_elastic)
-
-    def _prior(self) -> WorkerCosts:
-        return WorkerCosts(import_byte_s=1 / (self._live.placement.import_gib_per_s * GIB))
 
 
 class HostedWorker(Hosted):

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import Any, cast
 
+from ray.util import metrics
+
 from actors.names import incarnation_name
 from actors.rpc import Handle, ManagerClient, WorkerClient
 
@@ -97,6 +99,9 @@ class LocalRuntime:
     def handle_of(self, actor: object) -> Handle:
         [handle] = [each for each in self.handles.values() if each.actor is actor]
         return cast(Handle, handle)
+
+    def request_metrics(self) -> Any:
+        return metrics
 
     def put(self, value: object) -> LocalReference:
         return LocalReference(value)

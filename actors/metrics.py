@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ray.util import metrics as ray_metrics
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from actors.instruments import CounterInstrument, GaugeInstrument, HistogramInstrument
@@ -226,19 +227,20 @@ class ManagerMetrics:
 class IngressMetrics:
     """Metrics of one ingress replica, reported once per request."""
 
-    def __init__(self, tenants: Iterable[str], replica: str = "", routes: Iterable[str] = ()) -> None:
+    def __init__(
+        self, tenants: Iterable[str], replica: str = "", routes: Iterable[str] = (), kinds: Any = ray_metrics
+    ) -> None:
         """`tenants` are the names of all tenants that may send requests. `replica` names this replica at `/metrics`,
-        as Serve does elsewhere. `routes` are those whose refusals are counted from 0 on."""
-        from ray.serve import metrics as serve_metrics  # all of Serve, which workers and the manager can spare
-
+        as Serve does elsewhere. `routes` are those whose refusals are counted from 0 on. `kinds` has the classes of
+        metrics: in a replica of Serve's `ray.serve.metrics`, which names the replica."""
         tags = {"replica": replica}
 
         def counter(name: str, description: str, *keys: str) -> CounterInstrument:
-            metric = serve_metrics.Counter(name, description=description, tag_keys=_keys(*keys))
+            metric = kinds.Counter(name, description=description, tag_keys=_keys(*keys))
             return CounterInstrument(metric, tags)
 
         def histogram(name: str, description: str) -> HistogramInstrument:
-            metric = serve_metrics.Histogram(name, description=description, boundaries=_LATENCY_S)
+            metric = kinds.Histogram(name, description=description, boundaries=_LATENCY_S)
             return HistogramInstrument(metric, tags)
 
         self._requests = counter("raydix_requests", "Requests by how they ended.", "tenant", "outcome")

@@ -31,6 +31,9 @@ class Runtime(Protocol):
     def handle_of(self, actor: object) -> Handle:
         """The handle by which others call an actor of this process."""
 
+    def request_metrics(self) -> Any:
+        """The module with the classes of an ingress replica's metrics."""
+
     def put(self, value: object) -> Any:
         """Keep an object for other actors; returns a reference, which is awaited for the object."""
 
@@ -63,6 +66,11 @@ class RayRuntime:
     def handle_of(self, actor: object) -> Handle:
         handle: Handle = ray.get_runtime_context().current_actor
         return handle
+
+    def request_metrics(self) -> Any:
+        from ray.serve import metrics  # all of Serve, which workers and the manager can spare
+
+        return metrics
 
     def put(self, value: object) -> Any:
         return ray.put(value)

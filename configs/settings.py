@@ -1,15 +1,28 @@
 """From the configuration to the engine's settings, and to those of the manager and the tenants."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from configs.pools import WorkerSection
 from configs.schema import Config, SloSection, SpeculationSection
-from configs.sections import ManagerArguments, Share, WorkerArguments, WorkerLive, worker_arguments, worker_live
+from configs.sections import (
+    ManagerArguments,
+    ManagerLive,
+    Share,
+    WorkerArguments,
+    WorkerLive,
+    worker_arguments,
+    worker_live,
+)
+from engine.core.costs import WorkerCosts
+from engine.core.manager.elastic import PoolLimits
+from engine.core.manager.placement import CostModel
 from engine.core.objectives import Objectives
 from engine.core.settings import GIB, DraftLimits, DraftModelSettings, EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant, Tenants
 from engine.core.types import DraftSource
 
+MIB = 1 << 20
 INDEX_TOKEN_BYTES = 128
 """Memory of an indexed token: 100 bytes were measured, and more where token ids are no small integers."""
 
@@ -64,6 +77,36 @@ def sharing(shares: Iterable[Share]) -> tuple[Tenant, ...]:
         Tenant(share.name, cache_min=share.cache_min, cache_max=share.cache_max, weight=share.weight)
         for share in shares
     )
+
+
+def manager_settings(arguments: ManagerArguments, live: ManagerLive) -> dict[str, Any]:
+    """The manager's constructor arguments, apart from its surroundings."""
+    cache = arguments.cache
+    return {
+        "costs": CostModel(cache.block_size, piggyback_tokens=live.placement.piggyback_tokens, prior=prior(live)),
+        "segment_budget_bytes": int(cache.segment_gib * GIB),
+        "transcript_budget_bytes": int(cache.transcript_mib * MIB),
+        "response_budget_bytes": int(cache.response_mib * MIB),
+        "response_ttl_s": cache.response_ttl_s,
+        "answer_budget_bytes": answer_bytes(arguments),
+        "await_timeout_s": cache.await_timeout_s,
+        "disk_budget_bytes": int(cache.disk_gib * GIB),
+        "disk_path": cache.disk_path,
+        "tenants": sharing(live.shares),
+        "objectives": objectives(live.slo),
+        "elastic": elastic_limits(live),
+        "prefix_caching": cache.prefix_caching,
+    }
+
+
+def prior(live: ManagerLive) -> WorkerCosts:
+    """Costs of a worker before anything is measured there."""
+    return WorkerCosts(import_byte_s=1 / (live.placement.import_gib_per_s * GIB))
+
+
+def elastic_limits(live: ManagerLive) -> PoolLimits:
+    """Limits of the number of elastic workers."""
+    return PoolLimits(live.max_elastic, live.shrink_after_s, live.min_elastic)
 
 
 def _draft_limits(arguments: WorkerArguments) -> DraftLimits | None:

@@ -1,4 +1,9 @@
-"""raydix for other Ray programs.
+"""raydix for other programs: a model in the program itself, or a running server.
+
+import raydix
+
+llm = raydix.LLM()
+[output] = llm.generate("One, two,", raydix.SamplingParams(max_tokens=8))
 
 import raydix
 
@@ -28,12 +33,15 @@ from engine.core.errors import (
     StartupError,
 )
 from raydix.client import Client, connect
+from raydix.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = [
+    "LLM",
     "AnswerNotFoundError",
     "AuthenticationError",
     "BatchSummary",
     "Client",
+    "CompletionOutput",
     "ContextLengthError",
     "EmbedRequest",
     "EmbedResponse",
@@ -50,6 +58,8 @@ __all__ = [
     "Progress",
     "RaydixError",
     "RequestError",
+    "RequestOutput",
+    "SamplingParams",
     "ServiceError",
     "StartupError",
     "connect",

@@ -71,7 +71,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str) -> Fronten
     model = _model(config)
     reader = _reader(config, model)
     all_tenants = tenants(config)
-    metrics = IngressMetrics(all_tenants.names, replica_id, ROUTES)
+    metrics = IngressMetrics(all_tenants.names, replica_id, ROUTES, runtime.request_metrics())
     manager = ManagerLink(runtime)
     room = Room(replica_limits(config).max_requests, all_tenants)
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"

@@ -8,7 +8,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from actors.ingress.accounting import BATCH, Accounting, internal_error
@@ -98,6 +98,10 @@ class Frontend:
         """Begin to follow the workers; needs a running event loop."""
         self._reader.start()
         self._dispatcher.start()
+
+    async def close(self) -> None:
+        """End the processes that read long requests."""
+        await self._reader.close()
 
     def change(self, limits: Limits, tenants: Iterable[Tenant], name_of_key: Mapping[str, str]) -> None:
         """Take other limits and know these tenants alone, from the next request on; requests under way go on."""
@@ -261,6 +265,16 @@ class Frontend:
                 async with self.answer_room(job):
                     await self._output.collect(job)
             return await self._rendering.response(job)
+
+    async def generate_choices(self, request: GenerateRequest, n: int) -> list[GenerateResponse]:
+        """`n` whole answers to one request, which share the prompt's KV; errors as `generate`."""
+        with self.accounting.handle():
+            spec = replace(request.spec(), n=n)
+            job = await self._preparation.of_spec(spec, self.tenants.named(request.tenant))
+            with self.accounted(job):
+                async with self.answer_room(job):
+                    await self._output.collect(job)
+            return await self._rendering.responses(job)
 
     async def embed(self, request: EmbedRequest | Mapping[str, object]) -> EmbedResponse:
         """Embed the inputs of one request; errors as `generate`."""

@@ -74,10 +74,17 @@ class Rendering:
 
     async def response(self, job: Job) -> GenerateResponse:
         """The Python handle's response of a finished job."""
-        return await self.thread.run(partial(self._response, job)) if is_large([job]) else self._response(job)
+        return (await self.responses(job))[0]
 
-    def _response(self, job: Job) -> GenerateResponse:
-        spec, answer = job.spec, job.chosen()[0]
+    async def responses(self, job: Job) -> list[GenerateResponse]:
+        """One response for each choice of a finished job; the usage is the whole job's."""
+        return await self.thread.run(partial(self._responses, job)) if is_large([job]) else self._responses(job)
+
+    def _responses(self, job: Job) -> list[GenerateResponse]:
+        return [self._response(job, answer) for answer in job.chosen()]
+
+    def _response(self, job: Job, answer: Answer) -> GenerateResponse:
+        spec = job.spec
         assert answer.finish is not None
         return GenerateResponse(
             request_id=job.request_id,

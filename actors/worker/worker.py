@@ -136,6 +136,10 @@ class Worker(Registering):
         """Never return: a caller learns of the worker's end by the error of this call."""
         await asyncio.Event().wait()
 
+    def stop_engine(self) -> None:
+        """End the engine's thread after the step under way. Nothing is computed any more."""
+        self._loop_thread.stop()
+
     async def reconfigure(self, limits: SchedulerLimits, tenants: Sequence[Tenant], level: str) -> None:
         """Take other bounds of a step, tenants' shares of the pool, and log level; returns when the next step has
         them."""

@@ -48,7 +48,7 @@ MUST_NOT_IMPORT = {
     "actors": {"benchmarks", "cli", "kernels", "serve_app"},
     "serve_app": {"benchmarks", "cli", "kernels"},
     "cli": {"kernels"},
-    "raydix": {"actors", "benchmarks", "engine.model", "kernels", "serve_app"},
+    "raydix": {"benchmarks", "engine.model", "kernels", "serve_app"},
     "benchmarks": {"actors", "serve_app"},
 }
 

@@ -1,0 +1,81 @@
+"""The whole server in one process: manager, one worker and an ingress replica, in one event loop, without Ray's
+cluster. The engine computes in its own thread, and long requests are read in the reader's process, as anywhere else.
+
+There is nothing to fail over to: the server lives and dies as one.
+"""
+
+import asyncio
+import os
+import time
+
+from actors.ingress.replica import IngressReplica
+from actors.local import LocalHandle, LocalRuntime
+from actors.manager.kv_cache_manager import KVCacheManager
+from actors.names import incarnation_name
+from actors.worker.worker import WORKER_CLASSES, Worker
+from configs.schema import Config
+from configs.sections import MANAGER, manager_arguments, manager_live
+from configs.settings import engine_settings, manager_settings
+from engine.core.errors import StartupError
+from engine.core.types import Role
+
+REGISTER_POLL_S = 0.005
+"""Interval between two looks whether the worker has registered."""
+
+
+class OneProcess:
+    """One server, and the way to its replica."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises StartupError for a configuration of more than one worker or ingress replica."""
+        sections = config.workers.sections
+        section = sections.get(Role.MIXED)
+        if section is None or len(sections) > 1 or section.replicas != 1 or config.ingress.replicas != 1:
+            raise StartupError(
+                "one process has one worker, of the role mixed, and one ingress replica; the configuration has "
+                f"workers of {', '.join(sections)}: leave --local out, or take another configuration"
+            )
+        self._config = config
+        self._section = section
+        self._runtime = LocalRuntime()
+        self._worker: Worker | None = None
+        self.replica = IngressReplica()
+
+    async def start(self) -> None:
+        """Load the model and start everything in the running event loop. Raises StartupError."""
+        config, runtime = self._config, self._runtime
+        manager_values = manager_settings(manager_arguments(config), manager_live(config))
+        manager = KVCacheManager(**manager_values, runtime=runtime, logs=config.logging)
+        runtime.handles[MANAGER], runtime.manager_name = LocalHandle(manager), MANAGER
+        await manager.start()
+
+        epoch = time.time_ns()
+        worker = await asyncio.to_thread(
+            WORKER_CLASSES[Role.MIXED],
+            engine_settings(config, self._section),
+            Role.MIXED,
+            "mixed",
+            epoch,
+            runtime,
+            config.logging,
+            num_threads=self._section.num_threads or len(os.sched_getaffinity(0)),
+        )
+        self._worker = worker
+        runtime.handles[incarnation_name("mixed", epoch)] = LocalHandle(worker)
+        await asyncio.gather(worker.start(), self.replica.build(config, runtime, "local"))
+        while not (await manager.workers()).workers:
+            await asyncio.sleep(REGISTER_POLL_S)
+        await self.replica.frontend.check_ready()
+
+    async def stop(self) -> None:
+        """End the engine's thread, and the processes that were started beside this one."""
+        if self.replica.is_built:
+            await self.replica.frontend.close()
+        if self._worker is not None:
+            self._worker.stop_engine()  # not in a thread: there are no more of them when a program ends
+
+        # The actors' own duties end with the process elsewhere; here the event loop may be another program's.
+        duties = asyncio.all_tasks() - {asyncio.current_task()}
+        for duty in duties:
+            duty.cancel()
+        await asyncio.gather(*duties, return_exceptions=True)

@@ -1,0 +1,130 @@
+"""The offline class: the whole server in this process, on the default model."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from engine.api.formats import StructuredOutputs
+from engine.core.errors import ContextLengthError, RequestError, StartupError
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+SMALL = {"num_blocks": 128, "segment_gib": 0.0, "swap_gib": 0.01}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    with LLM(DEFAULT_MODEL, max_model_len=1024, cache=SMALL) as llm:
+        yield llm
+
+
+def test_answers_come_in_the_order_of_their_prompts(llm: LLM) -> None:
+    """Each answer is that of its prompt alone: other prompts in the same steps change nothing."""
+    prompts = [f"The number after {number} is" for number in range(20)]
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in together] == prompts
+    for prompt, output in zip(prompts[:3], together, strict=False):
+        [alone] = llm.generate(prompt, GREEDY)
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        assert len(alone.outputs[0].token_ids) == 12 and alone.outputs[0].finish_reason == "length"
+
+
+def test_a_prompt_is_computed_once(llm: LLM) -> None:
+    prompt = list(range(1000, 1400))
+    [first] = llm.generate(prompt, GREEDY)
+    [again] = llm.generate(prompt, GREEDY)
+    assert first.num_cached_tokens == 0 and first.prompt is None and first.prompt_token_ids == tuple(prompt)
+    assert again.num_cached_tokens >= 384
+    assert again.outputs == first.outputs
+    llm.reset_cache()
+    [fresh] = llm.generate(prompt, GREEDY)
+    assert fresh.num_cached_tokens == 0 and fresh.outputs == first.outputs
+
+
+def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    several = SamplingParams(n=3, seed=5, max_tokens=4, logprobs=2)
+    short, three = llm.generate(["One, two,"] * 2, [SamplingParams(temperature=0, max_tokens=2), several])
+    assert len(short.outputs) == 1 and len(short.outputs[0].token_ids) == 2 and short.outputs[0].logprobs is None
+    assert [output.index for output in three.outputs] == [0, 1, 2]
+    assert len({output.token_ids for output in three.outputs}) > 1
+    for output in three.outputs:
+        assert output.logprobs is not None and len(output.logprobs) == 4
+        assert output.cumulative_logprob == sum(each.chosen for each in output.logprobs)
+    [same] = llm.generate("One, two,", several)
+    assert [output.token_ids for output in same.outputs] == [output.token_ids for output in three.outputs]
+
+
+def test_chats_with_a_prescribed_form(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputs(json=schema))
+    [one] = llm.chat(CHAT, GREEDY)
+    assert "Paris" in one.outputs[0].text
+    free, formed = llm.chat([CHAT, CHAT], [GREEDY, form])
+    assert free.outputs[0].text == one.outputs[0].text
+    assert isinstance(orjson.loads(formed.outputs[0].text)["n"], int)
+
+
+def test_vectors_and_scores(llm: LLM) -> None:
+    one, other = llm.embed(["A river.", "A mountain."])
+    assert len(one) == len(other) == 576 and one != other
+    assert sum(value * value for value in one) == pytest.approx(1.0, abs=1e-3)
+    assert llm.embed("A river.") == [one]
+    scores = llm.score("Is the sky blue? ", ["Yes, it", "No, it"], [314, 417], apply_softmax=True)
+    assert [sum(each) for each in scores] == pytest.approx([1.0, 1.0])
+
+
+def test_a_batch_file(llm: LLM, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "SmolLM2-135M-Instruct", "messages": CHAT, "max_tokens": 12, "temperature": 0}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    source.write_bytes(orjson.dumps(line))
+    assert llm.batch(source, output).num_completed == 1
+    answer = orjson.loads(output.read_bytes())["response"]["body"]["choices"][0]["message"]["content"]
+    assert answer == llm.chat(CHAT, GREEDY)[0].outputs[0].text
+
+
+def test_what_is_wrong_is_named_and_the_rest_goes_on(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError):
+        llm.generate(["fine", [*range(100, 1300)]], GREEDY)
+    with pytest.raises(RequestError, match="2 SamplingParams for 1 prompts"):
+        llm.generate("x", [GREEDY, GREEDY])
+    with pytest.raises(ValidationError, match="temperature"):
+        SamplingParams(temperature=9)
+    with pytest.raises(RequestError, match="items"):
+        llm.score("x", [], [1])
+    assert llm.generate("x", GREEDY)[0].outputs[0].token_ids
+    worker = llm._server._worker
+    assert worker is not None
+    counts = asyncio.run_coroutine_threadsafe(worker.statistics(), llm._loop).result()  # checks the scheduler, too
+    assert counts["num_running"] == counts["num_waiting"] == 0
+    assert counts["num_available_blocks"] == counts["num_blocks"]
+
+
+def test_a_configuration_of_more_than_one_process_is_refused() -> None:
+    with pytest.raises(StartupError, match="one worker"):
+        LLM(workers={"prefill": {}, "decode": {}, "mixed": None})
+    with pytest.raises(StartupError, match=r"no_such\.gguf"):
+        LLM("no_such.gguf")
+
+
+def test_a_program_ends_by_itself(llm: LLM) -> None:
+    """A script that neither closes its model nor asks anything ends without a word, and leaves no process."""
+    script = f"""import raydix
+llm = raydix.LLM(max_model_len=1024, cache={SMALL!r})
+print(llm.generate("One", use_tqdm=False)[0].prompt)"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "One\n", "")
