@@ -114,9 +114,9 @@ def main() -> None:
         reader = Reader(facts, Tokenizer(facts.folder), confined)
         gc.collect()
         gc.freeze()  # objects that readers share with the template are not to be written to by collections
-        control.sendall(READY.encode())
         readers = set[int]()
         try:
+            control.sendall(READY.encode())
             _be_template(control, reader, readers)
         except OSError:
             pass  # the pool has left
