@@ -66,6 +66,15 @@ def test_a_link_that_was_slow_is_tried_again_after_minutes() -> None:
     assert links.import_s("a", "b", 10_000_000, COSTS) < 3 * COSTS.import_all_s(10_000_000), "time does not go back"
 
 
+def test_all_pairs_of_200_nodes_are_remembered() -> None:
+    links = Links()
+    nodes = [str(number) for number in range(200)]
+    for source in nodes:
+        for target in nodes:
+            links.imported(source, target, 1000, 0.1, COSTS)
+    assert len(links) == 200 * 200 and links.costs("0", "0") is not None
+
+
 def test_few_links_are_remembered() -> None:
     links = Links(capacity=2)
     for target in ("b", "c", "b", "d"):

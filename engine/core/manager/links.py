@@ -15,8 +15,9 @@ from typing import NamedTuple, TypeAlias
 
 from engine.core.costs import KEPT, LinearFit, WorkerCosts
 
-MAX_LINKS = 4096
-"""Remembered links; the one without reports for longest is forgotten first."""
+MAX_LINKS = 1 << 16
+"""Remembered links, those of all pairs of 256 nodes, in 1.3 KiB each; the one without reports for longest is forgotten
+first."""
 FADE_S = 5.0
 """Shortest time after which the old observations of a link are weakened."""
 FADES_PER_S = 2.0
