@@ -86,6 +86,13 @@ def _request_id(spec: GenerationSpec, name: str | None, unique: str) -> str:
     return spec.request_id or (name if is_named else None) or unique
 
 
+def _unique_id(spec: GenerationSpec, request_id: str, origin: Origin) -> str:
+    """The name of a request's choices without their index. A stored response, whose id is not the request's, is
+    explained by its own id, too, so that id is a part of the name."""
+    attempt = secrets.token_hex(4)
+    return f"{request_id}-{attempt}" if spec.turn is None else f"{request_id}-{origin.name}.{attempt}"
+
+
 def _num_permits(spec: GenerationSpec, most: int) -> int:
     """Answers of a request that run at a time; of inputs at most `most`, and one in any case."""
     if not spec.has_inputs:
@@ -238,7 +245,7 @@ class Preparation:
                 tenant=tenant,
                 head=self._head(spec, origin),
                 answers=await self._answers(
-                    replace(reading, spec=spec), tenant, origin, f"{request_id}-{secrets.token_hex(4)}"
+                    replace(reading, spec=spec), tenant, origin, _unique_id(spec, request_id, origin)
                 ),
                 arrived_at=arrived_at,
                 marked_tokens=reading.marked_tokens,

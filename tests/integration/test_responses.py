@@ -1,5 +1,6 @@
 """OpenAI's Responses API as its official client sees it, on one prefill and one decode worker."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_logprobs(client: openai.OpenAI) -> None:
     expected = chat(client, [{"role": "user", "content": QUESTION}], logprobs=True, top_logprobs=2, max_tokens=4)
     got = response.output[0].content[0].logprobs
     assert [each.logprob for each in got] == [each.logprob for each in expected.choices[0].logprobs.content]
+
+
+def test_ids_of_every_api_are_explained(client: openai.OpenAI, server: Server) -> None:
+    """Serve names each request in a header, so a response's id is another name."""
+    messages = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": QUESTION}]}
+    message = json.loads(server.request("POST", "/v1/messages", messages)[2])
+    chatted = chat(client, [{"role": "user", "content": QUESTION}], max_tokens=2)
+    for name in (ask(client, QUESTION, max_output_tokens=2).id, message["id"], chatted.id):
+        status, _, data = server.request("GET", f"/v1/requests/{name}/explain")
+        assert status == 200, data
+        assert json.loads(data)["id"] == name and json.loads(data)["choices"]
 
 
 def test_stored_responses_go_with_the_manager(client: openai.OpenAI, server: Server) -> None:

@@ -1,6 +1,6 @@
 """What is said of a decision afterwards; `test_directory` has how decisions are kept."""
 
-from engine.core.manager.explain import Decision
+from engine.core.manager.explain import Decision, Decisions
 from engine.core.manager.placement import Prediction
 from engine.core.types import DraftSource, DraftUse
 
@@ -36,3 +36,14 @@ def test_drafts_are_told_by_source() -> None:
         "grammar": {"drafted": 7, "accepted": 7},
         "request": {"drafted": 9, "accepted": 2},
     }
+
+
+def test_an_answer_with_a_name_of_its_own_is_found_by_both_names() -> None:
+    """As a stored response is, whose id is not the request's; a tenant finds its own alone."""
+    decisions = Decisions()
+    decision = Decision(0, "alice", 10, 4, (), "a", "a", 0.25, ())
+    for request_id in ("x-request-ab12-0", "x-request-0f0f.ab12-0", "x-request-0f0f.ab12-1", "plain"):
+        decisions.admitted(request_id, decision)
+    assert [*decisions.of("0f0f", "alice")] == ["x-request-0f0f.ab12-0", "x-request-0f0f.ab12-1"]
+    assert len(decisions.of("x-request")) == 3 and [*decisions.of("plain")] == ["plain"]
+    assert not decisions.of("0f0f", "bob") and not decisions.of("ab12") and not decisions.of("")

@@ -162,18 +162,25 @@ class Decisions:
 
     def of(self, name: str, tenant: str | None = None) -> dict[str, list[Decision]]:
         """The decisions of the requests behind a client's `name`: each choice is a request named
-        `<name>-<unique>-<index>`.
+        `<name>-<unique>-<index>`, or `<other name>-<name>.<unique>-<index>` where an answer has a name of its own.
 
         Only a tenant's own, unless `tenant` is None.
         """
         return {
             request_id: decisions
             for request_id, decisions in self._by_request.items()
-            if name in (request_id, request_id.rsplit("-", 2)[0]) and tenant in (None, decisions[0].tenant)
+            if name in _names(request_id) and tenant in (None, decisions[0].tenant)
         }
 
     def _of(self, request_id: str, attempt: int) -> Iterator[Decision]:
         return (decision for decision in self._by_request.get(request_id, ()) if decision.attempt == attempt)
+
+
+def _names(request_id: str) -> tuple[str, ...]:
+    """The names by which clients may ask for a request's decisions."""
+    name, *rest = request_id.rsplit("-", 2)
+    own, dot, _ = rest[0].partition(".") if rest else ("", "", "")
+    return (request_id, name, own) if dot else (request_id, name)
 
 
 def runs_of(sources: Iterable[BlockSource]) -> tuple[tuple[BlockSource, int], ...]:
