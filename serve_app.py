@@ -6,12 +6,17 @@ before it; they are read where the application is built, on any node) and `overr
 
 Each deployment gets its part of the configuration (`configs.sections`): arguments, which its version is made of, and a
 `user_config`, which Serve hands to `reconfigure`. Where Serve is told versions, as by `raydix serve` and `raydix
-deploy`, a deployment of the same version is not restarted. `serve deploy` and KubeRay give one version to all
-deployments, made of the application's `args`.
+deploy`, a deployment of the same version is not restarted.
+
+`serve deploy` and KubeRay give one version to all deployments, made of the application's `args`, so a change of these
+restarts everything. Keys that change in place therefore belong into the `user_config` of each deployment in the Serve
+config file, which is laid over what `args` say (`configs.sections.live_part`), and numbers of replicas into
+`num_replicas`: Serve applies both without building the application again.
 """
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +29,8 @@ from actors.scaling import scaled
 from configs import Config, load_config
 from configs.pools import WorkerSection
 from configs.schema import CacheSection
-from configs.sections import CHECK_TIMEOUT_S, INGRESS, MANAGER, MANAGER_CPUS, DeploymentPart, parts
+from configs.sections import CHECK_TIMEOUT_S, INGRESS, MANAGER, MANAGER_CPUS, DeploymentPart, base_for, parts
+from configs.tenants import TenantsFile
 
 INGRESS_CLASS, HOST_CLASS = "actors.ingress.app.Ingress", "actors.host.ActorHost"
 """Classes of the deployments, which Serve imports in the replicas: whoever deploys needs neither, and seconds less."""
@@ -49,15 +55,29 @@ def build(args: Mapping[str, Any] | None = None) -> Application:
         StartupError: the configuration is not valid.
     """
     args = args or {}
-    return compose(load_config(args.get("config", "cpu"), args.get("overrides"), args.get("files", ())))
+    config = load_config(args.get("config", "cpu"), args.get("overrides"), args.get("files", ()))
+    TenantsFile().resolved(config)  # Invalid tenants are refused before anything that runs is replaced.
+    return compose(config, is_base=True)
 
 
-def compose(config: Config) -> Application:
-    """The application of a loaded configuration."""
+def compose(config: Config, *, is_base: bool = False) -> Application:
+    """The application of a loaded configuration.
+
+    Args:
+        is_base: the deployments' `user_config` is empty, to be replaced by a Serve config file's, and counts on top of
+            the configuration; otherwise it is all that changes in place.
+    """
     found = parts(config)
+    if is_base:
+        found = {name: replace(part, live={}) for name, part in found.items()}
+
+    def bind(deployment: Any, *arguments: object) -> Any:
+        base = base_for(deployment.name, config) if is_base else None
+        return _with(deployment, found[deployment.name]).bind(*arguments, base=base)
+
     hosts = [_manager_host(config.cache)]
     hosts += [_worker_host(role, section) for role, section in config.workers.sections.items()]
-    bound = [_with(host, found[host.name]).bind(host.name, found[host.name].arguments) for host in hosts]
+    bound = [bind(host, host.name, found[host.name].arguments) for host in hosts]
 
     ingress = _deployment(INGRESS_CLASS).options(
         name=INGRESS,
@@ -67,7 +87,7 @@ def compose(config: Config) -> Application:
         health_check_period_s=2,
         graceful_shutdown_timeout_s=STREAM_S,
     )
-    application: Application = _with(ingress, found[INGRESS]).bind(found[INGRESS].arguments, *bound)
+    application: Application = bind(ingress, found[INGRESS].arguments, *bound)
     return application
 
 

@@ -17,9 +17,13 @@ Serve asks the hosts of elastic workers every 2 s for the wanted number of worke
 manager.
 
 Serve calls `reconfigure` once before a host counts as started, and then for each change of the deployment's
-`user_config`. The host keeps the new values for the next incarnation and hands them to the running child. A child that
-dies meanwhile is replaced by one with the new values; a child that answers nothing is killed and replaced. On any
-error, an invalid value too, Serve replaces the host. So no child goes on with old values unnoticed.
+`user_config`, in a form that depends on who deployed (`configs.sections`). The host keeps the new values for the next
+incarnation and hands them to the running child. A child that dies meanwhile is replaced by one with the new values; a
+child that answers nothing is killed and replaced; where the child refuses them, Serve replaces the host. Invalid values
+are refused by a line in the log (`change_refused`), and host and child go on with the old ones: a mistake in a Serve
+config file, which nobody checks before Serve applies it, ends no process. A host that starts with them does not start.
+
+The host looks for changes of the tenants' file, whose shares of caches concern its child.
 """
 
 import asyncio
@@ -34,13 +38,15 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.calls import answer
+from actors.changes import log_refused, when_changed
 from actors.hosted import hosted
 from actors.logs import log_to_ray, set_level
 from actors.messages import STARTING_REPORT_S
 from actors.names import announce_manager, incarnation_name
 from actors.rpc import ActorClient, ManagerClient, find_manager
 from actors.scaling import MAY_SHRINK, WANTED
-from configs.sections import CHECK_TIMEOUT_S, MANAGER
+from configs.sections import CHECK_TIMEOUT_S, MANAGER, live_part
+from engine.core.errors import StartupError
 from engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
@@ -76,9 +82,13 @@ class Incarnation(NamedTuple):
 class ActorHost:
     """Starts one actor, replaces the actor after its death, and reports its health to Serve."""
 
-    def __init__(self, kind: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, kind: str, arguments: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> None:
         context = serve.get_replica_context()
         self._kind = kind
+        self._base = base
+        """What the `user_config` is laid over; None: it is whole."""
+        self._live: Mapping[str, Any] = {}
+        """The `user_config` applied last."""
         self._app_name = context.app_name
         self._hosted = hosted(kind, arguments, context.replica_id.unique_id, context.app_name)
         self._actor_id = self._hosted.actor_id
@@ -97,19 +107,44 @@ class ActorHost:
         """Called by Serve with the values that change in place; the first call starts the child.
 
         Raises:
-            StartupError: a value is invalid, and nothing has changed.
+            StartupError: a value is invalid, and no child runs yet.
             RayTaskError: the child cannot start with them, or refuses them.
         """
         async with self._changing:
-            self._hosted.take(live)
-            self._num_changes += 1
             if self._child is None:
+                self._take(live)
                 log_to_ray(f"host-{self._kind}", self._hosted.logs)
                 self._child = await self._start_first_child()
                 self._watch = asyncio.create_task(self._replace_when_dead(self._child))
+                self._tenants_watch = asyncio.create_task(when_changed(self._hosted.tenants_file, self._reread))
             else:
-                set_level(self._hosted.logs.level)
-                await self._tell(self._child)
+                await self._change(self._child, live)
+
+    async def _reread(self) -> None:
+        """Take the present values again, with another content of the tenants' file."""
+        async with self._changing:
+            if self._child is not None:  # otherwise the first one is made of the present content
+                with contextlib.suppress(RayTaskError):  # A child refuses no shares; it may be dying.
+                    await self._change(self._child, self._live)
+
+    async def _change(self, child: ActorClient, live: Mapping[str, Any]) -> None:
+        """Change a running child in place; values that are invalid change nothing."""
+        try:
+            is_change = self._take(live)
+        except StartupError as error:
+            log_refused(self._actor_id, error)
+            return
+        if is_change:
+            set_level(self._hosted.logs.level)
+            await self._tell(child)
+
+    def _take(self, live: Mapping[str, Any]) -> bool:
+        """Keep values for this and all later incarnations; False if nothing changes for these. Raises StartupError for
+        invalid values, and keeps the old."""
+        is_change = self._hosted.take(live if self._base is None else live_part(self._kind, self._base, live))
+        self._live = live
+        self._num_changes += is_change
+        return is_change
 
     async def _tell(self, child: ActorClient) -> None:
         """Hand the present values to a child."""

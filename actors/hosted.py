@@ -18,7 +18,16 @@ from actors.rpc import ActorClient, ManagerClient, WorkerClient
 from actors.runtime import RayRuntime
 from actors.worker.worker import WORKER_CLASSES
 from configs.schema import LoggingSection
-from configs.sections import MANAGER, MANAGER_CPUS, ManagerArguments, ManagerLive, WorkerArguments, WorkerLive, read
+from configs.sections import (
+    MANAGER,
+    MANAGER_CPUS,
+    ManagerArguments,
+    ManagerLive,
+    WorkerArguments,
+    WorkerLive,
+    read,
+    shares,
+)
 from configs.settings import (
     elastic_limits,
     manager_settings,
@@ -28,6 +37,7 @@ from configs.settings import (
     sharing,
     step_limits,
 )
+from configs.tenants import TenantsFile
 from engine.core.types import Role
 
 MAX_CONCURRENT_CALLS = 10_000
@@ -40,6 +50,7 @@ class Hosted(ABC):
 
     def __init__(self, actor_id: str, app_name: str) -> None:
         self.actor_id = actor_id
+        self.tenants_file = TenantsFile()
         self._app_name = app_name
 
     @property
@@ -48,9 +59,9 @@ class Hosted(ABC):
         """Settings of the log, of the actor's and the host's."""
 
     @abstractmethod
-    def take(self, live: Mapping[str, Any]) -> None:
-        """Keep other values for this and all later incarnations. Raises StartupError for invalid ones, and keeps the
-        old."""
+    def take(self, live: Mapping[str, Any]) -> bool:
+        """Keep other values for this and all later incarnations; False if they are the present ones. Raises
+        StartupError for invalid ones, and keeps the old."""
 
     @abstractmethod
     def create(self, name: str, epoch: int) -> ActorClient:
@@ -59,6 +70,12 @@ class Hosted(ABC):
     @abstractmethod
     def tell(self, child: ActorClient) -> Awaitable[None]:
         """Hand the values kept last to an incarnation; answered when they are applied."""
+
+    def _with_shares(self, live: L) -> L:
+        """The values with the shares of the tenants' file, if there is one. Raises StartupError for a wrong file."""
+        if live.tenants_file is None:
+            return live
+        return live.model_copy(update={"shares": shares(self.tenants_file.tenants(live.tenants_file))})
 
     def _options(self, name: str, **options: Any) -> dict[str, Any]:
         group = ray.util.get_current_placement_group()
@@ -84,8 +101,9 @@ class HostedManager(Hosted):
     def logs(self) -> LoggingSection:
         return _at_level(self._arguments.logging, self._taken)
 
-    def take(self, live: Mapping[str, Any]) -> None:
-        self._taken = read(ManagerLive, live)
+    def take(self, live: Mapping[str, Any]) -> bool:
+        before, self._taken = self._taken, self._with_shares(read(ManagerLive, live))
+        return self._taken != before
 
     @property
     def _live(self) -> ManagerLive:
@@ -118,8 +136,9 @@ class HostedWorker(Hosted):
     def logs(self) -> LoggingSection:
         return _at_level(self._arguments.logging, self._taken)
 
-    def take(self, live: Mapping[str, Any]) -> None:
-        self._taken = read(WorkerLive, live)
+    def take(self, live: Mapping[str, Any]) -> bool:
+        before, self._taken = self._taken, self._with_shares(read(WorkerLive, live))
+        return self._taken != before
 
     @property
     def _live(self) -> WorkerLive:

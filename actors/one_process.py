@@ -8,14 +8,16 @@ import asyncio
 import os
 import time
 
+from actors.changes import log_refused, when_changed
 from actors.ingress.replica import IngressReplica
 from actors.local import LocalHandle, LocalRuntime
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.names import incarnation_name
 from actors.worker.worker import WORKER_CLASSES, Worker
 from configs.schema import Config
-from configs.sections import MANAGER, manager_arguments, manager_live
+from configs.sections import INGRESS, MANAGER, manager_arguments, manager_live
 from configs.settings import engine_settings, manager_settings
+from configs.tenants import TenantsFile
 from engine.core.errors import StartupError
 from engine.core.types import Role
 
@@ -27,7 +29,7 @@ class OneProcess:
     """One server, and the way to its replica."""
 
     def __init__(self, config: Config) -> None:
-        """Raises StartupError for a configuration of more than one worker or ingress replica."""
+        """Raises StartupError for a configuration of more than one worker or ingress replica, or a wrong tenants' file."""
         sections = config.workers.sections
         section = sections.get(Role.MIXED)
         if section is None or len(sections) > 1 or section.replicas != 1 or config.ingress.replicas != 1:
@@ -35,7 +37,8 @@ class OneProcess:
                 "one process has one worker, of the role mixed, and one ingress replica; the configuration has "
                 f"workers of {', '.join(sections)}: leave --local out, or take another configuration"
             )
-        self._config = config
+        self._tenants_file = TenantsFile()
+        self._declared, self._config = config, self._tenants_file.resolved(config)
         self._section = section
         self._runtime = LocalRuntime()
         self._worker: Worker | None = None
@@ -66,6 +69,14 @@ class OneProcess:
         while not (await manager.workers()).workers:
             await asyncio.sleep(REGISTER_POLL_S)
         await self.replica.frontend.check_ready()
+        self._tenants_watch = asyncio.create_task(when_changed(self._tenants_file, self._reread))
+
+    async def _reread(self) -> None:
+        """Take the keys and limits of a changed tenants' file; shares of caches stay as they were at the start."""
+        try:
+            self.replica.change(self._tenants_file.resolved(self._declared))
+        except StartupError as error:
+            log_refused(INGRESS, error)
 
     async def stop(self) -> None:
         """End the engine's thread, and the processes that were started beside this one."""

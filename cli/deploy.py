@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,8 +21,10 @@ from pydantic import ValidationError
 from cli.cluster import LOCAL_NAMES, SERVE_SWITCHES, wait_until_running, who_may_use
 from configs import Config, load_config
 from configs.changes import KEYS, Change, Effect, changes
+from configs.load import merge
 from configs.schema import HttpSection
 from configs.sections import INGRESS
+from configs.tenants import TenantsFile
 from engine.core.errors import StartupError
 from engine.core.settings import GIB
 
@@ -162,7 +165,19 @@ def running_application(name: str) -> Running:
     infos = ray.get(client._controller.list_deployments_internal.remote())  # the public status has no user_config
     found = {key.name: info for key, (info, _) in infos.items() if key.app_name == name}
     versions = {deployment: info.version for deployment, info in found.items()}
-    return described(versions, found[INGRESS].deployment_config.user_config if INGRESS in found else None)
+    if INGRESS not in found:
+        return described(versions, None)
+    ingress = found[INGRESS]
+    return described(versions, whole(ingress.deployment_config.user_config, ingress.replica_config.init_kwargs))
+
+
+def whole(user_config: object, arguments: Mapping[str, Any]) -> object:
+    """The configuration in the ingress's `user_config`, which an application from a Serve config file lays over the
+    base that its replicas were made with."""
+    base = arguments.get("base")
+    if base is None or not isinstance(user_config, Mapping):
+        return user_config
+    return merge(base, user_config)
 
 
 def described(versions: Mapping[str, str], user_config: object) -> Running:
@@ -173,7 +188,8 @@ def described(versions: Mapping[str, str], user_config: object) -> Running:
         config = Config.model_validate(user_config)
     except ValidationError:
         config = None
-    return Running(versions, config, _http_of(user_config.get("http")), bool(user_config.get("tenants")))
+    has_tenants = bool(user_config.get("tenants") or user_config.get("tenants_file"))
+    return Running(versions, config, _http_of(user_config.get("http")), has_tenants)
 
 
 def _http_of(section: object) -> HttpSection | None:
@@ -216,7 +232,7 @@ def _require_listener(address: str) -> None:
 
 def _check_tenants(config: Config, running: Running, *, is_open: bool) -> None:
     """Refuse to open a server to everybody by a file that only lacks the tenants."""
-    if running.has_tenants and not config.tenants and not is_open:
+    if running.has_tenants and not (config.tenants or config.tenants_file) and not is_open:
         raise StartupError(
             "the running application has tenants, and the configuration has none: every client would be an "
             "administrator; --without-tenants deploys it all the same"
@@ -233,6 +249,12 @@ def _is_running(name: str) -> bool:
 
 def _check(config: Config, running: Config | None) -> None:
     """Refuse a configuration with which no replica could start."""
+    if config.tenants_file is not None and not Path(config.tenants_file).expanduser().exists():
+        print(
+            f"tenants_file {config.tenants_file} is not on this machine: every node of a replica needs it", flush=True
+        )
+    else:
+        TenantsFile().resolved(config)
     import ray
 
     from actors.ingress.build import identity_of

@@ -32,6 +32,7 @@ from configs.choose import Choice, Machine, choose, choose_with
 from configs.load import is_shipped, merge, merged, of_values
 from configs.schema import CacheSection
 from configs.settings import engine_settings
+from configs.tenants import TenantsFile
 from engine.core.errors import StartupError
 from engine.core.log_fields import about
 from engine.core.settings import GIB
@@ -87,6 +88,7 @@ def run_with(
     """
     machine = this_machine()
     choice, config = chosen(configs or (), overrides, machine, options or argparse.Namespace())
+    TenantsFile().resolved(config)
     console = Console(stderr=True, highlight=False)
     with Waiting(console, "starting") as status:
         _check_port(config.http.host, config.http.port)
@@ -279,7 +281,7 @@ def _leave(code: int) -> None:
 def example(config: Config, folder: Path) -> str:
     """A request to paste into a shell, for the model in `folder`: a chat where it has a template for one."""
     name = config.model.name or model_name(config.model.source)
-    key = '-H "Authorization: Bearer $OPENAI_API_KEY" ' if config.tenants else ""
+    key = '-H "Authorization: Bearer $OPENAI_API_KEY" ' if config.tenants or config.tenants_file else ""
     is_chat = has_chat_template(folder)
     route = "chat/completions" if is_chat else "completions"
     prompt = (

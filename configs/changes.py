@@ -2,7 +2,8 @@
 
 `KEYS` says in words what `configs.sections.parts` does: a key in the arguments of a deployment restarts its replicas, a
 key in live values alone applies in place. Keys of a role of workers stand below `workers.<role>`, those of elastic
-workers alone below `workers.elastic`.
+workers alone below `workers.elastic`. A Serve config file, and the Helm chart that writes one, divide a configuration
+by the same table (`Effect.is_live`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,8 +36,14 @@ class Effect(StrEnum):
     ROLES = "starts or ends the workers of the role; with prefill or elastic the ingress may restart"
     SERVER = "at the next start of raydix serve"
 
+    @property
+    def is_live(self) -> bool:
+        """True if a change restarts no replica, so that the key may stand in a `user_config`."""
+        return self in (Effect.IN_PLACE, Effect.IN_PLACE_UNLESS_OFF, Effect.NUMBER)
+
 
 _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
+    "": {Effect.IN_PLACE: "tenants_file"},
     "model": {
         Effect.INGRESS_AND_WORKERS: "source dtype quantization max_model_len deterministic",
         Effect.INGRESS: "name special_tokens_in_messages tool_parser reasoning_parser pooling "
@@ -84,7 +91,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
 }
 
 KEYS: Mapping[str, Effect] = {
-    f"{section}.{key}": effect
+    f"{section}.{key}".lstrip("."): effect
     for section, effects in _SECTIONS.items()
     for effect, keys in effects.items()
     for key in keys.split()
@@ -115,7 +122,7 @@ def _changes_of(old: BaseModel, new: BaseModel, prefix: str) -> Iterator[Change]
         if isinstance(one, BaseModel) and isinstance(other, BaseModel):
             yield from _changes_of(one, other, f"{prefix}{name}.")
         else:
-            yield Change(f"{prefix}{name}", _shown(one), _shown(other), _effect_of(prefix, name))
+            yield Change(f"{prefix}{name}", _shown(one), _shown(other), KEYS[table_key(f"{prefix}{name}")])
 
 
 def _changes_of_tenants(old: tuple[TenantSection, ...], new: tuple[TenantSection, ...]) -> Iterator[Change]:
@@ -127,10 +134,10 @@ def _changes_of_tenants(old: tuple[TenantSection, ...], new: tuple[TenantSection
             yield Change(f"{TENANTS}.{name}", was, becomes, Effect.IN_PLACE)
 
 
-def _effect_of(prefix: str, name: str) -> Effect:
-    section, _, role = prefix.rstrip(".").partition(".")
-    own = f"{prefix}{name}"
-    return KEYS[f"{section}.{ROLE}.{name}" if role and own not in KEYS else own]
+def table_key(path: str) -> str:
+    """The key in the table of a key by its path, in which a role has its name."""
+    *sections, name = path.split(".")
+    return f"{sections[0]}.{ROLE}.{name}" if len(sections) > 1 and path not in KEYS else path
 
 
 def _shown(value: object) -> str:

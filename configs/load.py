@@ -47,7 +47,7 @@ def merged(names: Sequence[str | Path]) -> dict[str, Any]:
     """The content of several files, each merged over those before it. Raises StartupError."""
     content: dict[str, Any] = {}
     for path in map(_find, names):
-        content = merge(content, _read(path))
+        content = merge(content, read_yaml(path))
     return content
 
 
@@ -56,7 +56,8 @@ def is_shipped(name: str | Path) -> bool:
     return _find(name).resolve().parent == CONFIG_FOLDER.resolve()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The sections in a file. Raises StartupError that names the file and what is wrong."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.section import Section
 
@@ -23,7 +23,7 @@ class WorkerSection(Section):
     num_threads: int = Field(default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
     num_cpus: float = Field(default=0.1, gt=0, description="CPUs reserved at Ray for one worker.")
-    num_gpus: float = Field(default=0.0, ge=0, description="GPUs reserved at Ray for one worker.")
+    num_gpus: float = Field(default=0.0, ge=0, description="GPUs reserved at Ray for one worker; at most one.")
     resources: dict[str, float] = Field(default_factory=dict, description="Other Ray resources of one worker.")
     label_selector: dict[str, str] = Field(default_factory=dict, description="Labels of a node for such a worker.")
 
@@ -31,6 +31,16 @@ class WorkerSection(Section):
     def numbers(self) -> Numbers:
         """Bounds of the number of workers."""
         return Numbers(self.replicas, self.replicas)
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _computes_on_one(cls, num_gpus: float) -> float:
+        if num_gpus > 1:
+            raise ValueError(
+                f"{num_gpus:g} are more than the one GPU that a worker computes on (there is no tensor parallelism), "
+                "and the others would stand idle: raise replicas instead"
+            )
+        return num_gpus
 
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Self:

@@ -327,6 +327,17 @@ class TenantSection(Section):
         return self
 
 
+def tenants_apart(tenants: tuple[TenantSection, ...]) -> tuple[TenantSection, ...]:
+    """Raise ValueError for what two tenants cannot both have."""
+    if twice := _twice([tenant.name for tenant in tenants]):
+        raise ValueError(f"name {twice!r} is given twice")
+    if twice := _twice([key_hash for tenant in tenants for key_hash in tenant.key_hashes]):
+        raise ValueError(f"{twice} is given twice in key_hashes: a key must belong to one tenant")
+    if (total := sum(tenant.cache_min for tenant in tenants)) > 1 + 1e-9:
+        raise ValueError(f"cache_min adds up to {total:g} over all tenants, which must be at most 1")
+    return tenants
+
+
 class BatchesSection(Section):
     """Uploaded files and batches of requests, on the disk of the ingress replicas' node."""
 
@@ -418,6 +429,12 @@ class Config(Section):
     tenants: tuple[TenantSection, ...] = Field(
         default=(), description="Tenants that may send requests; without any, everyone may, without a key."
     )
+    tenants_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A YAML file with the section `tenants`, in its place. Every process reads the file on its own "
+        "node, and again within seconds of a change; a file that is not valid changes nothing.",
+    )
 
     @property
     def stored_gib(self) -> float:
@@ -432,6 +449,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _tenants_in_one_place(self) -> Self:
+        if self.tenants and self.tenants_file is not None:
+            raise ValueError(f"tenants are given, and a tenants_file ({self.tenants_file}): one of them must go")
+        return self
+
+    @model_validator(mode="after")
     def _shares_of_a_cache(self) -> Self:
         if not self.cache.prefix_caching:
             for tenant in self.tenants:
@@ -442,16 +465,7 @@ class Config(Section):
                     )
         return self
 
-    @field_validator("tenants")
-    @classmethod
-    def _tenants_apart(cls, tenants: tuple[TenantSection, ...]) -> tuple[TenantSection, ...]:
-        if twice := _twice([tenant.name for tenant in tenants]):
-            raise ValueError(f"name {twice!r} is given twice")
-        if twice := _twice([key_hash for tenant in tenants for key_hash in tenant.key_hashes]):
-            raise ValueError(f"{twice} is given twice in key_hashes: a key must belong to one tenant")
-        if (total := sum(tenant.cache_min for tenant in tenants)) > 1 + 1e-9:
-            raise ValueError(f"cache_min adds up to {total:g} over all tenants, which must be at most 1")
-        return tenants
+    _tenants_apart = field_validator("tenants")(tenants_apart)
 
 
 def _twice(values: list[str]) -> str | None:

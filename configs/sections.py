@@ -10,17 +10,22 @@ The ingress gets the whole configuration beside the arguments, because the ingre
 
 A part holds only the keys that the deployment reads, so a change elsewhere changes nothing there; a part that is read
 back has defaults in place of the other keys. No part holds an API key; the ingress alone gets the keys' hashes.
+
+An application that a Serve config file declares has a second form: each replica gets the configuration that the
+application was built of as its *base*, and a deployment's `user_config` is a configuration of only keys that change in
+place, which `live_part` lays over the base. So a changed `user_config` restarts nothing, and it may be short.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from configs.load import explain
+from configs.changes import KEYS, Effect, table_key
+from configs.load import explain, merge
 from configs.pools import ElasticSection, Numbers, WorkerSection
 from configs.schema import (
     CacheSection,
@@ -30,6 +35,7 @@ from configs.schema import (
     PlacementSection,
     SloSection,
     SpeculationSection,
+    TenantSection,
 )
 from engine.core.errors import StartupError
 
@@ -97,6 +103,8 @@ class ManagerLive(_Part):
     """Least number of elastic workers; 1 without any."""
     shrink_after_s: float
     shares: tuple[Share, ...]
+    tenants_file: str | None
+    """The file whose tenants' shares hold in the place of `shares`."""
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
@@ -116,6 +124,8 @@ class WorkerLive(_Part):
     token_budget: int
     max_requests: int
     shares: tuple[Share, ...]
+    tenants_file: str | None
+    """The file whose tenants' shares hold in the place of `shares`."""
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
     @model_validator(mode="after")
@@ -148,6 +158,46 @@ def parts(config: Config) -> dict[str, DeploymentPart]:
         **{role: _worker_part(config, section) for role, section in config.workers.sections.items()},
         INGRESS: _part(ingress_arguments(config), config, Numbers(ingress, ingress)),
     }
+
+
+def base_for(name: str, config: Config) -> Values:
+    """The base of a deployment's replicas: the whole configuration, the keys' hashes for the ingress alone."""
+    if name == INGRESS:
+        return config.model_dump(mode="json")
+    without = tuple(tenant.model_copy(update={"key_hashes": ()}) for tenant in config.tenants)
+    return config.model_copy(update={"tenants": without}).model_dump(mode="json")
+
+
+def live_part(name: str, base: Mapping[str, Any], user_config: Mapping[str, Any]) -> Values:
+    """What a deployment's replicas change in place, of a base and a `user_config` laid over it.
+
+    Raises:
+        StartupError: the result is not valid, or a key cannot change in place; names the keys.
+    """
+    before = Config.model_validate(base)
+    effects = _effects(user_config, before.workers.sections)
+    fixed = [f"{key} {effect}" for key, effect in effects if not effect.is_live]
+    if fixed:
+        raise StartupError(f"user_config: {'; '.join(fixed)}: such keys belong into the application's args")
+    try:
+        after = Config.model_validate(merge(base, user_config))
+    except ValidationError as error:
+        raise StartupError(f"user_config: {'; '.join(explain(error))}") from None
+    if bool(before.batches.gib) != bool(after.batches.gib):
+        raise StartupError(f"user_config: batches.gib {Effect.IN_PLACE_UNLESS_OFF}; args have {before.batches.gib:g}")
+    return parts(after)[name].live
+
+
+def _effects(content: Mapping[str, Any], roles: Collection[str], prefix: str = "") -> Iterator[tuple[str, Effect]]:
+    """The effects of the keys in plain values of a configuration, by their paths; keys that no configuration has are
+    left to the schema. Other roles of workers than these count as keys themselves."""
+    for name, value in content.items():
+        effect = KEYS.get(table_key(f"{prefix}{name}"))
+        is_section = isinstance(value, Mapping) and (effect is None or (effect is Effect.ROLES and name in roles))
+        if is_section:
+            yield from _effects(value, roles, f"{prefix}{name}.")
+        elif effect is not None:
+            yield f"{prefix}{name}", effect
 
 
 def ingress_arguments(config: Config) -> IngressArguments:
@@ -183,7 +233,8 @@ def manager_live(config: Config) -> ManagerLive:
         max_elastic=elastic.numbers.most,
         min_elastic=elastic.numbers.least,
         shrink_after_s=elastic.shrink_after_s,
-        shares=_shares(config),
+        shares=shares(config.tenants),
+        tenants_file=config.tenants_file,
         level=config.logging.level,
     )
 
@@ -209,7 +260,8 @@ def worker_live(config: Config, worker: WorkerSection) -> WorkerLive:
     return WorkerLive(
         token_budget=worker.token_budget,
         max_requests=worker.max_requests,
-        shares=_shares(config),
+        shares=shares(config.tenants),
+        tenants_file=config.tenants_file,
         level=config.logging.level,
     )
 
@@ -235,11 +287,11 @@ def _files_of(logging: LoggingSection) -> LoggingSection:
     return _only(logging, "format", "stimuli", "stimuli_mib")
 
 
-def _shares(config: Config) -> tuple[Share, ...]:
+def shares(tenants: Iterable[TenantSection]) -> tuple[Share, ...]:
     """The tenants with a floor, a ceiling or a weight of their own, which alone make a difference."""
     return tuple(
         Share(name=tenant.name, cache_min=tenant.cache_min, cache_max=tenant.cache_max, weight=tenant.weight)
-        for tenant in config.tenants
+        for tenant in tenants
         if (tenant.cache_min, tenant.cache_max, tenant.weight) != (0, 1, 1)
     )
 

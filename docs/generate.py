@@ -115,6 +115,8 @@ def _sections(root: Schema, properties: Schema, prefix: str) -> Iterator[str]:
     for name, field in properties.items():
         section = _section(root, field)
         if section is None:
+            yield f"## `{prefix}{name}`"
+            yield _field_table(root, {"properties": {name: field}}, prefix=prefix)
             continue
         nested = [_section(root, each) for each in section["properties"].values()]
         if any(nested):

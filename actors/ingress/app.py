@@ -1,5 +1,6 @@
 """The deployment that faces clients: the HTTP APIs and the Python handle."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from actors.changes import log_refused, when_changed
 from actors.ingress.application import application
 from actors.ingress.replica import IngressReplica
 from actors.logs import keep_refusals_out_of_serves_log, log_to_ray
 from actors.runtime import RayRuntime
 from configs.schema import Config
-from configs.sections import IngressArguments, ingress_arguments, read
+from configs.sections import INGRESS, IngressArguments, ingress_arguments, live_part, read
+from configs.tenants import TenantsFile
 from engine.api.batches import LineAnswer
 from engine.api.embeddings import EmbedRequest, EmbedResponse
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
@@ -24,11 +27,16 @@ class Ingress:
     """One replica of the front at Ray Serve. The hosts are arguments so that Serve deploys them with it.
 
     Serve calls `reconfigure` once before a replica counts as started, and then for each change of the deployment's
-    `user_config`, which is the whole configuration.
+    `user_config`: the whole configuration, or, with a base, some keys of it that are laid over the base.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], *hosts: object) -> None:
+    def __init__(self, arguments: Mapping[str, Any], *hosts: object, base: Mapping[str, Any] | None = None) -> None:
         self._arguments = read(IngressArguments, arguments)
+        self._base = base
+        self._content: Mapping[str, Any] = {}
+        """The `user_config` applied last."""
+        self._tenants_file = TenantsFile()
+        self._changing = asyncio.Lock()
         self.replica = IngressReplica()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -36,21 +44,45 @@ class Ingress:
         return application(self.replica)
 
     async def reconfigure(self, content: Mapping[str, Any]) -> None:
-        """Called by Serve: serve as this configuration says.
+        """Called by Serve: serve as this configuration says. A replica that serves already refuses a wrong one in the
+        log, and goes on as before.
 
         Raises:
-            StartupError: the configuration is not valid, or needs another replica; nothing has changed.
+            StartupError: the configuration is not valid, or needs another replica, and this one has not served yet.
         """
-        config = read(Config, content)
+        async with self._changing:
+            if self.replica.is_built:
+                self._apply(content)
+                return
+            config = self._configured(content)
+            log_to_ray("ingress", config.logging)
+            keep_refusals_out_of_serves_log()
+            context = serve.get_replica_context()
+            await self.replica.build(config, RayRuntime(context.app_name), context.replica_id.unique_id)
+            self._content = content
+            self._tenants_watch = asyncio.create_task(when_changed(self._tenants_file, self._reread))
+
+    async def _reread(self) -> None:
+        """Apply the present configuration again, with another content of the tenants' file."""
+        async with self._changing:
+            self._apply(self._content)
+
+    def _apply(self, content: Mapping[str, Any]) -> None:
+        """Change the replica in place, or refuse a wrong `user_config` in the log."""
+        try:
+            config = self._configured(content)
+        except StartupError as error:
+            log_refused(INGRESS, error)
+        else:
+            self._content = content
+            self.replica.change(config)
+
+    def _configured(self, content: Mapping[str, Any]) -> Config:
+        """The configuration of a `user_config`, with the tenants of their file. Raises StartupError."""
+        config = read(Config, content if self._base is None else live_part(INGRESS, self._base, content))
         if ingress_arguments(config) != self._arguments:
             raise StartupError("the user_config says otherwise than the replica's arguments: deploy both together")
-        if self.replica.is_built:
-            self.replica.change(config)
-            return
-        log_to_ray("ingress", config.logging)
-        keep_refusals_out_of_serves_log()
-        context = serve.get_replica_context()
-        await self.replica.build(config, RayRuntime(context.app_name), context.replica_id.unique_id)
+        return self._tenants_file.resolved(config)
 
     async def check_health(self) -> None:
         """Called by Serve; raises before the first configuration."""

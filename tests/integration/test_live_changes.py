@@ -21,7 +21,7 @@ from engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.integration.conftest import Server, eventually, random_prompt
 from tests.integration.test_serve_cli import READY_S, Terminal
 
-PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker)")
+PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker|MixedWorker)")
 DEPLOY_S = 300
 STREAM_TOKENS = 1500
 CONFIG: dict[str, Any] = {

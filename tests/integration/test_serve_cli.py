@@ -34,22 +34,55 @@ WITHOUT_MODEL = ("--config", "cpu_mixed", "--model", f"{NULL}{DEFAULT_MODEL}")
 """A server that starts quickly: one worker, which makes its tokens up."""
 
 
-class Terminal:
+class Marked:
+    """Processes that carry a mark in their environment, and so are found under any parent."""
+
+    process: "subprocess.Popen[bytes]"
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The mark, and no variable of another cluster."""
+        return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {MARK: self._mark}
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that it has started, as a child or a grandchild or under another parent by now."""
+        found = {process.pid: process for process in psutil.process_iter() if self._is_marked(process)}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {child.pid: child for child in psutil.Process(self.process.pid).children(recursive=True)}
+        return list(found.values())
+
+    def kill(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.kill()
+        self.process.wait(STOPPED_S)
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self._mark
+        except psutil.Error:
+            return False
+
+
+class Terminal(Marked):
     """`raydix serve` on a port of its own, and what it has written to its terminal."""
 
     def __init__(self, *arguments: str) -> None:
+        super().__init__()
         self.port = free_port()
-        self._mark = uuid.uuid4().hex
         self._output = bytearray()
         raydix = Path(sys.executable).with_name("raydix")
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self._master, slave = os.openpty()
         self.process = subprocess.Popen(
             [raydix, "serve", "--port", str(self.port), *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**own, MARK: self._mark, "TERM": "xterm", "COLUMNS": "80"},
+            env={**self.environment, "TERM": "xterm", "COLUMNS": "80"},
             start_new_session=True,
         )
         os.close(slave)
@@ -70,13 +103,6 @@ class Terminal:
         [folder] = re.findall(r"^logs: (\S+)/raydix-\*\.log", self.screen, re.MULTILINE)
         return sorted(Path(folder).glob("raydix-*.log*"))
 
-    def processes(self) -> list[psutil.Process]:
-        """Every process that it has started, as a child or a grandchild or under another parent by now."""
-        found = {process.pid: process for process in psutil.process_iter() if self._is_marked(process)}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found |= {child.pid: child for child in psutil.Process(self.process.pid).children(recursive=True)}
-        return list(found.values())
-
     def shared_memory(self) -> set[Path]:
         """The files in shared memory that its processes have open or mapped."""
         paths = set()
@@ -93,19 +119,9 @@ class Terminal:
         return code
 
     def close(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.kill()
-        self.process.wait(STOPPED_S)
+        self.kill()
         self._reader.join(5)
         os.close(self._master)
-
-    def _is_marked(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(MARK) == self._mark
-        except psutil.Error:
-            return False
 
     def _read(self) -> None:
         with contextlib.suppress(OSError):  # the other end is closed when the process ends

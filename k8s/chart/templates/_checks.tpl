@@ -46,6 +46,9 @@
 {{- $key := ternary "replicas.max" "replicas" (kindIs "map" .pool.replicas) }}
 {{- fail (printf "%s.%s is %v and pods.max is %v: each worker has a pod of its own" $name $key $numbers.max .pool.pods.max) }}
 {{- end }}
+{{- if gt (int .pool.gpus) 1 }}
+{{- fail (printf "%s.gpus is %v and may be at most 1: a worker computes on one GPU (there is no tensor parallelism), and the others would stand idle; raise replicas and pods.max instead" $name .pool.gpus) }}
+{{- end }}
 {{- if gt (int .pool.pods.min) (int .pool.pods.max) }}
 {{- fail (printf "%s.pods: min is %v and max is %v" $name .pool.pods.min .pool.pods.max) }}
 {{- end }}
@@ -130,6 +133,9 @@
 {{- fail (printf "overrides.%s.%s: the chart has a value of its own for it" $section $key) }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- if and .Values.tenants.secret (or (hasKey .Values.overrides "tenants") (hasKey .Values.overrides "tenants_file")) }}
+{{- fail "overrides: tenants come from tenants.secret, or stand in overrides, not both" }}
 {{- end }}
 {{- if hasKey .Values.overrides "workers" }}
 {{- fail "overrides.workers: use worker of pools.prefill, decode, mixed or elastic" }}

@@ -1,0 +1,67 @@
+"""Tenants in a file of their own (`tenants_file`), which each process reads again when it changes.
+
+The file is complete or refused: one that is absent, invalid or without tenants changes nothing, since without tenants a
+server would let everybody in.
+"""
+
+from pathlib import Path
+
+from pydantic import Field, ValidationError, field_validator
+
+from configs.load import explain, read_yaml
+from configs.schema import Config, TenantSection, tenants_apart
+from configs.section import Section
+from engine.core.errors import StartupError
+
+
+class _File(Section):
+    """The content of the file."""
+
+    tenants: tuple[TenantSection, ...] = Field(min_length=1)
+
+    _apart = field_validator("tenants")(tenants_apart)
+
+
+class TenantsFile:
+    """The tenants' file of one process, and what was read of it last."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._seen: bytes | None = None
+        """The content at the last reading, valid or not; None if there was none."""
+
+    def resolved(self, config: Config) -> Config:
+        """The configuration with the tenants of its file in the place of the file's name.
+
+        Raises:
+            StartupError: the file cannot be read, is not valid, or has no tenants.
+        """
+        if config.tenants_file is None:
+            self._path = None
+            return config
+        tenants = self.tenants(config.tenants_file)
+        try:
+            return Config.model_validate(config.model_dump() | {"tenants": tenants, "tenants_file": None})
+        except ValidationError as error:
+            raise StartupError(f"tenants_file {config.tenants_file}: {'; '.join(explain(error))}") from None
+
+    def tenants(self, name: str) -> tuple[TenantSection, ...]:
+        """The tenants of the file of this name, which is looked at from now on. Raises StartupError as `resolved`."""
+        self._path = Path(name).expanduser()
+        # Before the content is parsed: what is written meanwhile counts as a change.
+        self._seen = self._content()
+        try:
+            return _File.model_validate(read_yaml(self._path)).tenants
+        except ValidationError as error:
+            raise StartupError(f"tenants_file {name}: {'; '.join(explain(error, _File))}") from None
+
+    def has_changed(self) -> bool:
+        """True if the file has another content than at the last reading."""
+        return self._path is not None and self._content() != self._seen
+
+    def _content(self) -> bytes | None:
+        assert self._path is not None
+        try:
+            return self._path.read_bytes()
+        except OSError:
+            return None
