@@ -13,11 +13,13 @@ from tests.unit.manifests import (
     OBJECT_CHECKS,
     Json,
     config_of,
+    env_of,
     groups,
     load_all,
     ray_container,
     rayservice_in,
     serve_config,
+    volumes_of,
 )
 
 with warnings.catch_warnings():
@@ -76,6 +78,17 @@ VARIANTS = {
         volumes: {disk: {claim: kv}, models: {claim: models}, batches: {claim: batches}}
     """,
     "models_of_the_node": "{volumes: {models: {hostPath: /var/lib/raydix/models}}}",
+    "pods": """
+        pod:
+          annotations: {team: search}
+          env: [{name: HTTPS_PROXY, value: "http://proxy:3128"}]
+          volumes: [{name: certificates, secret: {secretName: certificates}}]
+          volumeMounts: [{name: certificates, mountPath: /etc/certificates, readOnly: true}]
+          serviceAccount: raydix
+          priorityClass: serving
+        head: {pod: {priorityClass: critical}, nodeSelector: {pool: system}}
+        pools: {decode: {pod: {annotations: {team: decode}, env: [{name: NCCL_DEBUG, value: INFO}]}}}
+    """,
     "redis": "{gcs: {backend: redis}}",
     "rocksdb": "{gcs: {backend: rocksdb, rocksdb: {storageClass: fast, keep: true}}}",
     "incremental_upgrade": """
@@ -210,6 +223,24 @@ def test_each_key_makes_its_object() -> None:
     assert {content["metadata"]["name"] for content in budgets} == {"raydix-ingress", "raydix-prefill"}
 
 
+def test_pods_get_what_all_get_and_what_their_group_gets() -> None:
+    found = {name: group["template"] for name, group in groups(rayservice_in(rendered("pods"))).items()}
+    env = {name: env_of(group) for name, group in groups(rayservice_in(rendered("pods"))).items()}
+    assert {name: pod["metadata"]["annotations"]["team"] for name, pod in found.items()} == {
+        "head": "search", "ingress": "search", "prefill": "search", "decode": "decode"
+    }  # fmt: skip
+    assert all("karpenter.sh/do-not-disrupt" in pod["metadata"]["annotations"] for pod in found.values())
+    assert {name: pod["spec"]["priorityClassName"] for name, pod in found.items()} == {
+        "head": "critical", "ingress": "serving", "prefill": "serving", "decode": "serving"
+    }  # fmt: skip
+    assert {pod["spec"]["serviceAccountName"] for pod in found.values()} == {"raydix"}
+    assert all(values["HTTPS_PROXY"] for values in env.values())
+    assert [name for name, values in env.items() if "NCCL_DEBUG" in values] == ["decode"]
+    for group in groups(rayservice_in(rendered("pods"))).values():
+        assert "certificates" in volumes_of(group)
+        assert "/etc/certificates" in [mount["mountPath"] for mount in ray_container(group)["volumeMounts"]]
+
+
 def test_an_image_is_named_by_its_digest() -> None:
     digest = "sha256:" + "0a" * 32
     manifest = rayservice_in(
@@ -262,6 +293,9 @@ REFUSED = {
     "http: {ingress: {enabled: true, host: a.example}}": r"http\.ingress\.tlsSecret is needed",
     "http: {gateway: {enabled: true, host: a.example, tlsSecret: t}}": r"http\.gateway needs className",
     "overrides: {cache: {segment_gib: 3}}": r"overrides\.cache\.segment_gib: the chart has a value of its own",
+    "pod: {env: [{name: HF_HOME, value: /x}]}": r'pod\.env of ingress: "HF_HOME" is there already',
+    "head: {pod: {volumes: [{name: tmp}]}}": r'pod\.volumes of head: "tmp" is there already',
+    "pod: {labels: {}}": r"'/pod': additional properties 'labels' not allowed",
     "pools: {prefill: {gpus: 4}}": r"pools\.prefill\.gpus is 4 and may be at most 1: .* no tensor parallelism",
     "{tenants: {secret: s}, overrides: {tenants: [{name: a}]}}": r"tenants come from tenants\.secret, or stand in",
     "overrides: {workers: {mixed: {}}}": r"overrides\.workers: use worker of pools",

@@ -17,6 +17,9 @@
 {{- range $role := $roles }}
 {{- include "raydix.checkPool" (dict "root" $ "role" $role "pool" (index $v.pools $role)) }}
 {{- end }}
+{{- range $role := concat (list "head" "ingress") $roles }}
+{{- include "raydix.checkPod" (dict "root" $ "role" $role "pool" (ternary $v.head (get $v.pools $role) (eq $role "head"))) }}
+{{- end }}
 {{- include "raydix.checkIngress" . }}
 {{- include "raydix.checkVolumes" . }}
 {{- include "raydix.checkUpgrade" . }}
@@ -54,6 +57,22 @@
 {{- end }}
 {{- if and (gt (int .pool.gpus) 0) (lt (int .pool.cpu) 2) }}
 {{- fail (printf "%s.cpu is %v and must be at least 2 beside a GPU" $name .pool.cpu) }}
+{{- end }}
+{{- end }}
+
+{{/* What pods are given besides has names of its own: Kubernetes would take the second of two, or refuse the pod. */}}
+{{- define "raydix.checkPod" -}}
+{{- $given := include "raydix.podValues" . | fromJson }}
+{{- $lists := dict "env" "raydix.env" "volumes" "raydix.volumes" }}
+{{- range $key, $template := $lists }}
+{{- $names := list }}
+{{- range include $template $ | fromYamlArray }}{{ $names = append $names .name }}{{ end }}
+{{- range get $given $key }}
+{{- if has .name $names }}
+{{- fail (printf "pod.%s of %s: %q is there already" $key $.role .name) }}
+{{- end }}
+{{- $names = append $names .name }}
+{{- end }}
 {{- end }}
 {{- end }}
 

@@ -2,18 +2,24 @@
 {{- define "raydix.pod" -}}
 {{- $v := .root.Values }}
 {{- $head := eq .role "head" }}
+{{- $own := include "raydix.podValues" . | fromJson }}
 metadata:
   labels:
     {{- include "raydix.labels" .root | nindent 4 }}
     raydix-role: {{ .role }}
-  {{- if not $v.safeToEvict }}
+  {{- with $own.annotations }}
   annotations:
-    cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
-    karpenter.sh/do-not-disrupt: "true"
+    {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
   terminationGracePeriodSeconds: {{ (include "raydix.times" .root | fromJson).grace }}
   enableServiceLinks: false
+  {{- with $own.serviceAccount }}
+  serviceAccountName: {{ . }}
+  {{- end }}
+  {{- with $own.priorityClass }}
+  priorityClassName: {{ . }}
+  {{- end }}
   {{- if not $head }}
   automountServiceAccountToken: false
   {{- end }}
@@ -58,6 +64,9 @@ spec:
         - {name: metrics, containerPort: 8080}
       env:
         {{- include "raydix.env" . | trim | nindent 8 }}
+        {{- with $own.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       {{- if not $head }}
       envFrom:
         - secretRef: {name: {{ $v.envSecret }}, optional: true}
@@ -66,9 +75,34 @@ spec:
         {{- include "raydix.resources" . | trim | nindent 8 }}
       volumeMounts:
         {{- include "raydix.mounts" . | trim | nindent 8 }}
+        {{- with $own.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       {{- include "raydix.probes" . | trim | nindent 6 }}
   volumes:
     {{- include "raydix.volumes" . | trim | nindent 4 }}
+    {{- with $own.volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* What the values `pod` add to a group's pods: those of all groups and then the group's own, whose annotations, service
+account and priority class come before the others. */}}
+{{- define "raydix.podValues" -}}
+{{- $all := .root.Values.pod }}
+{{- $own := .pool.pod | default dict }}
+{{- $annotations := dict }}
+{{- if not .root.Values.safeToEvict }}
+{{- $annotations = dict "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" "karpenter.sh/do-not-disrupt" "true" }}
+{{- end }}
+{{- $found := dict "annotations" (mergeOverwrite $annotations (deepCopy ($all.annotations | default dict)) (deepCopy ($own.annotations | default dict))) }}
+{{- range $key := list "env" "volumes" "volumeMounts" }}
+{{- $_ := set $found $key (concat (get $all $key | default list) (get $own $key | default list)) }}
+{{- end }}
+{{- range $key := list "serviceAccount" "priorityClass" }}
+{{- $_ := set $found $key (get $own $key | default (get $all $key)) }}
+{{- end }}
+{{- toJson $found }}
 {{- end }}
 
 {{- define "raydix.containerSecurity" -}}
