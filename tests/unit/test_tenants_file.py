@@ -1,0 +1,109 @@
+"""The file of tenants: complete or refused, and watched by ingress replicas and hosts."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray import serve
+
+from actors import changes
+from actors.ingress.app import app
+from configs import Config
+from configs.sections import INGRESS, parts
+from configs.tenants import TenantsFile
+from engine.core.errors import StartupError
+from engine.core.tenants import key_hash
+from tests.unit.ingress import Replica, Served, body_of, call
+
+HASH = key_hash("rdx-alice")
+
+
+def config_with(file: Path, **sections: Any) -> Config:
+    return Config.model_validate(
+        {"workers": {"mixed": {}}, "batches": {"gib": 0}, "tenants_file": str(file), **sections}
+    )
+
+
+def write(file: Path, *names: str, **fields: Any) -> None:
+    tenants = [{"name": name, "key_hashes": [key_hash(f"rdx-{name}")], **fields} for name in names]
+    draft = file.with_suffix(".new")
+    draft.write_text(yaml.safe_dump({"tenants": tenants}))
+    draft.replace(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("tenants: []", "at least 1 item"),
+        ("{}", "tenants: Field required"),
+        ("", "expected a mapping"),
+        ("tenants: [", "config "),
+        ("tenants: [{name: a}, {name: a}]", "tenants: name 'a' is given twice"),
+        ("tenants: [{name: a, keys: []}]", "unknown key 'tenants.0.keys', did you mean 'key_hashes'"),
+        ("{tenants: [{name: a}], cache: {}}", "unknown key 'cache'"),
+        ("tenants: [{name: a, cache_min: 0.5}]", "cache.prefix_caching is false"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+    file = tmp_path / "tenants.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(StartupError, match=words):
+        TenantsFile().resolved(config_with(file, cache={"prefix_caching": False}))
+
+
+def test_a_change_is_noticed_once(tmp_path: Path) -> None:
+    file, watched = tmp_path / "tenants.yaml", TenantsFile()
+    assert not watched.has_changed(), "there is no file"
+    write(file, "alice")
+    config = watched.resolved(config_with(file))
+    assert [tenant.name for tenant in config.tenants] == ["alice"] and config.tenants_file is None
+    assert not watched.has_changed()
+    file.unlink()
+    assert watched.has_changed()
+    with pytest.raises(StartupError):
+        watched.resolved(config_with(file))
+    assert not watched.has_changed(), "still absent"
+    write(file, "bob")
+    assert watched.has_changed()
+
+
+def test_keys_stand_in_one_place(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one of them must go"):
+        config_with(tmp_path / "t", tenants=[{"name": "a"}])
+
+
+def test_an_ingress_replica_follows_the_file(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tenants.yaml"
+    write(file, "alice")
+    monkeypatch.setattr(changes, "LOOK_S", 0.005)
+
+    async def status(name: str) -> int:
+        headers = {"authorization": f"Bearer rdx-{name}"}
+        return (await call(app, "POST", "/v1/completions", body_of("completion"), headers=headers)).status
+
+    async def becomes(name: str, wanted: int) -> None:
+        async with asyncio.timeout(20):
+            while await status(name) != wanted:
+                await asyncio.sleep(0.005)
+
+    async def work() -> list[int]:
+        await becomes("alice", 200)
+        write(file, "bob")
+        await becomes("bob", 200)
+        await becomes("alice", 401)
+        file.write_text("tenants: []")
+        async with asyncio.timeout(20):
+            while "at least 1 item" not in caplog.text:
+                await asyncio.sleep(0.005)
+        # Another change meanwhile finds the same file, and is refused with it.
+        ingress: Any = serve.get_replica_context().servable_object
+        await ingress.reconfigure(parts(config_with(file, ingress={"max_queued_requests": 3}))[INGRESS].live)
+        return [await status("bob"), await status("nobody")]
+
+    assert served(Replica(), work, tenants_file=str(file)) == [200, 401]
