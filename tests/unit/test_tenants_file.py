@@ -9,13 +9,13 @@ import yaml
 from ray import serve
 
 from actors import changes
-from actors.ingress.app import app
 from configs import Config
 from configs.sections import INGRESS, parts
 from configs.tenants import TenantsFile
 from engine.core.errors import StartupError
 from engine.core.tenants import key_hash
 from tests.unit.ingress import Replica, Served, body_of, call
+from tests.unit.served_app import app
 
 HASH = key_hash("rdx-alice")
 
