@@ -227,6 +227,8 @@ class LocalCluster:
 
 def who_may_use(config: Config) -> str:
     """A line for an operator about the clients of the server: never a key, nor the hash of one."""
+    if config.tenants_file is not None:
+        return f"open to the tenants in {config.tenants_file}, by key"
     if not config.tenants:
         host, port = config.http.host, config.http.port
         return f"open, without a key, to anybody who reaches {f'[{host}]' if ':' in host else host}:{port}"

@@ -9,6 +9,7 @@ import yaml
 from ray import serve
 
 from actors import changes
+from cli.cluster import who_may_use
 from configs import Config
 from configs.sections import INGRESS, parts
 from configs.tenants import TenantsFile
@@ -107,3 +108,7 @@ def test_an_ingress_replica_follows_the_file(
         return [await status("bob"), await status("nobody")]
 
     assert served(Replica(), work, tenants_file=str(file)) == [200, 401]
+
+
+def test_the_start_line_names_the_file(tmp_path: Path) -> None:
+    assert who_may_use(config_with(tmp_path / "t.yaml")) == f"open to the tenants in {tmp_path}/t.yaml, by key"
