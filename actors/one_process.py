@@ -29,7 +29,7 @@ class OneProcess:
     """One server, and the way to its replica."""
 
     def __init__(self, config: Config) -> None:
-        """Raises StartupError for a configuration of more than one worker or ingress replica, or a wrong tenants' file."""
+        """Raises StartupError for a configuration of more than one worker or ingress replica, and for wrong tenants."""
         sections = config.workers.sections
         section = sections.get(Role.MIXED)
         if section is None or len(sections) > 1 or section.replicas != 1 or config.ingress.replicas != 1:
