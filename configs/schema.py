@@ -316,8 +316,8 @@ class TenantSection(Section):
         default=1.0,
         ge=0.01,
         le=100,
-        description="Its part of the memory for stored responses and transcripts, where tenants want more than there "
-        "is: in the ratio of all tenants' weights.",
+        description="Its part of computing, and of the memory for stored responses and transcripts, where tenants want "
+        "more than there is: in the ratio of all tenants' weights.",
     )
 
     @model_validator(mode="after")

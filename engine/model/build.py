@@ -95,6 +95,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
         swap_bytes=settings.swap_bytes,
         grammars=grammars,
         drafter=drafter,
+        tenants=settings.tenants,
     )
 
 

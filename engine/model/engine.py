@@ -122,6 +122,7 @@ class Engine:
         swap_bytes: int = 0,
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
+        tenants: Sequence[Tenant] = (),
     ) -> None:
         self.runner = runner
         self.store = store
@@ -134,7 +135,7 @@ class Engine:
         self._refusals: list[TokenEvent] = []
 
         swap_policy = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes)
-        self.scheduler = Scheduler(pool, limits, max_model_len, swap_policy)
+        self.scheduler = Scheduler(pool, limits, max_model_len, swap_policy, tenants=tenants)
         self.preemptions = PreemptionCounts()
         self.fingerprint = fingerprint
         self.root = root_hash(fingerprint)

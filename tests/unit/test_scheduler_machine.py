@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core.costs import WorkerCosts
 from engine.core.hashing import BlockChain, hash_block
 from engine.core.settings import SchedulerLimits
-from engine.core.tenants import num_public_tokens
+from engine.core.tenants import Tenant, num_public_tokens
 from engine.core.types import (
     Assignment,
     BlockHash,
+    CacheHints,
     DraftSource,
     FinishReason,
     Handover,
@@ -55,6 +56,7 @@ from tests.unit.replaying import Recording, check_scheduler
 
 AWAIT_TIMEOUT_S = 10.0
 TOKENS = st.integers(0, VOCAB - 1)
+TENANTS = (Tenant("a"), Tenant("b", weight=2.0))
 
 
 @dataclass
@@ -134,14 +136,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits = SchedulerLimits(token_budget, max_requests)
         self.max_model_len = max(2, num_blocks * block_size - spare)
         swap_policy = SwapPolicy(swap_blocks, costs=WorkerCosts(swap_s=swap_s, draft_token_s=draft_token_s))
-        self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len, swap_policy)
+        self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len, swap_policy, tenants=TENANTS)
         self.notes = SchedulerNotes(self.scheduler, ROOT, key=b"secret")
         self.recording = Recording(self.scheduler, self.notes.notes())
         self.make_fresh = partial(self._fresh, num_blocks, block_size, replace(swap_policy), keeps_blocks)
 
     def _fresh(self, num_blocks: int, block_size: int, swap_policy: SwapPolicy, keeps_blocks: bool) -> Scheduler:
         pool = BlockPool(num_blocks, block_size, keeps_blocks=keeps_blocks)
-        return Scheduler(pool, self.limits, self.max_model_len, swap_policy, RecordedChain)
+        return Scheduler(pool, self.limits, self.max_model_len, swap_policy, RecordedChain, TENANTS)
 
     # Requests come and go
 
@@ -157,6 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 1]),
         pooling=st.sampled_from([None, *Pooling]),
         priority=st.sampled_from([0, 0, -1, 2]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
     )
     def submit(
         self,
@@ -171,6 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         pooling: Pooling | None,
         priority: int,
+        tenant: str,
     ) -> None:
         prefix = [*self.public_prefix] if is_public else []
         if self.expected and not is_public:
@@ -195,16 +199,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_logprobs=prompt_logprobs if max_tokens or pooling is None else None,
                 pooling=None if max_tokens else pooling,
                 priority=priority,
+                cache=CacheHints(tenant=tenant),
             )
         )
 
-    @rule(prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=6), min_size=2, max_size=5), steps=st.integers(1, 9))
-    def crowd(self, prompts: list[list[int]], steps: int) -> None:
+    @rule(
+        prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=6), min_size=2, max_size=5),
+        steps=st.integers(1, 9),
+        tenants=st.sampled_from([("",), ("a", "b"), ("a", "a", "a", "b")]),
+    )
+    def crowd(self, prompts: list[list[int]], steps: int, tenants: tuple[str, ...]) -> None:
         """More than the pool holds once they have grown: somebody is preempted."""
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             max_tokens = self.max_model_len // len(prompts) + 4
             request_id = f"r{len(self.expected)}"
-            self._submit(make_assignment(request_id, prompt[: self.max_model_len - 1], max_tokens=max_tokens))
+            cache = CacheHints(tenant=tenants[number % len(tenants)])
+            self._submit(
+                make_assignment(request_id, prompt[: self.max_model_len - 1], max_tokens=max_tokens, cache=cache)
+            )
         for _ in range(steps if self.under_way is None else 0):
             self._begin()
             self._end()
@@ -239,6 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 pooling=old.sampling.pooling,
                 num_scored=known.num_scored,
                 priority=old.priority,
+                cache=old.cache,
             )
         )
         if is_overtaken:
@@ -461,9 +474,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = {request.request_id for request in self.scheduler.preempted if request.swapped is not None}
         running = set(self.scheduler.running)
         output = self.scheduler.schedule(self.now, self._drafts())
+        assert output.chunks or not self.scheduler.running, "requests run, but nothing is computed"
+        assert not output.preempted or self.scheduler.running.keys() <= running, "a step that preempts starts nothing"
         resumed = set(self.scheduler.running) - running
         urgency = {request.request_id: request.assignment.priority for request in self.scheduler.requests()}
-        overtaken = [one for one in before - resumed for other in resumed - before if urgency[one] <= urgency[other]]
+        tenant = {request.request_id: request.tenant for request in self.scheduler.requests()}
+        pairs = [(one, other) for one in before - resumed for other in resumed - before]
+        overtaken = [one for one, other in pairs if tenant[one] == tenant[other] and urgency[one] <= urgency[other]]
         assert not overtaken or output.preempted, "a swapped request is overtaken"
         for move in output.moves:
             if isinstance(move, failing) and not isinstance(move, CopyBlock):

@@ -68,4 +68,5 @@ def pool_of(settings: EngineSettings, num_blocks: int) -> BlockPool:
 def replaying_scheduler(settings: EngineSettings, num_blocks: int, max_model_len: int, block_bytes: int) -> Scheduler:
     """The scheduler of an engine of these settings, to be told a recording."""
     swap_policy = SwapPolicy(settings.swap_bytes // block_bytes, block_bytes)
-    return Scheduler(pool_of(settings, num_blocks), settings.limits, max_model_len, swap_policy, chain=RecordedChain)
+    pool = pool_of(settings, num_blocks)
+    return Scheduler(pool, settings.limits, max_model_len, swap_policy, RecordedChain, settings.tenants)

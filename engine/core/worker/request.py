@@ -89,6 +89,10 @@ class Request:
         self.has_prompt_results = self.num_to_score > 0 or self.num_to_pool > 0
 
     @property
+    def tenant(self) -> str:
+        return self.assignment.cache.tenant
+
+    @property
     def block_size(self) -> int:
         return self.chain.block_size
 

@@ -14,6 +14,10 @@ Waiting requests start as soon as their blocks fit, preempted ones first. When b
 preempted: its blocks are released, and their contents are kept outside the pool where that is predicted to be quicker
 than recomputing from the end of the cached blocks (`swap_policy`). Among all these, priorities come first (`order`).
 
+Requests of several tenants take turns by what was computed for each (`virtual_time`): in starting, in the budget for
+prefills, and in the choice of what is preempted. A tenant that has less than its share of the room gets it back from
+the tenant that has most above its own: the latest request of that tenant is preempted.
+
 A request with log-probabilities of its prompt (it is *scored*), or the mean of its hidden states, shares cached blocks
 like any other, but starts at the first position that is missing in these: shared positions are computed and not stored.
 
@@ -27,16 +31,18 @@ like any other, but starts at the first position that is missing in these: share
 | `drafting` | blocks of drafts |
 | `prompt_results` | stored log-probabilities and sums of hidden states |
 | `idle` | requests computed ahead |
+| `virtual_time` | computing by tenant |
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
 from engine.core.costs import WorkerCosts
 from engine.core.hashing import BlockChain
 from engine.core.settings import SchedulerLimits
+from engine.core.shares import weights_of
 from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant, quotas
 from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, Salt, Stage, TokenEvent
@@ -65,6 +71,7 @@ from engine.core.worker.step import (
 from engine.core.worker.swap_policy import SwapPolicy
 from engine.core.worker.swaps import Swaps, num_swapped_blocks
 from engine.core.worker.transfers import Transfers
+from engine.core.worker.virtual_time import Turns, VirtualTime
 
 
 class Scheduler:
@@ -77,8 +84,9 @@ class Scheduler:
         max_model_len: int,
         swap_policy: SwapPolicy | None = None,
         chain: Callable[[BlockHash, Salt, int], BlockChain] = BlockChain,
+        tenants: Sequence[Tenant] = (),
     ) -> None:
-        """`chain`: the naming rule for blocks, of a root, a salt and a block size."""
+        """`chain`: the naming rule for blocks, of a root, a salt and a block size. `tenants`: those with weights."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "the longest request must fit into the pool"
         self.pool = pool
         self.limits = limits
@@ -94,6 +102,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_submitted = 0
 
+        self._time = VirtualTime(weights_of(tenants))
         self.idle = IdleWork(pool, limits.token_budget, self._requests)
         self.early = EarlyMessages()
         self._imports = Imports(pool, self.waiting, self._requests, self.early)
@@ -126,6 +135,7 @@ class Scheduler:
             self.idle.add(request, now)
             return
         self._requests[request.request_id] = request
+        self._time.joined(request.tenant)
         self.waiting.append(request)
         self._imports.begin(request, now)
 
@@ -190,12 +200,14 @@ class Scheduler:
 
     @stimulus
     def change_limits(self, limits: SchedulerLimits, tenants: Sequence[Tenant]) -> None:
-        """Take other bounds, and tenants other shares of the pool, from the next step on. Requests that run beyond a
-        lowered `max_requests` run to their end, and a step has room for all of them that decode."""
+        """Take other bounds, and tenants other shares of the pool and of computing, from the next step on.
+        Requests that run beyond a lowered `max_requests` run to their end, and a step has room for all of them that
+        decode."""
         self.limits = limits
         for part in (self.idle, self._swaps, self.drafting):
             part.token_budget = limits.token_budget
         self.pool.limit(quotas(tenants, self.pool.num_blocks))
+        self._time.weigh(weights_of(tenants))
 
     # One step
 
@@ -210,13 +222,17 @@ class Scheduler:
         preempted: list[str] = []
         chunks: list[ScheduledChunk] = []
 
+        # Room for a tenant that has less than its share, before anything is chosen: what is preempted computes nothing.
+        self._give_back(preempted, now)
+        places = self._time.places()
+
         # Decodes first: more than the budget only while more requests run than a lowered `max_requests`.
         budget = self.limits.token_budget
         decodes = [request for request in self.running.values() if request.num_remaining == 1]
         if len(self.running) > self.limits.max_requests:
             budget = max(budget, len(decodes))
         for request in decodes:
-            if budget > 0 and self._make_room(request, 1, preempted, now):
+            if budget > 0 and self._make_room(request, 1, places, preempted, now):
                 chunks.append(chunk_of(request, 1))
                 budget -= 1
 
@@ -229,8 +245,8 @@ class Scheduler:
         scheduled = {chunk.request.request_id for chunk in chunks}
         prefills = [request for request in self.running.values() if request.request_id not in scheduled]
         weigh = weigh_contexts(self.swap_policy.costs, self.limits.token_budget) if chunks else None
-        for request, share in share_budget(prefills, budget, weigh):
-            if self._make_room(request, share, preempted, now):
+        for request, share in share_budget(prefills, budget, weigh, places):
+            if self._make_room(request, share, places, preempted, now):
                 chunks.append(chunk_of(request, share))
                 budget -= ceil(share * weigh(request)) if weigh else share
 
@@ -265,6 +281,10 @@ class Scheduler:
         exports: list[ExportedBlocks] = []
         finished: list[Request] = []
 
+        # Aborted requests' tenants may be gone, and nobody waits for idle work.
+        here = [chunk for chunk in output.chunks if self._requests.get(chunk.request.request_id) is chunk.request]
+        here = [chunk for chunk in here if not chunk.request.assignment.is_idle]
+        self._time.computed(here, self.swap_policy.costs)
         for chunk in output.chunks:
             request = chunk.request
             if self._requests.get(request.request_id) is not request:
@@ -330,6 +350,7 @@ class Scheduler:
         assert all(request.swapped is None or request in self.preempted for request in places)
         assert num_swapped_blocks(self.preempted) <= self.swap_policy.max_blocks
         self.prompt_results.check_integrity()
+        self._time.check_integrity(places)
 
     # Start
 
@@ -346,34 +367,94 @@ class Scheduler:
         taken = self.idle.take(now, num_left, self._room(), is_alone=not chunks)
         return [] if taken is None else [chunk_of(*taken)]
 
-    def _admit(self, now: float) -> None:
-        """Start requests while their blocks fit: of each priority swapped, then other preempted, then waiting ones.
+    def _startable(self, turns: Turns | None, now: float) -> Iterator[tuple[deque[Request], Request, list[int]]]:
+        """Requests that could start if there is room, in order, each with its queue and its cached blocks: of each
+        priority swapped, then other preempted, then waiting ones, and of several tenants in `turns`.
 
-        A preempted request is overtaken only while another is about to compute its next block.
+        A preempted request is overtaken by others of its tenant only while another is about to compute its next block.
         """
-        room = self._room()
-        for queue, candidates in start_order(self.preempted, self.waiting):
-            num_left = len(candidates)
-            for request in candidates:
-                if len(self.running) >= self.limits.max_requests:
+        held_up: dict[str, int] = {}
+        """Tenants with a preempted request that cannot start yet, and its priority."""
+        for queue, request in start_order(self.preempted, self.waiting, turns.choose if turns else None):
+            priority = held_up.get(request.tenant)
+            if priority is not None and (queue is self.waiting or priority != request.assignment.priority):
+                if turns is None:
                     return
-                if not is_ready(request, now):
-                    continue
-                matched = self.pool.match(request.full_hashes())
-                if request.swapped is None and self._contents.is_being_computed(request, len(matched)):
-                    continue
+                continue
+            if not is_ready(request, now):
+                continue
+            matched = self.pool.match(request.full_hashes())
+            if request.swapped is None and self._contents.is_being_computed(request, len(matched)):
+                if queue is self.preempted:
+                    held_up[request.tenant] = request.assignment.priority
+                continue
+            yield queue, request, matched
 
-                # Matched blocks without a holder and new blocks leave less room.
-                num_taken = sum(self.pool.is_cached(block) for block in matched)
-                num_missing = request.num_needed_blocks - len(matched)
-                if num_taken + num_missing > room and self.running:
-                    return
-                room -= num_taken + num_missing
-                queue.remove(request)
-                num_left -= 1
-                self._start(request, matched, now)
-            if num_left and queue is self.preempted:
+    def _num_taken(self, request: Request, matched: Sequence[int]) -> int:
+        """Blocks by which the room shrinks when a request starts: matched ones without a holder, and new ones."""
+        return sum(self.pool.is_cached(block) for block in matched) + request.num_needed_blocks - len(matched)
+
+    def _admit(self, now: float) -> None:
+        """Start requests while there are places and their blocks fit."""
+        if len(self.running) >= self.limits.max_requests:
+            return
+        room = self._room()
+        turns = self._time.turns(self.running.values(), self.swap_policy.costs)
+        for queue, request, matched in self._startable(turns, now):
+            num_taken = self._num_taken(request, matched)
+            if num_taken > room and self.running:
                 return
+            room -= num_taken
+            queue.remove(request)
+            self._start(request, matched, now)
+            if turns is not None:
+                turns.started(request)
+            if len(self.running) >= self.limits.max_requests:
+                return
+
+    def _give_back(self, preempted: list[str], now: float) -> None:
+        """Have tenants above their share of the room give back what the next request of another one needs.
+
+        The request starts in the next step, since nothing starts in a step that preempts. The last running request
+        stays, so that each step computes something.
+        """
+        turns = self._time.turns(self.running.values(), self.swap_policy.costs) if self.num_waiting else None
+        if turns is None or len(self.running) < 2:
+            return
+        _, request, matched = next(self._startable(turns, now), (None, None, ()))
+        while request is not None and len(self.running) > 1:
+            has_place = len(self.running) < self.limits.max_requests
+            if has_place and self._num_taken(request, matched) <= self._room():
+                return
+            victim = self._above_share(request, turns)
+            if victim is None:
+                return
+            self._preempt(victim, now)
+            preempted.append(victim.request_id)
+
+    def _above_share(self, request: Request, turns: Turns) -> Request | None:
+        """The running request that gives way to one of another tenant: the last one of the tenant with the most above
+        its share. None if nobody is above, or this tenant would be itself, so that no room goes back and forth."""
+        used: dict[str, float] = {}
+        for other in self.running.values():
+            used[other.tenant] = used.get(other.tenant, 0.0) + self._part(other)
+        shares = self._time.shares()
+        if used.get(request.tenant, 0.0) + self._part(request) > shares[request.tenant]:
+            return None
+
+        # What is preempted waits at the head of its tenant's queue: it must not be that tenant's turn next.
+        victims = [
+            other
+            for other in self.running.values()
+            if used[other.tenant] > shares[other.tenant] and turns.is_before(request.tenant, other.tenant)
+            if other.assignment.priority >= request.assignment.priority
+        ]
+        excess = {tenant: part - shares[tenant] for tenant, part in used.items()}
+        return max(victims, key=lambda other: (excess[other.tenant], other.tenant, *rank(other)), default=None)
+
+    def _part(self, request: Request) -> float:
+        """The part of the room that a running request has, of places or of blocks, whichever is more."""
+        return max(1 / self.limits.max_requests, request.num_needed_blocks / self.pool.num_blocks)
 
     def _start(self, request: Request, matched: list[int], now: float) -> None:
         """Run a request from the `matched` blocks on."""
@@ -398,8 +479,13 @@ class Scheduler:
         """Blocks beyond the next needs of running requests."""
         return self.pool.num_available - sum(request.num_missing_blocks for request in self.running.values())
 
-    def _make_room(self, request: Request, num_tokens: int, preempted: list[str], now: float) -> bool:
-        """Allocate blocks for a request's next `num_tokens`, preempting later requests; False if preempted itself."""
+    def _make_room(
+        self, request: Request, num_tokens: int, places: Mapping[str, int] | None, preempted: list[str], now: float
+    ) -> bool:
+        """Allocate blocks for a request's next `num_tokens`, preempting later requests; False if preempted itself.
+
+        `places` of tenants are the same for the whole step: the first request by `rank` stays, so it is computed.
+        """
         if request.request_id not in self.running:
             return False
 
@@ -409,7 +495,7 @@ class Scheduler:
         while missing > self.pool.num_available:
             if self._imports.drop_all_holds(now):
                 continue
-            victim = max(self.running.values(), key=rank)
+            victim = max(self.running.values(), key=lambda each: rank(each, places))
             self._preempt(victim, now)
             preempted.append(victim.request_id)
             if victim is request:
@@ -446,3 +532,4 @@ class Scheduler:
             self._contents.drop_tail(request, now)
         self._imports.end(request, now)
         del self._requests[request.request_id]
+        self._time.left(request.tenant)

@@ -1,0 +1,232 @@
+"""Shares of computing among tenants, in virtual time: one tenant asks for many times its share, another for little.
+
+    python -m benchmarks.fairness [--seconds 60] [--times 20] [--json FILE]
+
+The room of the ingress, the manager's placement and the workers' schedulers are the production ones; a step lasts as
+long as the costs say. Deterministic: the same arguments give the same figures on every machine. `blind` has all
+requests in one tenant's name, as a scheduler that does not look at tenants has them.
+"""
+
+import argparse
+import heapq
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from engine.core.costs import WorkerCosts
+from engine.core.errors import OverloadedError
+from engine.core.hashing import root_hash
+from engine.core.ingress.room import Permit, Room
+from engine.core.manager.directory import Directory
+from engine.core.manager.placement import CostModel
+from engine.core.settings import SchedulerLimits
+from engine.core.tenants import Tenant, Tenants, salt_of
+from engine.core.types import AdmitRequest, Assignment, CacheHints, Role, SamplingParams, Stage
+from engine.core.worker.block_pool import BlockPool
+from engine.core.worker.scheduler import Scheduler
+from engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
+from engine.core.worker.virtual_time import chunk_s
+
+COSTS = WorkerCosts(step_s=5e-3, prefill_token_s=1e-4, decode_token_s=2e-4, pair_s=1e-8)
+"""A small GPU's."""
+BLOCK_SIZE, NUM_BLOCKS, BLOCK_BYTES = 16, 2048, 1 << 16
+LIMITS = SchedulerLimits(token_budget=512, max_requests=32)
+NUM_WORKERS, MAX_QUEUED = 2, 512
+PROMPT, ANSWER = (128, 1024), (16, 160)
+"""Bounds of the numbers of tokens."""
+ROOT = root_hash("benchmark")
+HEAVY, LIGHT = Tenant("heavy"), Tenant("light")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request before it is admitted."""
+
+    at_s: float
+    number: int
+    tenant: Tenant
+    token_ids: tuple[int, ...]
+    num_output: int
+
+
+@dataclass(slots=True)
+class Figures:
+    """What one run shows."""
+
+    light_p50_ms: float = 0.0
+    light_p90_ms: float = 0.0
+    heavy_p90_ms: float = 0.0
+    computed_tokens_per_s: float = 0.0
+    light_share: float = 0.0
+    """Of the computed tokens."""
+    refused: dict[str, int] = field(default_factory=dict)
+    preempted: int = 0
+
+
+def arrivals(tenant: Tenant, rate: float, seconds: float, seed: int) -> Iterator[Arrival]:
+    """Poisson arrivals of one tenant; the same for a seed, whatever other tenants do."""
+    chance, now, number = random.Random(seed), 0.0, seed
+    while rate and (now := now + chance.expovariate(rate)) < seconds:
+        token_ids = tuple(chance.randrange(30_000) for _ in range(chance.randint(*PROMPT)))
+        yield Arrival(now, number, tenant, token_ids, chance.randint(*ANSWER))
+        number += 2
+
+
+class Worker:
+    """A production scheduler, and the time at which its step ends."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.pool, LIMITS, 4096)
+        self.scheduler.learn_costs(COSTS)
+        self.step: SchedulerOutput | None = None
+
+
+class Simulation:
+    """Two mixed workers behind one manager and one ingress replica."""
+
+    def __init__(self, *, is_blind: bool) -> None:
+        self._is_blind = is_blind
+        self._room = Room(MAX_QUEUED, None if is_blind else Tenants((HEAVY, LIGHT)))
+        self._directory = Directory(CostModel(BLOCK_SIZE, prior=COSTS), 0)
+        self._workers = {f"w{number}": Worker(f"w{number}") for number in range(NUM_WORKERS)}
+        for worker in self._workers.values():
+            self._directory.register(worker.name, Role.MIXED, 0, BLOCK_BYTES, (), LIMITS.token_budget)
+            self._measure(worker)
+        self._ends: list[tuple[float, str]] = []
+        self._open: dict[str, tuple[Arrival, Permit]] = {}
+        self.ttft_s: dict[str, list[float]] = {HEAVY.name: [], LIGHT.name: []}
+        self.num_computed = {HEAVY.name: 0, LIGHT.name: 0}
+        self.figures = Figures(refused={HEAVY.name: 0, LIGHT.name: 0})
+
+    def run(self, requests: Sequence[Arrival], seconds: float) -> Figures:
+        """Serve until the time is over; what is under way then does not count."""
+        for arrival in requests:
+            self._until(arrival.at_s)
+            self._arrive(arrival)
+        self._until(seconds)
+        figures, total = self.figures, sum(self.num_computed.values())
+        figures.light_p50_ms = _quantile(self.ttft_s[LIGHT.name], 0.5)
+        figures.light_p90_ms = _quantile(self.ttft_s[LIGHT.name], 0.9)
+        figures.heavy_p90_ms = _quantile(self.ttft_s[HEAVY.name], 0.9)
+        figures.computed_tokens_per_s = round(total / seconds, 1)
+        figures.light_share = round(self.num_computed[LIGHT.name] / max(1, total), 4)
+        for _, permit in self._open.values():
+            permit.release()
+        return figures
+
+    def _until(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            ended_at, name = heapq.heappop(self._ends)
+            self._end_step(self._workers[name], ended_at)
+            self._begin_step(self._workers[name], ended_at)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        try:
+            [permit] = self._room.acquire(1, arrival.tenant)
+        except OverloadedError:
+            self.figures.refused[arrival.tenant.name] += 1
+            return
+        request_id, now, salt = str(arrival.number), arrival.at_s, salt_of(arrival.tenant.name, None)
+        self._open[request_id] = arrival, permit
+        assignment = Assignment(
+            request_id,
+            0,
+            Stage.WHOLE,
+            arrival.token_ids,
+            len(arrival.token_ids),
+            SamplingParams(arrival.num_output),
+            "ingress",
+            salt,
+            cache=CacheHints(tenant="" if self._is_blind else arrival.tenant.name),
+        )
+        admission, _ = self._directory.admit(AdmitRequest(request_id, 0, (), len(arrival.token_ids)), now)
+        worker = self._workers[admission.decode]
+        worker.scheduler.submit(assignment, ROOT, now)
+        if worker.step is None:
+            self._begin_step(worker, now)
+
+    def _begin_step(self, worker: Worker, now: float) -> None:
+        output = worker.scheduler.schedule(now)
+        self.figures.preempted += len(output.preempted)
+        worker.step = output if output.chunks else None
+        if worker.step is not None:
+            took_s = COSTS.step_s + sum(chunk_s(chunk, COSTS) for chunk in output.chunks)
+            heapq.heappush(self._ends, (now + took_s, worker.name))
+
+    def _end_step(self, worker: Worker, now: float) -> None:
+        assert worker.step is not None
+        sampled = {chunk.request.request_id: (SampledToken(1),) for chunk in worker.step.chunks if chunk.samples}
+        for chunk in worker.step.chunks:
+            self.num_computed[self._open[chunk.request.request_id][0].tenant.name] += chunk.num_tokens
+        outcome = worker.scheduler.update(worker.step, RunnerOutput(sampled=sampled), now)
+        for event in outcome.events:
+            arrival, permit = self._open[event.request_id]
+            if event.position == 0:
+                self.ttft_s[arrival.tenant.name].append(now - arrival.at_s)
+                self._directory.first_token(event.request_id, 0, now - arrival.at_s)
+            if event.finish is not None:
+                permit.release()
+                del self._open[event.request_id]
+                self._directory.end_request(event.request_id, now)
+        worker.pool.drain_journal()
+        self._measure(worker)
+
+    def _measure(self, worker: Worker) -> None:
+        num_available = worker.pool.num_available
+        num_empty = num_available - worker.pool.num_cached
+        self._directory.worker_measured(worker.name, 0, COSTS, num_available, num_empty)
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    """In milliseconds; 0 without values."""
+    return round(1000 * sorted(values)[int(part * (len(values) - 1))], 1) if values else 0.0
+
+
+def capacity() -> float:
+    """Requests per second that all workers serve at most, of the mean lengths."""
+    prompt, answer, beside = sum(PROMPT) / 2, sum(ANSWER) / 2, LIMITS.max_requests / 2
+    decode_s = COSTS.decode_token_s + COSTS.step_s / beside
+    return NUM_WORKERS / (prompt * COSTS.prefill_token_s + answer * decode_s)
+
+
+def measure(seconds: float, times: float) -> dict[str, Figures]:
+    """All runs. The light tenant asks for a tenth of what there is, the heavy one for half of it, or `times` that."""
+    most = capacity()
+    light = list(arrivals(LIGHT, 0.1 * most, seconds, 1))
+    share = list(arrivals(HEAVY, 0.5 * most, seconds, 2))
+    flood = list(arrivals(HEAVY, 0.5 * most * times, seconds, 2))
+    runs = {
+        "light alone": (False, light),
+        "heavy at its share": (False, chain(light, share)),
+        f"heavy {times:g} times, blind": (True, chain(light, flood)),
+        f"heavy {times:g} times, shared": (False, chain(light, flood)),
+    }
+    return {
+        name: Simulation(is_blind=is_blind).run(sorted(requests, key=lambda each: each.at_s), seconds)
+        for name, (is_blind, requests) in runs.items()
+    }
+
+
+def main() -> int:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seconds", type=float, default=60.0, help="virtual seconds (default: %(default)s)")
+    parser.add_argument("--times", type=float, default=20.0, help="load of the heavy tenant, in its shares")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    found = measure(options.seconds, options.times)
+    for name, figures in found.items():
+        print(f"{name:28}", *(f"{key} {value}" for key, value in asdict(figures).items()), sep="  ")
+    if options.json:
+        options.json.write_text(json.dumps({name: asdict(each) for name, each in found.items()}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
