@@ -5,6 +5,7 @@ This module knows positions in memory only; the block pool knows the request or 
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -19,13 +20,15 @@ from kernels.kv_unpack import kv_unpack
 
 ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
+ALIGNMENT = 4096
+"""Bytes; the pool begins at a page, so that no vector of the kernels lies across two cache lines."""
+
 
 class KVPool:
     """Keys and values of `num_blocks` blocks of `block_size` token positions, for every layer.
 
     The tensor is block-major, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: a block is one
-    contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model. Every
-    page is touched here, since the first touch of a page costs more than computing its content.
+    contiguous run of `block_bytes` bytes, so exporting and importing blocks are plain copies, whatever the model.
     """
 
     def __init__(
@@ -40,9 +43,9 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
-        self.data = torch.empty(shape, dtype=dtype, device=device)
-        prefer_huge_pages(self.data)
-        self.data.zero_()
+        self.data = (
+            _untouched(shape, dtype) if self.device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
         self.block_bytes = self.data.stride(0) * self.data.element_size()
         self.layers = tuple((self.data[:, layer, 0], self.data[:, layer, 1]) for layer in range(config.num_layers))
 
@@ -65,6 +68,19 @@ class KVPool:
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block onto another."""
         self.data[target].copy_(self.data[source])
+
+
+def _untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros in main memory whose pages the system provides at their first use.
+
+    To touch them all beforehand takes about a second of processor time per GiB, for memory that may never be needed.
+    The first use of a block in huge pages costs under half a percent of computing its content.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
+    first = -memory.data_ptr() % ALIGNMENT
+    prefer_huge_pages(memory)
+    return memory[first : first + size].view(dtype).view(shape)
 
 
 def as_tensor(buffer: ByteArray) -> Tensor:
