@@ -8,7 +8,10 @@ import asyncio
 import os
 import time
 
+from fastapi import FastAPI
+
 from actors.changes import log_refused, when_changed
+from actors.ingress.application import application
 from actors.ingress.replica import IngressReplica
 from actors.local import LocalHandle, LocalRuntime
 from actors.manager.kv_cache_manager import KVCacheManager
@@ -77,6 +80,10 @@ class OneProcess:
             self.replica.change(self._tenants_file.resolved(self._declared))
         except StartupError as error:
             log_refused(INGRESS, error)
+
+    def application(self) -> FastAPI:
+        """The HTTP application, the same that Serve runs."""
+        return application(self.replica)
 
     async def stop(self) -> None:
         """End the engine's thread, and the processes that were started beside this one."""

@@ -205,7 +205,7 @@ class LocalCluster:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": self._config.http.host, "port": self._config.http.port})
-        serve._run(compose(_named_local(self._config)), name=APP_NAME, _blocking=False)
+        serve._run(compose(named_local(self._config)), name=APP_NAME, _blocking=False)
         wait_until_running(APP_NAME, progress, stop)
 
     def stop(self) -> None:
@@ -282,7 +282,7 @@ def front(folder: Path, http: HttpSection) -> dict[str, str]:
     }
 
 
-def _named_local(config: Config) -> Config:
+def named_local(config: Config) -> Config:
     """Allow the name localhost on a loopback address, unless the configuration names hosts."""
     if config.http.allowed_hosts is not None or not haproxy.LOOPBACK.match(config.http.host):
         return config

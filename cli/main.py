@@ -35,6 +35,11 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, help="port to bind (default: the configuration's, 8000)")
     add_flags(serve)
     serve.add_argument(
+        "--local",
+        action="store_true",
+        help="all in one process, without Ray's cluster: one worker, no failover",
+    )
+    serve.add_argument(
         "--restart", action="store_true", help="start again when the server fails, as when Ray's GCS dies"
     )
     serve.set_defaults(run=_serve)
@@ -88,6 +93,12 @@ def _add_config(command: argparse.ArgumentParser, default: str | None = None) ->
 
 
 def _serve(options: argparse.Namespace) -> int:
+    if options.local:
+        if options.restart:
+            raise StartupError("--restart starts Ray again; with --local there is none")
+        from cli import local
+
+        return local.run(options)
     if options.restart:
         from cli import restart
 

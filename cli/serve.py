@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         StartupError: configuration, model, or port cannot be used.
     """
-    return run_with(options.config, _overrides(options), _serve_until_stopped, options=options)
+    return run_with(options.config, overrides_of(options), _serve_until_stopped, options=options)
 
 
 def run_with(
@@ -86,31 +86,8 @@ def run_with(
     Raises:
         StartupError: configuration, model, or port cannot be used.
     """
-    machine = this_machine()
-    choice, config = chosen(configs or (), overrides, machine, options or argparse.Namespace())
-    TenantsFile().resolved(config)
     console = Console(stderr=True, highlight=False)
-    with Waiting(console, "starting") as status:
-        _check_port(config.http.host, config.http.port)
-        _check_disk(config.cache)
-        _check_memory(config)
-        _check_shared_memory(config, console)
-        model = read_description(config.model.source, status.update)
-        if config.model.source.startswith(NULL):
-            sizes = None  # made-up tokens need no memory
-        else:
-            choice, config, sizes = fitting(choice, config, model, machine)
-        if choice.reason:
-            console.print(f"configuration {choice.config} for {choice.reason} (--config takes another)", soft_wrap=True)
-        if sizes is not None:
-            console.print(described(config, sizes, model, machine), soft_wrap=True)
-            config = sized(config, sizes)
-
-        status.update("loading torch")
-        from engine.model.build import prepare  # torch comes with it, which no mistake in a configuration waits for
-
-        prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
-
+    config = prepared(configs or (), overrides, options or argparse.Namespace(), console)
     stop = threading.Event()
     cluster = LocalCluster(config)
 
@@ -132,6 +109,48 @@ def run_with(
         ray_thread.submit(cluster.stop).result()
 
     return 0
+
+
+def prepared(
+    configs: Sequence[str],
+    overrides: Mapping[str, Any],
+    options: argparse.Namespace,
+    console: Console,
+    *,
+    has_store: bool = True,
+) -> Config:
+    """The configuration of a server that can start here: chosen, checked and sized, with its model at hand and its
+    kernels built; says what was chosen. `has_store`: KV lies in Ray's object store, too.
+
+    Raises:
+        StartupError: configuration, model, or port cannot be used.
+    """
+    machine = this_machine()
+    choice, config = chosen(configs, overrides, machine, options)
+    TenantsFile().resolved(config)
+    with Waiting(console, "starting") as status:
+        _check_port(config.http.host, config.http.port)
+        _check_disk(config.cache)
+        if has_store:
+            _check_memory(config)
+            _check_shared_memory(config, console)
+        model = read_description(config.model.source, status.update)
+        if config.model.source.startswith(NULL):
+            sizes = None  # made-up tokens need no memory
+        else:
+            choice, config, sizes = fitting(choice, config, model, machine)
+        if choice.reason:
+            console.print(f"configuration {choice.config} for {choice.reason} (--config takes another)", soft_wrap=True)
+        if sizes is not None:
+            console.print(described(config, sizes, model, machine), soft_wrap=True)
+            config = sized(config, sizes)
+
+        status.update("loading torch")
+        from engine.model.build import prepare  # torch comes with it, which no mistake in a configuration waits for
+
+        prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
+
+    return config
 
 
 def chosen(
@@ -218,7 +237,7 @@ def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:
             took_s = age_s()
             logger.info("ready after %.1f s", took_s, extra=about("ready", took_s=round(took_s, 3)))
             console.print(
-                f"ready after {took_s:.1f} s: {_url(running.config)}, Ray at {cluster.address()}\n"
+                f"ready after {took_s:.1f} s: {url_of(running.config)}, Ray at {cluster.address()}\n"
                 f"{who_may_use(running.config)}\n"
                 f"logs: {cluster.log_folder()}/raydix-*.log\n",
                 soft_wrap=True,
@@ -290,13 +309,13 @@ def example(config: Config, folder: Path) -> str:
         else '"prompt": "The capital of France is"'
     )
     request = (
-        f"curl {_url(config)}/v1/{route} {key}-H 'Content-Type: application/json' -d "
+        f"curl {url_of(config)}/v1/{route} {key}-H 'Content-Type: application/json' -d "
         f'\'{{"model": "{name}", {prompt}, "temperature": 0, "max_tokens": 100}}\''
     )
     return request if is_chat else f"the model has no chat template, and so completes texts alone:\n{request}"
 
 
-def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+def overrides_of(options: argparse.Namespace) -> dict[str, Any]:
     chosen = {
         "model": {"source": options.model},
         "http": {"host": options.host, "port": options.port},
@@ -362,6 +381,6 @@ def _stop_on_signals(stop: threading.Event) -> None:
         signal.signal(number, lambda *_: stop.set())
 
 
-def _url(config: Config) -> str:
+def url_of(config: Config) -> str:
     host = config.http.host
     return f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}"

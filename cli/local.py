@@ -1,0 +1,105 @@
+"""`raydix serve --local`: the whole server in this process, without Ray's cluster, until a signal ends it.
+
+The HTTP application is the one that Serve runs, behind uvicorn in the place of HAProxy.
+"""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from cli.cluster import named_local, who_may_use
+from cli.serve import example, overrides_of, prepared, url_of
+from cli.waiting import Waiting, age_s
+from configs import Config
+from engine.core.errors import StartupError
+from engine.model.sources import resolve_model
+
+if TYPE_CHECKING:
+    import uvicorn
+
+STREAMS_S = 2
+"""Time that running answers have after a signal; a second signal does not wait for them."""
+LOOK_S = 0.02
+"""Interval between two looks whether the server listens."""
+MAX_HEAD = 32 << 10
+"""Bytes of a request's line and headers; HAProxy takes as many."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code.
+
+    Raises:
+        StartupError: configuration, model, or port cannot be used.
+    """
+    console = Console(stderr=True, highlight=False)
+    if options.config is None and options.role is None:
+        options.role = "mixed"  # the one worker, also where the machine has room for two
+    config = named_local(prepared(options.config or (), overrides_of(options), options, console, has_store=False))
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, console))
+    return 0
+
+
+async def _serve(config: Config, console: Console) -> None:
+    from actors.one_process import OneProcess
+
+    server = OneProcess(config)
+    told = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    stopping = asyncio.create_task(told.wait())
+
+    with Waiting(console, "loading the model"):
+        starting = asyncio.create_task(server.start())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        starting.result()
+        await _listen(server.application(), config, console, stopping)
+    else:
+        starting.cancel()
+    console.print("stopping")
+    await server.stop()
+
+
+async def _listen(application: object, config: Config, console: Console, stopping: "asyncio.Task[bool]") -> None:
+    """Answer requests until told to stop. Raises StartupError if the port was taken meanwhile."""
+    web = _uvicorn(application, config)
+    serving = asyncio.create_task(web._serve())  # `serve` would take the signals' handlers
+    while not web.started and not serving.done():
+        await asyncio.sleep(LOOK_S)
+    if serving.done():
+        raise StartupError(f"nothing can listen on {config.http.host}:{config.http.port} any more")
+
+    console.print(
+        f"ready after {age_s():.1f} s: {url_of(config)}, all in this process: nothing takes over from it\n"
+        f"{who_may_use(config)}\n\n{example(config, resolve_model(config.model.source))}\n",
+        soft_wrap=True,
+    )
+    await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+    web.should_exit = True
+    await serving
+
+
+def _uvicorn(application: object, config: Config) -> "uvicorn.Server":
+    import uvicorn
+
+    settings = uvicorn.Config(
+        application,  # type: ignore[arg-type]
+        host=config.http.host,
+        port=config.http.port,
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=STREAMS_S,
+        h11_max_incomplete_event_size=MAX_HEAD,
+    )
+    return uvicorn.Server(settings)

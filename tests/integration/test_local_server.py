@@ -1,0 +1,137 @@
+"""`raydix serve --local`: one process, the same application, ended by a signal."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import psutil
+import pytest
+
+from cli.cluster import free_port
+from engine.core.errors import StartupError
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.integration.conftest import Server, random_prompt
+
+QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+
+
+class Process:
+    """A server that runs in a process of its own, and the lines that it has written."""
+
+    def __init__(self, *options: str) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "cli.main", "serve", "--local", "--port", str(self.port), *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self._new: Queue[str | None] = Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._new.put(line.rstrip())
+        self._new.put(None)
+
+    def until(self, pattern: str) -> str:
+        """The first line with this pattern; fails when the process ends without one."""
+        while (line := self._new.get()) is not None:
+            self.lines.append(line)
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"ended without {pattern!r}: {self.lines}")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    config = tmp_path_factory.mktemp("local") / "small.yaml"
+    batches = json.dumps(str(tmp_path_factory.mktemp("batches")))
+    config.write_text(f"cache: {{num_blocks: 200}}\nmodel: {{max_model_len: 2048}}\nbatches: {{folder: {batches}}}\n")
+    running = Process("--config", str(config))
+    try:
+        running.until("ready after")
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+@pytest.fixture
+def here(local: Process) -> Server:
+    return Server("127.0.0.1", local.port)
+
+
+def test_chats_completions_and_streams(here: Server) -> None:
+    status, _, body = here.request("POST", "/v1/chat/completions", {**QUESTION, "max_tokens": 12}, timeout=300)
+    assert status == 200 and "Paris" in json.loads(body)["choices"][0]["message"]["content"]
+    prompt = random_prompt(1, 300)
+    whole = here.complete(prompt, max_tokens=8)
+    *chunks, last = here.stream(prompt, max_tokens=8)
+    token_ids = [token_id for chunk in chunks for token_id in chunk["choices"][0].get("token_ids", ())]
+    assert token_ids == whole["choices"][0]["token_ids"]
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] >= 288
+
+
+def test_routes_beside_generation(here: Server) -> None:
+    for route in ("/health", "/v1/models", "/metrics", "/openapi.json", "/docs", "/v1/cache", "/version", "/load"):
+        assert here.request("GET", route)[0] == 200, route
+    assert here.request("GET", "/nothing")[0] == 404
+    assert here.request("POST", "/v1/chat/completions", b"{")[0] == 400
+    status, _, body = here.request("POST", "/v1/completions", {"prompt": "One", "max_tokens": 1})
+    name = json.loads(body)["id"]
+    status, _, body = here.request("GET", f"/v1/requests/{name}/explain")
+    assert status == 200 and json.loads(body)["choices"]
+    assert here.request("POST", "/v1/cache/reset", {})[0] == 200
+
+
+def test_a_grammar_and_a_client_that_leaves(here: Server) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+    body = {**QUESTION, "max_tokens": 60, "response_format": form}
+    status, _, answer = here.request("POST", "/v1/chat/completions", body, timeout=300)
+    assert status == 200
+    assert isinstance(json.loads(json.loads(answer)["choices"][0]["message"]["content"])["n"], int)
+    chunks = here.stream(random_prompt(2, 20), max_tokens=1500)
+    next(chunks)
+    chunks.close()
+    assert here.complete(random_prompt(3, 20), max_tokens=4)["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_start_says_what_it_is(local: Process) -> None:
+    said = "\n".join(local.lines)
+    assert f"http://127.0.0.1:{local.port}, all in this process" in said
+    assert not [child for child in psutil.Process(local.process.pid).children(True) if "ray" in child.name()]
+
+
+def test_a_signal_ends_everything(local: Process) -> None:
+    """The last test of the module: the server answers nothing any more."""
+    children = psutil.Process(local.process.pid).children(recursive=True)
+    os.kill(local.process.pid, signal.SIGTERM)
+    local.until("stopping")
+    assert local.process.wait() == 0
+    gone, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive and len(gone) == len(children)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--config", "cpu"], "one process has one worker"),
+        (["--restart"], "--restart"),
+        (["--model", "no_such.gguf"], "no_such.gguf"),
+    ],
+)
+def test_what_cannot_run_in_one_process_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
+    refused = Process(*options)
+    assert said in refused.until("raydix: ")
+    assert refused.process.wait() == 2
