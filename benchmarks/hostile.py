@@ -95,11 +95,11 @@ class Streams:
                 connection.close()
 
 
-def post(port: int, path: str, body: bytes) -> str:
+def post(port: int, path: str, body: bytes, content_type: str = "application/json") -> str:
     """Status of a request, or the name of its failure."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        connection.request("POST", path, body, {"content-type": "application/json"})
+        connection.request("POST", path, body, {"content-type": content_type})
         response = connection.getresponse()
         response.read()
         return str(response.status)

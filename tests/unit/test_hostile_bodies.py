@@ -1,0 +1,72 @@
+"""The corpus of hostile bodies covers every field of every route, within the limit of a body."""
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from actors.ingress.application import application
+from actors.ingress.routes.api_document import api_document
+from benchmarks.hostile_bodies import HostileBody, Sizes, fields_of, hostile_bodies
+
+SMALL = Sizes(max_body_bytes=16 << 10)
+"""A corpus of small bodies has the same cases."""
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return dict(api_document(application(None)))
+
+
+@pytest.fixture(scope="module")
+def bodies(document: dict[str, Any]) -> Sequence[HostileBody]:
+    return list(hostile_bodies(document, SMALL))
+
+
+def test_every_field_of_every_route_is_at_its_limit(document: dict[str, Any], bodies: Sequence[HostileBody]) -> None:
+    fields = fields_of(document)
+
+    assert {(body.path, body.field) for body in bodies} == fields
+    assert len(bodies) >= 200
+    assert {path for path, operations in document["paths"].items() if "requestBody" in operations.get("post", {})} == {
+        path for path, _ in fields
+    }
+
+
+def test_bodies_are_within_the_limit_and_have_names_of_their_own(bodies: Sequence[HostileBody]) -> None:
+    assert [body.name for body in bodies if len(body.data) > SMALL.max_body_bytes] == []
+    assert len({body.name + str(len(body.data)) for body in bodies}) > 0.9 * len(bodies)
+
+
+def test_bodies_of_the_largest_size_are_near_the_limit(document: dict[str, Any]) -> None:
+    sizes = Sizes()
+    started = time.process_time()
+    large = [len(body.data) for body in islice(hostile_bodies(document, sizes), 0, 40)]
+    assert max(large) > 0.9 * sizes.max_body_bytes
+    assert max(large) <= sizes.max_body_bytes
+    assert time.process_time() - started < 60, "far above what forty bodies take"
+
+
+def test_a_new_field_and_its_bounds_are_covered_by_themselves() -> None:
+    schema = {
+        "type": "object",
+        "required": ["text"],
+        "properties": {
+            "text": {"type": "string"},
+            "number": {"type": "integer", "minimum": 3, "exclusiveMaximum": 9},
+            "names": {"type": "array", "maxItems": 5, "items": {"$ref": "#/components/schemas/Name"}},
+        },
+    }
+    document = {
+        "paths": {"/new": {"post": {"requestBody": {"content": {"application/json": {"schema": schema}}}}}},
+        "components": {"schemas": {"Name": {"type": "string", "maxLength": 7}}},
+    }
+    sent = [json.loads(body.data) for body in hostile_bodies(document, SMALL)]
+
+    assert {each["number"] for each in sent if "number" in each} == {3, 8}
+    assert max(len(each["names"]) for each in sent if "names" in each) == 5
+    assert max(len(name) for each in sent for name in each.get("names", ())) == 7
+    assert max(len(each["text"]) for each in sent) == SMALL.value_bytes
