@@ -265,9 +265,7 @@ class Readers:
         self._waiting.append(job)
         try:
             self._refuse_largest()
-            num_free = len(self._processes) - len(self._running)  # with those that are being started
-            if len(self._waiting) > num_free and len(self._processes) < self._max_processes:
-                self._add_process()
+            self._add_if_short()
             await self._tell()
             return await job.reading
         finally:
@@ -284,6 +282,7 @@ class Readers:
         self._max_waiting_bytes = max_waiting_bytes
         self._max_processes = num_processes
         self._refuse_largest()
+        self._add_if_short()
 
     async def close(self) -> None:
         """End the processes."""
@@ -324,10 +323,23 @@ class Readers:
         async with self._arrived:
             self._arrived.notify_all()
 
+    def _add_if_short(self) -> None:
+        """Start a process if more requests wait than processes are free, those that are being started among them."""
+        num_free = len(self._processes) - len(self._running)
+        if len(self._waiting) > num_free and len(self._processes) < self._max_processes:
+            self._add_process()
+
     def _add_process(self) -> None:
         task = asyncio.create_task(self._serve())
         self._processes.add(task)
-        task.add_done_callback(self._processes.discard)
+        task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        """Forget a process. Under a lowered limit more processes may leave at a time than have to: where requests wait,
+        another one is started."""
+        self._processes.discard(task)
+        if not task.cancelled():
+            self._add_if_short()
 
     async def _serve(self) -> None:
         """Keep a process reading the waiting requests: start another after each end or failure."""

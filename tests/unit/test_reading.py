@@ -499,6 +499,35 @@ def test_a_long_request_does_not_shut_out_others() -> None:
     with_readers(work, num_processes=2)
 
 
+def test_requests_are_read_when_all_processes_leave_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a lowered limit each of two processes finds one too many, itself."""
+    is_ready = _Process.is_ready
+    seen: list[_Process] = []
+    both_have_read, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def together(process: _Process) -> bool:
+        outcome = await is_ready(process)
+        seen.append(process)
+        if seen.count(process) == 2 and not may_go_on.is_set():
+            if len(seen) == 4:
+                both_have_read.set()
+            await may_go_on.wait()
+        return outcome
+
+    async def work(readers: Readers) -> None:
+        await asyncio.gather(*(readers.read(("completion", completion(text)), 1) for text in "xy"))
+        await both_have_read.wait()
+        readers.limit(1 << 20, 1)
+        last = asyncio.create_task(readers.read(("completion", completion("z")), 1))
+        while not readers.num_waiting:
+            await asyncio.sleep(0)
+        may_go_on.set()
+        assert (await last).prompts
+
+    monkeypatch.setattr(_Process, "is_ready", together)
+    with_readers(work, num_processes=2)
+
+
 def test_a_request_that_crashes_its_process_is_refused_and_not_tried_again() -> None:
     """llguidance looks into nested rules by recursion, and overflows its stack."""
     rules = "".join(f'r{index}: "a" r{index + 1} | "b"\n' for index in range(5000)) + 'r5000: "a"\nstart: r0'
