@@ -118,11 +118,10 @@ class LLM:
         own = {"source": model, "dtype": dtype, "quantization": quantization, "max_model_len": max_model_len}
         given = {name: value for name, value in own.items() if value is not None}
         server = _server([config] if isinstance(config, str) else list(config), {"model": given, **sections})
-        self._server = server
+        self._open_server: OneProcess | None = server
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="raydix", daemon=True)
         self._thread.start()
-        self._is_closed = False
         try:
             self._wait(server.start())
         except BaseException:
@@ -203,11 +202,15 @@ class LLM:
 
     def close(self) -> None:
         """End the threads and processes, and free the memory. Nothing can be asked afterwards."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._run(self._server.stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        # What is called at the end of the program refers to this object, which would keep the model in memory.
+        server, self._open_server = self._open_server, None
+        if server is not None:
+            try:
+                self._run(server.stop())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,6 +221,12 @@ class LLM:
         self.close()
 
     # Inside
+
+    @property
+    def _server(self) -> "OneProcess":
+        if self._open_server is None:
+            raise RuntimeError("this LLM is closed")
+        return self._open_server
 
     def _all(self, name: str, prompts: Sequence[Any], params: Any, *, show: bool, **fields: Any) -> list[RequestOutput]:
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
@@ -249,7 +258,7 @@ class LLM:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work in the event loop of the server; an interruption cancels the work."""
-        if self._is_closed:
+        if self._open_server is None:
             work.close()
             raise RuntimeError("this LLM is closed")
         return self._run(work)

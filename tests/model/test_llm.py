@@ -1,9 +1,11 @@
 """The offline class: the whole server in this process, on the default model."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +120,22 @@ def test_a_configuration_of_more_than_one_process_is_refused() -> None:
         LLM(workers={"prefill": {}, "decode": {}, "mixed": None})
     with pytest.raises(StartupError, match=r"no_such\.gguf"):
         LLM("no_such.gguf")
+
+
+def test_closing_frees_the_memory() -> None:
+    llm = LLM(f"null:{DEFAULT_MODEL}", max_model_len=1024, cache=SMALL)
+    assert llm.generate("x", GREEDY)[0].outputs[0].token_ids
+    worker = llm._server._worker
+    assert worker is not None
+    pool = weakref.ref(worker._engine.store)
+    del worker
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert pool() is None, "something refers to the engine of a model that was closed"
+    for ask in (llm.generate, llm.embed):
+        with pytest.raises(RuntimeError, match="closed"):
+            ask("x")
 
 
 def test_a_program_ends_by_itself(llm: LLM) -> None:
