@@ -47,21 +47,24 @@ class TenantsFile:
 
     def tenants(self, name: str) -> tuple[TenantSection, ...]:
         """The tenants of the file of this name, which is looked at from now on. Raises StartupError as `resolved`."""
-        self._path = Path(name).expanduser()
+        path = Path(name).expanduser()
         # Before the content is parsed: what is written meanwhile counts as a change.
-        self._seen = self._content()
+        self._path, self._seen = path, _content(path)
         try:
-            return _File.model_validate(read_yaml(self._path)).tenants
+            return _File.model_validate(read_yaml(path)).tenants
         except ValidationError as error:
             raise StartupError(f"tenants_file {name}: {'; '.join(explain(error, _File))}") from None
 
     def has_changed(self) -> bool:
-        """True if the file has another content than at the last reading."""
-        return self._path is not None and self._content() != self._seen
+        """True if the file has another content than at the last reading. For a thread of its own: the file may be left
+        out meanwhile."""
+        path = self._path
+        return path is not None and _content(path) != self._seen
 
-    def _content(self) -> bytes | None:
-        assert self._path is not None
-        try:
-            return self._path.read_bytes()
-        except OSError:
-            return None
+
+def _content(path: Path) -> bytes | None:
+    """The content of a file; None if there is none."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
