@@ -291,12 +291,11 @@ class Frontend:
         with self.accounting.handle():
             job = await self._prepare(as_generate_request(request), stream=True)
             is_first = True
-            async with self.answer_room(job):
-                with self.accounted(job):
-                    async with aclosing(self._output.pieces(job.answers[0])) as pieces:
-                        async for piece in pieces:
-                            yield self._rendering.chunk(job, piece, is_first=is_first)
-                            is_first = False
+            with self.accounted(job):
+                async with self.answer_room(job), aclosing(self._output.pieces(job.answers[0])) as pieces:
+                    async for piece in pieces:
+                        yield self._rendering.chunk(job, piece, is_first=is_first)
+                        is_first = False
 
     async def _prepare(self, request: GenerateRequest, *, stream: bool) -> Job:
         tenant = self.tenants.named(request.tenant)

@@ -1,5 +1,6 @@
 """Answers of a size that clients choose: in slices, beside the event loop, the same text as small ones have."""
 
+import asyncio
 import json
 import pickle
 import random
@@ -10,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from actors.ingress import frontend
 from engine.api.logprobs import SMALL, CompletionLogprobs, TokenNames, chat_logprobs, prompt_logprobs
 from engine.api.slices import SLICE_IDS, Sliced, array_of, document, ids_of, whole
 from engine.core.ingress.answer_room import AnswerRoom, Claim
@@ -133,6 +135,24 @@ def test_large_answers_leave_the_event_loop_to_others(
     else:
         json.loads(reply.body)
     assert not replica.answer_room.num_bytes
+
+
+def test_a_stream_that_is_left_while_it_waits_for_memory_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "SMALL_BYTES", 1)
+
+    async def run() -> None:
+        replica = Replica()
+        replica.answer_room.ask(Claim("another", 64 << 20, lambda: None))
+        first = asyncio.ensure_future(anext(replica.frontend.stream({"prompt": "hi", "prompt_logprobs": 1})))
+        while not replica.answer_room.num_waiting:
+            assert not first.done(), "the answer did not wait"
+            await asyncio.sleep(0)
+        assert replica.room.num_held == 1
+        first.cancel()
+        await asyncio.wait([first])
+        assert not replica.answer_room.num_waiting and replica.room.num_held == 0
+
+    asyncio.run(run())
 
 
 def test_a_claim_waits_for_memory_and_never_fails() -> None:
