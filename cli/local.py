@@ -72,11 +72,11 @@ async def _serve(config: Config, console: Console) -> None:
 async def _listen(application: object, config: Config, console: Console, stopping: "asyncio.Task[bool]") -> None:
     """Answer requests until told to stop. Raises StartupError if the port was taken meanwhile."""
     web = _uvicorn(application, config)
-    serving = asyncio.create_task(web._serve())  # `serve` would take the signals' handlers
+    serving = asyncio.create_task(_answering(web, config))
     while not web.started and not serving.done():
         await asyncio.sleep(LOOK_S)
     if serving.done():
-        raise StartupError(f"nothing can listen on {config.http.host}:{config.http.port} any more")
+        serving.result()
 
     console.print(
         f"ready after {age_s():.1f} s: {url_of(config)}, all in this process: nothing takes over from it\n"
@@ -86,6 +86,14 @@ async def _listen(application: object, config: Config, console: Console, stoppin
     await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
     web.should_exit = True
     await serving
+
+
+async def _answering(web: "uvicorn.Server", config: Config) -> None:
+    """Answer requests until the server is told to exit. Raises StartupError if the port is taken."""
+    try:
+        await web._serve()  # `serve` would take the signals' handlers
+    except SystemExit:  # uvicorn would end the process, without a word about what to do
+        raise StartupError(f"nothing can listen on {config.http.host}:{config.http.port} any more") from None
 
 
 def _uvicorn(application: object, config: Config) -> "uvicorn.Server":

@@ -25,8 +25,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fastapi import FastAPI
+from rich.console import Console
 
-from cli import chat
+from cli import chat, local
 from cli.cluster import free_port, who_may_use
 from cli.main import main, parser
 from configs import load_config
@@ -658,8 +660,6 @@ def test_the_age_of_a_process_has_its_imports_in_it() -> None:
 
 
 def test_a_command_without_a_terminal_says_again_and_again_what_it_waits_for() -> None:
-    from rich.console import Console
-
     from cli.waiting import Waiting
 
     class Written(io.StringIO):
@@ -744,3 +744,16 @@ def test_an_installation_names_each_step_and_shows_its_progress() -> None:
     for step, number in enumerate(slow, 1):
         assert lines[number - 1].startswith(f"echo '{step} of {len(slow)}: ")
         assert "--quiet" not in lines[number] and " -q " not in lines[number]
+
+
+def test_a_port_that_was_taken_during_the_start_of_one_process_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        config = load_config("cpu_mixed", {"http": {"host": "127.0.0.1", "port": port}})
+
+        async def listen() -> None:
+            stopping = asyncio.create_task(asyncio.Event().wait())
+            await local._listen(FastAPI(), config, Console(file=io.StringIO()), stopping)
+
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port}"):
+            asyncio.run(listen())
