@@ -2,8 +2,7 @@
 
 A response and the responses before it are used together. When room is short, the tenant furthest above its share
 (`engine.core.shares`) loses its least recently used response; of responses used together, the last of the conversation
-goes first. So every response that an entry goes on from
-is kept as long as the entry, unless a client deletes it.
+goes first. So every response that an entry goes on from is kept as long as the entry, unless a client deletes it.
 """
 
 from collections import OrderedDict
