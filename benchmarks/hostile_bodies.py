@@ -35,12 +35,21 @@ class HostileBody:
     path: str
     field: str
     case: str
-    content_type: str
-    data: bytes
+    described_type: str
+    body: dict[str, Any]
 
     @property
     def name(self) -> str:
         return f"{self.path} {self.case}"
+
+    @property
+    def content_type(self) -> str:
+        is_form = self.described_type.startswith("multipart/")
+        return f"{self.described_type}; boundary={BOUNDARY}" if is_form else self.described_type
+
+    def data(self) -> bytes:
+        """The bytes to send, made at each call: a body that is passed over costs little."""
+        return _encoded(self.body, self.described_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +93,7 @@ def _bodies(maker: "_Maker", path: str, content_type: str, schema: Schema) -> It
     for field, field_schema in schema["properties"].items():
         for label, value in maker.values(field_schema, field):
             body = maker.least(schema) | maker.beside(schema, field) | {field: value}
-            data, sent_as = _encoded(body, content_type)
-            yield HostileBody(path, field, f"{field}{label}", sent_as, data)
+            yield HostileBody(path, field, f"{field}{label}", content_type, body)
 
 
 class _Maker:
@@ -120,14 +128,18 @@ class _Maker:
                 # a schema may ask for one of several fields: the first will do
                 ways: Sequence[Schema] = schema.get("oneOf") or schema.get("anyOf") or ({},)
                 required = [*schema.get("required", ()), *ways[0].get("required", ())]
-                return {name: self.least(schema["properties"][name]) for name in required}
+                least = {name: self.least(schema["properties"][name]) for name in required}
+                # a message needs its text, which its schema leaves out as calls may stand in its place
+                if {"role", "content"} <= schema.get("properties", {}).keys():
+                    least |= {"role": "user", "content": "a"}
+                return least
             case "array":
                 return [self.least(schema.get("items", {}))] * max(1, schema.get("minItems", 0))
             case "integer" | "number":
                 return max(1, schema.get("minimum", 1))
             case "boolean":
                 return True
-        return "user" if schema.get("title") == "Role" else "a"
+        return "a"
 
     def beside(self, schema: Schema, field: str) -> dict[str, Any]:
         """Further fields of a body under which the field at its limit has work to do."""
@@ -242,8 +254,7 @@ def _deep(levels: int) -> _Deep:
     return _Deep(levels)
 
 
-def _encoded(body: dict[str, Any], content_type: str) -> tuple[bytes, str]:
-    """The body and its `content-type`."""
+def _encoded(body: dict[str, Any], content_type: str) -> bytes:
     deep: list[int] = []
 
     def marked(value: object) -> str:
@@ -256,13 +267,13 @@ def _encoded(body: dict[str, Any], content_type: str) -> tuple[bytes, str]:
         return text.replace('"\\ue000"', "[" * deep[0] + "]" * deep[0]) if deep else text
 
     if not content_type.startswith("multipart/"):
-        return written(body).encode(), content_type
+        return written(body).encode()
     parts = []
     for name, value in body.items():
         filename = '; filename="lines.jsonl"' if name == "file" else ""
         text = value if isinstance(value, str) else written(value)
         parts.append(f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="{name}"{filename}\r\n\r\n{text}\r\n')
-    return ("".join(parts) + f"--{BOUNDARY}--\r\n").encode(), f"{content_type}; boundary={BOUNDARY}"
+    return ("".join(parts) + f"--{BOUNDARY}--\r\n").encode()
 
 
 BOUNDARY = "hostile-boundary"

@@ -94,14 +94,15 @@ class Run:
 
     def send(self, body: HostileBody) -> Outcome:
         """Send one body and return what it did."""
+        data = body.data()
         before, used, started = self._memory.now(), cpu_s(self._process), time.monotonic()
         self._streams.take_longest()
-        status = post(self._port, body.path, body.data, body.content_type)
+        status = post(self._port, body.path, data, body.content_type)
         wall_s = time.monotonic() - started
         time.sleep(LOOK_S)
         return Outcome(
             body=body.name,
-            num_bytes=len(body.data),
+            num_bytes=len(data),
             status=status,
             wall_s=wall_s,
             gap_s=self._streams.take_longest(),
