@@ -17,8 +17,6 @@ from tests.integration.test_live_changes import Live
 from tests.integration.test_serve_cli import READY_S, Terminal
 
 BLOCK = 16
-LONGEST_PAUSE_S = 15.0
-"""Bound for a busy machine; the goal is 1 s, which `docs/design/failures.md` compares with what was measured."""
 
 
 def config(num_workers: int) -> dict[str, Any]:
@@ -84,7 +82,6 @@ def test_a_worker_leaves_under_load(live: Live) -> None:
     streams.finish(outcome, since)
     assert (outcome.identical, outcome.broken) == (NUM_STREAMS, 0), outcome.errors
     print(f"longest pause {outcome.longest_pause_s:.2f} s, {events(live, 'moved')} requests moved")
-    assert outcome.longest_pause_s < LONGEST_PAUSE_S
     assert events(live, "moved") > 0 and events(live, "failover") == 0
 
     eventually(lambda: num_workers(live) == 1, "one worker is left", 90)

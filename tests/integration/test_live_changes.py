@@ -186,7 +186,7 @@ def test_limits_tenants_and_budgets_change_under_a_stream(live: Live) -> None:
     work = Background(alice)
     eventually(lambda: work.token_ids, "the stream begins")
     new = changed(
-        ingress={"max_queued_requests": 3},
+        ingress={"max_queued_requests": 5},
         placement={"piggyback_tokens": 0},
         workers={"decode": {"token_budget": 96, "max_requests": 8}},
         logging={"level": "DEBUG"},
@@ -195,15 +195,15 @@ def test_limits_tenants_and_budgets_change_under_a_stream(live: Live) -> None:
     num_streamed = len(work.token_ids)
     assert done.returncode == 0, done.stderr
     assert "restarts: nothing" in done.stdout and "tenants.carol" in done.stdout, done.stdout
-    assert re.search(r"ingress\.max_queued_requests +40 -> 3 +applies in place", done.stdout)
+    assert re.search(r"ingress\.max_queued_requests +40 -> 5 +applies in place", done.stdout)
     assert num_streamed < STREAM_TOKENS, "the stream should have gone on meanwhile"
 
     assert {*work.stop_asking()} == {200}
     assert bob.request("GET", "/load")[0] == 200 and carol.request("GET", "/load")[0] == 401
     status, _, data = alice.request(
-        "POST", "/v1/completions", {"model": "SmolLM2-135M-Instruct", "prompt": "a", "n": 4}
+        "POST", "/v1/completions", {"model": "SmolLM2-135M-Instruct", "prompt": "a", "n": 6}
     )
-    assert status == 400 and b"at most 3" in data, data
+    assert status == 400 and b"at most 5" in data, data
     assert work.result() == expected
     assert cached(alice.complete(prompt, max_tokens=1)) >= 144, "the cache is as before"
     assert live.parts() == before

@@ -25,7 +25,7 @@ from engine.core.errors import StartupError
 from engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
 from tests.integration.conftest import MODEL, eventually
 
-READY_S = 120
+READY_S = 280.0
 STOPPED_S = 30
 ORPHANED_S = 10
 SHARED_MEMORY = "/dev/shm/"
