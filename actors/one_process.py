@@ -70,6 +70,8 @@ class OneProcess:
         runtime.handles[incarnation_name("mixed", epoch)] = LocalHandle(worker)
         await asyncio.gather(worker.start(), self.replica.build(config, runtime, "local"))
         while not (await manager.workers()).workers:
+            if worker.refused_for is not None:
+                raise StartupError(f"the manager refuses the worker: {worker.refused_for}")
             await asyncio.sleep(REGISTER_POLL_S)
         await self.replica.frontend.check_ready()
         self._tenants_watch = asyncio.create_task(when_changed(self._tenants_file, self._reread))
@@ -92,7 +94,8 @@ class OneProcess:
         if self._worker is not None:
             self._worker.stop_engine()  # not in a thread: there are no more of them when a program ends
 
-        # The actors' own duties end with the process elsewhere; here the event loop may be another program's.
+        # Elsewhere the actors' duties end with their process; here the process may go on. The event loop is this
+        # server's alone, so all of its other tasks are duties.
         duties = asyncio.all_tasks() - {asyncio.current_task()}
         for duty in duties:
             duty.cancel()

@@ -44,7 +44,7 @@ class Registering:
     _exports: ExportStream
     _is_asked_for: asyncio.Event
     """Set when a manager that has taken over asks for this worker."""
-    _refused_for: str | None
+    refused_for: str | None
     """Last reason of the manager's for not registering this worker."""
     _state: Callable[[], WorkerState]
     _in_event_loop: Callable[..., None]
@@ -85,9 +85,9 @@ class Registering:
     async def _register(self, manager: ManagerClient) -> bool:
         """Introduce this worker to a manager, which may refuse it; the reason is logged once."""
         refusal = await manager.register(await self._introduce(), self._runtime.handle_of(self))
-        if refusal is not None and refusal != self._refused_for:
+        if refusal is not None and refusal != self.refused_for:
             logger.warning("the manager refuses this worker: %s", refusal, extra=about("refused", reason=refusal))
-        self._refused_for = refusal
+        self.refused_for = refusal
         return refusal is None
 
     async def _is_registered(self, manager: ManagerClient) -> bool:

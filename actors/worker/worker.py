@@ -114,7 +114,7 @@ class Worker(Registering):
         self._has_measured = False
         self._num_prefill_tokens = 0
         self._is_asked_for = asyncio.Event()
-        self._refused_for: str | None = None
+        self.refused_for: str | None = None
 
     async def start(self) -> str:
         """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
