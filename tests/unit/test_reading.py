@@ -384,61 +384,57 @@ def test_the_shortest_is_read_first_and_the_largest_refused() -> None:
     assert order == [10, 30, 50]
 
 
-class Stopped:
-    """Reads with processes that stand still, so that a test can kill one in the middle of a request."""
+async def kill_while_reading(readers: Readers, ready: asyncio.Queue[int]) -> None:
+    """Kill the next reader that `stopping` has stopped, once it has a request that it can not have answered."""
+    pid = await ready.get()
+    while not readers._running:
+        await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
 
-    def __init__(self, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._readers = readers
-        self._ready: asyncio.Queue[bool] = asyncio.Queue()
-        is_ready = _Process.is_ready
 
-        async def tell_ready(process: _Process) -> bool:
-            outcome = await is_ready(process)
-            self._ready.put_nowait(outcome)
-            return outcome
+def stopping(num_readers: int, monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
+    """Have the first `num_readers` readers stand still before the pool learns that they are ready, so that a request
+    sent to them is not answered; returns the queue of their process ids."""
+    pids = asyncio.Queue[int]()
+    num_left = num_readers
+    is_ready = _Process.is_ready
 
-        monkeypatch.setattr(_Process, "is_ready", tell_ready)
+    async def is_ready_and_stopped(process: _Process) -> bool:
+        nonlocal num_left
+        outcome = await is_ready(process)
+        if outcome and num_left:
+            num_left -= 1
+            reader = child()
+            reader.send_signal(signal.SIGSTOP)
+            while reader.status() != psutil.STATUS_STOPPED:
+                await asyncio.sleep(0)
+            pids.put_nowait(reader.pid)
+        return outcome
 
-    async def stop_next(self) -> int:
-        """Stop the next reader that is ready; returns its process id."""
-        while not await self._ready.get():
-            pass
-        reader = child()
-        reader.send_signal(signal.SIGSTOP)
-        while reader.status() != psutil.STATUS_STOPPED:
-            await asyncio.sleep(0)
-        return reader.pid
+    monkeypatch.setattr(_Process, "is_ready", is_ready_and_stopped)
+    return pids
 
 
 def test_a_request_whose_process_is_killed_is_read_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = stopping(1, monkeypatch)
+
     async def work(readers: Readers) -> None:
-        stopped = Stopped(readers, monkeypatch)
-        first = await stopped.stop_next()
         lost = asyncio.create_task(readers.read(("completion", completion("y")), 1))
         kept = asyncio.create_task(readers.read(("completion", completion("z")), 2))
-        while len(readers._waiting) != 1 or not readers._running:
-            await asyncio.sleep(0)
-        os.kill(first, signal.SIGKILL)
+        await kill_while_reading(readers, ready)
         assert (await lost).prompts == reader().read_body("completion", completion("y")).prompts
         assert (await kept).prompts == reader().read_body("completion", completion("z")).prompts
-        assert child().pid != first
 
     with_readers(work)
 
 
 def test_a_request_whose_process_is_killed_twice_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = stopping(2, monkeypatch)
+
     async def work(readers: Readers) -> None:
-        stopped = Stopped(readers, monkeypatch)
-        lost = None
+        lost = asyncio.create_task(readers.read(("completion", completion("y")), 1))
         for _ in range(2):
-            pid = await stopped.stop_next()
-            lost = lost or asyncio.create_task(readers.read(("completion", completion("y")), 1))
-            while not readers._running:
-                await asyncio.sleep(0)
-            os.kill(pid, signal.SIGKILL)
-            while readers._running:
-                await asyncio.sleep(0)
-        assert lost is not None
+            await kill_while_reading(readers, ready)
         with pytest.raises(ServiceError, match="has ended"):
             await lost
         assert (await readers.read(("completion", completion("z")), 2)).prompts
