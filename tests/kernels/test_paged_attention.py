@@ -10,8 +10,9 @@ from kernels.cpp import cpu_ops
 from kernels.paged_attention import paged_attention
 from kernels.paged_attention.reference import paged_attention_reference
 from tests.kernels.kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
+from tests.skips import NO_KERNELS
 
-needs_cpp = pytest.mark.skipif(cpu_ops() is None, reason="no C++ kernels on this machine")
+needs_cpp = pytest.mark.skipif(cpu_ops() is None, reason=NO_KERNELS)
 
 
 def attend(case: PagedCase, chunks: list[Chunk], **options: Any) -> Tensor:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from kernels.cpp import cpu_ops
 from kernels.rms_norm import rms_norm
+from tests.skips import NO_KERNELS
 
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
     if cpu_ops() is None:
-        pytest.skip("no compiled kernels here")
+        pytest.skip(NO_KERNELS)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.kernel_cases import PagedCase
+from tests.skips import NO_GPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 
 # Relative norm of the difference to the float32 reference.
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}

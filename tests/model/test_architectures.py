@@ -15,6 +15,7 @@ from engine.model.runner import build_batch, made_up_step
 from engine.model.tokenizer import quiet_transformers
 from kernels.decoder_pass import DecoderPass
 from tests.model.logits import logits_in_chunks
+from tests.skips import NO_PRODUCT
 
 SMALL: dict[str, Any] = {
     "vocab_size": 200,
@@ -70,7 +71,7 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(
     token_ids, _ = reference(case, tmp_path)
     decoder = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu", quantization=quantization)
     if not decoder.runs_in_one_call:
-        pytest.skip("no bfloat16 product of ours here")
+        pytest.skip(NO_PRODUCT)
     at_once = logits_in_chunks(decoder, token_ids, chunk=40)
     monkeypatch.setattr(DecoderPass, "supports", lambda *_: False)
     step_by_step = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu", quantization=quantization)
@@ -147,7 +148,7 @@ def test_more_rows_than_tokens_are_refused(tmp_path: Path) -> None:
     reference("llama 3", tmp_path)
     decoder = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
     if not decoder.runs_in_one_call:
-        pytest.skip("no bfloat16 product of ours here")
+        pytest.skip(NO_PRODUCT)
     pool = KVPool(decoder.config, 2, 16, torch.bfloat16)
     batch = build_batch(made_up_step(2, 16).chunks, 16, torch.device("cpu"))
     twice = replace(batch, logits_rows=torch.tensor([0, 1, 1]))

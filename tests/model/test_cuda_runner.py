@@ -29,6 +29,7 @@ from engine.model.kv_pool import KVPool
 from engine.model.runner import ModelRunner
 from engine.model.weights import RandomTensors
 from tests.cuda_stand_ins import Repetition
+from tests.skips import NO_GPU, NO_PRODUCT
 
 BLOCK_SIZE = 16
 MAX_LEN = 1500
@@ -47,7 +48,7 @@ CONFIG = config_of(
     }
 )
 CHEAP = WorkerCosts(step_s=8e-3, decode_token_s=3e-4, draft_token_s=1e-5)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 
 
 def make_decoder(device: str, *, deterministic: bool = False) -> Decoder:
@@ -143,7 +144,7 @@ def check_drafts(device: str, graphs: Graphs) -> None:
     """Steps with drafts take graphs, too, and give the bits of steps without drafts or graphs."""
     decoder = make_decoder(device, deterministic=True)
     if not decoder.has_independent_rows:
-        pytest.skip("rows depend on their number here")
+        pytest.skip(NO_PRODUCT)
     pools = [make_pool(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, decoder.device) for _ in range(2)]
     plain = answers(ModelRunner(decoder, pools[0]))
     runner = CudaRunner(decoder, pools[1], graph_shapes(5, MAX_LEN, BLOCK_SIZE, max_drafted=30), graphs)

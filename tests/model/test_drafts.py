@@ -26,6 +26,7 @@ from engine.model.grammars import Grammars
 from engine.model.sources import resolve_model
 from tests.model.random_logits import wait_for_grammars
 from tests.model.test_exactness import BLOCK_SIZE, MAX_LEN, load_decoder
+from tests.skips import NO_GPU
 
 NUM_TOKENS = 30
 CHEAP = WorkerCosts(step_s=8e-3, decode_token_s=3e-4, draft_token_s=1e-5)
@@ -111,7 +112,7 @@ SPOILT = [right, wrong, mixed]
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
+        pytest.skip(NO_GPU)
     return load_decoder(device=request.param)
 
 

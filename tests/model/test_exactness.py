@@ -17,6 +17,7 @@ from engine.model.build import make_pool, make_runner
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine, ExportedSegment
 from engine.model.sources import resolve_model
+from tests.skips import NO_GPU
 
 BLOCK_SIZE = 16
 MAX_LEN = 2048
@@ -34,7 +35,7 @@ def load_decoder(quantization: Quantization | None = None, device: str = "cpu") 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
+        pytest.skip(NO_GPU)
     return load_decoder(device=request.param)
 
 

