@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,6 +100,12 @@ def counts(cluster: Deployment) -> tuple[int, int]:
     return cluster.head.events("failover"), cluster.head.events("moved")
 
 
+def failed_over(cluster: Deployment) -> Callable[[], bool]:
+    """True once a request has failed over since now: without one, equal answers say nothing of the failure."""
+    before, _ = counts(cluster)
+    return lambda: counts(cluster)[0] > before
+
+
 def pids(cluster: Deployment) -> dict[str, list[int]]:
     """The workers' processes by node."""
     return {name: node.worker_pids() for name, node in cluster.nodes.items()}
@@ -181,7 +188,8 @@ def test_a_node_is_drained(cluster: Deployment, load: Load, disturbances: list[D
 
 
 def test_a_node_is_killed(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
-    seen = disturbed(cluster, load, "decode node killed", lambda: cluster.kill_node("decode 2"), disturbances)
+    kill = partial(cluster.kill_node, "decode 2")
+    seen = disturbed(cluster, load, "decode node killed", kill, disturbances, until=failed_over(cluster))
     wait_for_roles(cluster, "prefill", "mixed", timeout_s=BACK_S)
     check_gap(seen, GONE_GAP_S)
 
@@ -204,7 +212,14 @@ def test_a_node_is_added(cluster: Deployment, load: Load, disturbances: list[Dis
 def test_a_node_vanishes(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
     """The link of a node is cut for good: its processes go on, and nobody hears them."""
     machine = cluster.nodes["mixed"].machine
-    seen = disturbed(cluster, load, "link of the mixed worker gone for good", machine.cut, disturbances)
+    seen = disturbed(
+        cluster,
+        load,
+        "link of the mixed worker gone for good",
+        machine.cut,
+        disturbances,
+        until=failed_over(cluster),
+    )
     eventually(
         lambda: "mixed" not in [worker["role"] for worker in cluster.workers()],
         "the silent worker is forgotten",

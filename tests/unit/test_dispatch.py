@@ -32,6 +32,7 @@ from engine.core.ingress.instructions import (
 )
 from engine.core.ingress.notes import NOTES
 from engine.core.objectives import LATE_PRIORITY, Late
+from engine.core.signs_of_life import COMPUTING_S
 from engine.core.types import (
     Admission,
     AdmitRequest,
@@ -190,6 +191,25 @@ def test_a_request_waits_as_long_as_a_worker_is_starting(num_starting: int) -> N
         dispatch.admitted("r", 0, None, now)
         dispatch.tick(now + 1.0)
     assert isinstance(generation.failure, NoWorkerError) is (num_starting == 0)
+
+
+def test_a_start_that_a_lost_manager_told_of_is_waited_for_no_longer() -> None:
+    """The manager does not come back: its last word, that a worker was starting, is no sign any more."""
+    dispatch = make_dispatch(P, D)
+    dispatch.membership(Membership((), 1, None), 0.0)
+    for worker in (P, D):
+        dispatch.not_found(worker.worker_id, worker.epoch, 0.0)  # died with the manager
+    generation = make_generation()
+    dispatch.begin(generation, 0.0)
+    dispatch.admitted("r", 0, None, 0.0)
+    now = 0.0
+    while generation.failure is None and now < TIMEOUTS.manager_gone_s + 3 * TIMEOUTS.dispatch_s:
+        now += TIMEOUTS.retry_s
+        dispatch.no_membership()
+        asked = [admit.request for admit in of_type(dispatch.tick(now), Admit)]
+        dispatch.not_admitted(asked, now, is_silent=False)
+    assert isinstance(generation.failure, NoWorkerError)
+    assert now > TIMEOUTS.manager_gone_s, "another manager may know more"
 
 
 def test_a_late_request_fails_with_the_time_to_wait() -> None:
@@ -656,6 +676,20 @@ def test_a_replica_that_stood_still_takes_nobody_for_silent() -> None:
     assert of_type(dispatch.keep_alive(60.0, late_s=57.0), WorkerSilent) == []
 
 
+def test_a_worker_that_answers_nothing_and_computes_keeps_its_requests_for_a_while() -> None:
+    dispatch = make_dispatch(P, D, WorkerInfo("d2", Role.DECODE, 1))
+    submitted(dispatch)
+    for now in (4.0, 5.0, 20.0, 30.0):
+        dispatch.ping_answered("p", now)
+        assert dispatch.quiet_workers(now, 1.0) == [D]
+        dispatch.computes("d", now)
+        assert of_type(dispatch.keep_alive(now, 0.0), WorkerSilent) == []
+    dispatch.ping_answered("p", 1.0 + COMPUTING_S + TIMEOUTS.worker_silent_s)
+    late = 1.1 + COMPUTING_S + TIMEOUTS.worker_silent_s
+    dispatch.computes("d", late)
+    assert of_type(dispatch.keep_alive(late, 0.0), WorkerSilent) == [WorkerSilent("d", 1)], "it hangs"
+
+
 def test_silent_workers_keep_their_requests_if_nobody_else_could_take_them() -> None:
     dispatch = make_dispatch(P, D)
     submitted(dispatch)
@@ -709,6 +743,21 @@ def test_workers_of_another_model_are_no_workers() -> None:
     assert not dispatch.can_serve
     dispatch.membership(Membership((P, D), 0, FINGERPRINT), 3.0)
     assert dispatch.can_serve
+
+
+def test_the_next_turns_prompt_is_computed_at_idle_priority_where_the_last_one_ended() -> None:
+    dispatch = make_dispatch(P, D)
+    generation = submitted(dispatch)
+    dispatch.tokens("p", [token(0)], 2.0)
+    dispatch.tokens("d", [token(1, ends=True)], 3.0)
+    following = (*generation.prompt, 100, 101, 5, 6)
+    [submit] = of_type(dispatch.prepare(generation, following), Submit)
+    [assignment] = submit.assignments
+    assert (submit.worker_id, assignment.is_idle, assignment.stage) == ("d", True, Stage.WHOLE)
+    assert assignment.token_ids == following[:12], "full blocks"
+    assert dispatch.prepare(generation, following[:3]) == [], "no full block"
+    dispatch.worker_lost("d", 1, "died", 4.0, is_dead=True)
+    assert dispatch.prepare(generation, following) == []
 
 
 def test_a_stopped_request_is_delivered_nothing_more_and_has_ended() -> None:
