@@ -365,7 +365,8 @@ def check_the_nodes_disk_is_reserved(manifest: Json) -> None:
 def check_pods_are_alike(manifest: Json) -> None:
     cluster = manifest["spec"]["rayClusterConfig"]
     assert f"ARG RAY_VERSION={cluster['rayVersion']}\n" in (K8S / "Dockerfile").read_text()
-    assert f"\nray=={cluster['rayVersion']} " in (K8S / "lock/cpu.txt").read_text()
+    for image in ("cpu", "gpu"):
+        assert f"\nray=={cluster['rayVersion']} " in (K8S / f"lock/{image}.txt").read_text()
     assert cluster["authOptions"]["mode"] == "token"
     assert len({ray_container(group)["image"] for group in groups(manifest).values()}) == 1
     for name, group in groups(manifest).items():

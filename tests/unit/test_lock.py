@@ -1,4 +1,4 @@
-"""The lock file of the CPU image: it pins what pyproject.toml asks for, by hash, and nothing of CUDA."""
+"""The lock files of the images: they pin what pyproject.toml asks for, by hash, the CPU image's nothing of CUDA."""
 
 import re
 import tomllib
@@ -42,10 +42,11 @@ def test_every_package_has_hashes(path: Path) -> None:
         assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for each in hashes), name
 
 
-def test_what_the_project_depends_on_is_locked() -> None:
-    versions = {name: version for name, (version, _) in locked(LOCK / "cpu.txt").items()}
+@pytest.mark.parametrize(("image", "apart"), [("cpu", APART), ("gpu", set())])
+def test_what_the_project_depends_on_is_locked(image: str, apart: set[str]) -> None:
+    versions = {name: version for name, (version, _) in locked(LOCK / f"{image}.txt").items()}
     for requirement in wanted():
-        if requirement.name not in APART:
+        if requirement.name not in apart:
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
@@ -58,8 +59,16 @@ def test_the_versions_of_torch_and_ray_agree() -> None:
     [torch] = [requirement for requirement in wanted() if requirement.name == "torch"]
     [version] = re.findall(r"^ARG TORCH_VERSION=(\S+)$", DOCKERFILE, re.M)
     assert torch.specifier.contains(version)
+    assert locked(LOCK / "gpu.txt")["torch"][0] == version
     chart = yaml.safe_load((ROOT / "k8s/chart/values.yaml").read_text())
     assert locked(LOCK / "cpu.txt")["ray"][0] == chart["rayVersion"]
+
+
+def test_both_images_have_the_same_versions() -> None:
+    cpu, gpu = (
+        {name: version for name, (version, _) in locked(LOCK / f"{each}.txt").items()} for each in ("cpu", "gpu")
+    )
+    assert cpu.items() <= gpu.items()
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
