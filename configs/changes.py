@@ -47,7 +47,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
     "model": {
         Effect.INGRESS_AND_WORKERS: "source dtype quantization max_model_len deterministic",
         Effect.INGRESS: "name special_tokens_in_messages tool_parser reasoning_parser pooling "
-        "chat_templates_in_requests",
+        "chat_templates_in_requests volatile_lines",
     },
     "cache": {
         Effect.EVERYTHING: "prefix_caching block_size",
@@ -78,7 +78,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
     },
     "http": {
         Effect.IN_PLACE: "allowed_hosts allowed_origins",
-        Effect.INGRESS: "tokenizer_info",
+        Effect.INGRESS: "tokenizer_info unknown_fields",
         Effect.SERVER: "host port header_timeout_s connections_per_address",
     },
     "batches": {

@@ -75,6 +75,11 @@ class ModelSection(Section):
         description="Whether a chat may bring its own `chat_template`, a program that is run in a sandbox, in the "
         "process that reads long requests. Such a template can write special tokens.",
     )
+    volatile_lines: tuple[Annotated[str, StringConstraints(min_length=4, max_length=100)], ...] = Field(
+        default=("x-anthropic-billing-header:",),
+        description="Beginnings of lines of a system message of /v1/messages that are left out of the prompt: lines "
+        "that a client writes for its own server, and changes with each request, so that no prefix would last.",
+    )
 
 
 class CacheSection(Section):
@@ -383,6 +388,11 @@ class HttpSection(Section):
         "CORS; * for all pages anywhere, which then can use a server without tenants.",
     )
     tokenizer_info: bool = Field(default=True, description="Whether /tokenizer_info describes the tokenizer.")
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        default="refuse",
+        description="Answer to a body with a field that is unknown here: 400, or the answer without an effect of the "
+        "field, which the header x-raydix-ignored names. /v1/messages and /v1/responses always ignore such fields.",
+    )
     header_timeout_s: int = Field(
         default=5,
         ge=1,

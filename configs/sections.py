@@ -78,6 +78,7 @@ class IngressArguments(_Part):
     hands_over: bool
     """True if workers may hand KV over to others."""
     has_tokenizer_info: bool
+    unknown_fields: Literal["refuse", "ignore"]
     has_batches: bool
     batches_folder: str | None
     num_cpus: float
@@ -209,6 +210,7 @@ def ingress_arguments(config: Config) -> IngressArguments:
         logging=_files_of(config.logging),
         hands_over=config.workers.hands_over,
         has_tokenizer_info=config.http.tokenizer_info,
+        unknown_fields=config.http.unknown_fields,
         has_batches=config.batches.gib > 0,
         batches_folder=config.batches.folder,
         num_cpus=config.ingress.num_cpus,

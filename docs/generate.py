@@ -42,7 +42,6 @@ from engine.api.conversations import ConversationsRequest
 from engine.api.embeddings import EmbeddingsRequest, EmbedRequest, EmbedResponse
 from engine.api.fields import SamplingFields
 from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
-from engine.api.known import IGNORED
 from engine.api.openai_responses.requests import ResponsesRequest
 from engine.api.prompts import Message
 from engine.api.reasoning import ReasoningFields
@@ -51,7 +50,7 @@ from engine.api.schema_words import Schema, bounds, default, resolve, type_of
 from engine.api.scoring import ScoringFields
 from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
 from engine.api.tools import ToolFields
-from engine.api.validation import Only
+from engine.api.validation import IGNORED, Only
 from engine.core import errors
 from engine.core.errors import RaydixError
 from engine.core.types import Role

@@ -32,6 +32,7 @@ from actors.metrics import IngressMetrics
 from actors.runtime import Runtime
 from configs.schema import Config
 from configs.settings import tenants
+from engine.api.validation import BodyRules
 from engine.batches.file_store import StoreLimits
 from engine.batches.lines import LineLimits
 from engine.core.errors import RequestError, StartupError
@@ -215,6 +216,9 @@ def _reader(config: Config, model: _Model) -> RequestReader:
         tool_format=model.tool_format,
         has_reasoning=model.has_reasoning,
         chat_templates_in_requests=config.model.chat_templates_in_requests,
+        rules=BodyRules(
+            takes_unknown=config.http.unknown_fields == "ignore", volatile_lines=config.model.volatile_lines
+        ),
         uses_predictions=config.speculation.uses(DraftSource.PREDICTION),
     )
     limits = replica_limits(config)

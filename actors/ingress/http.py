@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -31,6 +32,8 @@ T = TypeVar("T")
 JSON = "application/json"
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 """Objectives of a request, by the names that llm-d and GKE's gateways have for them."""
+IGNORED_HEADER = "x-raydix-ignored"
+"""Header of a response with the names of the body's fields that had no effect."""
 MAX_SHOWN = 40
 """Characters of a header's value in an error."""
 QUIET_S = 10.0
@@ -120,6 +123,17 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await _cancel(task, gone)
 
 
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """The header that names fields of a body which had no effect; none without such fields. What is no plain text of a
+    header, in a name that the client made up, becomes `?`."""
+    shown = ", ".join(re.sub(r"[^\w.:\[\]-]", "?", name, flags=re.ASCII) for name in names)
+    return {IGNORED_HEADER: shown} if names else {}
+
+
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
 def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status, headers, JSON)
 
@@ -128,9 +142,12 @@ class SlicedResponse(Response):
     """A JSON body that is sent slice by slice as it is made. When the client leaves, `slices` is closed; what
     `held` holds is given back last."""
 
-    def __init__(self, slices: AsyncGenerator[bytes], held: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self, slices: AsyncGenerator[bytes], held: contextlib.AsyncExitStack, headers: Mapping[str, str]
+    ) -> None:
         self._slices = slices
         self._held = held
+        self._head = _encoded({"content-type": JSON, **headers})
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +162,7 @@ class SlicedResponse(Response):
                 await _cancel(pump, gone)
 
     async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", JSON.encode())]})
+        await send({"type": "http.response.start", "status": 200, "headers": self._head})
         async with contextlib.aclosing(self._slices) as slices:
             async for data in slices:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -182,12 +199,14 @@ class EventStreamResponse(Response):
         on_end: Callable[[], None] | None = None,
         *,
         wire: WireFormat = OPENAI,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._events = events
         self._wire = wire
         self._on_error = on_error
         self._on_end = on_end
-        self._head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        usual = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        self._head = _encoded({**usual, **(headers or {})})
         self._is_started = self._is_over = self._is_inside = False
         """Inside an event whose end has not been sent yet there is no sign of life."""
         self._sent_at = time.monotonic()

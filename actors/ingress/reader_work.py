@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from actors.ingress.served_model import ServedModel
 from engine.api.routes import Route
 from engine.api.spec import ChatMessage, GenerationSpec
+from engine.api.validation import NO_RULES, BodyRules
 from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from engine.core.answers.transcripts import EncodedText
 from engine.core.ingress.parsers import HERMES, ToolFormat
@@ -33,6 +34,7 @@ class ReadingFacts:
     has_reasoning: bool = False
     """True if the model writes reasoning between tags."""
     chat_templates_in_requests: bool = False
+    rules: BodyRules = NO_RULES
     uses_predictions: bool = False
     """True if workers make drafts of clients' predictions."""
 

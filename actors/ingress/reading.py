@@ -86,7 +86,7 @@ class Reader:
         """Return the request of a body. Raises RequestError naming the field at fault."""
         if isinstance(request, tuple):
             route, body = request
-            return parse(route, body)
+            return parse(route, body, self._facts.rules)
         return request
 
     def runs_program(self, request: Work) -> bool:
@@ -147,7 +147,8 @@ class Reader:
             source = spec.template.source or self._tokenizer.chat_template
             arguments = effort_arguments(spec.reasoning, source, has_reasoning=self._facts.has_reasoning)
             template = replace(spec.template, arguments={**arguments, **spec.template.arguments})
-            spec = replace(spec, template=template)
+            ignored = () if arguments or spec.reasoning.effort == "none" else (spec.reasoning.param,)
+            spec = replace(spec, template=template, ignored=(*spec.ignored, *ignored))
         if spec.tools is not None:
             spec = self._with_calls(spec, spec.tools)
         shows_special_tokens = not (spec.skip_special_tokens or spec.spaces_between_special_tokens)

@@ -45,5 +45,6 @@ def log_request(job: "Job", finished: "FinishedRequest", *, num_cached: int, dur
             preemptions=sum(each.num_preemptions for each in generations),
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
             duration_s=round(duration_s, 4),
+            ignored=list(job.spec.ignored),
         ),
     )

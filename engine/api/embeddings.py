@@ -15,7 +15,7 @@ from engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
 from engine.api.responses import ResponseHead, Usage
 from engine.api.slices import array_of, document
 from engine.api.spec import EmbeddingUse, GenerationSpec
-from engine.api.validation import INTEGRAL, describe, only, parse_body, request_error
+from engine.api.validation import INTEGRAL, NO_RULES, BodyRules, describe, only, parse_body, request_error
 from engine.core.errors import RequestError
 
 
@@ -86,9 +86,9 @@ class EmbedResponse(BaseModel):
     usage: Usage
 
 
-def parse_embeddings(body: bytes) -> GenerationSpec:
+def parse_embeddings(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/embeddings` in normal form. Raises RequestError naming the field at fault."""
-    request = parse_body(EmbeddingsRequest, body)
+    request = parse_body(EmbeddingsRequest, body, takes_unknown=rules.takes_unknown)
     return request.spec(request.encoding_format or "float")
 
 

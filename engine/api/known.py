@@ -1,18 +1,14 @@
 """Fields of OpenAI's, vLLM's and SGLang's requests that raydix does not support, each with its values without effect:
 null and the values in `only`.
 
-Clients send defaults along, so a field's default is taken, and any other value is refused by name. A field of type
-`Ignored` can change no answer, whatever its value.
+Clients send defaults along, so a field's default is taken, and any other value is refused by name: the client relies on
+its effect. A field of type `Ignored` is a hint: an answer without its effect is a good answer, too.
 """
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from engine.api.validation import LenientModel, StrictModel, dropped, hint, only, renamed
 
-from engine.api.validation import LenientModel, StrictModel, dropped, only, renamed
-
-IGNORED = "Taken and ignored: no value changes an answer."
-"""Description of an ignored field."""
 Unsupported = Annotated[Any, only()]
 UnlessEmpty = Annotated[Any, only("", [], {})]
 UnlessTrue = Annotated[Any, only(True)]
@@ -20,7 +16,9 @@ UnlessFalse = Annotated[Any, only(False)]
 UnlessZero = Annotated[Any, only(0)]
 EitherWay = Annotated[Any, only(True, False)]
 """A choice about the pieces of a stream, which are as they come."""
-Ignored = Annotated[Any, Field(description=IGNORED)]
+Ignored = Annotated[Any, hint()]
+Verbosity = Annotated[Any, hint("medium")]
+ServiceTier = Annotated[Any, hint("auto", "default", "standard_only")]
 
 
 class GuidedFields(StrictModel):
@@ -51,7 +49,7 @@ class KnownFields(KnownEngineFields):
 
     # OpenAI
     metadata: Ignored = None
-    service_tier: Ignored = None
+    service_tier: ServiceTier = None
     safety_identifier: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
@@ -107,7 +105,7 @@ class KnownChatFields(StrictModel):
     function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
     audio: Unsupported = None
-    verbosity: Annotated[Any, only("medium")] = None
+    verbosity: Verbosity = None
     web_search_options: Unsupported = None
 
     # vLLM

@@ -6,6 +6,7 @@ from typing import Literal
 from engine.api.fields import SamplingFields
 from engine.api.prompts import Message, continued_answers
 from engine.api.spec import GenerationSpec, Prompt, ReasoningUse, ToolUse
+from engine.api.validation import ignored_fields
 from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
 from engine.core.errors import RequestError
 
@@ -92,6 +93,7 @@ def build_spec(
         add_special_tokens=add_special_tokens,
         chat_end=chat_end,
         prediction=prediction,
+        ignored=ignored_fields(fields),
     )
     refuse_contradictions(spec)
     return spec

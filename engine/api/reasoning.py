@@ -47,13 +47,14 @@ class ReasoningFields(StrictModel):
 
 def effort_arguments(asked: ReasoningUse, template: str, *, has_reasoning: bool = True) -> Mapping[str, object]:
     """The variables by which a chat template is told of an effort; none for a model without reasoning, whose effort is
-    always the same. Raises RequestError if the template of a model that reasons has none."""
+    always the same, and none for a hint that the template does not know. Raises RequestError if the template of a model
+    that reasons has none, and the effort is no hint."""
     effort = asked.effort
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template:
         return {"enable_thinking": effort != "none"}
-    if effort == "none" or not has_reasoning:
+    if effort == "none" or not has_reasoning or asked.is_hint:
         return {}
     raise RequestError(
         f"'{asked.param}' other than 'none' is not supported: the chat template of this model does not know it.",

@@ -16,7 +16,7 @@ from engine.api.prompts import GivenPrompt, Label, Message, Prompts, few_message
 from engine.api.reasoning import ReasoningFields
 from engine.api.spec import GenerationSpec
 from engine.api.tools import ToolFields
-from engine.api.validation import INTEGRAL, StrictModel, only, parse_body
+from engine.api.validation import INTEGRAL, NO_RULES, BodyRules, StrictModel, only, parse_body
 from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import RequestError
 
@@ -25,7 +25,7 @@ class StreamOptions(StrictModel):
     """Contents of a stream beside the text."""
 
     include_usage: bool | None = Field(default=None, description="The stream ends with the usage.")
-    include_obfuscation: bool | None = Field(default=None, description="Taken and ignored: nothing is padded.")
+    include_obfuscation: bool | None = Field(default=None, description="Without effect: nothing is padded.")
     continuous_usage_stats: bool | None = Field(default=None, description="Each chunk has the usage so far.")
 
 
@@ -210,11 +210,11 @@ class ChatCompletionRequest(HttpFields, ChatPromptFields, ToolFields, ReasoningF
         )
 
 
-def parse_completion(body: bytes) -> GenerationSpec:
+def parse_completion(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/completions` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(CompletionRequest, body).spec()
+    return parse_body(CompletionRequest, body, takes_unknown=rules.takes_unknown).spec()
 
 
-def parse_chat(body: bytes) -> GenerationSpec:
+def parse_chat(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/chat/completions` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(ChatCompletionRequest, body).spec()
+    return parse_body(ChatCompletionRequest, body, takes_unknown=rules.takes_unknown).spec()

@@ -166,6 +166,8 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
         cache_priority=0,
         cache_ttl_s=None,
         request_id=None,
+        ignored=(),
+        reasoning=replace(spec.reasoning, is_hint=False),
     )
     asked = {"tenant": tenant, "name": origin.name, "created": origin.created, "seed": origin.seed, "spec": shown}
     if spec.turn is not None:

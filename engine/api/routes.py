@@ -11,7 +11,7 @@ from engine.api.openai_responses.requests import parse_responses
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.scoring import parse_generative_scoring, parse_score
 from engine.api.spec import GenerationSpec
-from engine.api.validation import LenientModel, parse_body
+from engine.api.validation import NO_RULES, BodyRules, LenientModel, parse_body
 from engine.core.errors import RequestError
 
 Route: TypeAlias = Literal[
@@ -40,21 +40,21 @@ class _Shape(LenientModel):
     input: Any = Field(default=None)
 
 
-def parse_invocation(body: bytes) -> GenerationSpec:
+def parse_invocation(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of a chat, a completion or embeddings in normal form. Raises RequestError naming the field at fault."""
     shape = parse_body(_Shape, body)
     if shape.messages is not None:
-        return parse_chat(body)
+        return parse_chat(body, rules)
     if shape.prompt is not None:
-        return parse_completion(body)
+        return parse_completion(body, rules)
     if shape.input is not None:
-        return parse_embeddings(body)
+        return parse_embeddings(body, rules)
     raise RequestError(
         "The request body must have 'messages' (a chat), 'prompt' (a completion) or 'input' (embeddings)."
     )
 
 
-_PARSERS: Mapping[Route, Callable[[bytes], GenerationSpec]] = {
+_PARSERS: Mapping[Route, Callable[[bytes, BodyRules], GenerationSpec]] = {
     "completion": parse_completion,
     "chat": parse_chat,
     "messages": parse_messages,
@@ -67,6 +67,6 @@ _PARSERS: Mapping[Route, Callable[[bytes], GenerationSpec]] = {
 }
 
 
-def parse(route: Route, body: bytes) -> GenerationSpec:
+def parse(route: Route, body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """The request in a body. Raises RequestError naming the field at fault."""
-    return _PARSERS[route](body)
+    return _PARSERS[route](body, rules)

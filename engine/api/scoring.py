@@ -22,7 +22,7 @@ from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
 from engine.api.prompts import Inputs, OnePrompt
 from engine.api.responses import Json, ResponseHead, Usage
 from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, LabelScoring, Prompt, ScoreForm
-from engine.api.validation import parse_body
+from engine.api.validation import NO_RULES, BodyRules, parse_body
 from engine.core.errors import RequestError
 from engine.core.types import TokenLogprobs
 
@@ -106,14 +106,14 @@ class ScoreRequest(ScoringFields):
     is_relative = False
 
 
-def parse_generative_scoring(body: bytes) -> GenerationSpec:
+def parse_generative_scoring(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/generative_scoring` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(GenerativeScoringRequest, body).spec()
+    return parse_body(GenerativeScoringRequest, body, takes_unknown=rules.takes_unknown).spec()
 
 
-def parse_score(body: bytes) -> GenerationSpec:
+def parse_score(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/score` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(ScoreRequest, body).spec()
+    return parse_body(ScoreRequest, body, takes_unknown=rules.takes_unknown).spec()
 
 
 def scores(scoring: LabelScoring, at: TokenLogprobs) -> list[float]:

@@ -6,7 +6,7 @@ tokenizing.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from engine.api.validation import name_all
@@ -78,6 +78,8 @@ class Turn:
     """Fields that the response repeats."""
     shows_messages: bool = False
     """The response has prompt and answer as texts and token ids."""
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Namespace and name of the functions that stand in namespaces, by the name that the model knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ class ReasoningUse:
     """The reasoning's closing tag is forced behind so many tokens; None: never."""
     limit_param: str = "thinking_token_budget"
     """Name of the request's field with `max_tokens`."""
+    is_hint: bool = False
+    """True if an effort that the chat template does not know is left without effect; false: it is refused."""
 
 
 DEFAULT_SAMPLING = SamplingParams(max_tokens=0)
@@ -267,6 +271,8 @@ class GenerationSpec:
     """In the order of the prompt (chats only)."""
     turn: Turn | None = None
     request_id: str | None = None
+    ignored: tuple[str, ...] = ()
+    """Fields of the body that have no effect: hints that nothing here acts on, and unknown ones."""
 
     @property
     def num_choices(self) -> int:

@@ -1,9 +1,10 @@
 """Checks that pydantic lacks, and pydantic's findings as one sentence that names the field."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import (
@@ -13,6 +14,7 @@ from pydantic import (
     ConfigDict,
     GetJsonSchemaHandler,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -22,24 +24,52 @@ from engine.core.errors import RequestError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+IGNORED = "A hint without effect here: any value is taken. The header `x-raydix-ignored` of the response names it."
+"""Description of a field that takes any value and has no effect."""
 NOT_SUPPORTED = "Not supported: any other value is refused."
 """Description of a field that takes null and values that ask for nothing."""
 MAX_EXACT = 2**53
 """Bound of the integers that floats hold exactly."""
 MAX_NAMED = 16
 """Values at fault that one error names."""
+MAX_UNKNOWN = 64
+"""Unknown fields that one object of a body may have where unknown fields are taken."""
+MAX_IGNORED = 32
+"""Fields without effect that are named for one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Annotation of a field that can be left without effect: the answer is a good answer in either case."""
+
+    neutral: tuple[object, ...] = ()
+    """Values, besides null, that ask for nothing."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema of any value."""
+        return {**handler(core_schema), "description": IGNORED}
+
+
+def hint(*neutral: object) -> Hint:
+    """Annotation of a hint; `neutral` are the values, besides null, that ask for nothing."""
+    return Hint(neutral)
+
+
+TAKES_UNKNOWN: Mapping[str, object] = {}
+"""Context of a validation in which unknown fields are taken."""
 
 
 class StrictModel(BaseModel):
-    """No unknown fields, no conversion between types, no NaN."""
+    """No unknown fields (unless `parse_body` takes them), no conversion between types, no NaN."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _bound_findings(cls, value: object) -> object:
+    def _bound_findings(cls, value: object, info: ValidationInfo) -> object:
         """Stop at one unknown field where there are many: pydantic would write a report on each of a million."""
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+        num_unknown = MAX_UNKNOWN if info.context is TAKES_UNKNOWN else 0
+        if isinstance(value, dict) and len(value) > len(cls.model_fields) + num_unknown:
             unknown = next(name for name in value if name not in cls.model_fields)
             raise PydanticCustomError("unrecognized", "unrecognized field", {"name": unknown})
         return value
@@ -106,12 +136,49 @@ def dropped(advice: str, *harmless: object) -> Only:
     return Only(check, harmless)
 
 
-def parse_body(model: type[ModelT], body: bytes) -> ModelT:
-    """The request of type `model` in a body. Raises RequestError naming the field at fault."""
+@dataclass(frozen=True, slots=True)
+class BodyRules:
+    """What a server's configuration says about bodies."""
+
+    takes_unknown: bool = False
+    """Unknown fields have no effect; false: they are refused, at routes where clients rely on fields."""
+    volatile_lines: tuple[str, ...] = ()
+    """Beginnings of lines that clients put before the system message, and that change with each request."""
+
+
+NO_RULES = BodyRules()
+
+
+def parse_body(model: type[ModelT], body: bytes, *, takes_unknown: bool = False) -> ModelT:
+    """The request of type `model` in a body. Raises RequestError naming the field at fault.
+
+    `takes_unknown`: unknown fields are no error; `ignored_fields` names them.
+    """
     try:
+        if takes_unknown:
+            return model.model_validate_json(body, extra="allow", context=TAKES_UNKNOWN)
         return model.model_validate_json(body)
     except ValidationError as error:
         raise request_error(error, model) from None
+
+
+def ignored_fields(body: BaseModel) -> tuple[str, ...]:
+    """Names of the fields of a body, at most `MAX_IGNORED`, that have a value and no effect: hints, and fields that are
+    unknown here. Elements of lists are not looked at."""
+    return tuple(islice(_ignored(body, ()), MAX_IGNORED))
+
+
+def _ignored(model: BaseModel, location: tuple[str, ...]) -> Iterator[str]:
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        here = (*location, field.alias or name)
+        if isinstance(value, BaseModel):
+            yield from _ignored(value, here)
+        elif value is not None and any(value not in hint.neutral for hint in field.metadata if isinstance(hint, Hint)):
+            yield _path(here)
+    for name, value in (model.model_extra or {}).items():
+        if value is not None:
+            yield _path((*location, name))
 
 
 def request_error(error: ValidationError, model: type[BaseModel]) -> RequestError:

@@ -359,7 +359,6 @@ def test_defaults_of_other_servers_ask_for_nothing(case: Case) -> None:
 
 
 ENGINE_ASKED: dict[str, Any] = {
-    "chat_template_kwargs": {"a": 1},
     "ec_transfer_params": {"a": 1},
     "mm_payload": "none",
     "return_mm_kwargs": False,
@@ -368,11 +367,10 @@ ENGINE_ASKED: dict[str, Any] = {
 OTHERS_ASKED: list[tuple[str, str, Any]] = [
     *[("responses, vllm", name, value) for name, value in ENGINE_ASKED.items()],
     *[("messages, vllm", name, value) for name, value in ENGINE_ASKED.items()],
-    *[("chat, vllm", name, value) for name, value in ENGINE_ASKED.items() if name != "chat_template_kwargs"],
+    *[("chat, vllm", name, value) for name, value in ENGINE_ASKED.items()],
     ("responses, vllm", "include_reasoning", False),
     ("responses, openai", "image", {"detail": "low"}),
     ("messages, anthropic", "compaction", {"type": "x"}),
-    ("count_tokens, vllm", "chat_template_kwargs", {"a": 1}),
     ("embeddings", "padding", "max_length"),
     ("embeddings", "embed_overrides", [[[0.5]]]),
     ("score, sglang", "return_pooled_hidden_states", True),

@@ -1,6 +1,7 @@
 """Bodies of Anthropic's Messages API in normal form, and what is refused."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from engine.api.anthropic.errors import ANTHROPIC
 from engine.api.anthropic.requests import parse_count, parse_messages
 from engine.api.spec import GenerationSpec, PromptMark, ReasoningUse, ToolUse
 from engine.api.tools import AnswerForm, with_calls
+from engine.api.validation import BodyRules
 from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import (
     AuthenticationError,
@@ -151,6 +153,48 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert spec_of(**nothing, output_config={}, container=None, metadata={}) == spec_of()
 
 
+def test_fields_without_effect_are_named() -> None:
+    fields = {"speed": "fast", "context_management": {"edits": []}, "new_in_autumn": 1, "temprature": 1}
+    spec = spec_of(**fields, thinking={"type": "adaptive", "display": "omitted", "mood": "good"})
+    assert set(spec.ignored) == {*fields, "thinking.display", "thinking.mood"}
+    assert replace(spec, ignored=()) == spec_of(thinking={"type": "adaptive"})
+
+
+def test_an_effort_is_a_hint_for_the_template() -> None:
+    asked = spec_of(output_config={"effort": "medium"}).reasoning
+    assert (asked.effort, asked.param, asked.is_hint) == ("medium", "output_config.effort", True)
+    off = spec_of(output_config={"effort": "medium"}, thinking={"type": "disabled"}).reasoning
+    assert (off.effort, off.param, off.is_hint) == ("none", "thinking", False)
+
+
+def test_tools_that_clients_run_are_functions_and_those_of_servers_are_left_out() -> None:
+    kinds = ["bash_20250124", "text_editor_20250728", "memory_20250818", "web_search_20250305"]
+    spec = spec_of(tools=[*({"type": kind, "name": kind[:4]} for kind in kinds), TOOL])
+    assert spec.tools is not None
+    assert list(spec.tools.schemas) == ["bash", "text", "memo", TOOL["name"]]
+    assert set(spec.tools.schemas["bash"]["properties"]) == {"command", "restart"}  # type: ignore[call-overload]
+    assert spec.ignored == ("tools.web_search_20250305",)
+    assert spec_of(tools=[{"type": "web_search_20250305", "name": "web_search"}]).tools is None
+
+
+def test_lines_that_change_with_each_request_are_left_out() -> None:
+    rules = BodyRules(volatile_lines=("x-bill:",))
+    mark = {"type": "ephemeral"}
+
+    def system(*texts: dict[str, Any]) -> GenerationSpec:
+        body = {"messages": [USER], "max_tokens": 3, "system": list(texts)}
+        return parse_messages(json.dumps(body).encode(), rules)
+
+    spec = system(text("x-bill: 1;", cache_control=mark), text("You help.", cache_control=mark))
+    assert spec.messages[0] == {"role": "system", "content": "You help."}
+    assert [mark.length for mark in spec.marks] == [9]
+    assert spec.ignored == ("system.x-bill:",)
+    assert system(text("x-bill: 2\nYou help.\nx-bill is no line of its own")).messages[0]["content"] == (
+        "You help.\nx-bill is no line of its own"
+    )
+    assert [message["role"] for message in system(text("x-bill: 3")).messages] == ["user"]
+
+
 def test_marks() -> None:
     mark = {"type": "ephemeral"}
     messages = [{"role": "user", "content": [text("ab", cache_control=mark), text("c"), text("d", cache_control=mark)]}]
@@ -193,7 +237,7 @@ def test_the_body_of_a_count() -> None:
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].input_schema"),
         (
             {"tools": [{"name": "f", "input_schema": {"type": "object"}, "strict": True}]},
             "tools[0].input_schema",
@@ -208,7 +252,6 @@ def test_the_body_of_a_count() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "always"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
         ({"messages": [{"role": "user", "content": [THOUGHT]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "messages[0].content"),
         ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
@@ -218,10 +261,10 @@ def test_the_body_of_a_count() -> None:
             {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "regex": "a"},
             "output_config.format.schema",
         ),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"effort": 3}}, "output_config.effort"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
         ({"system": [text("x", cache_control={"type": "x"})]}, "system[0].cache_control.type"),
-        ({"temprature": 1}, "temprature"),
+        ({str(number): 1 for number in range(200)}, "0"),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from engine.api.normal_form import MAX_CHOICES
 from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
+from engine.api.validation import BodyRules
 from engine.core.answers.prompt_form import ChatEnd, ChatTemplate
 from engine.core.errors import RequestError
 from engine.core.objectives import Objectives, WhenLate
@@ -256,15 +257,15 @@ def test_the_model_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"metadata": {"a": "b"}},
-        {"continue_from_missing": "error"},
+        {"metadata": None},
         {"service_tier": "auto"},
+        {"verbosity": "medium"},
+        {"continue_from_missing": "error"},
         {"parallel_tool_calls": False},
         {"tools": []},
         {"tool_choice": "none"},
         {"response_format": {"type": "text"}},
         {"modalities": ["text"]},
-        {"safety_identifier": "x"},
         {"skip_special_tokens": True},
         {"add_generation_prompt": True},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
@@ -273,6 +274,22 @@ def test_the_model_may_be_left_out() -> None:
 )
 def test_harmless_fields_are_accepted(fields: dict[str, Any]) -> None:
     assert chat(**fields) == chat(stream=fields.get("stream"))
+
+
+def test_hints_without_effect_are_named() -> None:
+    hints = {"metadata": {"a": "b"}, "service_tier": "flex", "safety_identifier": "x", "verbosity": "low"}
+    assert set(chat(**hints).ignored) == hints.keys()
+    assert replace(chat(**hints), ignored=()) == chat()
+
+
+def test_unknown_fields_are_refused_unless_the_server_takes_them() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "knob": 1, "tools": []}).encode()
+    with pytest.raises(RequestError, match="Unrecognized request argument supplied: knob"):
+        parse_chat(body)
+    assert parse_chat(body, BodyRules(takes_unknown=True)).ignored == ("knob",)
+    many = json.dumps({"messages": [{"role": "user", "content": "x"}], **dict.fromkeys(map(str, range(500)), 1)})
+    with pytest.raises(RequestError, match="Unrecognized request argument supplied: 0"):
+        parse_chat(many.encode(), BodyRules(takes_unknown=True))
 
 
 def test_the_end_of_a_chat_s_prompt() -> None:

@@ -40,6 +40,8 @@ CHANGED: dict[str, Any] = {
     "model.tool_parser": "hermes",
     "model.reasoning_parser": "think",
     "model.pooling": "last",
+    "model.volatile_lines": ["x-date:"],
+    "http.unknown_fields": "ignore",
     "cache.eviction": "lru",
     "slo.when_late": "refuse",
     "cache.disk_path": "/elsewhere",

@@ -12,11 +12,10 @@ from actors.ingress.application import application
 from actors.ingress.routes.api_document import OPERATIONS, api_document
 from engine.api.anthropic.requests import CountRequest, MessagesRequest
 from engine.api.embeddings import EmbeddingsRequest
-from engine.api.known import IGNORED
 from engine.api.openai_responses.requests import ResponsesRequest
 from engine.api.requests import ChatCompletionRequest, CompletionRequest
 from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
-from engine.api.validation import NOT_SUPPORTED
+from engine.api.validation import IGNORED, NOT_SUPPORTED
 from engine.core.manager.cache_report import cache_report
 from engine.core.manager.directory import Directory
 from engine.core.tenants import Tenant, Tenants, key_hash

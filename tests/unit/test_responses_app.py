@@ -278,11 +278,9 @@ def test_a_failure_in_a_stream_is_a_numbered_event(served: Served) -> None:
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
         ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages"),
         ({"conversation": "c"}, "conversation"),
-        ({"include": ["web_search_call.results"]}, "include"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"reasoning": {"effort": "utmost"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
         ({"logprob_token_ids": [3]}, "logprob_token_ids"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
@@ -293,13 +291,13 @@ def test_a_failure_in_a_stream_is_a_numbered_event(served: Served) -> None:
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "tools": [CLOCK]}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
         ({"tools": [CLOCK], "include": ["message.output_text.logprobs"]}, "include"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"promt": "x"}, "promt"),
     ],
     ids=str,
 )
@@ -319,7 +317,30 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     }
     nothing |= {"include": ["reasoning.encrypted_content"], "reasoning": {"effort": None, "summary": None}}
     nothing |= {"enable_response_messages": False, "kv_transfer_params": None, "previous_input_messages": None}
-    assert served(Replica(), post(**nothing, background=False, service_tier="auto", user="u")).status == 200
+    reply = served(Replica(), post(**nothing, background=False, service_tier="auto", user="u"))
+    assert reply.status == 200 and reply.headers["x-raydix-ignored"] == "include.reasoning.encrypted_content"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hints_and_unknown_fields_are_named_in_a_header(served: Served, stream: bool) -> None:
+    hints: dict[str, Any] = {
+        "text": {"verbosity": "low"},
+        "truncation": "auto",
+        "reasoning": {"effort": "low", "summary": "detailed"},
+    }
+    hints |= {"new\r\nfield": 1}
+    tools = [{"type": "web_search"}, CLOCK]
+    reply = served(Replica(), post(**hints, tools=tools, stream=stream))
+    assert reply.status == 200
+    named = reply.headers["x-raydix-ignored"].split(", ")
+    assert sorted(named) == [
+        "new??field",
+        "reasoning.summary",
+        "text.verbosity",
+        "tools.web_search",
+        "truncation",
+    ]
+    assert "x-raydix-ignored" not in served(Replica(), post(stream=stream)).headers
 
 
 @pytest.mark.parametrize("stream", [False, True])

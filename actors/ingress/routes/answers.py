@@ -12,6 +12,7 @@ from starlette.responses import Response
 from actors.ingress.http import (
     EventStreamResponse,
     SlicedResponse,
+    ignored_header,
     json_response,
     label_header,
     objective_headers,
@@ -196,7 +197,8 @@ async def _respond(request: Request, route: Route) -> Response:
     renderer = here.frontend.renderer(job)
     if job.spec.stream:  # nothing is awaited between this return and the call of the response, which closes the job
         events = here.frontend.events(job, renderer)
-        return EventStreamResponse(events, refusing(request), job.close, wire=renderer.wire)
+        headers = ignored_header(job.spec.ignored)
+        return EventStreamResponse(events, refusing(request), job.close, wire=renderer.wire, headers=headers)
 
     return await _whole(request, [job], renderer.body)
 
@@ -213,7 +215,10 @@ async def _whole(request: Request, jobs: Sequence[Job], body: Callable[[], Await
         with frontend.all_accounted(jobs):
             await while_connected(request, collect())
         made = await body()
-        return json_response(made) if isinstance(made, bytes) else SlicedResponse(made, stack.pop_all())
+        headers = ignored_header(jobs[0].spec.ignored)
+        if isinstance(made, bytes):
+            return json_response(made, headers=headers)
+        return SlicedResponse(made, stack.pop_all(), headers)
 
 
 async def _prepare(request: Request, route: Route) -> Job:

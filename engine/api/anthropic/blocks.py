@@ -106,6 +106,21 @@ class Turn(LenientModel):
     content: Content = Field(description="A text, or a list of blocks.")
 
 
+def without_lines(texts: Sequence[Text], beginnings: tuple[str, ...]) -> tuple[list[Text], list[str]]:
+    """The texts without the lines that begin with one of these words, and the words found. A text without any other
+    line is left out with its mark: the text before has the same end."""
+    kept, found = [], list[str]()
+    for text in texts:
+        lines = text.text.splitlines(keepends=True)
+        begun = [next((each for each in beginnings if line.startswith(each)), None) for line in lines]
+        found += [each for each in begun if each is not None]
+        if not any(begun):
+            kept.append(text)
+        elif rest := "".join(line for line, each in zip(lines, begun, strict=True) if each is None):
+            kept.append(text.model_copy(update={"text": rest}))
+    return kept, found
+
+
 @dataclass(slots=True)
 class _Draft:
     """A message for the chat template."""

@@ -1,7 +1,8 @@
 """Bodies of `/v1/messages` and `/v1/messages/count_tokens`.
 
-As for OpenAI's routes, a field is supported, or harmless and ignored, or refused by name. Beside Anthropic's fields
-those of `SamplingFields` are supported that do not stand for one of Anthropic's and need no place in the answer.
+A field is supported, or a hint without effect, or refused by name; unknown fields, such as next month's client may
+send, have no effect either. Beside Anthropic's fields those of `SamplingFields` are supported that do not stand for one
+of Anthropic's and need no place in the answer.
 """
 
 from dataclasses import replace
@@ -9,16 +10,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
-from engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn
-from engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, tool_use
-from engine.api.fields import SamplingFields, Stops
+from engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn, without_lines
+from engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, server_tools, tool_use
+from engine.api.fields import SamplingFields, Stops, TemplateFields
 from engine.api.formats import Constraint
 from engine.api.grammars import schema_grammar
-from engine.api.known import Ignored, KnownEngineFields, UnlessEmpty, UnlessFalse, Unsupported
+from engine.api.known import Ignored, KnownEngineFields, ServiceTier, UnlessEmpty, UnlessFalse, Unsupported
 from engine.api.normal_form import build_spec
 from engine.api.prompts import Label, few_messages
 from engine.api.spec import GenerationSpec, ReasoningUse
-from engine.api.validation import INTEGRAL, LenientModel, StrictModel, only, parse_body
+from engine.api.validation import (
+    INTEGRAL,
+    MAX_IGNORED,
+    NO_RULES,
+    BodyRules,
+    LenientModel,
+    StrictModel,
+    hint,
+    parse_body,
+)
 from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import RequestError
 
@@ -42,8 +52,12 @@ class OutputConfig(StrictModel):
     """Demands on the answer."""
 
     format: OutputFormat | None = Field(default=None, description="Form of the answer.")
-    effort: Unsupported = None
-    task_budget: Unsupported = None
+    effort: Annotated[str, StringConstraints(max_length=32)] | None = Field(
+        default=None,
+        description="A hint: for chat templates with a variable `reasoning_effort`. Thinking that is `disabled` goes "
+        "before it.",
+    )
+    task_budget: Ignored = None
 
 
 class Thinking(StrictModel):
@@ -55,7 +69,7 @@ class Thinking(StrictModel):
     budget_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
         default=None, description="The end of the reasoning is forced behind so many tokens; by default never."
     )
-    display: Annotated[Any, only("summarized")] = None
+    display: Ignored = None
 
     def use(self) -> ReasoningUse:
         """Return the wishes in normal form."""
@@ -69,7 +83,7 @@ class Thinking(StrictModel):
         )
 
 
-class ChatBody(SamplingFields, KnownEngineFields):
+class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
     """Fields of both routes."""
 
     model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
@@ -97,20 +111,19 @@ class ChatBody(SamplingFields, KnownEngineFields):
     output_format: Unsupported = None
     billing_policy: Ignored = None
     compaction: Unsupported = None
-    context_management: Unsupported = None
+    context_management: Ignored = None
     fallback_credit_token: Ignored = None
     fallbacks: UnlessEmpty = None
     mcp_servers: UnlessEmpty = None
-    speed: Ignored = None
+    speed: Annotated[Any, hint("standard")] = None
 
-    chat_template_kwargs: UnlessEmpty = None
     truncate_prompt_tokens: Unsupported = None
     truncation_side: Unsupported = None
     logprob_token_ids: Unsupported = None
 
-    def chat(self) -> GenerationSpec:
+    def chat(self, rules: BodyRules) -> GenerationSpec:
         """The chat in normal form, without a limit of its answer."""
-        transcript = self._transcript()
+        transcript, left_out = self._transcript(rules.volatile_lines)
         messages = transcript.messages
         continues = messages[-1].role == "assistant"
         if messages[-1].tool_calls:
@@ -121,12 +134,22 @@ class ChatBody(SamplingFields, KnownEngineFields):
             model=self.model,
             messages=messages,
             tools=tool_use(self.tools or (), self.tool_choice),
-            reasoning=None if self.thinking is None else self.thinking.use(),
+            template=self.template(),
+            reasoning=self._reasoning(),
             max_tokens=None,
             logprobs=None,
             chat_end=ChatEnd.OPEN if continues else ChatEnd.ANSWER,
         )
-        return replace(spec, api="messages", marks=tuple(transcript.marks))
+        ignored = (*spec.ignored, *server_tools(self.tools or ()), *left_out)
+        return replace(spec, api="messages", marks=tuple(transcript.marks), ignored=ignored[:MAX_IGNORED])
+
+    def _reasoning(self) -> ReasoningUse | None:
+        """The wishes for reasoning in normal form."""
+        use = None if self.thinking is None else self.thinking.use()
+        effort = None if self.output_config is None else self.output_config.effort
+        if effort is None or (use is not None and use.effort is not None):
+            return use
+        return replace(use or ReasoningUse(), effort=effort, param="output_config.effort", is_hint=True)
 
     def constraint(self) -> Constraint | None:
         """Return the grammar that the answer must follow; errors as `FormatFields.constraint`."""
@@ -138,11 +161,13 @@ class ChatBody(SamplingFields, KnownEngineFields):
             raise RequestError(f"'{given.param}' and '{param}' cannot be given together.", param=param)
         return Constraint(schema_grammar(self.output_config.format.schema_, param), param)
 
-    def _transcript(self) -> Transcript:
-        """The messages as chat templates know them, with the marks. Raises RequestError for too many marks."""
+    def _transcript(self, volatile_lines: tuple[str, ...]) -> tuple[Transcript, list[str]]:
+        """The messages as chat templates know them, with the marks, and the names of the system's lines that are left
+        out. Raises RequestError for too many marks."""
         transcript = Transcript()
-        if self.system is not None:
-            transcript.add("system", self.system)
+        system, lines = without_lines(self.system or (), volatile_lines)
+        if system or (self.system is not None and not lines):
+            transcript.add("system", system)
         for index, turn in enumerate(self.messages):
             _require_place(index, turn)
             transcript.add(turn.role, turn.content)
@@ -157,7 +182,7 @@ class ChatBody(SamplingFields, KnownEngineFields):
                 f"At most {MAX_MARKS} blocks may have a 'cache_control', got {len(transcript.marks)}.",
                 param="cache_control",
             )
-        return transcript
+        return transcript, [f"system.{line}" for line in lines]
 
 
 def _require_place(index: int, turn: Turn) -> None:
@@ -182,7 +207,7 @@ class MessagesRequest(ChatBody):
     )
     metadata: Metadata | None = Field(default=None, description="With `user_id`, who asks.")
 
-    service_tier: Ignored = None
+    service_tier: ServiceTier = None
     inference_geo: Ignored = None
     container: Unsupported = None
     diagnostics: Unsupported = None
@@ -194,10 +219,10 @@ class MessagesRequest(ChatBody):
     prompt_logprobs: Unsupported = None
     return_token_ids: UnlessFalse = None
 
-    def spec(self) -> GenerationSpec:
+    def spec(self, rules: BodyRules = NO_RULES) -> GenerationSpec:
         """The request in normal form."""
         return replace(
-            self.chat(),
+            self.chat(rules),
             max_tokens=self.max_tokens,
             is_capped=True,
             stop=tuple(dict.fromkeys(self.stop_sequences or ())),
@@ -209,16 +234,16 @@ class MessagesRequest(ChatBody):
 class CountRequest(ChatBody):
     """Body of `/v1/messages/count_tokens`."""
 
-    def spec(self) -> GenerationSpec:
+    def spec(self, rules: BodyRules = NO_RULES) -> GenerationSpec:
         """The chat in normal form."""
-        return replace(self.chat(), max_tokens=0)
+        return replace(self.chat(rules), max_tokens=0)
 
 
-def parse_messages(body: bytes) -> GenerationSpec:
+def parse_messages(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/messages` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(MessagesRequest, body).spec()
+    return parse_body(MessagesRequest, body, takes_unknown=True).spec(rules)
 
 
-def parse_count(body: bytes) -> GenerationSpec:
+def parse_count(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/messages/count_tokens` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(CountRequest, body).spec()
+    return parse_body(CountRequest, body, takes_unknown=True).spec(rules)

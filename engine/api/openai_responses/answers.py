@@ -215,6 +215,8 @@ class ResponseWriter:
         if isinstance(part, Reasoning):
             return item | {"type": "reasoning", "summary": [], "content": [_content_part(part, [])]}
         call = {"call_id": part.id, "name": part.name, "arguments": "".join(part.arguments)}
+        if part.name in self._turn.namespaces:
+            call["namespace"], call["name"] = self._turn.namespaces[part.name]
         return item | {"type": "function_call", **call}
 
     def _item_id(self, index: int, part: Part) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from engine.api.openai_responses.tools import flat_name
 from engine.api.prompts import MAX_MESSAGES, MAX_PARTS, Message
 from engine.api.responses import Json
 from engine.api.validation import LenientModel, describe, problem
@@ -90,6 +91,7 @@ class Item(LenientModel):
     )
     call_id: str = Field(default="", description="Of a call and its result: the call's name.")
     name: str = Field(default="", description="Of a call: the function.")
+    namespace: str = Field(default="", description="Of a call: the namespace of the function.")
     arguments: str = Field(default="", description="Of a call: its arguments, as JSON in a text.")
     output: Content = Field(default="", description="Of a result: a text, or a list of text parts.")
 
@@ -97,7 +99,8 @@ class Item(LenientModel):
         """The item as `/v1/responses/{id}/input_items` lists it, without an id."""
         item: Json = {"type": self.type, "status": "completed"}
         if self.type == "function_call":
-            return item | {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+            namespace = {"namespace": self.namespace} if self.namespace else {}
+            return item | {"call_id": self.call_id, "name": self.name, **namespace, "arguments": self.arguments}
         if self.type == "function_call_output":
             return item | {"call_id": self.call_id, "output": self.output}
 
@@ -132,7 +135,8 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            function = {"name": item.name, "arguments": item.arguments}
+            name = flat_name(item.namespace, item.name) if item.namespace else item.name
+            function = {"name": name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
     return [Message.model_validate(message) for message in messages]

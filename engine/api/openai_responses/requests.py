@@ -1,32 +1,52 @@
 """Bodies of `/v1/responses`.
 
-As for OpenAI's other routes, a field is supported, or harmless and ignored, or refused by name. Beside OpenAI's fields
-those of `SamplingFields` are supported that need no place in the response.
+A field is supported, or a hint without effect, or refused by name; unknown fields, such as next month's client may
+send, have no effect either. Beside OpenAI's fields those of `SamplingFields` are supported that need no place in the
+response.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
-from engine.api.fields import RequestId, SamplingFields
+from engine.api.fields import RequestId, SamplingFields, TemplateFields
 from engine.api.formats import Constraint
 from engine.api.grammars import schema_grammar
-from engine.api.known import Ignored, KnownEngineFields, UnlessEmpty, UnlessFalse, UnlessTrue, Unsupported
+from engine.api.known import (
+    Ignored,
+    KnownEngineFields,
+    ServiceTier,
+    UnlessEmpty,
+    UnlessFalse,
+    UnlessTrue,
+    Unsupported,
+    Verbosity,
+)
 from engine.api.normal_form import build_spec
 from engine.api.openai_responses.items import Item, as_items, messages_of
-from engine.api.openai_responses.tools import FunctionTool, ToolChoice, tool_use
+from engine.api.openai_responses.tools import Tool, ToolChoice, namespaces_of, server_tools, tool_use
 from engine.api.prompts import Label, Message
 from engine.api.reasoning import Effort
 from engine.api.responses import ID_PREFIXES, Json
 from engine.api.spec import GenerationSpec, ReasoningUse, Turn
 from engine.api.tools import few_tools
-from engine.api.validation import INTEGRAL, LenientModel, StrictModel, only, parse_body, problem
+from engine.api.validation import (
+    INTEGRAL,
+    MAX_IGNORED,
+    NO_RULES,
+    BodyRules,
+    LenientModel,
+    StrictModel,
+    hint,
+    only,
+    parse_body,
+    problem,
+)
 from engine.core.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
-HARMLESS_INCLUDES = {"reasoning.encrypted_content"}
-"""Parts of a response that no response here has."""
 MAX_METADATA = 16
 
 ResponseId = Annotated[Label, StringConstraints(pattern=f"^{ID_PREFIXES['responses']}")]
@@ -56,7 +76,7 @@ class TextOptions(LenientModel):
     """Form of the text."""
 
     format: TextFormat | None = Field(default=None, description="The form.")
-    verbosity: Annotated[Any, only("medium")] = None
+    verbosity: Verbosity = None
 
 
 class StreamOptions(StrictModel):
@@ -70,16 +90,15 @@ class ReasoningOptions(StrictModel):
 
     effort: Effort | None = Field(
         default=None,
-        description="For chat templates that know it; others of models that reason take `none` only. Ignored where the "
-        "model has no reasoning.",
+        description="A hint for chat templates that know it; `none` is kept by all.",
     )
-    context: Annotated[Any, only("auto")] = None
-    mode: Annotated[Any, only("standard")] = None
-    summary: Annotated[Any, only("auto")] = None
-    generate_summary: Annotated[Any, only("auto")] = None
+    context: Annotated[Any, hint("auto")] = None
+    mode: Annotated[Any, hint("standard")] = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
 
 
-class ResponsesRequest(SamplingFields, KnownEngineFields):
+class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     """Body of `/v1/responses`."""
 
     model: Label | None = Field(default=None, description="Name of the served model; may be left out.")
@@ -101,7 +120,9 @@ class ResponsesRequest(SamplingFields, KnownEngineFields):
     )
     stream_options: StreamOptions | None = Field(default=None, description="Contents of a stream beside the text.")
     include: Annotated[list[str], Field(max_length=32)] | None = Field(
-        default=None, description=f"`{LOGPROBS}`: log-probabilities of the tokens."
+        default=None,
+        description=f"`{LOGPROBS}`: log-probabilities of the tokens. Other parts are of tools that no response here "
+        "has, and left out.",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = Field(
         default=None, description="Report this many likeliest tokens at each position."
@@ -110,8 +131,10 @@ class ResponsesRequest(SamplingFields, KnownEngineFields):
         default=None, description="Up to 16 texts by name, which the response repeats."
     )
     text: TextOptions | None = Field(default=None, description="With `format`, the form of the answer.")
-    tools: Annotated[list[FunctionTool], BeforeValidator(few_tools)] | None = Field(
-        default=None, description="Functions that the answer may call."
+    tools: Annotated[list[Tool], BeforeValidator(few_tools)] | None = Field(
+        default=None,
+        description="Functions that the answer may call, alone or in a `namespace`. Tools that OpenAI's servers run "
+        "(`web_search`, `code_interpreter`, ...) are left out, and named in the header `x-raydix-ignored`.",
     )
     tool_choice: ToolChoice | None = Field(
         default=None,
@@ -138,6 +161,7 @@ class ResponsesRequest(SamplingFields, KnownEngineFields):
     access_programs: Unsupported = None
     background: UnlessFalse = None
     background_options: UnlessEmpty = None
+    client_metadata: Ignored = None
     context_management: UnlessEmpty = None
     conversation: Unsupported = None
     image: UnlessEmpty = None
@@ -147,10 +171,9 @@ class ResponsesRequest(SamplingFields, KnownEngineFields):
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    truncation: Annotated[Any, only("disabled")] = None
+    service_tier: ServiceTier = None
+    truncation: Annotated[Any, hint("disabled")] = None
 
-    chat_template_kwargs: UnlessEmpty = None
     extra_key: Unsupported = None
     include_reasoning: UnlessTrue = None
     media_io_kwargs: UnlessEmpty = None
@@ -179,8 +202,11 @@ class ResponsesRequest(SamplingFields, KnownEngineFields):
             model=self.model,
             messages=[*instructions, *own],
             tools=tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls),
+            template=self.template(),
             reasoning=ReasoningUse(
-                effort=None if self.reasoning is None else self.reasoning.effort, param="reasoning.effort"
+                effort=None if self.reasoning is None else self.reasoning.effort,
+                param="reasoning.effort",
+                is_hint=True,
             ),
             max_tokens=self.max_output_tokens,
             logprobs=self._logprobs(),
@@ -195,10 +221,23 @@ class ResponsesRequest(SamplingFields, KnownEngineFields):
             items=tuple(item.listed() for item in self.input),
             repeated=self._repeated(),
             shows_messages=bool(self.enable_response_messages),
+            namespaces=namespaces_of(self.tools or ()),
         )
         return replace(
-            spec, api="responses", is_capped=True, turn=turn, return_token_ids=bool(self.enable_response_messages)
+            spec,
+            api="responses",
+            is_capped=True,
+            turn=turn,
+            return_token_ids=bool(self.enable_response_messages),
+            ignored=(*spec.ignored, *self._left_out())[:MAX_IGNORED],
         )
+
+    def _left_out(self) -> Iterator[str]:
+        """Elements of lists without effect: parts that no response has, and tools of OpenAI's servers."""
+        for part in self.include or ():
+            if part != LOGPROBS:
+                yield f"include.{part[:100]}"
+        yield from server_tools(self.tools or ())
 
     def constraint(self) -> Constraint | None:
         """Return the grammar that the answer must follow; errors as `FormatFields.constraint`."""
@@ -227,10 +266,7 @@ class ResponsesRequest(SamplingFields, KnownEngineFields):
 
     def _logprobs(self) -> int | None:
         """Number of alternatives to report; None: no log-probabilities."""
-        asked = set(self.include or ()) - HARMLESS_INCLUDES
-        unknown = asked - {LOGPROBS}
-        if unknown:
-            raise RequestError(f"'include' has '{min(unknown)[:100]}', which is not supported yet.", param="include")
+        asked = LOGPROBS in (self.include or ())
         if asked and self.tools:
             raise RequestError(f"'include' of '{LOGPROBS}' is not supported together with 'tools'.", param="include")
         return self.top_logprobs or 0 if asked or self.top_logprobs else None
@@ -254,6 +290,6 @@ class ResponsesRequest(SamplingFields, KnownEngineFields):
         }
 
 
-def parse_responses(body: bytes) -> GenerationSpec:
+def parse_responses(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/responses` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(ResponsesRequest, body).spec()
+    return parse_body(ResponsesRequest, body, takes_unknown=True).spec()

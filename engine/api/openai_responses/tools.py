@@ -1,48 +1,117 @@
 """Functions that a response may call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
 from engine.api.responses import Json
 from engine.api.spec import ToolUse
-from engine.api.tools import FunctionName, ToolFields, ToolPaths, check_parameters
+from engine.api.tools import FunctionName, ToolFields, ToolPaths, check_parameters, few_tools
 from engine.api.validation import LenientModel, describe, problem
+from engine.core.errors import RequestError
 
 PATHS = ToolPaths(name="name", schema="parameters", chosen="tool_choice.name")
 
 
-class FunctionTool(LenientModel):
-    """Function that an answer may call."""
+FUNCTION, NAMESPACE, CUSTOM = "function", "namespace", "custom"
+"""Types of tools that the client runs. OpenAI's servers run those of any other type."""
 
-    type: Literal["function"] = Field(description="Kind of tool.")
-    name: FunctionName = Field(description="Its name.")
+
+class _Named(LenientModel):
+    """Tool with a name."""
+
+    name: FunctionName | None = Field(default=None, description="Its name.")
     description: str | None = Field(default=None, description="Its purpose, for the model.")
     parameters: Annotated[dict[str, Any], AfterValidator(check_parameters)] | None = Field(
         default=None, description="JSON schema of the arguments, an object; by default there are none."
     )
     strict: bool | None = Field(default=None, description="The arguments follow the schema, which has OpenAI's form.")
 
+    def function(self, path: str, namespace: str | None = None) -> Json:
+        """The tool as chats have it. Raises RequestError for a missing name, in words for the field at `path`."""
+        if self.name is None:
+            raise RequestError(f"Missing required parameter: '{path}.name'.", param=f"{path}.name")
+        function = {
+            "name": self.name if namespace is None else flat_name(namespace, self.name),
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.strict,
+        }
+        return {"type": FUNCTION, "function": function}
+
     def repeated(self) -> Json:
-        """The tool as the response repeats it."""
+        """The function as the response repeats it."""
         return {
-            "type": "function",
+            "type": FUNCTION,
             "name": self.name,
             "description": self.description,
             "parameters": self.parameters,
             "strict": bool(self.strict),
         }
 
-    def function(self) -> Json:
-        """The tool as chats have it."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": self.strict,
-        }
-        return {"type": "function", "function": function}
+
+class Member(_Named):
+    """Function of a namespace."""
+
+    type: Literal["function"] = Field(description="Kind of tool.")
+
+
+class Tool(_Named):
+    """A function, a namespace of functions, or a tool that OpenAI's servers run."""
+
+    type: Annotated[str, StringConstraints(max_length=64)] = Field(
+        description="Kind of tool: `function`, `namespace`, or a tool of OpenAI's servers."
+    )
+    tools: Annotated[list[Member], BeforeValidator(few_tools)] | None = Field(
+        default=None, description="Of a namespace: its functions. The model knows each as `<namespace>__<name>`."
+    )
+
+    @property
+    def is_of_server(self) -> bool:
+        """True if the client does not run the tool."""
+        return self.type not in (FUNCTION, NAMESPACE, CUSTOM)
+
+    def functions(self, path: str) -> Iterator[Json]:
+        """The functions of the tool as chats have them. Raises RequestError for one that the model cannot be told of,
+        in words for the field at `path`."""
+        if self.type == CUSTOM:
+            raise RequestError(f"'{path}.type' of 'custom' is not supported yet.", param=f"{path}.type")
+        if self.type == FUNCTION:
+            yield self.function(path)
+        elif self.type == NAMESPACE:
+            if self.name is None:
+                raise RequestError(f"Missing required parameter: '{path}.name'.", param=f"{path}.name")
+            for index, member in enumerate(self.tools or ()):
+                yield member.function(f"{path}.tools[{index}]", self.name)
+
+    def repeated(self) -> Json:
+        """The tool as the response repeats it."""
+        if self.type == FUNCTION:
+            return super().repeated()
+        members = {} if self.tools is None else {"tools": [member.repeated() for member in self.tools]}
+        named = {"name": self.name, "description": self.description} if self.type == NAMESPACE else {}
+        return {"type": self.type, **named, **members}
+
+
+def flat_name(namespace: str, name: str) -> str:
+    """Name under which the model knows a function of a namespace."""
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def namespaces_of(tools: Sequence[Tool]) -> Mapping[str, tuple[str, str]]:
+    """Namespace and name of each function in a namespace, by the name that the model knows."""
+    return {
+        flat_name(tool.name, member.name): (tool.name, member.name)
+        for tool in tools
+        for member in tool.tools or ()
+        if tool.type == NAMESPACE and tool.name is not None and member.name is not None
+    }
+
+
+def server_tools(tools: Sequence[Tool]) -> Iterator[str]:
+    """Names, as paths in the body, of the tools that OpenAI's servers would run."""
+    return (f"tools.{tool.type}" for tool in tools if tool.is_of_server)
 
 
 def _parse_choice(value: object) -> str | Json:
@@ -61,9 +130,10 @@ ToolChoice = Annotated[
 ]
 
 
-def tool_use(tools: Sequence[FunctionTool], choice: str | Json | None, parallel: bool | None) -> ToolUse | None:
+def tool_use(tools: Sequence[Tool], choice: str | Json | None, parallel: bool | None) -> ToolUse | None:
     """The tools in normal form; None if there are none. Raises RequestError for contradicting fields."""
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice["name"]}}
-    fields = {"tools": [tool.function() for tool in tools], "tool_choice": choice, "parallel_tool_calls": parallel}
+    functions = [each for index, tool in enumerate(tools) for each in tool.functions(f"tools[{index}]")]
+    fields = {"tools": functions, "tool_choice": choice, "parallel_tool_calls": parallel}
     return ToolFields.model_validate(fields).tool_use(PATHS)

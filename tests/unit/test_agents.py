@@ -1,0 +1,156 @@
+"""First requests of coding agents, as these send them by default: each is answered, and nothing is lost."""
+
+import json
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from actors.ingress.reader_work import ReadingFacts
+from actors.ingress.reading import Reader
+from actors.ingress.served_model import ServedModel
+from configs.schema import ModelSection
+from engine.api.routes import Route
+from engine.api.validation import BodyRules
+from engine.core.answers.transcripts import EncodedText
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+from engine.model.tokenizer import Tokenizer
+from tests.unit.ingress import MODEL, Replica, Reply, Served, call
+from tests.unit.served_app import app
+
+MARK = {"type": "ephemeral"}
+READ = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+
+CLAUDE_CODE: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 32_000,
+    "stream": True,
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>\nToday is a day.\n</system-reminder>"},
+                {"type": "text", "text": "what is here?", "cache_control": MARK},
+            ],
+        }
+    ],
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=fa690;"},
+        {"type": "text", "text": "You write code.", "cache_control": MARK},
+        {"type": "text", "text": "You are brief.", "cache_control": MARK},
+    ],
+    "tools": [
+        {"name": "Read", "description": "Reads a file.", "input_schema": READ},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "metadata": {"user_id": "user_0_account__session_0"},
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "medium"},
+}
+"""Claude Code 2.1.197."""
+
+CODEX: dict[str, Any] = {
+    "model": MODEL,
+    "instructions": "You write code.",
+    "input": [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "<permissions>none</permissions>"}],
+        },
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "what is here?"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": READ},
+        {
+            "type": "namespace",
+            "name": "mcp__files",
+            "description": "Files.",
+            "tools": [
+                {"type": "function", "name": "read", "description": "Reads.", "strict": False, "parameters": READ}
+            ],
+        },
+        {"type": "web_search", "external_web_access": False},
+        {"type": "local_shell"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "019a-session",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "0"},
+}
+"""Codex CLI 0.169."""
+
+
+def post(path: str, body: dict[str, Any]) -> Callable[[], Awaitable[Reply]]:
+    return lambda: call(app, "POST", path, json.dumps(body).encode(), headers={"anthropic-beta": "a,b"})
+
+
+@cache
+def reader() -> Reader:
+    """A reader with the default model's tokenizer, which reads bodies as a replica does."""
+    folder = resolve_model(DEFAULT_MODEL)
+    rules = BodyRules(volatile_lines=ModelSection(source=DEFAULT_MODEL).volatile_lines)
+    facts = ReadingFacts(ServedModel(MODEL, 4096, 49_152), folder, special_tokens_in_messages=False, rules=rules)
+    return Reader(facts, Tokenizer(folder))
+
+
+def read(route: Route, body: dict[str, Any]) -> EncodedText:
+    """The prompt of a body."""
+    chat = reader().read_body(route, json.dumps(body).encode()).chat
+    assert chat is not None
+    return chat
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/messages?beta=true", CLAUDE_CODE), ("/v1/responses", CODEX)])
+def test_a_first_request_is_answered(served: Served, path: str, body: dict[str, Any]) -> None:
+    reply = served(Replica(max_model_len=40_000), post(path, body))
+    assert reply.status == 200, reply.body
+    assert b"data: " in reply.body and reply.headers["x-raydix-ignored"]
+
+
+def test_what_has_no_effect_is_named() -> None:
+    reading = reader().read_body("messages", json.dumps(CLAUDE_CODE).encode())
+    assert sorted(reading.spec.ignored) == [
+        "context_management",
+        "output_config.effort",
+        "system.x-anthropic-billing-header:",
+        "tools.web_search_20250305",
+    ]
+    reading = reader().read_body("responses", json.dumps(CODEX).encode())
+    assert sorted(reading.spec.ignored) == [
+        "client_metadata",
+        "include.reasoning.encrypted_content",
+        "reasoning.effort",
+        "reasoning.summary",
+        "text.verbosity",
+        "tools.local_shell",
+        "tools.web_search",
+    ]
+
+
+def test_the_changing_line_of_claude_code_changes_no_token() -> None:
+    other = json.loads(json.dumps(CLAUDE_CODE).replace("fa690", "0b1c2"))
+    assert other != CLAUDE_CODE and read("messages", other).token_ids == read("messages", CLAUDE_CODE).token_ids
+    count = reader().read_body("count_tokens", json.dumps({**CLAUDE_CODE, "max_tokens": None}).encode())
+    assert count.chat is not None and count.chat.token_ids == read("messages", CLAUDE_CODE).token_ids
+
+
+def test_a_call_of_a_function_in_a_namespace_comes_back_by_its_own_name(served: Served) -> None:
+    here = Replica(max_model_len=4096)
+    here.dispatcher.answer = '<tool_call>\n{"name": "mcp__files__read", "arguments": {"path": "a"}}\n</tool_call>'
+    first = served(here, post("/v1/responses", CODEX | {"stream": False}))
+    assert first.status == 200, first.body
+    [item] = first.json["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "mcp__files", "read")
+    assert json.loads(item["arguments"]) == {"path": "a"}
+
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "empty"}
+    text = read("responses", CODEX | {"input": [*CODEX["input"], item, result]}).text
+    assert text.count('"name": "mcp__files__read"') == 2, "among the functions, and as the call"
