@@ -8,7 +8,7 @@ CLIENTS := $(VENV)-clients
 # Not quiet: each package is named while it is fetched and installed, with a bar where there is a terminal.
 PIP := $(BIN)/pip install --disable-pip-version-check
 
-.PHONY: install serve chat test test-clients test-nodes test-tokenizers exhaustive chaos fuzz check docs manifests bench-peers clean
+.PHONY: install serve chat test test-unit test-kernels test-model test-cluster coverage test-clients test-nodes test-tokenizers exhaustive chaos fuzz check check-style check-types check-imports check-documents docs manifests bench-peers clean
 
 $(VENV)/.installed: pyproject.toml tests/requirements-helm.txt
 	@echo '1 of 5: a virtual environment in $(VENV)'
@@ -31,20 +31,35 @@ serve: install
 chat: install
 	@exec $(BIN)/raydix chat $(if $(URL),--url $(URL))
 
-# All tests except those for GPUs, most of tests/chaos (see `make chaos`) and `make exhaustive`. The unit tests alone must
-# cover 99 % of the lines of engine/core, and 80 % of the lines of actors. Tests that fail beside other work of the machine
-# run once more by themselves and must pass then; the tests of kernels and of the model have no second try.
+# All tests except those for GPUs, most of tests/chaos (see `make chaos`) and `make exhaustive`, by what they need. The unit
+# tests run once, under coverage.
 PYTEST := $(BIN)/python -m pytest
-AGAIN := --last-failed --last-failed-no-failures=none
-CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos
-test: install
-	$(PYTEST) -m "not gpu" tests/unit --numprocesses=auto --cov=actors --cov=engine/core --cov-report= || \
-		$(PYTEST) -m "not gpu" tests/unit $(AGAIN)
+test: coverage test-kernels test-model test-cluster
+
+# The tests of all decisions, texts and files: neither Ray's processes nor a model's computing.
+test-unit: install
+	$(PYTEST) -m "not gpu" tests/unit --numprocesses=auto $(TESTS)
+
+# The same tests must run 99 % of the lines of engine/core, and 80 % of the lines of actors.
+coverage: install
+	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov-report="
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
 	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
-	$(PYTEST) -m "not gpu" tests/kernels --numprocesses=auto
-	$(PYTEST) -m "not gpu and not exhaustive" tests/model
-	$(PYTEST) $(CLUSTERS) || $(PYTEST) $(CLUSTERS) $(AGAIN)
+
+# Each operation against its reference.
+test-kernels: install
+	$(PYTEST) -m "not gpu" tests/kernels --numprocesses=auto $(TESTS)
+
+# The same bits in whatever order they are computed, and the model against transformers.
+test-model: install
+	$(PYTEST) -m "not gpu and not exhaustive" tests/model $(TESTS)
+
+# Real servers and clusters. Tests that fail beside other work of the machine run once more by themselves and must pass
+# then; no other tests have a second try.
+AGAIN := --last-failed --last-failed-no-failures=none
+CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos
+test-cluster: install
+	$(PYTEST) $(CLUSTERS) $(TESTS) || $(PYTEST) $(CLUSTERS) $(TESTS) $(AGAIN)
 
 # Third-party clients against real servers. Each folder of tests/clients has a server of its own; for example,
 # `make test-clients-sdk` runs one folder. The table of results is in build/clients.md.
@@ -110,12 +125,21 @@ $(VENV)-fuzz/bin/schemathesis:
 	$(PYTHON) -m venv $(VENV)-fuzz
 	$(VENV)-fuzz/bin/pip install --quiet --disable-pip-version-check 'schemathesis>=4.32,<5'
 
+# The type checker takes most of the time, so the other checks run beside it; the output is in order.
 check: install
+	$(MAKE) --jobs=2 --output-sync=target check-types check-documents check-style check-imports
+
+check-style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check-types:
 	$(BIN)/mypy
+
+check-imports:
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_documentation.py
-	$(MAKE) docs
+
+check-documents: docs
 
 # The documentation in site/, its reference pages generated from the code; a broken link is an error.
 docs: install
