@@ -42,6 +42,7 @@ def application(of: Replica | None) -> FastAPI:
     app.state.replica = of
 
     def allowed_origins() -> Collection[str]:
+        of: Replica | None = app.state.replica
         return () if of is None else of.config.http.allowed_origins
 
     app.add_middleware(CrossOrigin, allowed=allowed_origins)
