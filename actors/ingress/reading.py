@@ -191,7 +191,7 @@ class Reader:
     def _with_calls(self, spec: GenerationSpec, tools: ToolUse) -> GenerationSpec:
         """Prescribe the form of calls where the request asks for it. Raises RequestError naming the field at fault."""
         calls = self._facts.tool_format
-        ids = {name: self._tokenizer.special_id(name) for name in calls.markers}
+        ids = {name: self._tokenizer.added_id(name) for name in calls.markers}
         special = {name: token_id for name, token_id in ids.items() if token_id is not None}
         asked = AnswerForm(spec.sampling.grammar, spec.grammar_param)
         grammar, param = with_calls(asked, tools, calls.form, special)

@@ -71,7 +71,7 @@ class Reader:
         """The request with the form of the calls that it asks for."""
         if spec.tools is None:
             return spec
-        ids = {name: self.tokenizer.special_id(name) for name in HERMES.markers}
+        ids = {name: self.tokenizer.added_id(name) for name in HERMES.markers}
         special = {name: token_id for name, token_id in ids.items() if token_id is not None}
         asked = AnswerForm(spec.sampling.grammar, spec.grammar_param)
         form = with_calls(asked, spec.tools, HERMES.form, special)

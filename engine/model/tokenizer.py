@@ -53,6 +53,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_names = names_pattern(token.content for token in added.values() if token.special)
         self._lock = threading.Lock()
@@ -216,6 +217,12 @@ class Tokenizer:
             },
             "chat_template": self.chat_template or None,
         }
+
+    def added_id(self, name: str) -> int | None:
+        """The id of a token that was added to the vocabulary, special or not; None if there is none of this name. In a
+        grammar llguidance takes such a token by its id alone, never for its text."""
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id if token_id in self._added_ids else None
 
     def special_id(self, name: str) -> int | None:
         """The id of a special token; None if there is none of this name."""

@@ -87,6 +87,8 @@ class LetterTokenizer(Tokenizer):
     def special_id(self, name: str) -> int | None:
         return MARKERS.get(name)
 
+    added_id = special_id
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*text.encode("ascii")]
 

@@ -44,7 +44,8 @@ class CallForm:
 class CallGrammar:
     """The calls that an answer may have.
 
-    `functions` are schemas of arguments by name; `special` the ids of special tokens by name.
+    `functions` are schemas of arguments by name; `special` the ids by name of tokens that llguidance takes by
+    their ids alone: those added to the vocabulary.
     """
 
     form: CallForm

@@ -1,0 +1,81 @@
+"""Calls with the tokenizers of families whose tags are tokens that were added to the vocabulary without being special,
+as `<tool_call>` of Qwen 2.5 and 3."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from actors.ingress.reader_work import ReadingFacts
+from actors.ingress.reading import Reader
+from actors.ingress.served_model import ServedModel
+from engine.core.types import Grammar
+from engine.model.grammar_source import canonical, native_source
+from engine.model.grammar_tokenizer import load_tokenizer
+from engine.model.sources import DEFAULT_MODEL, resolve_model
+from engine.model.tokenizer import Tokenizer
+
+TAGS = ("<tool_call>", "</tool_call>")
+CLOCK = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
+CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the default model's tokenizer, to which the tags were added."""
+    known = Tokenizer(resolve_model(DEFAULT_MODEL))
+    backend = Backend.from_str(known.to_json())
+    backend.add_tokens([AddedToken(tag, special=request.param, normalized=False) for tag in TAGS])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": known.chat_template}
+    end = backend.id_to_token(known.eos_token_ids[0])
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": end}))
+    return folder
+
+
+def grammar_of(folder: Path, tool: dict[str, Any], choice: object) -> Grammar:
+    """The grammar of an answer to a chat with one function."""
+    tokenizer = Tokenizer(folder)
+    facts = ReadingFacts(ServedModel("m", 4096, tokenizer.vocab_size), folder, special_tokens_in_messages=False)
+    body = {"messages": [{"role": "user", "content": "when?"}], "tool_choice": choice}
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": CLOCK, **tool}}]
+    grammar = Reader(facts, tokenizer).read_body("chat", json.dumps({**body, "tools": tools}).encode()).spec.sampling
+    assert grammar.grammar is not None
+    return grammar.grammar
+
+
+def takes(folder: Path, grammar: Grammar, text: str) -> bool:
+    """True if the tokens that the model writes for a text follow the grammar, with each in its mask."""
+    tokenizer = Tokenizer(folder)
+    matcher = LLMatcher(load_tokenizer(folder, tokenizer.vocab_size), native_source(canonical(grammar)))
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        mask = matcher.compute_bitmask()
+        if not mask[token_id // 8] >> token_id % 8 & 1 or not matcher.consume_token(token_id):
+            return False
+    return bool(matcher.is_accepting())
+
+
+def test_the_tags_are_one_token_each(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    assert [tokenizer.encode(tag, add_special_tokens=False) for tag in TAGS] == [
+        [tokenizer.added_id(tag)] for tag in TAGS
+    ]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
+def test_a_prescribed_call_can_be_written(folder: Path, choice: object) -> None:
+    grammar = grammar_of(folder, {}, choice)
+    assert takes(folder, grammar, CALL)
+    assert not takes(folder, grammar, "It is noon.")
+
+
+def test_a_strict_call_among_text_can_be_written(folder: Path) -> None:
+    strict = {"strict": True, "parameters": {**CLOCK, "additionalProperties": False}}
+    grammar = grammar_of(folder, strict, "auto")
+    assert takes(folder, grammar, f"Let me look. {CALL}") and takes(folder, grammar, "It is noon.")
+    assert not takes(folder, grammar, CALL.replace("zone", "place"))
