@@ -37,6 +37,7 @@ from engine.core.errors import StartupError
 from engine.core.log_fields import about
 from engine.core.settings import GIB
 from engine.model.config import ModelConfig
+from engine.model.preparing import prepare
 from engine.model.sources import NULL, has_chat_template, model_name, read_description, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -144,9 +145,6 @@ def prepared(
         if sizes is not None:
             console.print(described(config, sizes, model, machine), soft_wrap=True)
             config = sized(config, sizes)
-
-        status.update("loading torch")
-        from engine.model.build import prepare  # torch comes with it, which no mistake in a configuration waits for
 
         prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
 

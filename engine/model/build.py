@@ -1,7 +1,7 @@
 """Builds a worker's engine from a model and sizes."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,27 +31,12 @@ from engine.model.runner import ModelRunner, NullRunner, Runner, made_up_step
 from engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes
 from engine.model.sources import NULL, resolve_model
 from engine.model.swap_space import SwapSpace
-from kernels.cpp import arithmetic, cpu_ops
+from kernels.cpp import arithmetic
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 logger = logging.getLogger(__name__)
-
-
-def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) -> None:
-    """Do the slow parts of every worker's start beforehand, once and with progress shown: find the model and its draft
-    model (fetch or convert them), build the CPU kernels.
-
-    Raises:
-        StartupError: as `build_engine`.
-    """
-    for settings in engines:
-        progress("looking at the model")
-        folder = resolve_model(settings.source, progress)
-        draft_folder(settings, folder, progress)
-    progress("building the CPU kernels, once per machine")
-    cpu_ops()
 
 
 def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) -> Engine:

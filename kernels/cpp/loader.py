@@ -23,10 +23,9 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +77,35 @@ def chosen() -> str:
     return os.environ.get("RAYDIX_KERNELS") or instruction_set()
 
 
+def is_at_hand() -> bool:
+    """True if nothing has to be built for this CPU, found without torch; False also where only torch can tell."""
+    asked = os.environ.get("RAYDIX_KERNELS")
+    if asked == REFERENCE:
+        return True
+    instructions = asked or _announced_set()
+    if instructions not in INSTRUCTION_SETS:
+        return False
+    return prebuilt_library(instructions) is not None or (cache_folder() / file_name(instructions)).exists()
+
+
+def _announced_set() -> str | None:
+    """The best of `INSTRUCTION_SETS` by Linux's list of what the CPU has; None if there is no list."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    has = set(next((line for line in lines if line.startswith("flags")), "").split())
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= has:
+        if "avx512_bf16" not in has:
+            return "avx512"
+        return "amx_bf16" if {"amx_tile", "amx_bf16"} <= has else "avx512_bf16"
+    return "avx2" if {"avx2", "fma"} <= has else "plain"
+
+
 def instruction_set() -> str:
     """The best of `INSTRUCTION_SETS` this CPU has."""
+    import torch
+
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):
         if _has_tiles():
@@ -90,6 +116,8 @@ def instruction_set() -> str:
 
 def _has_tiles() -> bool:
     """True if the CPU multiplies matrix tiles and Linux lets this process; the request for them enables them."""
+    import torch
+
     return bool(torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
@@ -161,7 +189,7 @@ def digest(instructions: str) -> str:
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         state.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     facts = (
-        torch.__version__,
+        version("torch"),
         sysconfig.get_config_var("SOABI"),
         platform.machine(),
         FLAGS,
@@ -183,6 +211,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def build(instructions: str, path: Path) -> None:
     """Compiles every source at once, links, and moves the result to `path`."""
+    import torch
     from torch.utils.cpp_extension import include_paths
 
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")

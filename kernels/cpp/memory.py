@@ -2,14 +2,16 @@
 
 import ctypes
 import sys
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 MADV_HUGEPAGE = 14
 
 
-def prefer_huge_pages(tensor: Tensor) -> None:
+def prefer_huge_pages(tensor: "Tensor") -> None:
     """Asks Linux to back `tensor` with huge pages; to be called before the first write to the tensor.
 
     A hint: without huge pages nothing happens.

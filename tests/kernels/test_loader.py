@@ -166,3 +166,15 @@ def test_there_is_one_openmp_runtime() -> None:
 
 def test_the_reference_can_be_asked_for(tmp_path: Path) -> None:
     assert start(tmp_path, RAYDIX_KERNELS="reference").communicate(timeout=120) == ("reference\n", "")
+
+
+def test_finished_kernels_are_found_without_torch(tmp_path: Path) -> None:
+    code = "import sys; from kernels.cpp import loader; print(loader.is_at_hand(), 'torch' in sys.modules)"
+    out, complaint = start(tmp_path, code=code).communicate(timeout=120)
+    assert (out, complaint) == ("False False\n", "")
+
+    library = tmp_path / "kernels" / loader.file_name(loader.instruction_set())
+    library.parent.mkdir()
+    library.touch()
+    out, complaint = start(tmp_path, code=code).communicate(timeout=120)
+    assert (out, complaint) == ("True False\n", "")

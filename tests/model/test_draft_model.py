@@ -18,11 +18,12 @@ from engine.core.worker.drafts.draft import DraftCounts
 from engine.core.worker.drafts.draft_model import ModelCosts, Wanted
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.request import Request
-from engine.model.build import make_draft_model, make_drafter, make_pool, prepare
+from engine.model.build import make_draft_model, make_drafter, make_pool
 from engine.model.decoder import Decoder, ForwardBatch
 from engine.model.draft_model import BEGUN_PER_STEP, PagedDraftModel
 from engine.model.engine import Engine
 from engine.model.kv_pool import KVPool
+from engine.model.preparing import prepare
 from engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.model import test_grammar_drafts
 from tests.model.test_drafts import CHEAP, NUM_TOKENS, Output, make_engine, requests, run
