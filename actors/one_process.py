@@ -6,6 +6,7 @@ There is nothing to fail over to: the server lives and dies as one.
 
 import asyncio
 import os
+import threading
 import time
 
 from fastapi import FastAPI
@@ -28,6 +29,10 @@ REGISTER_POLL_S = 0.005
 """Interval between two looks whether the worker has registered."""
 
 
+class UnwantedError(Exception):
+    """The server is stopped while its model is loaded."""
+
+
 class OneProcess:
     """One server, and the way to its replica."""
 
@@ -45,6 +50,7 @@ class OneProcess:
         self._section = section
         self._runtime = LocalRuntime()
         self._worker: Worker | None = None
+        self._is_stopped = threading.Event()
         self.replica = IngressReplica()
 
     async def start(self) -> None:
@@ -65,6 +71,7 @@ class OneProcess:
             runtime,
             config.logging,
             num_threads=self._section.num_threads or len(os.sched_getaffinity(0)),
+            on_tensor=self._go_on,
         )
         self._worker = worker
         runtime.handles[incarnation_name("mixed", epoch)] = LocalHandle(worker)
@@ -75,6 +82,11 @@ class OneProcess:
             await asyncio.sleep(REGISTER_POLL_S)
         await self.replica.frontend.check_ready()
         self._tenants_watch = asyncio.create_task(when_changed(self._tenants_file, self._reread))
+
+    def _go_on(self) -> None:
+        """Called in the thread that loads the model, which nothing else can end."""
+        if self._is_stopped.is_set():
+            raise UnwantedError
 
     async def _reread(self) -> None:
         """Take the keys and limits of a changed tenants' file; shares of caches stay as they were at the start."""
@@ -88,7 +100,8 @@ class OneProcess:
         return application(self.replica)
 
     async def stop(self) -> None:
-        """End the engine's thread, and the processes that were started beside this one."""
+        """End the engine's thread, or the loading of its model, and the processes that were started beside this one."""
+        self._is_stopped.set()
         if self.replica.is_built:
             await self.replica.frontend.close()
         if self._worker is not None:

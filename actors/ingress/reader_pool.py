@@ -481,13 +481,20 @@ class _Template:
         try:
             ours.setblocking(False)
             with theirs:
-                self._popen = await asyncio.to_thread(
-                    subprocess.Popen,
-                    [sys.executable, "-m", reader_process.__name__, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                making = asyncio.create_task(
+                    asyncio.to_thread(
+                        subprocess.Popen,
+                        [sys.executable, "-m", reader_process.__name__, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    )
                 )
+                try:
+                    self._popen = await asyncio.shield(making)
+                except asyncio.CancelledError:
+                    self._popen = await making  # the process begins all the same, and is to be waited for
+                    raise
             ours.send(pickle.dumps(self._facts, pickle.HIGHEST_PROTOCOL))
             async with asyncio.timeout(START_TIMEOUT_S):
                 if not await asyncio.get_running_loop().sock_recv(ours, len(reader_process.READY)):

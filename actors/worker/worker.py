@@ -87,8 +87,10 @@ class Worker(Registering):
         logs: LoggingSection = DEFAULTS,
         *,
         num_threads: int | None = None,
+        on_tensor: Callable[[], None] = lambda: None,
     ) -> None:
-        """`num_threads` is the number of threads that this process computes with; None leaves the process as it is."""
+        """`num_threads` is the number of threads that this process computes with; None leaves the process as it is.
+        `on_tensor` is called before each tensor of the model, and may raise an error to end the loading."""
         log_to_ray(role, logs, worker=worker_id)
         if num_threads is not None:
             compute_with(num_threads)
@@ -102,7 +104,7 @@ class Worker(Registering):
         from engine.model.build import build_engine
         from engine.model.loop import EngineLoop
 
-        self._engine = build_engine(settings, ObjectStoreSwap(runtime))
+        self._engine = build_engine(settings, ObjectStoreSwap(runtime), on_tensor)
         record_scheduler(self._engine, settings, role, logs)
         self._device = settings.device
         self._loop_thread = EngineLoop(self._engine, self._publish, _end_process, role)

@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) -> Engine:
-    """Load the model, lay out the KV pool and put the engine together.
+def build_engine(
+    settings: EngineSettings, swap_space: SwapSpace | None = None, on_tensor: Callable[[], None] = lambda: None
+) -> Engine:
+    """Load the model, lay out the KV pool and put the engine together. `on_tensor` is called before each tensor of the
+    model; an error that it raises ends the loading.
 
     Raises:
         StartupError: the model cannot be found or used, or the pool cannot hold one longest request.
@@ -58,6 +61,7 @@ def build_engine(settings: EngineSettings, swap_space: SwapSpace | None = None) 
             settings.quantization,
             deterministic=settings.deterministic,
             vocab_size=identity.vocab_size,
+            on_tensor=on_tensor,
         )
         grammars = make_grammars(identity.folder, identity.vocab_size)
         drafter = make_drafter(decoder, settings.drafts, grammars, partial(make_draft_model, settings, decoder))

@@ -8,6 +8,7 @@ to be pooled) are wanted: no other result is read. A batch without such rows (th
 there.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,10 +107,12 @@ class Decoder:
         *,
         deterministic: bool = False,
         vocab_size: int | None = None,
+        on_tensor: Callable[[], None] = lambda: None,
     ) -> "Decoder":
-        """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used."""
+        """Load the model in a Hugging Face folder; raises `StartupError` if it cannot be used, and what `on_tensor`
+        raises, which is called before each tensor."""
         config = read_config(folder)
-        checkpoint = Checkpoint(folder, config)
+        checkpoint = Checkpoint(folder, config, on_tensor)
         return cls(
             config,
             checkpoint,

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +34,10 @@ class Checkpoint:
     another shape or unknown to the decoder. Tensors are views of the memory-mapped files.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, on_tensor: Callable[[], None] = lambda: None) -> None:
+        """`on_tensor` is called before each tensor; an error that it raises ends the loading."""
         self.folder = folder
+        self._on_tensor = on_tensor
         self._stored = read_headers(folder)
         self._open_files: dict[Path, Any] = {}
         _check(self._stored, config, folder)
@@ -44,6 +46,7 @@ class Checkpoint:
         """Return the named tensor, as stored."""
         from safetensors import safe_open
 
+        self._on_tensor()
         stored = self._stored[name]
         path = stored.file
         if path not in self._open_files:

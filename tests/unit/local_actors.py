@@ -173,7 +173,7 @@ def make_worker(
     return WORKER_CLASSES[role](settings, role, worker_id, epoch, runtime, logs)
 
 
-def make_engine(settings: EngineSettings, swap_space: SwapSpace) -> Engine:
+def make_engine(settings: EngineSettings, swap_space: SwapSpace, on_tensor: Callable[[], None]) -> Engine:
     """An engine whose model is `FakeModel`."""
     assert settings.num_blocks is not None and settings.max_model_len is not None
     pool = pool_of(settings, settings.num_blocks)
