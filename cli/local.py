@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from cli.cluster import named_local, who_may_use
-from cli.serve import example, overrides_of, prepared, url_of
+from cli.serve import ONE_WORKER, example, overrides_of, prepared, url_of
 from cli.waiting import Waiting, age_s
 from configs import Config
+from configs.load import merged
 from engine.core.errors import StartupError
 from engine.model.sources import resolve_model
 
@@ -37,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
         StartupError: configuration, model, or port cannot be used.
     """
     console = Console(stderr=True, highlight=False)
-    if options.config is None and options.role is None:
-        options.role = "mixed"  # the one worker, also where the machine has room for two
+    if options.role is None and not merged(options.config or ()).get("workers"):
+        options.role = ONE_WORKER  # also where the machine has room for two
     config = named_local(prepared(options.config or (), overrides_of(options), options, console, has_store=False))
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     import uvloop

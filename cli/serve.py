@@ -42,6 +42,8 @@ from engine.model.sources import NULL, has_chat_template, model_name, read_descr
 
 logger = logging.getLogger(__name__)
 
+ONE_WORKER = "mixed"
+"""Role of the only worker of a server in one process."""
 POLL_S = 0.25
 """Interval between two checks of the cluster's life."""
 CLUSTER_DIED = 1
@@ -135,20 +137,43 @@ def prepared(
         if has_store:
             _check_memory(config)
             _check_shared_memory(config, console)
-        model = read_description(config.model.source, status.update)
-        if config.model.source.startswith(NULL):
-            sizes = None  # made-up tokens need no memory
-        else:
-            choice, config, sizes = fitting(choice, config, model, machine)
+        choice, config, description = fitted(choice, config, machine, status.update)
         if choice.reason:
             console.print(f"configuration {choice.config} for {choice.reason} (--config takes another)", soft_wrap=True)
-        if sizes is not None:
-            console.print(described(config, sizes, model, machine), soft_wrap=True)
-            config = sized(config, sizes)
+        if description:
+            console.print(description, soft_wrap=True)
 
         prepare([engine_settings(config, section) for section in config.workers.sections.values()], status.update)
 
     return config
+
+
+def of_one_process(configs: Sequence[str], overrides: Mapping[str, Any]) -> Config:
+    """The configuration of a server in one process, chosen and sized for this machine, without a word.
+
+    Raises:
+        StartupError: the configuration or the model cannot be used, or does not fit.
+    """
+    machine = this_machine()
+    options = argparse.Namespace(role=None if merged(configs).get("workers") else ONE_WORKER)
+    choice, config = chosen(configs, overrides, machine, options)
+    _, config, _ = fitted(choice, config, machine, logger.info)
+    return config
+
+
+def fitted(
+    choice: Choice, config: Config, machine: Machine, progress: Callable[[str], None]
+) -> tuple[Choice, Config, str]:
+    """The configuration with its model's sizes for a machine, and a line about these, empty where there are none.
+
+    Raises:
+        StartupError: the model cannot be found, or does not fit.
+    """
+    model = read_description(config.model.source, progress)
+    if config.model.source.startswith(NULL):
+        return choice, config, ""  # made-up tokens need no memory
+    choice, config, sizes = fitting(choice, config, model, machine)
+    return choice, sized(config, sizes), described(config, sizes, model, machine)
 
 
 def chosen(

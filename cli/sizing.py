@@ -64,10 +64,9 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
         configured = int(config.cache.pool_gib * GIB) // block_bytes
     if configured is None:
         shares = {role: MOST_SHARE if role in on_cpu else 1.0 for role in rooms}
-        most_blocks = min(floor(rooms[role] * shares[role] * GIB) // block_bytes for role in rooms)
+        most_len = min(_tokens(rooms[role] * shares[role], block_bytes, config.cache.block_size) for role in rooms)
     else:
-        most_blocks = configured
-    most_len = max(0, most_blocks) * config.cache.block_size
+        most_len = configured * config.cache.block_size
 
     wanted = config.model.max_model_len
     model_len(model, wanted)  # refuses more than the model's context
@@ -100,7 +99,7 @@ def described(config: Config, sizes: Sizes, model: ModelConfig, machine: Machine
         pool = "a KV pool as configured" if given else "a KV pool of what is free on the GPU"
     else:
         block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
-        tokens = int(sizes.pool_gib * GIB) // block_bytes * config.cache.block_size
+        tokens = _tokens(sizes.pool_gib, block_bytes, config.cache.block_size)
         pool = f"a KV pool of {sizes.pool_gib:.2f} GiB ({tokens:,} tokens)"
     longest = f"requests of up to {sizes.max_model_len:,} tokens"
     if sizes.max_model_len < model.max_position:
@@ -114,6 +113,11 @@ def runs_on_gpu(config: Config, section: WorkerSection, machine: Machine) -> boo
     if section.device == "auto":
         return bool(machine.large_gpus_gib) and config.model.quantization is None
     return section.device == "cuda"
+
+
+def _tokens(gib: float, block_bytes: int, block_size: int) -> int:
+    """Tokens whose KV so much memory holds; none where it is negative."""
+    return max(0, floor(gib * GIB)) // block_bytes * block_size
 
 
 def _room_gib(config: Config, section: WorkerSection, model: ModelConfig, machine: Machine) -> float:
@@ -171,7 +175,7 @@ def _ways_out(config: Config, model: ModelConfig, machine: Machine, most_len: in
         int8 = config.model_copy(update={"model": config.model.model_copy(update={"quantization": "int8"})})
         block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
         room = min(_room_gib(int8, section, model, machine) for section in int8.workers.sections.values())
-        tokens = floor(MOST_SHARE * room * GIB) // block_bytes * config.cache.block_size
+        tokens = _tokens(MOST_SHARE * room, block_bytes, config.cache.block_size)
         if tokens >= least:
             ways.append(f"with model.quantization int8 requests of up to {min(tokens, model.max_position)} tokens fit")
     return ways or ["take a smaller model, or a machine with more memory"]

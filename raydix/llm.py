@@ -274,11 +274,10 @@ class LLM:
 
 def _server(configs: list[str], sections: Mapping[str, Mapping[str, Any]]) -> "OneProcess":
     from actors.one_process import OneProcess
-    from configs import load_config
+    from cli.serve import of_one_process
 
-    first, *others = configs or ["cpu_mixed"]
     ingress = {"max_queued_requests": MOST_QUEUED, **sections.get("ingress", {})}
-    return OneProcess(load_config(first, {**sections, "ingress": ingress, "batches": {"gib": 0}}, others))
+    return OneProcess(of_one_process(configs, {**sections, "ingress": ingress, "batches": {"gib": 0}}))
 
 
 def _is_one(prompts: object) -> bool:

@@ -3,19 +3,27 @@
 import asyncio
 import gc
 import os
+import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 from pydantic import ValidationError
 
+from actors.one_process import OneProcess, UnwantedError
+from cli.serve import of_one_process
+from configs.choose import Machine
 from engine.api.formats import StructuredOutputs
 from engine.core.errors import ContextLengthError, RequestError, StartupError
 from engine.model.sources import DEFAULT_MODEL, resolve_model
+from engine.model.weights import Checkpoint
 from raydix import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -120,6 +128,48 @@ def test_a_configuration_of_more_than_one_process_is_refused() -> None:
         LLM(workers={"prefill": {}, "decode": {}, "mixed": None})
     with pytest.raises(StartupError, match=r"no_such\.gguf"):
         LLM("no_such.gguf")
+
+
+def test_an_interruption_ends_the_loading_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user interrupts the program while the third tensor of many is read."""
+    loaded: list[str] = []
+    is_stopped, has_ended = threading.Event(), threading.Event()
+    load, stop = Checkpoint.tensor, OneProcess.stop
+
+    async def stopping(server: OneProcess) -> None:
+        await stop(server)
+        is_stopped.set()
+
+    def tensor(checkpoint: Checkpoint, name: str) -> Any:
+        loaded.append(name)
+        if len(loaded) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert is_stopped.wait(300)
+        try:
+            return load(checkpoint, name)
+        except UnwantedError:
+            has_ended.set()
+            raise
+
+    monkeypatch.setattr(OneProcess, "stop", stopping)
+    monkeypatch.setattr(Checkpoint, "tensor", tensor)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(max_model_len=1024, cache=SMALL)
+    assert has_ended.wait(300) and len(loaded) == 3
+
+
+def test_sizes_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with little memory a request is as long as it holds, and on any machine there is one worker."""
+    machine = Machine(num_cores=64, memory_gib=64.0, free_gib=6.0)
+    monkeypatch.setattr("cli.serve.this_machine", lambda: machine)
+    small = of_one_process((), {})
+    assert list(small.workers.sections) == ["mixed"] and small.cache.pool_gib is not None
+    monkeypatch.setattr("cli.serve.this_machine", lambda: replace(machine, free_gib=60.0))
+    large = of_one_process((), {})
+    assert large.cache.pool_gib is not None and large.cache.pool_gib > small.cache.pool_gib
+    given = of_one_process((), {"cache": {"pool_gib": 1.0}, "model": {"max_model_len": 512}})
+    assert (given.cache.pool_gib, given.model.max_model_len) == (1.0, 512)
+    assert of_one_process((), {"model": {"source": f"null:{DEFAULT_MODEL}"}}).cache.pool_gib is None
 
 
 def test_closing_frees_the_memory() -> None:
