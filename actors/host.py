@@ -98,6 +98,7 @@ class ActorHost:
         self._child: ActorClient | None = None
         self._child_name = ""
         """The name of the incarnation started last."""
+        self._last_epoch = 0
         self._started_at = 0.0
         self._standby: Incarnation | None = None
         """The manager's next incarnation, created and not started."""
@@ -254,7 +255,8 @@ class ActorHost:
         return child
 
     def _create(self) -> Incarnation:
-        epoch = time.time_ns()
+        # Everybody takes a lower epoch for an older incarnation: never one, also when the clock was put back.
+        self._last_epoch = epoch = max(time.time_ns(), self._last_epoch + 1)
         name = incarnation_name(self._actor_id, epoch)
         return Incarnation(name, epoch, self._hosted.create(name, epoch), self._num_changes)
 

@@ -1,9 +1,11 @@
 """A host that starts its actor, replaces the actor, and says when it cannot. There is no Ray here."""
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +123,22 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("step_s", [3600, -3600])
+def test_epochs_rise_also_when_the_clock_jumps(scene: Scene, monkeypatch: pytest.MonkeyPatch, step_s: int) -> None:
+    now_ns = itertools.count(time.time_ns(), step_s * 1_000_000_000)
+    monkeypatch.setattr(time, "time_ns", now_ns.__next__)
+
+    async def play() -> None:
+        await start("decode")
+        for count in (2, 3):
+            scene.handles[-1].die()
+            await until(lambda: len(scene.names) == count)  # noqa: B023
+        epochs = [int(name.rpartition(":")[2]) for name in scene.names]
+        assert epochs == sorted(set(epochs))
+
+    asyncio.run(play())
 
 
 def test_each_incarnation_has_a_name_of_its_own(scene: Scene) -> None:
