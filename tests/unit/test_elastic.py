@@ -224,6 +224,13 @@ def test_a_rate_fades() -> None:
     assert rate.at(29.0) == rate.at(29.9), "time that goes backwards counts as none"
 
 
+def test_a_rate_fades_also_after_the_clock_was_put_back() -> None:
+    rate = Rate()
+    rate.add(120.0, 7200.0)
+    rate.add(60.0, 3600.0)
+    assert rate.at(3600.0 + 100 * WINDOW_S) == pytest.approx(0.0)
+
+
 def test_another_time_before_the_number_falls_begins_at_once(pool: Directory) -> None:
     def may_shrink(now: float, shrink_after_s: float) -> bool:
         plan = pool.divide(now, 8, shrink_after_s=shrink_after_s)

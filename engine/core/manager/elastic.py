@@ -47,7 +47,10 @@ class Rate:
     def add(self, amount: float, now: float) -> None:
         """Count an amount."""
         self._amount = self._faded(now) + amount
-        self._at = now if self._at is None else max(now, self._at)
+        # Times may be out of order by a little. A clock that was put back must not stop the fading until it is as late
+        # again.
+        was_put_back = self._at is not None and now < self._at - self.window_s
+        self._at = now if self._at is None or was_put_back else max(now, self._at)
 
     def at(self, now: float) -> float:
         """Amount per second."""
