@@ -56,12 +56,23 @@ SERVE_SWITCHES = {
     "RAY_object_manager_pull_timeout_ms": "1000",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "MALLOC_ARENA_MAX": "4",
+    "RAY_agent_register_timeout_ms": "180000",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 """Settings of every Ray process: Serve's fast path (both switches or neither), with handles that work outside an event
 loop; three failed checks of HAProxy, after which Serve replaces it, one second apart instead of ten; ten minutes
 instead of two for streams whose ingress replica is being replaced; an object store without page faults; workers that do
 not stand behind every other process of the machine; and a second instead of ten until a fetch from a node that does not
-answer is tried at another node that has the object."""
+answer is tried at another node that has the object.
+
+Memory that would grow for hours: the GCS keeps a record of each of the last 100,000 calls of actors for a dashboard,
+which this cluster does not have; and glibc gives threads up to eight heaps per core, each of which keeps what its
+threads once used.
+
+A start on a machine that is busy with other work: the raylet dies when its agent has not registered in time (30 s
+by default), and Serve gives HAProxy up when HAProxy is not ready in time (5 s by default)."""
 
 SERVE_PORTS = (
     "RAY_SERVE_HAPROXY_METRICS_PORT",

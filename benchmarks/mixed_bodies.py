@@ -1,0 +1,183 @@
+"""Requests of every kind whose answers are determined by their bodies, and what must be equal when one is asked again.
+
+A body is made of its kind and a number; the same number gives the same body. Bodies with neighbouring numbers share the
+beginning of their prompts, so that later ones find some of their blocks in caches.
+"""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.load.words import WORDS
+
+SHARED = 4
+"""Bodies of a kind in a row whose prompts begin alike."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find_river",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 12}, "order": {"enum": ["length", "age"]}},
+            "required": ["name", "order"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "town": {"type": "string", "maxLength": 12},
+        "rank": {"type": "integer"},
+        "large": {"type": "boolean"},
+    },
+    "required": ["town", "rank", "large"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'root ::= clause (", " clause)*\nclause ::= ("the" | "a") " " [a-z]+ " " ("is" | "has") " " [a-z]+'
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
+GREEDY: dict[str, Any] = {"temperature": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request."""
+
+    kind: str
+    number: int
+    path: str
+    body: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.number}"
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer can also be streamed, and put together of chunks by `Collected`."""
+        return self.path in ("/v1/completions", "/v1/chat/completions") and "prompt_logprobs" not in self.body
+
+    def data(self, *, stream: bool = False) -> bytes:
+        return json.dumps({**self.body, "stream": True} if stream else self.body).encode()
+
+
+def prompt(kind: str, number: int, num_words: int) -> str:
+    """Words of which all but the last quarter are those of the neighbouring numbers, too."""
+    chance = random.Random(f"{kind} {number // SHARED}")
+    words = [chance.choice(WORDS) for _ in range(num_words)]
+    own = random.Random(f"{kind} {number}")
+    return " ".join([*words[: num_words * 3 // 4], *(own.choice(WORDS) for _ in range(num_words // 4))])
+
+
+def _completion(kind: str, number: int, size: int, **fields: Any) -> tuple[str, dict[str, Any]]:
+    body = {"prompt": prompt(kind, number, size), "logprobs": 2, "seed": number, "return_token_ids": True}
+    return "/v1/completions", body | fields
+
+
+def _chat(kind: str, number: int, size: int, **fields: Any) -> tuple[str, dict[str, Any]]:
+    messages = [{"role": "user", "content": prompt(kind, number, size)}]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 2, "seed": number, "return_token_ids": True}
+    return "/v1/chat/completions", body | fields
+
+
+def _response(kind: str, number: int, size: int) -> tuple[str, dict[str, Any]]:
+    include = ["message.output_text.logprobs"]
+    body = {"input": prompt(kind, number, size), "include": include, "top_logprobs": 2, "store": True, **GREEDY}
+    return "/v1/responses", body
+
+
+def _message(kind: str, number: int, size: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/messages", {"messages": [{"role": "user", "content": prompt(kind, number, size)}], **GREEDY}
+
+
+Maker = Callable[[str, int, int], tuple[str, dict[str, Any]]]
+KINDS: Mapping[str, Maker] = {
+    "completion": lambda *of: _completion(*of, **GREEDY),
+    "sampled completion": lambda *of: _completion(*of, **SAMPLED),
+    "two choices": lambda *of: _completion(*of, n=2, **SAMPLED, presence_penalty=0.4),
+    "prompt scores": lambda *of: _completion(*of, **GREEDY, prompt_logprobs=1),
+    "penalties": lambda *of: _completion(*of, **GREEDY, repetition_penalty=1.2, frequency_penalty=0.3, min_tokens=4),
+    "grammar": lambda *of: _completion(*of, **GREEDY, structured_outputs={"grammar": GRAMMAR}),
+    "regex": lambda *of: _completion(*of, **SAMPLED, structured_outputs={"regex": "([a-z]{2,6} ){1,4}[0-9]{2}"}),
+    "chat": lambda *of: _chat(*of, **GREEDY),
+    "sampled chat": lambda *of: _chat(*of, **SAMPLED, min_p=0.02),
+    "tools": lambda *of: _chat(*of, **GREEDY, tools=[TOOL], tool_choice="required"),
+    "schema": lambda *of: _chat(
+        *of, **GREEDY, response_format={"type": "json_schema", "json_schema": {"name": "town", "schema": SCHEMA}}
+    ),
+    "predicted chat": lambda *of: _chat(
+        *of, **GREEDY, prediction={"type": "content", "content": prompt("prediction", of[1], 8)}
+    ),
+    "response": _response,
+    "message": _message,
+    "embedding": lambda kind, number, size: ("/v1/embeddings", {"input": prompt(kind, number, size)}),
+}
+"""Kinds of bodies. All but the last generate."""
+GENERATED = [kind for kind in KINDS if kind != "embedding"]
+
+
+def ask(kind: str, number: int, num_words: int, num_tokens: int) -> Asked:
+    """The body of this kind and number, with that many words in its prompt and tokens in its answer."""
+    path, body = KINDS[kind](kind, number, num_words)
+    if kind != "embedding":
+        body["max_output_tokens" if kind == "response" else "max_tokens"] = num_tokens
+    return Asked(kind, number, path, body)
+
+
+def essence(answer: Mapping[str, Any]) -> Any:
+    """The part of an answer that depends on its body alone: tokens, texts, log-probabilities, vectors, reasons."""
+    if "choices" in answer:
+        return [_choice(choice) for choice in answer["choices"]]
+    if "output" in answer:
+        return [item.get("content") for item in answer["output"]], answer["status"]
+    if "data" in answer:
+        return [item["embedding"] for item in answer["data"]]
+    return answer["content"], answer["stop_reason"]
+
+
+def num_tokens(answer: Mapping[str, Any]) -> int:
+    """Generated tokens of an answer."""
+    usage = answer["usage"]
+    return int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
+
+
+def _choice(choice: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Calls have ids of their own each time, so of a call only its name and arguments are compared."""
+    message = choice.get("message", {})
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    logprobs, scores = choice.get("logprobs"), choice.get("prompt_logprobs")
+    text = choice.get("text", message.get("content"))
+    return choice["token_ids"], text, calls, logprobs, scores, choice["finish_reason"]
+
+
+def collected(chunks: Sequence[Mapping[str, Any]]) -> Any:
+    """The same of the chunks of a stream, as far as chunks have it: tokens and log-probabilities of each choice."""
+    token_ids: dict[int, list[int]] = {}
+    logprobs: dict[int, list[Any]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            token_ids.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+            if choice.get("logprobs"):
+                logprobs.setdefault(choice["index"], []).extend(_listed(choice["logprobs"]))
+    return [(token_ids[index], logprobs.get(index, [])) for index in sorted(token_ids)]
+
+
+def as_collected(answer: Mapping[str, Any]) -> Any:
+    """An answer in the form of `collected`."""
+    choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+    return [(choice["token_ids"], _listed(choice["logprobs"])) for choice in choices]
+
+
+def _listed(logprobs: Mapping[str, Any]) -> list[Any]:
+    """One entry per token."""
+    if "content" in logprobs:
+        return list(logprobs["content"] or ())
+    return list(
+        zip(logprobs["tokens"], logprobs["token_logprobs"], map(_sorted, logprobs["top_logprobs"]), strict=True)
+    )
+
+
+def _sorted(top: Mapping[str, float] | None) -> list[tuple[str, float]]:
+    return sorted((top or {}).items())
