@@ -356,10 +356,20 @@ class Reader:
         if is_too_long:
             is_context = limit == self._facts.model.max_model_len
             most = "This model's maximum context length is" if is_context else "The limit is"
-            raise ContextLengthError(
-                f"{most} {limit} tokens, but your prompt has more. Please shorten '{spec.prompt_param}'.",
+            about = max(self._estimate(text), limit + 1)
+            raise ContextLengthError.of_prompt(
+                f"{most} {limit} tokens, but your prompt has more, about {about}. "
+                f"Please shorten '{spec.prompt_param}'.",
                 param=spec.prompt_param,
+                num_tokens=about,
+                limit=limit,
             )
+
+    def _estimate(self, text: str) -> int:
+        """The tokens of a text if all of it is as its beginning."""
+        beginning = text[:MIN_SLICE]
+        counted = len(self._tokenizer.encode(beginning, add_special_tokens=False))
+        return -(-counted * len(text) // len(beginning))
 
     def _is_too_long(self, text: str, limit: int) -> bool:
         """True if a text certainly has more than `limit` tokens, by its length or by the tokens of its first slices."""

@@ -405,11 +405,13 @@ def max_tokens_for(spec: GenerationSpec, prompt_len: int, max_model_len: int) ->
     """`max_tokens`, explicit or default. Raises ContextLengthError if it and the prompt do not fit into the context."""
     room = max_model_len - prompt_len
     if room < (spec.max_tokens != 0):
-        raise ContextLengthError(
+        raise ContextLengthError.of_prompt(
             f"This model's maximum context length is {max_model_len} tokens, "
             f"but your prompt has {prompt_len} tokens and leaves no room for an answer. "
             f"Please shorten '{spec.prompt_param}'.",
             param=spec.prompt_param,
+            num_tokens=prompt_len,
+            limit=max_model_len - 1,
         )
 
     if spec.max_tokens is None:

@@ -7,6 +7,7 @@ Both carry an HTTP status and a stable `code`; one handler in the ingress turns 
 """
 
 import math
+from typing import Self
 
 from engine.core.objectives import Late
 
@@ -128,6 +129,17 @@ class ContextLengthError(RequestError):
     """Prompt and requested tokens do not fit into the model's context."""
 
     code = "context_length_exceeded"
+    num_tokens: int | None = None
+    """Tokens of a prompt that alone is too long, counted or estimated; None where the answer makes it too long."""
+    limit: int | None = None
+    """The most tokens, where `num_tokens` is known."""
+
+    @classmethod
+    def of_prompt(cls, message: str, *, param: str | None, num_tokens: int, limit: int) -> Self:
+        """The error of a prompt that alone is too long."""
+        error = cls(message, param=param)
+        error.num_tokens, error.limit = num_tokens, limit
+        return error
 
 
 class ServiceError(RaydixError):

@@ -1,6 +1,8 @@
 """First requests of coding agents, as these send them by default: each is answered, and nothing is lost."""
 
 import json
+import pickle
+import re
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
@@ -11,9 +13,11 @@ from actors.ingress.reader_work import ReadingFacts
 from actors.ingress.reading import Reader
 from actors.ingress.served_model import ServedModel
 from configs.schema import ModelSection
+from engine.api.anthropic.errors import error_body
 from engine.api.routes import Route
 from engine.api.validation import BodyRules
 from engine.core.answers.transcripts import EncodedText
+from engine.core.errors import ContextLengthError
 from engine.model.sources import DEFAULT_MODEL, resolve_model
 from engine.model.tokenizer import Tokenizer
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call
@@ -140,6 +144,21 @@ def test_the_changing_line_of_claude_code_changes_no_token() -> None:
     assert other != CLAUDE_CODE and read("messages", other).token_ids == read("messages", CLAUDE_CODE).token_ids
     count = reader().read_body("count_tokens", json.dumps({**CLAUDE_CODE, "max_tokens": None}).encode())
     assert count.chat is not None and count.chat.token_ids == read("messages", CLAUDE_CODE).token_ids
+
+
+@pytest.mark.parametrize("num_words", [4_200, 400_000])
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_agents_look_for(num_words: int) -> None:
+    """Claude Code compacts its conversation by this expression, and by the two numbers."""
+    body = json.dumps({**CLAUDE_CODE, "messages": [{"role": "user", "content": "word " * num_words}]}).encode()
+    with pytest.raises(ContextLengthError) as caught:
+        reader().read_body("messages", body)
+    assert caught.value.code == "context_length_exceeded"
+    error = json.loads(error_body(pickle.loads(pickle.dumps(caught.value))))["error"]
+    assert error["type"] == "invalid_request_error"
+    found = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", error["message"], re.IGNORECASE)
+    assert found is not None
+    num_tokens, limit = map(int, found.groups())
+    assert limit in (4095, 4096) and num_words <= num_tokens < 1.1 * num_words + 200
 
 
 def test_a_call_of_a_function_in_a_namespace_comes_back_by_its_own_name(served: Served) -> None:

@@ -20,7 +20,7 @@ import pytest
 from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Job, _Process, size_of
 from actors.ingress.reader_process import SWEPT_BYTES, Sweeper
 from actors.ingress.reader_work import Conversations, GrammarQuestion, NextTurn, Reading, ReadingFacts, TokenRequest
-from actors.ingress.reading import MOST_COUNTED, Reader
+from actors.ingress.reading import MIN_SLICE, MOST_COUNTED, Reader
 from actors.ingress.served_model import ServedModel
 from engine.api.generate import GenerateRequest
 from engine.api.response_models import TokenizerInfo
@@ -282,12 +282,12 @@ def test_texts_that_will_be_echoed_stay() -> None:
     assert (reading.spec.prompts, reading.spec.num_choices) == (((), ()), 2)
 
 
-def test_a_text_too_long_for_the_longest_tokens_is_not_tokenized() -> None:
+def test_a_text_too_long_for_the_longest_tokens_is_tokenized_at_its_beginning_alone() -> None:
     before = tokenized()
     for body, route in ((completion(" " * CONTEXT * (LONGEST_TOKEN + 1)), "completion"), (chat("x" * 99_999), "chat")):
         with pytest.raises(ContextLengthError, match="512"):
             reader().read_body(route, body)  # type: ignore[arg-type]
-    assert tokenized() == before
+    assert tokenized() - before <= 2 * MIN_SLICE, "for the estimate in the error"
 
 
 def test_a_text_of_short_tokens_is_tokenized_up_to_where_it_is_too_long() -> None:

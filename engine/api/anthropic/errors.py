@@ -4,7 +4,7 @@ import orjson
 
 from engine.api.answers import named_event
 from engine.api.wire import WireFormat
-from engine.core.errors import RaydixError
+from engine.core.errors import ContextLengthError, RaydixError
 
 _STATUSES = {503: 529}
 """A server that cannot serve now is overloaded in Anthropic's words, and clients try again."""
@@ -27,7 +27,15 @@ def error_body(error: RaydixError) -> bytes:
     other = "api_error" if error.status >= SERVER_ERROR else "invalid_request_error"
     kind = _KINDS.get(error.status, other)
     details = {"details": _NO_THREADS} if error.param == "thread" else {}
-    return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message, **details}})
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": _message(error), **details}})
+
+
+def _message(error: RaydixError) -> str:
+    """The error's message; of a prompt that is too long in Anthropic's words, by which agents know that they have to
+    shorten it, and by how much."""
+    if isinstance(error, ContextLengthError) and error.num_tokens is not None:
+        return f"prompt is too long: {error.num_tokens} tokens > {error.limit} maximum"
+    return error.message
 
 
 def error_event(error: RaydixError) -> bytes:
