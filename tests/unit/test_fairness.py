@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from engine.core.types import CacheHints
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
 from engine.core.worker.step import chunk_of
-from engine.core.worker.virtual_time import VirtualTime
+from engine.core.worker.virtual_time import VirtualTime, chunk_s
 from tests.unit.builders import VOCAB, FakeModel, chain_of, make_assignment, run_all, step, submit
 
 MakeScheduler = Callable[..., Scheduler]
@@ -81,6 +82,84 @@ def test_nobody_saves_time_up_and_nobody_loses_debts() -> None:
     time.joined("a")
     assert first(time) in ("a", "c") and time.order("a")[0] == time.order("c")[0], "all begin where the last one left"
     assert not VirtualTime().are_several and VirtualTime().places() is None
+
+
+def at_times(**seconds: int) -> VirtualTime:
+    """The time of tenants with one request each, for which so much was computed since all had come."""
+    time = VirtualTime()
+    for tenant in seconds:
+        time.joined(tenant)
+    for tenant, num_tokens in seconds.items():
+        compute(time, tenant, num_tokens)
+    return time
+
+
+def test_who_comes_begins_with_the_least_time_of_the_others() -> None:
+    time = at_times(a=10, b=5)
+    time.joined("c")
+    assert [time.order(tenant)[0] for tenant in "abc"] == [10, 5, 5]
+
+
+def test_who_is_ahead_is_remembered_and_who_is_behind_is_not() -> None:
+    time = at_times(a=10, b=5, c=20)
+    for tenant in ("a", "c"):
+        time.left(tenant)
+        time.joined(tenant)
+    assert [time.order(tenant)[0] for tenant in "abc"] == [10, 5, 20]
+    time.left("b")
+    assert time._times.keys() == {"a", "c"}
+    even = at_times(a=5, b=5)
+    even.left("a")
+    assert even._times.keys() == {"b"}
+
+
+def test_a_prompt_that_has_begun_counts_as_if_it_were_computed() -> None:
+    time = at_times(a=10, b=10)
+    turns = time.turns([], COSTS)
+    assert turns is not None and turns.choose("ab") == "a"
+    turns = time.turns([request_of("a", 2)], COSTS)
+    assert turns is not None and turns.choose("ab") == "b"
+    assert turns.is_before("b", "a") is False, "once a's request waits again, both have the same time"
+    assert at_times(a=10).turns([], COSTS) is None
+
+
+@pytest.mark.parametrize(("a_s", "turn"), [(4, "a"), (6, "b")])
+def test_a_prompt_that_has_begun_counts_by_its_costs_and_the_weight(a_s: int, turn: str) -> None:
+    time = at_times(a=a_s, b=0)
+    time.weigh({"b": 2.0})
+    costs = WorkerCosts(step_s=0.0, prefill_token_s=0.2, decode_token_s=1.0)
+    turns = time.turns([request_of("b", 25), request_of("b", 25)], costs)
+    assert turns is not None and turns.choose("ab") == turn, "b is at 5 s with what its two requests will take"
+
+
+def test_an_answer_that_goes_on_does_not_count_ahead() -> None:
+    turns = at_times(a=10, b=10).turns([request_of("a", 1)], COSTS)
+    assert turns is not None and turns.choose("ab") == "a"
+
+
+def test_a_step_is_charged_to_its_chunks_in_equal_parts() -> None:
+    time = at_times(a=0, b=0)
+    chunks = [chunk_of(request_of("a", 9), 5), chunk_of(request_of("b", 9), 2)]
+    time.computed(chunks, WorkerCosts(step_s=8.0, prefill_token_s=1.0))
+    assert [time.order(tenant)[0] for tenant in "ab"] == [9, 6]
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "draft", "tokens_s", "num_pairs"),
+    [
+        (2, 3, (), 3 * 10, 3 + 4 + 5),
+        (6, 4, (1, 2), 2 * 10 + 2 * 1000, 7 + 8 + 9 + 10),
+        (8, 1, (), 100, 9),
+        (9, 3, (1, 2), 100 + 2 * 1000, 10 + 11 + 12),
+    ],
+    ids=["prompt", "end of a prompt with a draft", "first token behind the prompt", "draft"],
+)
+def test_a_chunk_takes_its_tokens_drafts_and_pairs(
+    start: int, num_tokens: int, draft: tuple[int, ...], tokens_s: float, num_pairs: int
+) -> None:
+    costs = WorkerCosts(prefill_token_s=10.0, decode_token_s=100.0, draft_token_s=1000.0, pair_s=0.5)
+    chunk = replace(chunk_of(request_of("a"), 1), start=start, num_tokens=num_tokens, draft=draft)
+    assert chunk_s(chunk, costs) == tokens_s + num_pairs / 2
 
 
 def submit_of(scheduler: Scheduler, name: str, tenant: str, num_tokens: int = 8, priority: int = 0) -> None:

@@ -10,7 +10,7 @@ from engine.core.ingress.room import Room
 from engine.core.manager import response_store, transcript_store
 from engine.core.manager.response_store import ResponseStore
 from engine.core.manager.transcript_store import TranscriptStore
-from engine.core.shares import Shares
+from engine.core.shares import Shares, weights_of
 from engine.core.tenants import Tenant, Tenants
 
 COST = response_store.ENTRY_BYTES + 1
@@ -118,3 +118,15 @@ def test_lines_are_shared_by_tenant_and_then_by_batch() -> None:
     for batch in ("a1", "a2", "a3"):
         allowance.leave(batch)
     assert allowance.free("b1", 0) == 12
+
+
+def test_only_weights_other_than_1_are_told() -> None:
+    assert weights_of([Tenant("a"), Tenant("b", weight=2.0), Tenant("c", weight=0.5)]) == {"b": 2.0, "c": 0.5}
+
+
+def test_nothing_is_used_once_all_is_cleared() -> None:
+    shares = Shares()
+    shares.add("a", 3)
+    shares.add("b", 4)
+    shares.clear()
+    assert (shares.total, shares.used("a"), shares.used("b")) == (0, 0, 0)
