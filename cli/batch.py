@@ -1,4 +1,6 @@
-"""`raydix batch`: answers a file of requests, with a server of its own, or with a running one.
+"""`raydix batch`: answers a file of requests, with the model in this process, or with a running server.
+
+A configuration of several workers or ingress replicas gets a cluster of its own.
 
 Exit codes: 0, every line has an answer; 1, some have failed; 2, nothing could begin; 130, interrupted: the next
 call goes on.
@@ -6,13 +8,18 @@ call goes on.
 
 import argparse
 import asyncio
+import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cli.waiting import Waiting
+from configs.load import merged
 from engine.batches.offline import BatchFiles, BatchSummary, look_at
 from engine.core.batches.batch_run import Progress as LinesDone
 from engine.core.errors import RequestError, StartupError
@@ -42,7 +49,12 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(found, BatchSummary):
         summary = found
     else:
-        summary = _with_running_server(options, console) if options.address else _with_own_server(options)
+        if options.address:
+            summary = _with_running_server(options, console)
+        elif _is_for_one_process(options):
+            summary = _in_this_process(options, console)
+        else:
+            summary = _with_own_server(options)
     if summary is None:
         console.print("interrupted; the same command goes on")
         return INTERRUPTED
@@ -60,6 +72,36 @@ def _with_running_server(options: argparse.Namespace, console: Console) -> Batch
     except (ConnectionError, RayServeException) as error:
         raise StartupError(f"there is no server at {options.address}: {error}") from None
     return _answer(server, options, console, threading.Event())
+
+
+def _is_for_one_process(options: argparse.Namespace) -> bool:
+    """True for a configuration of one mixed worker and one ingress replica. Raises StartupError."""
+    content = merged(options.config or ())
+    workers = content.get("workers") or {"mixed": None}
+    sections = [*workers.values(), content.get("ingress")]
+    return list(workers) == ["mixed"] and all((section or {}).get("replicas", 1) == 1 for section in sections)
+
+
+def _in_this_process(options: argparse.Namespace, console: Console) -> BatchSummary | None:
+    """Load the model, and answer the file; None if interrupted. Raises StartupError."""
+    from raydix import LLM
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interruption does
+    try:
+        with Waiting(console, "loading the model"):
+            llm = LLM(options.model, config=options.config or ())
+        with llm, _progress(console) as show:
+            return llm.batch(
+                options.source,
+                options.output,
+                tenant=options.tenant,
+                concurrency=options.concurrency or OWN_CONCURRENCY,
+                on_progress=show,
+            )
+    except KeyboardInterrupt:
+        return None
+    except (RequestError, OSError) as error:
+        raise StartupError(str(error)) from None
 
 
 def _with_own_server(options: argparse.Namespace) -> BatchSummary | None:
@@ -94,18 +136,7 @@ def _answer(
     server: Client, options: argparse.Namespace, console: Console, stop: threading.Event
 ) -> BatchSummary | None:
     """Answer the file, showing progress; None after a stop. Raises StartupError."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("lines", total=None)
-
-        def show(done: LinesDone) -> None:
-            description = f"lines, {done.num_failed} failed" if done.num_failed else "lines"
-            bar.update(
-                task,
-                description=description,
-                completed=done.num_completed + done.num_failed,
-                total=done.num_lines or None,
-            )
+    with _progress(console) as show:
 
         async def until_stopped() -> BatchSummary | None:
             work = asyncio.ensure_future(
@@ -131,6 +162,25 @@ def _answer(
             return None
         except (RequestError, OSError) as error:
             raise StartupError(str(error)) from None
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[LinesDone], None]]:
+    """A bar of answered lines, moved by the function of this block."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("lines", total=None)
+
+        def show(done: LinesDone) -> None:
+            description = f"lines, {done.num_failed} failed" if done.num_failed else "lines"
+            bar.update(
+                task,
+                description=description,
+                completed=done.num_completed + done.num_failed,
+                total=done.num_lines or None,
+            )
+
+        yield show
 
 
 def _report(options: argparse.Namespace, summary: BatchSummary, console: Console) -> int:

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     deploy.add_argument("--dry-run", action="store_true", help="print what would change, and change nothing")
     deploy.set_defaults(run=_deploy)
 
-    batch = commands.add_parser("batch", help="answer a file of requests, with a server of its own or a running one")
+    batch = commands.add_parser("batch", help="answer a file of requests, in this process or with a running server")
     batch.add_argument("source", metavar="in.jsonl", help="requests, in OpenAI's form for batches")
     batch.add_argument("-o", "--output", required=True, metavar="out.jsonl", help="file for the answers")
     batch.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file>")

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, TypeVar
@@ -188,12 +189,13 @@ class LLM:
         source: str | Path,
         output: str | Path,
         *,
+        tenant: str | None = None,
         concurrency: int = CONCURRENCY,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> BatchSummary:
         """Answer a file of requests, in OpenAI's form for batches, into another; as `Client.batch`."""
         files = BatchFiles(Path(source), Path(output))
-        answer = self._server.replica.answer_line
+        answer = partial(self._server.replica.answer_line, tenant=tenant)
         return self._wait(run_batch(files, answer, concurrency=concurrency, on_progress=on_progress))
 
     def reset_cache(self) -> None:

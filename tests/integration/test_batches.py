@@ -220,9 +220,7 @@ def num_answered(command: subprocess.Popen[bytes] | None, journal: Path) -> int:
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
-def test_the_command_starts_a_server_and_goes_on_where_it_was_interrupted_and_killed(
-    config: Path, tmp_path: Path
-) -> None:
+def test_the_command_goes_on_where_it_was_interrupted_and_killed(config: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     journal = output.with_name("out.jsonl.journal")
     source.write_bytes(many(max_tokens=128) + line("bad", {"prompt": 7}))

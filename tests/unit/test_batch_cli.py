@@ -62,6 +62,10 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
+SPLIT = ("--config", "cpu")
+"""A configuration of several workers, which needs a cluster."""
+
+
 def run(source: Path, *options: str) -> int:
     return main(["batch", str(source), "-o", str(source.with_name("out.jsonl")), *options])
 
@@ -145,7 +149,7 @@ def start(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
 def test_a_server_is_started_for_the_file_alone(source: Path, running: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster()
     start(monkeypatch, cluster)
-    assert run(source, "--model", "other") == 0
+    assert run(source, "--model", "other", *SPLIT) == 0
     assert cluster.overrides["model"] == {"source": "other"} and cluster.overrides["batches"] == {"gib": 0}
     assert cluster.overrides["http"]["host"] == "127.0.0.1"
 
@@ -156,12 +160,12 @@ def test_an_interruption_leaves_the_rest_to_the_next_call(
     running.hangs.add("c")
     journal = source.with_name("out.jsonl.journal")
     start(monkeypatch, Cluster(lambda: journal.exists() and journal.read_bytes().count(b"\n") == 3))
-    assert run(source) == command.INTERRUPTED
+    assert run(source, *SPLIT) == command.INTERRUPTED
     assert "the same command goes on" in capsys.readouterr().err
     running.hangs.clear()
     running.asked.clear()
     start(monkeypatch, Cluster())
-    assert run(source) == 0 and running.asked == ["c"]
+    assert run(source, *SPLIT) == 0 and running.asked == ["c"]
 
 
 def test_the_client_runs_a_batch(source: Path, tmp_path: Path) -> None:
