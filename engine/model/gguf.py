@@ -11,14 +11,18 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from engine.core.errors import StartupError
 from engine.model.config import unsupported
 from engine.model.families import FAMILIES
+from engine.model.gguf_settings import ArrayOf, read_settings
+
+if TYPE_CHECKING:
+    import torch  # nobody waits for it who only reads a description
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,17 +75,10 @@ class GgufModel:
         except Exception as error:  # of any kind: the reader does not check for damaged files
             raise StartupError(f"cannot read {path} as GGUF, download it again: {error}") from error
 
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        kind = self._field("general.architecture")
-        if kind not in _FAMILIES:
-            raise unsupported(f"the GGUF architecture {kind!r} of {path.name}", _FAMILIES)
-        if (self._field("split.count") or 1) > 1:
-            raise StartupError(f"{path} is one part of a split GGUF: merge it first with llama-gguf-split --merge")
+        self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._recognize()
         if "token_embd.weight" not in self._tensors:
             raise StartupError(f"{path} holds no model weights (it has no token_embd.weight)")
-
-        self.kind = str(kind)
-        self.architecture = _FAMILIES[self.kind].architecture
 
     def config(self) -> dict[str, Any]:
         """The file's settings as a Hugging Face `config.json`."""
@@ -129,12 +126,13 @@ class GgufModel:
         """Number of weights in the named tensor of the file."""
         return int(self._tensors[name].n_elements)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> "torch.Tensor":
         """Return the named tensor of the file, dequantised and in Hugging Face's layout.
 
         Matrices are bfloat16. Vectors (norms and biases) stay float32: they are small, and Gemma's norm weights have
         had one added to them, which bfloat16 could not take back exactly.
         """
+        import torch
         from gguf.quants import dequantize
 
         source = self._tensors[name]
@@ -203,6 +201,16 @@ class GgufModel:
 
         return extra
 
+    def _recognize(self) -> None:
+        """Find the model's family, and refuse what is not supported."""
+        kind = self._field("general.architecture")
+        if kind not in _FAMILIES:
+            raise unsupported(f"the GGUF architecture {kind!r} of {self.path.name}", _FAMILIES)
+        if (self._field("split.count") or 1) > 1:
+            raise StartupError(f"{self.path} is one part of a split GGUF: merge it first with llama-gguf-split --merge")
+        self.kind = str(kind)
+        self.architecture = _FAMILIES[self.kind].architecture
+
     def _field(self, key: str) -> Any:
         field = self._reader.fields.get(key)
         return None if field is None else field.contents()
@@ -218,6 +226,29 @@ class GgufModel:
                 raise StartupError(f"{self.path} sets {self.kind}.{key} for each layer, which is not supported")
             value = value[0]
         return value
+
+
+class GgufBeginning(GgufModel):
+    """The first bytes of a GGUF file, for its description alone. The table of embeddings is taken to have a row for
+    each token and to be the head, too, as the names of tensors come behind the tokenizer.
+
+    Raises `StartupError` on opening if the bytes are not GGUF, or of an architecture that is not supported.
+    """
+
+    def __init__(self, path: Path, data: bytes) -> None:
+        self.path = path
+        try:
+            self._fields = read_settings(data)
+        except ValueError as error:
+            raise StartupError(f"cannot read {path} as GGUF: {error}") from error
+        self._recognize()
+        tokens = self._fields.get("tokenizer.ggml.tokens")
+        num_tokens = tokens.length if isinstance(tokens, ArrayOf) else self._setting("vocab_size")
+        shape = (int(self._setting("embedding_length")), int(num_tokens))
+        self._tensors = {"token_embd.weight": SimpleNamespace(shape=shape)}
+
+    def _field(self, key: str) -> Any:
+        return self._fields.get(key)
 
 
 def write_model_folder(path: Path, folder: Path, progress: Callable[[str], None]) -> None:

@@ -5,7 +5,8 @@ A model is named by one of:
 * a folder in Hugging Face's layout,
 * a `.gguf` file,
 * `package:NAME/FILE`, a file (or folder) inside an installed Python package, found without importing the package,
-* a hub id, `org/name` or `org/name@revision`.
+* a hub id, `org/name` or `org/name@revision`,
+* a GGUF file on the hub, `org/name/FILE.gguf` or `org/name/FILE.gguf@revision`.
 
 A GGUF file is dequantised once into a folder under `$RAYDIX_CACHE`, or `~/.cache/raydix`. The folder's name carries a
 digest of the file's size, modification time and first and last MiB, and of the version of the conversion: cheap at
@@ -21,7 +22,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +40,13 @@ NULL = "null:"
 """Prefix of a model's name: everything runs but the model, whose tokens are made up. For measuring all other parts."""
 _PACKAGE = "package:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/([\w./-]+\.gguf)(?:@([\w./-]+))?")
+_BEGINNING_BYTES = 256 << 10
+"""Fetched of a GGUF file on the hub, to describe its model: settings, and the number of tokens."""
+_HUB_SMALL = ["*.json", "*.jinja", "*.model", "*.txt"]
+_HUB_PATTERNS = ["*.safetensors", *_HUB_SMALL]
+_TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json"}
+"""Files of which transformers needs one to make a tokenizer."""
 _HUB_IGNORED = ["*/*", "consolidated*", "adapter_*"]
 _CONVERSION_VERSION = 1
 _SAMPLE_BYTES = 1 << 20
@@ -67,6 +74,8 @@ def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
 
     if not path.exists() and _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
         return _hub_folder(spec, progress)
+    if not path.exists() and (file := _HUB_FILE.fullmatch(spec)) is not None:
+        return _converted(_hub_file(*file.groups(), progress=progress), progress)
 
     raise StartupError(
         f"there is no model at {spec}: give a folder, a .gguf file, package:NAME/FILE or a hub id (org/name)"
@@ -83,12 +92,9 @@ def read_description(spec: str, progress: Progress = _LOG.info) -> ModelConfig:
     spec = spec.removeprefix(NULL)
     path = _package_path(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        folder = _converted_folder(path.resolve())
-        if not folder.is_dir():
-            from engine.model.gguf import GgufModel
-
-            return config_of(GgufModel(path).config())
-        return read_config(folder)
+        return _gguf_description(path.resolve())
+    if not path.exists() and (file := _HUB_FILE.fullmatch(spec)) is not None:
+        return _hub_file_description(*file.groups(), progress=progress)
     if not path.exists() and _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
         return _hub_description(spec, progress)
     return read_config(resolve_model(spec, progress))
@@ -97,7 +103,8 @@ def read_description(spec: str, progress: Progress = _LOG.info) -> ModelConfig:
 def model_name(spec: str) -> str:
     """Return a short name for the model of `spec`, as clients would write it: `SmolLM2-135M-Instruct`."""
     spec = spec.removeprefix(NULL)
-    name = spec.removeprefix(_PACKAGE).partition("@")[0] if _HUB_ID.fullmatch(spec) else spec.removeprefix(_PACKAGE)
+    is_on_hub = _HUB_ID.fullmatch(spec) or _HUB_FILE.fullmatch(spec)
+    name = spec.removeprefix(_PACKAGE).partition("@")[0] if is_on_hub else spec.removeprefix(_PACKAGE)
     name = Path(name.rstrip("/")).name
     if name.endswith(".gguf"):
         name = re.sub(r"[.-](I?Q\d\w*|[BF]F?(16|32)|TQ\d\w*)$", "", name.removesuffix(".gguf"), flags=re.IGNORECASE)
@@ -164,6 +171,8 @@ def _hub_description(spec: str, progress: Progress) -> ModelConfig:
         if not any(file.endswith(".safetensors") and "/" not in file for file in files):
             advice = "; its weights are in PyTorch's pickle format" if any(f.endswith(".bin") for f in files) else ""
             raise StartupError(f"{spec} on the Hugging Face hub has no model weights (*.safetensors){advice}")
+        if not _TOKENIZERS.intersection(files):
+            raise StartupError(f"{spec} on the Hugging Face hub has no tokenizer (tokenizer.json)")
         if WEIGHT_INDEX in files:
             index = read_json(Path(hf_hub_download(repository, WEIGHT_INDEX, revision=revision or None)))
             names = text_names(index.get("weight_map") or {})
@@ -175,25 +184,99 @@ def _hub_description(spec: str, progress: Progress) -> ModelConfig:
     return config
 
 
+def _gguf_description(path: Path) -> ModelConfig:
+    """Describe the model in a GGUF file from its conversion, if that is there, or from its settings."""
+    folder = _converted_folder(path)
+    if folder.is_dir():
+        return read_config(folder)
+    from engine.model.gguf import GgufModel
+
+    return config_of(GgufModel(path).config())
+
+
+def _hub_file_description(repository: str, name: str, revision: str | None, *, progress: Progress) -> ModelConfig:
+    """Describe the model in a GGUF file on the hub from the file's first bytes, or from the copy on the disk."""
+    from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+    from engine.model.gguf import GgufBeginning
+
+    if isinstance(held := try_to_load_from_cache(repository, name, revision=revision), str):
+        return _gguf_description(Path(held))
+
+    progress(f"looking at {repository}/{name} on the Hugging Face hub")
+    headers = {**build_hf_headers(), "Range": f"bytes=0-{_BEGINNING_BYTES - 1}", "Accept-Encoding": "identity"}
+    data = b""
+    try:
+        with get_session().stream("GET", hf_hub_url(repository, name, revision=revision), headers=headers) as answer:
+            if answer.is_error:
+                answer.read()
+            hf_raise_for_status(answer)
+            for piece in answer.iter_bytes():
+                data += piece
+                if len(data) >= _BEGINNING_BYTES:  # a server without ranges sends the whole file
+                    break
+    except Exception as error:  # the hub client's and its HTTP library's many kinds
+        raise _no_hub_file(repository, name, error) from error
+    return config_of(GgufBeginning(Path(repository, name), data).config())
+
+
+def _hub_file(repository: str, name: str, revision: str | None, *, progress: Progress) -> Path:
+    """Fetch a GGUF file from the hub, if it is not on the disk."""
+    from huggingface_hub import hf_hub_download
+
+    progress(f"looking for {repository}/{name} on the Hugging Face hub")
+    try:
+        return Path(hf_hub_download(repository, name, revision=revision))
+    except Exception as error:  # as above
+        raise _no_hub_file(repository, name, error) from error
+
+
+def _no_hub_file(repository: str, name: str, error: Exception) -> StartupError:
+    """The error of a file that the hub does not give."""
+    return StartupError(
+        f"there is no file {repository}/{name} here, and the Hugging Face hub does not give it: {_hub_reason(error)}"
+    )
+
+
 def _hub_folder(spec: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
 
     repository, _, revision = spec.partition("@")
     progress(f"looking for {spec} on the Hugging Face hub")
 
-    try:
-        folder = Path(
-            snapshot_download(
-                repository, revision=revision or None, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
+    def fetched(patterns: Sequence[str]) -> Path:
+        try:
+            return Path(
+                snapshot_download(
+                    repository,
+                    revision=revision or None,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=_HUB_IGNORED,
+                )
             )
-        )
-    except Exception as error:  # the hub client's and its HTTP library's many kinds
-        raise StartupError(f"cannot get {spec} from the Hugging Face hub: {_hub_reason(error)}") from error
+        except Exception as error:  # the hub client's and its HTTP library's many kinds
+            raise StartupError(f"cannot get {spec} from the Hugging Face hub: {_hub_reason(error)}") from error
 
+    folder = fetched(_HUB_SMALL)
     if not (folder / "config.json").is_file():
         raise StartupError(f"{spec} on the Hugging Face hub has no config.json: raydix needs a transformers checkpoint")
+    _check_tokenizer(folder, f"{spec} on the Hugging Face hub")
+    return fetched(_HUB_PATTERNS)
 
-    return folder
+
+def _check_tokenizer(folder: Path, where: str) -> None:
+    """Refuse a tokenizer that is not there or is damaged, before the weights are fetched."""
+    from tokenizers import Tokenizer
+
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise StartupError(f"{where} has no tokenizer (tokenizer.json)")
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise StartupError(f"the tokenizer.json of {where} cannot be read: {error}") from error
 
 
 def _hub_reason(error: Exception) -> str:
@@ -202,6 +285,7 @@ def _hub_reason(error: Exception) -> str:
         "GatedRepoError": "access to it is restricted: accept its terms on the hub and set HF_TOKEN",
         "RepositoryNotFoundError": "there is no such repository, or it is private (set HF_TOKEN)",
         "RevisionNotFoundError": "it has no such revision",
+        "EntryNotFoundError": "it has no such file",
         "LocalEntryNotFoundError": "the hub cannot be reached and the model is not in the local cache",
         "OfflineModeIsEnabled": "the hub cannot be reached (HF_HUB_OFFLINE is set)",
     }

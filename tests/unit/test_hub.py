@@ -34,13 +34,19 @@ MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixt
 HUGE = {**LLAMA, "hidden_size": 65_536, "intermediate_size": 262_144, "num_hidden_layers": 80}
 
 
+TOKENIZER = json.dumps(
+    {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+).encode()
+
+
 class Hub:
     """The part of the hub's protocol that its client speaks for one repository, `org/model`; counts what it sends."""
 
-    def __init__(self, config: dict[str, Any] | None, **files: bytes) -> None:
-        self.files = {"model.safetensors": bytes(WEIGHTS_BYTES), **files}
+    def __init__(self, config: dict[str, Any] | None, **files: bytes | None) -> None:
         if config is not None:
-            self.files["config.json"] = json.dumps(config).encode()
+            files["config.json"] = json.dumps(config).encode()
+        shipped = {"model.safetensors": bytes(WEIGHTS_BYTES), "tokenizer.json": TOKENIZER}
+        self.files = {name: data for name, data in {**shipped, **files}.items() if data is not None}
         self.sent: Counter[str] = Counter()
         hub = self
 
@@ -50,6 +56,10 @@ class Hub:
 
             def do_GET(self) -> None:
                 status, headers, body = hub.answer(self.path)
+                asked = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range", ""))
+                if status == 200 and asked is not None:
+                    total, body = len(body), body[: int(asked[1]) + 1]
+                    status, headers = 206, {**headers, "Content-Range": f"bytes 0-{len(body) - 1}/{total}"}
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(body))}.items():
                     self.send_header(name, value)
@@ -88,13 +98,13 @@ def hubs() -> Iterator[list[Hub]]:
         hub.server.server_close()
 
 
-def serve(hub: Hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def serve(hub: Hub, tmp_path: Path, *arguments: str, model: str = "org/model") -> subprocess.CompletedProcess[str]:
     """Run `raydix serve` on the hub's model, up to where Ray would start; neither Ray nor torch may be imported."""
     for package in ("ray", "torch"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("import os\nos._exit(99)\n")
     return subprocess.run(
-        [sys.executable, "-m", "cli.main", "serve", "--model", "org/model", "--port", str(free_port()), *arguments],
+        [sys.executable, "-m", "cli.main", "serve", "--model", model, "--port", str(free_port()), *arguments],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -124,10 +134,11 @@ INDEX = json.dumps({"weight_map": {"model.embed_tokens.weight": "a", "model.laye
             "the weights in org/model on the Hugging Face hub lack ",
         ),
         (None, {}, "org/model on the Hugging Face hub has no config.json"),
+        (LLAMA, {"tokenizer.json": None}, "org/model on the Hugging Face hub has no tokenizer (tokenizer.json)"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_is_fetched(
-    config: dict[str, Any] | None, files: dict[str, bytes], says: str, hubs: list[Hub], tmp_path: Path
+    config: dict[str, Any] | None, files: dict[str, bytes | None], says: str, hubs: list[Hub], tmp_path: Path
 ) -> None:
     hubs.append(hub := Hub(config, **files))
     done = serve(hub, tmp_path)
@@ -153,3 +164,89 @@ def test_what_fits_is_fetched_after_its_sizes_were_told(hubs: list[Hub], tmp_pat
     assert done.returncode == 99, done.stderr
     assert "requests of up to 4,096 tokens" in done.stderr
     assert not any("model.safetensors" in path for path in hub.sent)
+
+
+def gguf(tmp_path: Path, architecture: str = "llama", **settings: int) -> bytes:
+    """A GGUF file whose tokenizer alone is larger than what a refusal may fetch, with weights behind it."""
+    import numpy as np
+    from gguf import GGUFWriter
+
+    file = tmp_path / "made.gguf"
+    writer = GGUFWriter(file, architecture)
+    shape = {"context_length": 4096, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64} | settings
+    for name, number in (shape | {"attention.head_count": 2, "attention.head_count_kv": 2}).items():
+        writer.add_uint32(f"{architecture}.{name}", number)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_token_list([f"token {index}" * 4 for index in range(30_000)])
+    writer.add_tensor("token_embd.weight", np.zeros((30_000, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "says"),
+    [
+        ("mamba", {}, "the GGUF architecture 'mamba' of m.gguf is not supported; raydix runs: "),
+        (
+            "llama",
+            {"embedding_length": 65_536, "feed_forward_length": 262_144, "block_count": 80},
+            "the model does not fit: a ",
+        ),
+    ],
+)
+def test_a_gguf_file_is_judged_by_its_first_bytes(
+    architecture: str, settings: dict[str, int], says: str, hubs: list[Hub], tmp_path: Path
+) -> None:
+    hubs.append(hub := Hub(None))
+    hub.files["m.gguf"] = gguf(tmp_path, architecture, **settings)
+    assert len(hub.files["m.gguf"]) > 3 * SMALL_BYTES
+    done = serve(hub, tmp_path, model="org/model/m.gguf")
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("raydix: ")]
+    assert line.startswith(f"raydix: {says}"), line
+    assert 0 < sum(hub.sent.values()) < SMALL_BYTES
+
+
+def test_a_gguf_file_that_fits_is_fetched_after_its_sizes_were_told(hubs: list[Hub], tmp_path: Path) -> None:
+    hubs.append(hub := Hub(None))
+    hub.files["m.gguf"] = gguf(tmp_path)
+    done = serve(hub, tmp_path, model="org/model/m.gguf")
+    assert done.returncode == 99, done.stderr
+    assert "requests of up to 4,096 tokens" in done.stderr
+    assert 0 < sum(hub.sent.values()) < SMALL_BYTES
+
+
+def test_a_gguf_file_that_is_not_there_is_named(hubs: list[Hub], tmp_path: Path) -> None:
+    hubs.append(hub := Hub(None))
+    done = serve(hub, tmp_path, model="org/model/none.gguf")
+    assert done.returncode == 2 and "there is no file org/model/none.gguf here" in done.stderr, done.stderr
+    assert "it has no such file" in done.stderr
+
+
+RESOLVE = "import sys; from engine.model.sources import resolve_model; print(resolve_model(sys.argv[1]))"
+
+
+def test_a_damaged_tokenizer_is_refused_before_the_weights_are_fetched(hubs: list[Hub], tmp_path: Path) -> None:
+    hubs.append(hub := Hub(LLAMA, **{"tokenizer.json": TOKENIZER[:-9]}))
+    for tokenizer, is_whole in ((TOKENIZER[:-9], False), (TOKENIZER, True)):
+        hub.files["tokenizer.json"] = tokenizer
+        home = tmp_path / str(is_whole)
+        done = subprocess.run(
+            [sys.executable, "-c", RESOLVE, "org/model"],
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+            env={
+                **os.environ,
+                "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_address[1]}",
+                "HF_HOME": str(home),
+                "PYTHONPATH": str(REPOSITORY),
+            },
+            timeout=120,
+        )
+        assert (done.returncode == 0) == is_whole, done.stderr
+        assert is_whole or "the tokenizer.json of org/model on the Hugging Face hub cannot be read" in done.stderr
+        assert any("model.safetensors" in path for path in hub.sent) == is_whole
