@@ -192,12 +192,13 @@ def pool_blocks(config: ModelConfig, settings: EngineSettings, free_bytes: Calla
         pool_bytes = free_bytes() if settings.pool_gib is None else int(settings.pool_gib * GIB)
         num_blocks = max(0, pool_bytes) // block_bytes
     max_model_len = model_len(config, settings.max_model_len)
-    if num_blocks * settings.block_size < max_model_len:
+    num_held = num_blocks * settings.block_size
+    if num_held < max_model_len:
         needed_gib = max_model_len / settings.block_size * block_bytes / GIB
         way_out = "raise cache.pool_gib to" if settings.pool_gib is not None else "it needs a pool of"
         raise StartupError(
-            f"a KV pool of {num_blocks} blocks holds {num_blocks * settings.block_size} tokens, but one request may "
-            f"have {max_model_len}: {way_out} {needed_gib:.2f} GiB, or lower model.max_model_len"
+            f"a KV pool of {num_blocks} blocks holds {num_held} tokens, but one request may have {max_model_len}: "
+            f"{way_out} {needed_gib:.2f} GiB" + (f", or set model.max_model_len to {num_held}" if num_held else "")
         )
     return num_blocks
 

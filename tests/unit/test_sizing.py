@@ -15,7 +15,7 @@ from configs.choose import Choice, Machine
 from configs.settings import engine_settings
 from engine.core.errors import StartupError
 from engine.core.settings import GIB, SchedulerLimits
-from engine.model.build import run_largest_step
+from engine.model.build import pool_blocks, run_largest_step
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.device_memory import SHARE, measured_pool_bytes
@@ -168,6 +168,19 @@ def test_a_refusal_says_what_would_run(name: str, gib: float, model: dict[str, A
         assert starts(name, machine, model={"max_model_len": int(words[words.index("most") + 1])})
     if "int8" in says:
         assert starts(name, machine, model={"quantization": "int8"})
+
+
+def test_a_worker_that_nobody_sized_says_what_would_fit() -> None:
+    """As under `raydix deploy` and KubeRay, which size nothing: what the refusal names starts."""
+    config, described_model = load_config("cpu_mixed"), MODELS["Qwen3-0.6B"]
+    [section] = config.workers.sections.values()
+    settings = replace(engine_settings(config, section), pool_gib=None, num_blocks=None, max_model_len=None)
+    with pytest.raises(StartupError, match=r"it needs a pool of 4\.38 GiB, or set model\.max_model_len to 9360$"):
+        pool_blocks(described_model, settings, lambda: GIB)
+    assert pool_blocks(described_model, replace(settings, max_model_len=9360), lambda: GIB) == 9360 // 16
+    assert pool_blocks(described_model, settings, lambda: int(4.38 * GIB)) * 16 >= 40_960
+    with pytest.raises(StartupError, match=r"holds 0 tokens, .* it needs a pool of 4\.38 GiB$"):
+        pool_blocks(described_model, settings, lambda: 0)
 
 
 def test_more_than_the_context_is_refused() -> None:
