@@ -54,11 +54,12 @@ class Background:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
 
-    def start(self, work: Coroutine[object, object, object]) -> None:
+    def start(self, work: Coroutine[object, object, object]) -> asyncio.Task[object]:
         """Run `work` beside the caller."""
         task = run_detached(asyncio.get_running_loop().create_task, work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     async def ended(self, timeout_s: float) -> None:
         """Wait for the end of the tasks that run now, for at most `timeout_s`."""

@@ -40,6 +40,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from actors.calls import answer
 from actors.changes import log_refused, when_changed
 from actors.hosted import hosted
+from actors.last_words import condemn
 from actors.logs import log_to_ray, set_level
 from actors.messages import STARTING_REPORT_S
 from actors.names import announce_manager, incarnation_name
@@ -154,6 +155,7 @@ class ActorHost:
         except TimeoutError:
             extra = about("child_hangs", child=self._actor_id)
             logger.error("%s takes no changes for %d s and is killed", self._actor_id, CHECK_TIMEOUT_S, extra=extra)
+            await asyncio.to_thread(condemn, self._child_name)
             child.kill()
         except RayTaskError:
             raise
@@ -174,6 +176,7 @@ class ActorHost:
         except TimeoutError:
             extra = about("child_hangs", child=self._actor_id)
             logger.error("%s does not answer for %d s and is killed", self._actor_id, CHECK_TIMEOUT_S, extra=extra)
+            await asyncio.to_thread(condemn, self._child_name)
             self._child.kill()
         except RayError:
             pass  # The child died, and `_replace_when_dead` starts another.

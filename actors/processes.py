@@ -9,20 +9,21 @@ Only processes of the same node can be looked at: of a silent process elsewhere 
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.core.types import ProcessName
 
 MIN_SHARE = 0.05
 """Share of a processor that a process has at least while it computes; idle threads of Ray use about a hundredth."""
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STOPPED = "TtZXx"
 """States of a process that does not run: stopped, traced, dead."""
 
 
 def own_process(node: str) -> ProcessName:
     """The name of this process, which runs on this node."""
-    stat = _stat(Path("/proc/self"))
-    return ProcessName(node, os.getpid(), 0 if stat is None else int(stat[_STARTED]))
+    stat = stat_of(Path("/proc/self"))
+    return ProcessName(node, os.getpid(), 0 if stat is None else stat.started)
 
 
 class ProcessWatch:
@@ -39,15 +40,15 @@ class ProcessWatch:
         if process is None or process.node != self._node or process.pid == os.getpid():
             return False
         folder = Path(f"/proc/{process.pid}")
-        stat = _stat(folder)
-        if stat is None or int(stat[_STARTED]) != process.started or stat[_STATE] in _STOPPED:
+        stat = stat_of(folder)
+        if stat is None or stat.started != process.started or stat.state in _STOPPED:
             self._used.pop(process, None)
             return False
 
-        num_ticks = int(stat[_USER]) + int(stat[_SYSTEM])
+        num_ticks = stat.num_ticks
         looked_at, before = self._used.get(process, (now, num_ticks))
         self._used[process] = now, num_ticks
-        has_computed = now > looked_at and num_ticks - before >= MIN_SHARE * (now - looked_at) * _TICKS_PER_S
+        has_computed = now > looked_at and num_ticks - before >= MIN_SHARE * (now - looked_at) * TICKS_PER_S
         return has_computed or _is_runnable(folder)
 
     def forget(self, process: ProcessName | None) -> None:
@@ -56,23 +57,42 @@ class ProcessWatch:
             self._used.pop(process, None)
 
 
-_STATE, _USER, _SYSTEM, _STARTED = 0, 11, 12, 19
-"""Fields behind the name in /proc/*/stat: state, processor time in the process and in the kernel, start."""
+class Stat(NamedTuple):
+    """A process or thread in /proc."""
+
+    state: str
+    num_ticks: int
+    """Processor time, in the process and in the kernel."""
+    started: int
+    """Start, in ticks since the machine's."""
 
 
-def _stat(folder: Path) -> list[str] | None:
-    """The fields of a process or thread behind its name; None if there is none, or no such file system."""
+def stat_of(folder: Path) -> Stat | None:
+    """The process or thread of a folder in /proc; None if there is none, or no such file system."""
     try:
-        return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+        # Behind the name, which may have spaces and parentheses.
+        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Stat(fields[0], int(fields[11]) + int(fields[12]), int(fields[19]))
+    except (OSError, IndexError, ValueError):
         return None
 
 
+def is_there(process: ProcessName) -> bool:
+    """True if a process of this node lives and is not stopped."""
+    stat = stat_of(Path(f"/proc/{process.pid}"))
+    return stat is not None and stat.started == process.started and stat.state not in _STOPPED
+
+
+def is_running(pid: int, native_id: int) -> bool:
+    """True if a thread of a process of this node has a processor, or waits for one where others take all."""
+    stat = stat_of(Path(f"/proc/{pid}/task/{native_id}"))
+    return stat is not None and stat.state == "R"
+
+
 def _is_runnable(folder: Path) -> bool:
-    """True if a thread of a process has a processor, or waits for one where others take all."""
+    """True if some thread of a process runs."""
     try:
         threads = list((folder / "task").iterdir())
     except OSError:
         return False
-    stats = map(_stat, threads)
-    return any(stat is not None and stat[_STATE] == "R" for stat in stats)
+    return any(stat is not None and stat.state == "R" for stat in map(stat_of, threads))

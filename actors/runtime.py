@@ -4,13 +4,31 @@
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.calls import answer
+from actors.last_words import begin_words, named_requests
 from actors.names import incarnation_name, named_actor, own_node
 from actors.rpc import Handle, ManagerClient, WorkerClient, find_manager
 from actors.watchdog import Watchdog
+
+OTHER_NODE_TIMEOUT_S = 1.0
+"""Limit of reading a process's last words on another node."""
+
+
+class Words(Protocol):
+    """Where a worker notes what it computes for (`actors.last_words`)."""
+
+    def note(self, request_ids: Sequence[str]) -> None:
+        """Note the requests that the calling thread computes for."""
+
+    def end(self, reason: str) -> None:
+        """Write down that this process ends by what it computes."""
 
 
 class Runtime(Protocol):
@@ -36,6 +54,14 @@ class Runtime(Protocol):
 
     def put(self, value: object) -> Any:
         """Keep an object for other actors; returns a reference, which is awaited for the object."""
+
+    def begin_words(self, name: str) -> Words | None:
+        """Begin the last words of this process, for others to read after its death, under the name of a worker's
+        incarnation; None where nobody would. Called in the thread of the event loop."""
+
+    async def named_requests(self, name: str, node: str, *, is_dead: bool) -> tuple[str, ...]:
+        """The requests that the last words of a worker's incarnation on a node name; none if they cannot be read.
+        `is_dead`: as others know it; its threads may look alive for a moment longer."""
 
     def watch_process(self) -> None:
         """Have work that keeps this process to itself noticed (`actors.watchdog`), from now on; needs a running event
@@ -74,6 +100,23 @@ class RayRuntime:
 
     def put(self, value: object) -> Any:
         return ray.put(value)
+
+    def begin_words(self, name: str) -> Words | None:
+        return begin_words(name)
+
+    async def named_requests(self, name: str, node: str, *, is_dead: bool) -> tuple[str, ...]:
+        if node == own_node():
+            return await asyncio.to_thread(named_requests, name, is_dead=is_dead)
+        # Another node's files are read by a task there; where the node is gone, nobody waits for it long.
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        reader: Any = ray.remote(named_requests)  # type: ignore[arg-type]
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
+        read = reader.options(**options).remote(name, is_dead=is_dead)
+        try:
+            found: tuple[str, ...] = await answer(read, OTHER_NODE_TIMEOUT_S)
+        except (RayError, TimeoutError):
+            return ()
+        return found
 
     def watch_process(self) -> None:
         Watchdog(asyncio.get_running_loop()).start()

@@ -1,6 +1,5 @@
 """What a command waits for: a spinner at a terminal; elsewhere, as in a container's log, a line every few seconds."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -10,22 +9,18 @@ from typing import Self
 import psutil
 from rich.console import Console
 
+from actors.processes import TICKS_PER_S, stat_of
+
 INTERVAL_S = 5.0
 """Longest silence without a terminal while a command waits."""
-START_FIELD = 19
-"""Place in `/proc/self/stat`, behind the process's name, of the start, in ticks since the machine's."""
 
 
 def age_s() -> float:
     """Time since this process began: imports count, too."""
-    try:
-        fields = (
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        )  # behind the name, which may have spaces
-        started_s = int(fields[START_FIELD]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-    except (OSError, AttributeError):  # no Linux; psutil knows the start to a second
+    stat = stat_of(Path("/proc/self"))
+    if stat is None:  # no Linux; psutil knows the start to a second
         return time.time() - psutil.Process().create_time()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started / TICKS_PER_S
 
 
 class Waiting:

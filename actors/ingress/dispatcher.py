@@ -17,6 +17,7 @@ from actors.calls import Background, quietly, run_detached, sleep
 from actors.ingress.incidents import log_incident
 from actors.ingress.manager_link import ManagerLink
 from actors.logs import DEFAULTS
+from actors.names import incarnation_name
 from actors.processes import ProcessWatch, own_process
 from actors.recording import recorded
 from actors.rpc import WorkerClient
@@ -37,6 +38,7 @@ from engine.core.ingress.instructions import (
     Instruction,
     ModelDiffers,
     MovedOn,
+    Named,
     Ping,
     Read,
     Settle,
@@ -59,6 +61,8 @@ STOPPED_S = 0.25
 """A later look means a stopped process; a busy machine delays looks by less."""
 ADMIT_TIMEOUT_S = 2.0
 """A manager that has not placed a request after so long is silent."""
+SUBMIT_LOST_S = 2.0
+"""Longest wait for the end of the token stream of a worker that did not take requests and is dead."""
 MEMBERSHIP_TIMEOUT_S = 2.0
 """A manager that has not listed its workers after so long is silent."""
 
@@ -93,6 +97,12 @@ class Dispatcher:
         self._found: dict[tuple[str, int], WorkerClient] = {}
         """Worker incarnations that were found and of which `Dispatch` is being told."""
         self._followed: dict[str, WorkerClient] = {}
+        self._reading: dict[str, asyncio.Task[object]] = {}
+        """The task that reads each followed worker's token stream."""
+        self._nodes: dict[str, str] = {}
+        """The node of each worker, as far as the manager has named it."""
+        self._asked_words: set[str] = set()
+        """Quiet workers of other nodes whose last words are being read."""
         self._asking: set[bool] = set()
         """The kinds of questions about workers that the manager has not answered yet: True for probes."""
         self._admits: list[AdmitRequest] = []
@@ -175,7 +185,7 @@ class Dispatcher:
                 self._background.start(self._find(worker_id, epoch))
             case Read(worker_id, epoch):
                 client = self._followed[worker_id] = self._found[worker_id, epoch]
-                self._background.start(self._read(worker_id, epoch, client))
+                self._reading[worker_id] = self._background.start(self._read(worker_id, epoch, client))
             case AskWorkers(is_probe):
                 if is_probe not in self._asking:
                     self._asking.add(is_probe)
@@ -184,7 +194,7 @@ class Dispatcher:
                 self._background.start(self._start_worker())
             case Settle():
                 self._background.start(self._settle(instruction))
-            case WorkerLost() | WorkerSilent() | AttemptLost() | FailedOver() | MovedOn() | ModelDiffers():
+            case WorkerLost() | WorkerSilent() | AttemptLost() | Named() | FailedOver() | MovedOn() | ModelDiffers():
                 log_incident(instruction)
                 if isinstance(instruction, FailedOver):
                     self._on_failover()
@@ -269,6 +279,8 @@ class Dispatcher:
         except ServiceError:
             self._dispatch.no_membership()
         else:
+            nodes = {each.worker_id: each.process.node for each in membership.workers if each.process is not None}
+            self._nodes = {name: node for name, node in self._nodes.items() if name in self._followed} | nodes
             self._carry_out(self._dispatch.membership(membership, time.monotonic()))
         finally:
             self._asking.discard(is_probe)
@@ -299,6 +311,19 @@ class Dispatcher:
         for worker in self._dispatch.quiet_workers(now, PING_S):
             if self._watch.computes(worker.process, now):
                 self._dispatch.computes(worker.worker_id, now)
+            if worker.worker_id not in self._asked_words:
+                self._asked_words.add(worker.worker_id)
+                self._background.start(self._hear_words(worker.worker_id, worker.epoch))
+
+    async def _hear_words(self, worker_id: str, epoch: int, *, is_dead: bool = False) -> None:
+        """Read the last words of a worker that has died, or answers nothing: the requests that may have stopped it."""
+        try:
+            name, node = incarnation_name(worker_id, epoch), self._nodes.get(worker_id, self._runtime.own_node())
+            self._dispatch.last_words(worker_id, await self._runtime.named_requests(name, node, is_dead=is_dead))
+        except Exception:  # of any kind: without them requests go on as if nobody were to blame
+            logger.exception("the last words of %s not read", worker_id)
+        finally:
+            self._asked_words.discard(worker_id)
 
     async def _keep_alive(self) -> None:
         """Ping the workers and look for silent ones at a steady pace: nothing here waits for the manager, whose silence
@@ -342,6 +367,8 @@ class Dispatcher:
                 self._carry_out(self._dispatch.tokens(worker_id, await events, time.monotonic()))
         except Exception as error:  # Whatever it was, this worker's requests must not stand still.
             reason, is_dead = type(error).__name__, _is_death(error)
+        if is_dead:
+            await self._hear_words(worker_id, epoch, is_dead=True)
         self._carry_out(self._dispatch.worker_lost(worker_id, epoch, reason, time.monotonic(), is_dead=is_dead))
 
     async def _ping(self, ping: Ping, client: WorkerClient) -> None:
@@ -367,6 +394,8 @@ class Dispatcher:
                     requests=[assignment.request_id for assignment in submit.assignments],
                 ),
             )
+            if _is_death(error):  # the end of the stream tells more: who may have stopped the worker
+                await asyncio.wait({self._reading[submit.worker_id]}, timeout=SUBMIT_LOST_S)
             self._carry_out(self._dispatch.not_submitted(submit.assignments, time.monotonic()))
         else:
             self._dispatch.submitted(submit.worker_id, [Attempt(a.request_id, a.attempt) for a in submit.assignments])

@@ -8,6 +8,7 @@ from engine.core.ingress.instructions import (
     FailedOver,
     ModelDiffers,
     MovedOn,
+    Named,
     WorkerLost,
     WorkerSilent,
 )
@@ -15,7 +16,7 @@ from engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
-Incident: TypeAlias = WorkerLost | WorkerSilent | AttemptLost | FailedOver | MovedOn | ModelDiffers
+Incident: TypeAlias = WorkerLost | WorkerSilent | AttemptLost | Named | FailedOver | MovedOn | ModelDiffers
 
 
 def log_incident(incident: Incident) -> None:
@@ -31,6 +32,19 @@ def log_incident(incident: Incident) -> None:
         case AttemptLost(worker_id, request_id, attempt):
             extra = about("attempt_lost", worker=worker_id, request=request_id, attempt=attempt)
             logger.warning("events of %s were lost on their way from %s", request_id, worker_id, extra=extra)
+        case Named(worker_id, request_id, num_named, num_stopped, is_refused):
+            extra = about(
+                "request_named",
+                request=request_id,
+                worker=worker_id,
+                named=num_named,
+                stopped=num_stopped,
+                refused=is_refused,
+            )
+            text = "%s is refused: %s died or fell silent by it, the %d. worker"
+            if not is_refused:
+                text = "%s begins alone: %s died or fell silent perhaps by it, the %d. worker"
+            logger.warning(text, request_id, worker_id, num_stopped, extra=extra)
         case FailedOver(request_id, attempt, left, num_tokens):
             extra = about("failover", request=request_id, attempt=attempt, left=left, tokens=num_tokens)
             logger.info("%s goes on elsewhere after %d tokens", request_id, num_tokens, extra=extra)

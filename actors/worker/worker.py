@@ -26,8 +26,9 @@ from actors.logs import DEFAULTS, log_to_ray, set_level
 from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
 from actors.metric_values import Family
 from actors.metrics import WorkerMetrics
+from actors.names import incarnation_name
 from actors.processes import ProcessWatch
-from actors.runtime import Runtime
+from actors.runtime import Runtime, Words
 from actors.worker.export_stream import ExportStream
 from actors.worker.recording import record_scheduler
 from actors.worker.registering import Registering
@@ -107,7 +108,8 @@ class Worker(Registering):
         self._engine = build_engine(settings, ObjectStoreSwap(runtime), on_tensor)
         record_scheduler(self._engine, settings, role, logs)
         self._device = settings.device
-        self._loop_thread = EngineLoop(self._engine, self._publish, _end_process, role)
+        self._words: Words | None = None
+        self._loop_thread = EngineLoop(self._engine, self._publish, self._end_process, role)
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._tokens = TokenStreams()
         self._exports = ExportStream(self._metrics.exported_bytes)
@@ -123,6 +125,9 @@ class Worker(Registering):
         if self._event_loop is None:
             self._event_loop = asyncio.get_running_loop()
             self._runtime.watch_process()
+            self._words = self._runtime.begin_words(incarnation_name(self._worker_id, self._epoch))
+            if self._words is not None:
+                self._engine.tell_work(self._words.note)
             self._loop_thread.start()
             for duty in (self._stay_registered(), self._watch_ingresses(), self._report()):
                 self._background.start(duty)
@@ -375,17 +380,18 @@ class Worker(Registering):
                     extra=about("ingress_lost", ingress=ingress_id, requests=len(orphans)),
                 )
 
+    def _end_process(self, reason: str) -> None:
+        """End this process at once: its host starts another, and its streams fail over. A broken device may not let the
+        interpreter end in its usual way."""
+        logger.critical("the model computes nothing any more (%s), this worker ends", reason)
+        if self._words is not None:
+            self._words.end("the model computes nothing any more")
+        logging.shutdown()
+        os._exit(1)
+
 
 def _learn_costs(costs: WorkerCosts, engine: "Engine") -> None:
     engine.scheduler.learn_costs(costs)
-
-
-def _end_process(reason: str) -> None:
-    """End this process at once: its host starts another, and its streams fail over. A broken device may not let the
-    interpreter end in its usual way."""
-    logger.critical("the model computes nothing any more (%s), this worker ends", reason)
-    logging.shutdown()
-    os._exit(1)
 
 
 class PrefillWorker(Worker):

@@ -142,6 +142,13 @@ class ContextLengthError(RequestError):
         return error
 
 
+class StopsWorkersError(RequestError):
+    """Workers died or fell silent by what they computed for the request, so no further one gets it. No 5xx, upon which
+    clients send a request again by themselves."""
+
+    code = "request_stops_workers"
+
+
 class ServiceError(RaydixError):
     """raydix could not serve a valid request (429, 5xx); retrying may succeed."""
 

@@ -1,7 +1,7 @@
 """Values sent between ingress, manager and workers: frozen and picklable, without decisions."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
@@ -274,6 +274,8 @@ class Assignment:
     """The client's guess of the answer, for drafts: right or wrong, the answer has the same tokens."""
     continuations: tuple[bytes, ...] = ()
     """As `Admission.continuations`, for drafts, too."""
+    is_suspect: bool = False
+    """True if a worker may have died or fallen silent by this request: it begins alone (`engine.model.isolation`)."""
 
 
 class TokenEvent(NamedTuple):
@@ -398,6 +400,10 @@ class Admission:
     gives_way: bool = False
     """True if the request is late, and others go first (`LATE_PRIORITY`)."""
 
+    def whole(self) -> "Admission":
+        """The same request on its prefill worker alone."""
+        return replace(self, decode=self.prefill, decode_epoch=self.prefill_epoch, decode_awaited=())
+
 
 class ProcessName(NamedTuple):
     """A process of the cluster."""
@@ -465,3 +471,11 @@ class Ended:
     answer: BegunAnswer | None = None
     handover_s: float | None = None
     """Time from the first token to the second one, where another worker computed the second one."""
+
+
+NoteWork: TypeAlias = Callable[[Sequence[str]], None]
+"""Notes the ids of the requests that the calling thread computes for from now on (`actors.last_words`)."""
+
+
+def note_nothing(request_ids: Sequence[str]) -> None:
+    """The `NoteWork` of a process whose last words nobody reads."""

@@ -17,7 +17,16 @@ from engine.core.hashing import root_hash
 from engine.core.log_fields import about
 from engine.core.settings import SchedulerLimits
 from engine.core.tenants import Tenant
-from engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, SegmentHeader, TokenEvent
+from engine.core.types import (
+    Assignment,
+    BlockHash,
+    FinishReason,
+    NoteWork,
+    PromptEvent,
+    SegmentHeader,
+    TokenEvent,
+    note_nothing,
+)
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
@@ -133,6 +142,7 @@ class Engine:
         self.drafter = drafter
         """None: no drafts."""
         self._refusals: list[TokenEvent] = []
+        self._note_work: NoteWork = note_nothing
 
         swap_policy = SwapPolicy(swap_bytes // store.block_bytes, store.block_bytes)
         self.scheduler = Scheduler(pool, limits, max_model_len, swap_policy, tenants=tenants)
@@ -146,15 +156,28 @@ class Engine:
         self.runner.warm_up(limits.token_budget)
         self.scheduler.change_limits(limits, tenants)
 
+    def tell_work(self, note_work: NoteWork) -> None:
+        """Have the requests noted that each thread computes for, from now on; before the first of them."""
+        self._note_work = note_work
+        if self.grammars is not None:
+            self.grammars.note_work = note_work
+
     def submit(self, assignment: Assignment, now: float) -> None:
         """Queue a request; its events come out of later steps."""
+        self._note_work((assignment.request_id,))
+        try:
+            self._submit(assignment, now)
+        finally:
+            self._note_work(())
+
+    def _submit(self, assignment: Assignment, now: float) -> None:
         self.scheduler.submit(assignment, self.root, now)
         grammar = assignment.sampling.grammar
         if grammar is None:
             return
         if self.grammars is None:
             self._refuse_all(grammar.digest, "this model has none", now)
-        elif self.grammars.require(grammar):
+        elif self.grammars.require(grammar, assignment.request_id):
             self.scheduler.grammar_settled(grammar.digest)
 
     def abort(self, request_ids: Iterable[str], now: float, *, has_ended: bool = False) -> None:
@@ -227,7 +250,8 @@ class Engine:
         if not output.chunks:
             return None
 
-        step = run_isolated(self.runner, output)
+        step = run_isolated(self.runner, output, self._note_work)
+        self._note_work(())
         failures = tuple(self._fail(request_id, error, now) for request_id, error in step.failed.items())
         failures += tuple(self._refuse(request_id, why, now) for request_id, why in step.computed.refused.items())
         outcome = self.scheduler.update(output, step.computed, now)

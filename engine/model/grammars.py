@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from engine.core.types import Grammar
+from engine.core.types import Grammar, NoteWork, note_nothing
 from engine.core.worker.drafts.forms import Choose, FormToken
 from engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
 from engine.model.drafted_places import DraftedPlace, led_place
@@ -108,11 +108,12 @@ class Grammars:
         """Grammars whose forced texts are not looked for: finding one took `LONG_S`."""
         self.wake: Callable[[], None] = lambda: None
         """Called in a thread when there is news."""
+        self.note_work: NoteWork = note_nothing
 
     # Compiling
 
-    def require(self, grammar: Grammar) -> bool:
-        """Return True if the grammar is compiled; otherwise there will be news of it."""
+    def require(self, grammar: Grammar, request_id: str = "") -> bool:
+        """Return True if the grammar is compiled; otherwise there will be news of it. `request_id`: who wants it."""
         digest = grammar.digest
         with self._lock:
             if digest in self._compiled and (grammar.lead is None or self._leads is not None):
@@ -122,7 +123,7 @@ class Grammars:
             self._pending.add(digest)
             if self._compiler is None:
                 self._compiler = ThreadPoolExecutor(1, "grammar")
-            self._compiler.submit(self._compile_and_tell, grammar, digest)
+            self._compiler.submit(self._compile_and_tell, grammar, digest, request_id)
         return False
 
     def news(self) -> list[GrammarNews]:
@@ -138,12 +139,14 @@ class Grammars:
         if self._compiler is not None:
             self._compiler.submit(lambda: None).result()
 
-    def _compile_and_tell(self, grammar: Grammar, digest: bytes) -> None:
+    def _compile_and_tell(self, grammar: Grammar, digest: bytes, request_id: str) -> None:
         error = None
+        self.note_work((request_id,))
         try:
             self.compile(grammar)
-        except Exception as caught:  # of any kind: its requests must not wait for ever
+        except BaseException as caught:  # of any kind, also a panic of Rust's: its requests must not wait for ever
             error = str(caught)
+        self.note_work(())
         self._news.put(GrammarNews(digest, error))
         self.wake()
 
@@ -233,12 +236,14 @@ class Grammars:
         the matcher costs the matcher: the next masks get another one."""
         if not self._has_matcher(request) and not self._is_compiled(request.assignment.sampling.grammar):
             return nothing
+        self.note_work((request.request_id,))
         try:
             matcher = self._followed(request)
             found = look(matcher)
             is_broken = matcher.state.is_error()
         except Exception:  # of any kind: a guess must not end its request
             is_broken = True
+        self.note_work(())
         if is_broken:
             self.forget(request.request_id)
             return nothing

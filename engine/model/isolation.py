@@ -4,12 +4,18 @@ A step that raises has changed nothing that counts: its KV lies behind the compu
 that nobody else sees, and is written again. So the step is halved, and halved again while a half raises, down to single
 requests. One failing request among n costs at most 2 log2(n) runs of ever smaller batches; rows of a batch do not
 depend on each other, so the other requests get the same tokens as without the failure.
+
+Some requests do not raise: they end the process, or keep it to themselves for ever. A *suspect* is a request for which
+a worker perhaps did so. It is run alone in its first steps, so that the last words of this worker would name it and
+nobody else (`engine.core.ingress.dispatch`). A failure comes again at the same place, so a few tokens suffice.
 """
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 
+from engine.core.types import NoteWork, note_nothing
 from engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
 from engine.model.runner import Runner
 
@@ -28,12 +34,36 @@ class IsolatedStep:
     """True if one run sufficed, so that its time is typical of the step."""
 
 
-def run_isolated(runner: Runner, output: SchedulerOutput) -> IsolatedStep:
-    """Run a step; if it raises, run it without the requests that make it raise.
+NUM_ALONE = 4
+"""Tokens of a suspect, behind what it brought along, that are computed alone."""
+
+
+def run_isolated(runner: Runner, output: SchedulerOutput, note_work: NoteWork = note_nothing) -> IsolatedStep:
+    """Run a step, its suspects each alone; if a part raises, run the part without the requests that make it raise.
 
     Raises:
-        Exception: the step's error, if the model then or soon after computes nothing at all (`Runner.check`).
+        Exception: a part's error, if the model then or soon after computes nothing at all (`Runner.check`).
     """
+    suspects = [chunk for chunk in output.chunks if _is_alone(chunk)]
+    if not suspects:
+        return _run_isolated(runner, output, note_work)
+    others = tuple(chunk for chunk in output.chunks if not _is_alone(chunk))
+    parts = [*([others] if others else []), *[(chunk,) for chunk in suspects]]
+    steps = [_run_isolated(runner, replace(output, chunks=part), note_work) for part in parts]
+    computed = reduce(_joined, [step.computed for step in steps])
+    failed = {request_id: error for step in steps for request_id, error in step.failed.items()}
+    return IsolatedStep(computed, failed, is_whole=False)
+
+
+def _is_alone(chunk: ScheduledChunk) -> bool:
+    """True for a suspect that has not computed `NUM_ALONE` tokens here."""
+    request = chunk.request
+    brought = len(request.assignment.token_ids)
+    return request.assignment.is_suspect and len(request.token_ids) - brought < NUM_ALONE
+
+
+def _run_isolated(runner: Runner, output: SchedulerOutput, note_work: NoteWork) -> IsolatedStep:
+    note_work([chunk.request.request_id for chunk in output.chunks])
     try:
         return IsolatedStep(runner.run(output), {}, is_whole=True)
     except Exception as error:
@@ -63,14 +93,17 @@ def _halved(runner: Runner, output: SchedulerOutput, error: Exception) -> tuple[
     middle = len(output.chunks) // 2
     first, first_failed = _part(runner, output, output.chunks[:middle])
     second, second_failed = _part(runner, output, output.chunks[middle:])
-    computed = RunnerOutput(
+    return _joined(first, second), first_failed | second_failed
+
+
+def _joined(first: RunnerOutput, second: RunnerOutput) -> RunnerOutput:
+    return RunnerOutput(
         sampled={**first.sampled, **second.sampled},
         scores={**first.scores, **second.scores},
         refused={**first.refused, **second.refused},
         sums={**first.sums, **second.sums},
         pooled={**first.pooled, **second.pooled},
     )
-    return computed, first_failed | second_failed
 
 
 def _part(

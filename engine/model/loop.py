@@ -62,7 +62,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         if engine.grammars is not None:
             engine.grammars.wake = lambda: self.post(lambda engine: None)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_or_break, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -75,6 +75,13 @@ class EngineLoop:
     def post(self, command: Callable[[Engine], None]) -> None:
         """Have `command` run between two steps. Commands run in the order of posting."""
         self._commands.put(command)
+
+    def _run_or_break(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # such as a panic of Rust's: no other thread would run the engine
+            logger.exception("the engine's thread ends")
+            self._on_broken(f"{type(error).__name__}: {error}")
 
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a niceness of its own

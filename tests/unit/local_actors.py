@@ -6,7 +6,7 @@ answer is known from its prompt alone, and KV that is read by a request which it
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,19 @@ class MortalHandle(LocalHandle):
         return task.result()
 
 
+class LocalWords:
+    """The last words of a worker in this process."""
+
+    def __init__(self) -> None:
+        self.noted: tuple[str, ...] = ()
+
+    def note(self, request_ids: Sequence[str]) -> None:
+        self.noted = tuple(request_ids)
+
+    def end(self, reason: str) -> None:
+        """Nothing is written."""
+
+
 class LocalWorkers(LocalRuntime):
     """The workers of a cluster in this process, with handles that may die."""
 
@@ -97,6 +110,10 @@ class LocalWorkers(LocalRuntime):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
+        self.words: dict[str, LocalWords] = {}
+        """By the name of the incarnation."""
+        self._named: dict[str, tuple[str, ...]] = {}
+        """The requests that stopped workers, by the name of the incarnation."""
         monkeypatch.setattr("engine.model.build.build_engine", make_engine)
         monkeypatch.setattr(registering_module, "HEARTBEAT_S", 0.02)
         monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.5)
@@ -140,6 +157,21 @@ class LocalWorkers(LocalRuntime):
 
     def kill(self, name: str) -> None:
         self.handles[name].die()
+
+    def begin_words(self, name: str) -> LocalWords:
+        return self.words.setdefault(name, LocalWords())
+
+    async def named_requests(self, name: str, node: str, *, is_dead: bool) -> tuple[str, ...]:
+        return self._named.get(name, ())
+
+    def stop_by_itself(self, name: str, *, is_dead: bool) -> None:
+        """End a worker as a fatal signal in its engine's thread would, or have it answer nothing while the thread
+        computes for ever."""
+        self._named[name] = self.words[name].noted
+        if is_dead:
+            self.kill(name)
+        else:
+            self.handles[name].cut_off()
 
     def kill_manager(self) -> None:
         assert self.manager_name is not None

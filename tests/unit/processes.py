@@ -19,10 +19,11 @@ WAITS = "print(flush=True); import time; time.sleep(3600)"
 
 
 class Process:
-    """A Python process that runs `code`."""
+    """A Python process that runs `code`, and has printed an empty line."""
 
-    def __init__(self, code: str) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    def __init__(self, code: str, *args: str) -> None:
+        command = [sys.executable, "-c", code, *args]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None and self._process.stdout.readline() == b"\n"
 
     def name(self, node: str) -> ProcessName:
@@ -41,15 +42,26 @@ class Process:
         else:  # it stays a zombie
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
+    def let_go(self) -> None:
+        """Give the process a line that it waits for."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+
+    def wait(self) -> None:
+        """Return when the process has ended."""
+        self._process.wait(60)
+
     def close(self) -> None:
         self.kill()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 @contextmanager
-def running(code: str = HOLDS_LOCK) -> Iterator[Process]:
-    process = Process(code)
+def running(code: str = HOLDS_LOCK, *args: str) -> Iterator[Process]:
+    process = Process(code, *args)
     try:
         yield process
     finally:

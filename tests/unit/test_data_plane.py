@@ -26,6 +26,7 @@ from actors.worker.export_stream import ExportStream
 from actors.worker.worker import Worker
 from configs.schema import LoggingSection
 from engine.core.costs import WorkerCosts
+from engine.core.errors import StopsWorkersError
 from engine.core.hashing import BlockChain
 from engine.core.ingress.dispatch import Dispatch
 from engine.core.manager.directory import Directory
@@ -38,8 +39,9 @@ from engine.core.types import Role, Salt, SamplingParams
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.replaying import replaying_scheduler
+from engine.core.worker.step import RunnerOutput, SchedulerOutput
 from engine.model.engine import Engine, StepResult
-from tests.unit.builders import ROOT, expected_answer
+from tests.unit.builders import ROOT, FakeModel, expected_answer
 from tests.unit.local_actors import MAX_MODEL_LEN, LocalWorkers, answer_of, make_dispatcher
 from tests.unit.processes import running
 from tests.unit.replaying import blocks_of, requests_of, state_of, vars_of, without_tokens
@@ -96,6 +98,10 @@ class Hold:
     def is_held(self, worker: Worker) -> bool:
         """True once a chosen worker stands still with a request."""
         return worker._engine in self._held
+
+    def wait(self) -> None:
+        """Stand still as a chosen engine does; called in its thread."""
+        self._is_over.wait()
 
     def end(self) -> None:
         self._num_left.clear()
@@ -280,6 +286,63 @@ def test_answers_are_the_same_after_workers_die(scene: Scene, victims: list[str]
         await until(lambda: scene.num_registered(manager) == 4 - len(victims))
         await until(lambda: manager._directory.num_reservations == 0)
         manager._directory.check_integrity()
+
+    scene.run(play())
+
+
+class Poison:
+    """A request under which workers end, in the middle of a step of theirs that computes for it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, scene: Scene, request_id: str, end: Callable[[str], None]
+    ) -> None:
+        """`end` is called in the event loop with a worker's id. The worker computes no further."""
+        self.victims: list[str] = []
+        self.max_victims = 4
+        run = FakeModel.run
+
+        def run_or_end(model: FakeModel, output: SchedulerOutput) -> RunnerOutput:
+            [worker_id] = [name for name, each in scene.workers.items() if each._engine.runner is model]
+            is_named = request_id in {chunk.request.request_id for chunk in output.chunks}
+            if is_named and len(self.victims) < self.max_victims:
+                self.victims.append(worker_id)
+                scene.workers[worker_id]._in_event_loop(end, worker_id)
+                scene.hold.wait()
+            return run(model, output)
+
+        monkeypatch.setattr(FakeModel, "run", run_or_end)
+
+
+@pytest.mark.parametrize("is_dead", [True, False], ids=["dies", "answers nothing"])
+@pytest.mark.parametrize("is_in_crowd", [False, True], ids=["alone", "in a crowd"])
+def test_a_request_that_stops_two_workers_gets_no_third(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, *, is_in_crowd: bool, is_dead: bool
+) -> None:
+    poison = Poison(monkeypatch, scene, "poison", lambda name: scene.local.stop_by_itself(f"{name}:1", is_dead=is_dead))
+
+    async def play() -> None:
+        _, dispatcher = await scene.start(worker_silent_s=30.0 if is_dead else 2.0)
+        prompts = [prompt_of(number) for number in range(6 if is_in_crowd else 0)]
+        crowd = [
+            asyncio.create_task(answer_of(dispatcher, f"r{number}", prompt, 40))
+            for number, prompt in enumerate(prompts)
+        ]
+        with pytest.raises(StopsWorkersError, match="2 workers died or stood still"):
+            await answer_of(dispatcher, "poison", (9, *prompt_of(9)), 12)
+        assert await asyncio.gather(*crowd) == [expected(prompt, 40) for prompt in prompts], "bystanders go on"
+        assert len(poison.victims) == 2, "not carried to a third"
+
+    scene.run(play())
+
+
+def test_a_request_on_workers_that_others_kill_is_never_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison = Poison(monkeypatch, scene, "r", lambda name: scene.local.kill(f"{name}:1"))
+    poison.max_victims = 3
+
+    async def play() -> None:
+        _, dispatcher = await scene.start()
+        assert await answer_of(dispatcher, "r", prompt_of(1), 60) == expected(prompt_of(1), 60)
+        assert len(poison.victims) == scene.num_failovers == 3
 
     scene.run(play())
 

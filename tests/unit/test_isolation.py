@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from engine.core.types import FinishReason, Stage, TokenEvent
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.step import RunnerOutput, SchedulerOutput
 from engine.model.engine import Engine
+from engine.model.isolation import NUM_ALONE
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, make_assignment, tokens_of
 
 
@@ -180,3 +182,30 @@ def test_work_that_nobody_waits_for_fails_alone_and_gives_back_what_it_holds() -
     assert failures.keys() == {"idle"}
     assert not engine.scheduler.num_requests
     assert engine.pool.num_available == engine.pool.num_blocks
+
+
+def test_a_suspect_begins_alone_and_is_named_alone() -> None:
+    engine, _ = make_engine()
+    noted: list[tuple[str, ...]] = []
+    engine.tell_work(lambda request_ids: noted.append(tuple(request_ids)))
+    assignments = [make_assignment(str(index), (index, 1, 2), max_tokens=2 * NUM_ALONE) for index in range(4)]
+    assignments[1] = replace(assignments[1], is_suspect=True)
+    assignments[3] = replace(assignments[3], is_suspect=True)
+    for assignment in assignments:
+        engine.submit(assignment, 0.0)
+    events, failures = run(engine)
+    assert not failures
+    for assignment in assignments:
+        assert tokens_of(events[assignment.request_id]) == answer_to(assignment), "the same tokens"
+    steps = [names for names in noted if names][len(assignments) :]
+    assert steps[: 3 * NUM_ALONE] == [("0", "2"), ("1",), ("3",)] * NUM_ALONE
+    assert set(steps[3 * NUM_ALONE :]) == {("0", "1", "2", "3")}, "cleared, they are computed with the others"
+    assert noted[-1] == ()
+
+
+def test_a_suspect_that_raises_ends_alone() -> None:
+    engine, _ = make_engine(poison=["1"])
+    for index in range(3):
+        engine.submit(replace(make_assignment(str(index), (index, 1, 2)), is_suspect=True), 0.0)
+    events, failures = run(engine)
+    assert failures.keys() == {"1"} and events.keys() == {"0", "2"}

@@ -84,6 +84,8 @@ class ClusterView:
         """Incarnations that are being looked for."""
         self._lost: dict[str, int] = {}
         """Epoch of the last incarnation of each worker that was found dead."""
+        self._named: dict[str, frozenset[str]] = {}
+        """The requests that the last words of each followed worker name, as long as nothing is heard of the worker."""
         self._num_starting = 0
         self._starts_on_demand = False
         self._manager_answered_at = now
@@ -210,6 +212,7 @@ class ClusterView:
         epoch = self._followed.pop(worker_id)
         self._signs.forget(worker_id)
         self._silent.discard(worker_id)
+        self._named.pop(worker_id, None)
         self._doubted.pop(worker_id, None)
         if is_dead:
             self._note_dead(worker_id, epoch)
@@ -230,6 +233,7 @@ class ClusterView:
         if worker_id in self._signs:
             self._signs.heard(worker_id, now)
             self._silent.discard(worker_id)
+            self._named.pop(worker_id, None)
             self._doubted.pop(worker_id, None)
 
     def quiet(self, now: float, silence_s: float) -> Sequence[WorkerInfo]:
@@ -240,6 +244,15 @@ class ClusterView:
     def computes(self, worker_id: str, now: float) -> None:
         """A worker that answers nothing computes, so it is not silent."""
         self._signs.computes(worker_id, now)
+
+    def last_words(self, worker_id: str, request_ids: Iterable[str]) -> None:
+        """A followed worker that has died, or answers nothing, computed for these requests."""
+        if worker_id in self._followed:
+            self._named[worker_id] = frozenset(request_ids)
+
+    def named_by(self, worker_id: str) -> Set[str]:
+        """The requests that the last words of a followed worker name."""
+        return self._named.get(worker_id, frozenset())
 
     def stood_still(self, late_s: float) -> None:
         """Extend all deadlines by `late_s`, for which this process itself was stopped and received nothing."""

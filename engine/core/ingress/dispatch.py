@@ -11,6 +11,8 @@ and their tokens are delivered. What goes wrong on the way:
 * a prefill worker dies after the first token: the decode worker computes what did not arrive;
 * a worker ends the stream and lives: fail over; the worker is avoided for a while;
 * a worker is silent: fail over to others, until the worker answers again;
+* a worker's last words name a request: the request begins alone at the next worker, and if that worker's last words
+  name this request and no other, no third worker gets it;
 * a worker lives and has ended an attempt, or never had it, but events are missing: fail over;
 * a worker is about to stop: its requests move to others, as at a failover, with the KV that the worker still holds;
 * the workers have another model than this replica: no request is admitted.
@@ -18,9 +20,9 @@ and their tokens are delivered. What goes wrong on the way:
 `actors.ingress.dispatcher` carries the instructions out and reports the results; here is no Ray and no clock.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
-from engine.core.errors import LateError, NoWorkerError, ServiceError
+from engine.core.errors import LateError, NoWorkerError, RaydixError, ServiceError, StopsWorkersError
 from engine.core.ingress.cluster_view import ClusterView, ModelFacts, Timeouts
 from engine.core.ingress.entry import Entries, Entry
 from engine.core.ingress.generation import Generation
@@ -35,6 +37,7 @@ from engine.core.ingress.instructions import (
     Instruction,
     ModelDiffers,
     MovedOn,
+    Named,
     Read,
     StartWorker,
     StopAwaiting,
@@ -61,6 +64,8 @@ from engine.core.types import (
 )
 
 MAX_ATTEMPTS = 10
+MAX_STOPPED = 2
+"""Workers that one request may stop."""
 
 
 class Dispatch:
@@ -234,11 +239,13 @@ class Dispatch:
         followed = self._view.followed.get(worker_id)
         if followed is None or followed > epoch:
             return []
+        named = self._view.named_by(worker_id) if is_dead else frozenset[str]()
         self._view.leave(worker_id, now, is_dead=is_dead)
 
         affected = self._entries.affected_by(worker_id)
         lost = WorkerLost(worker_id, followed, reason, len(affected), self._view.is_leaving(worker_id))
-        return [lost, *self._do_without(worker_id, affected, now)]
+        incidents = self._count_incidents(worker_id, followed, named)
+        return [lost, *incidents, *self._do_without(worker_id, affected, now)]
 
     @stimulus
     def tokens(self, worker_id: str, events: Iterable[StreamEvent], now: float) -> list[Instruction]:
@@ -315,7 +322,10 @@ class Dispatch:
         instructions: list[Instruction] = []
         for worker_id in sorted(self._view.newly_silent(now)):
             affected = self._entries.affected_by(worker_id)
-            instructions += [WorkerSilent(worker_id, len(affected)), *self._do_without(worker_id, affected, now)]
+            instructions.append(WorkerSilent(worker_id, len(affected)))
+            epoch, named = self._view.followed[worker_id], self._view.named_by(worker_id)
+            instructions += self._count_incidents(worker_id, epoch, named)
+            instructions += self._do_without(worker_id, affected, now)
         return instructions
 
     def quiet_workers(self, now: float, silence_s: float) -> Sequence[WorkerInfo]:
@@ -326,6 +336,11 @@ class Dispatch:
     def computes(self, worker_id: str, now: float) -> None:
         """A worker that answers nothing was seen to compute: it is slow, and its requests stay (`SignsOfLife`)."""
         self._view.computes(worker_id, now)
+
+    @stimulus
+    def last_words(self, worker_id: str, request_ids: Iterable[str]) -> None:
+        """A worker that has died, or answers nothing, computed for these requests. Told before its end."""
+        self._view.last_words(worker_id, request_ids)
 
     @stimulus
     def ping_answered(self, worker_id: str, now: float) -> None:
@@ -370,6 +385,8 @@ class Dispatch:
 
         entry.admission = None
         generation = entry.generation
+        if generation.stopped:
+            admission = admission.whole()  # one worker, and not two, may be stopped by it
         generation.place(admission, self._model.block_size, now)
         timeout_s = self._model.await_timeout_s
         for worker_id, assignment in generation.assignments(admission, self._ingress_id, timeout_s):
@@ -393,8 +410,31 @@ class Dispatch:
             generation = entry.generation
             if generation.dies_with(worker_id):
                 instructions += self._fail_over(entry, now)
+            elif generation.is_over:
+                continue
             elif generation.decode is not None and generation.decode in self._view.followed:
                 instructions.append(StopAwaiting(generation.decode, generation.request_id))
+        return instructions
+
+    def _count_incidents(self, worker_id: str, epoch: int, named: Set[str]) -> list[Instruction]:
+        """Note, for the requests of a worker's last words, that they may have stopped it. A request noted before began
+        alone at this worker, so what names nobody beside it is its own doing: it is refused."""
+        instructions: list[Instruction] = []
+        for request_id in sorted(named & self._entries.keys()):
+            entry = self._entries[request_id]
+            generation = entry.generation
+            if generation.is_over:
+                continue
+            generation.stopped.add((worker_id, epoch))
+            number = len(generation.stopped)
+            is_refused = number >= MAX_STOPPED and len(named) == 1
+            instructions.append(Named(worker_id, request_id, len(named), number, is_refused))
+            if is_refused:
+                error = StopsWorkersError(
+                    f"{number} workers died or stood still while they computed this request, the last one for nothing "
+                    "else, so no other worker gets it"
+                )
+                instructions += self._fail(entry, error)
         return instructions
 
     def _attempt_lost(self, entry: Entry, worker_id: str, now: float) -> list[Instruction]:
@@ -438,7 +478,7 @@ class Dispatch:
         entry.waiting_since = now
         return instructions + self._admit(entry, now)
 
-    def _fail(self, entry: Entry, error: ServiceError) -> list[Instruction]:
+    def _fail(self, entry: Entry, error: RaydixError) -> list[Instruction]:
         self._retries.drop(entry.generation.request_id)
         entry.generation.failure = error
         return [Deliver(entry.generation.request_id, [])]

@@ -88,6 +88,9 @@ class Generation:
     """Draft tokens that did not become tokens."""
     drafts: dict[DraftSource, DraftUse] = field(default_factory=dict)
     """Drafts of this attempt."""
+    stopped: set[tuple[str, int]] = field(default_factory=set)
+    """Worker incarnations, by id and epoch, that died or fell silent by what they computed for this request, or perhaps
+    for another one."""
     failure: RaydixError | None = None
     finished_by: str | None = None
     """The worker that sent the last token, and so has forgotten the request already."""
@@ -170,6 +173,7 @@ class Generation:
                     priority=self.priority,
                     prediction=() if stage is Stage.PREFILL else self.prediction,
                     continuations=() if stage is Stage.PREFILL else admission.continuations,
+                    is_suspect=bool(self.stopped),
                 ),
             )
             for worker_id, stage, awaited, epoch in (whole if admission.prefill == admission.decode else split)

@@ -110,6 +110,19 @@ class AttemptLost(NamedTuple):
     attempt: int
 
 
+class Named(NamedTuple):
+    """For the log: the last words of a worker that died or fell silent name a request."""
+
+    worker_id: str
+    request_id: str
+    num_named: int
+    """Requests that they name."""
+    num_stopped: int
+    """Workers whose last words have named this request."""
+    is_refused: bool
+    """True if no other worker gets the request."""
+
+
 class FailedOver(NamedTuple):
     """For the log: a request goes on elsewhere."""
 
@@ -154,6 +167,7 @@ Instruction: TypeAlias = (
     | WorkerLost
     | WorkerSilent
     | AttemptLost
+    | Named
     | FailedOver
     | MovedOn
     | ModelDiffers
