@@ -393,6 +393,27 @@ def test_a_request_under_which_ten_workers_died_fails() -> None:
     assert isinstance(generation.failure, ServiceError)
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_request_that_goes_on_elsewhere_waits_anew(is_moved: bool) -> None:
+    dispatch = make_dispatch(P, D)
+    generation = submitted(dispatch)
+    if is_moved:
+        others = (P, D, WorkerInfo("d2", Role.DECODE, 1))
+        dispatch.membership(Membership(others, 0, FINGERPRINT, leaving=frozenset({"d"})), 100.0)
+    else:
+        dispatch.worker_lost("d", 1, "died", 100.0, is_dead=True)
+    assert generation.attempt == 1
+    dispatch.admitted("r", 1, None, 100.0)
+    while (now := dispatch.retry_at) is not None:
+        assert now <= 130.0
+        dispatch.tick(now)
+        if generation.failure is None:
+            assert now < 130.0
+            dispatch.admitted("r", 1, None, now)
+    assert isinstance(generation.failure, NoWorkerError) and generation.failure.retry_after_s == 5
+    assert dispatch.tick(200.0) == [], "a request that has failed is not tried again"
+
+
 def test_assignments_that_were_not_taken_fail_over_once() -> None:
     dispatch = make_dispatch(P, D)
     generation = make_generation()
@@ -715,6 +736,11 @@ def test_requests_of_a_leaving_worker_move_to_others() -> None:
         dispatch.flush(has_manager=True)
         [moved] = of_type(dispatch.membership(leaving, 4.0), MovedOn)
         assert moved.attempt == attempt + 1
+    last = MAX_ATTEMPTS + 2
+    dispatch.admitted("r", last, admission_of(last, decode="d2"), 4.0)
+    dispatch.found("d2", 1, 4.0)
+    instructions = dispatch.worker_lost("d2", 1, "died", 5.0, is_dead=True)
+    assert of_type(instructions, Admit) and not of_type(instructions, Deliver), "moves are no failures"
     dispatch.check_integrity()
 
 
