@@ -349,14 +349,15 @@ class Reader:
 
         Raises ContextLengthError.
         """
-        if spec.truncation is None:
-            is_too_long = self._is_too_long(text, limit)
-        else:
+        if spec.truncation is not None:
             is_too_long = len(text) > max(TRUNCATED * limit, MIN_SLICE)
-        if is_too_long:
+            about = self._estimate(text) if is_too_long else None
+        else:
+            about = self._tokens_too_many(text, limit)
+        if about is not None:
+            about = max(about, limit + 1)  # an estimate may be less than what is certain
             is_context = limit == self._facts.model.max_model_len
             most = "This model's maximum context length is" if is_context else "The limit is"
-            about = max(self._estimate(text), limit + 1)
             raise ContextLengthError.of_prompt(
                 f"{most} {limit} tokens, but your prompt has more, about {about}. "
                 f"Please shorten '{spec.prompt_param}'.",
@@ -365,21 +366,21 @@ class Reader:
                 limit=limit,
             )
 
-    def _estimate(self, text: str) -> int:
-        """The tokens of a text if all of it is as its beginning."""
-        beginning = text[:MIN_SLICE]
-        counted = len(self._tokenizer.encode(beginning, add_special_tokens=False))
-        return -(-counted * len(text) // len(beginning))
-
-    def _is_too_long(self, text: str, limit: int) -> bool:
-        """True if a text certainly has more than `limit` tokens, by its length or by the tokens of its first slices."""
+    def _tokens_too_many(self, text: str, limit: int) -> int | None:
+        """An estimate of the tokens of a text that certainly has more than `limit`, by its length or by the tokens of
+        its first slices; None for other texts."""
         if self._tokenizer.fewest_tokens(text) > limit:
-            return True
+            return self._estimate(text)
         length = max(SURPLUS * limit, MIN_SLICE)
         counted = 0
         if len(text) > length:
             for start in range(0, len(text), length):
                 counted += len(self._tokenizer.encode(text[start : start + length], add_special_tokens=False))
                 if counted > SURPLUS * limit:
-                    return True
-        return False
+                    return -(-counted * len(text) // min(start + length, len(text)))
+        return None
+
+    def _estimate(self, text: str) -> int:
+        """The tokens of a text, if all of it is as its beginning."""
+        beginning = text[:MIN_SLICE]
+        return -(-len(self._tokenizer.encode(beginning, add_special_tokens=False)) * len(text) // len(beginning))
