@@ -34,6 +34,9 @@ chat: install
 # All tests except those for GPUs, most of tests/chaos (see `make chaos`) and `make exhaustive`, by what they need. The unit
 # tests run once, under coverage.
 PYTEST := $(BIN)/python -m pytest
+# Of units and clusters, tests that fail beside other work of the machine run once more by themselves and must pass then;
+# those of kernels and of the model have no second try.
+AGAIN := --last-failed --last-failed-no-failures=none
 test: coverage test-kernels test-model test-cluster
 
 # The tests of all decisions, texts and files: neither Ray's processes nor a model's computing.
@@ -42,7 +45,7 @@ test-unit: install
 
 # The same tests must run 99 % of the lines of engine/core, and 80 % of the lines of actors.
 coverage: install
-	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov-report="
+	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov-report=" || $(PYTEST) -m "not gpu" tests/unit $(AGAIN)
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
 	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
 
@@ -54,9 +57,7 @@ test-kernels: install
 test-model: install
 	$(PYTEST) -m "not gpu and not exhaustive" tests/model $(TESTS)
 
-# Real servers and clusters. Tests that fail beside other work of the machine run once more by themselves and must pass
-# then; no other tests have a second try.
-AGAIN := --last-failed --last-failed-no-failures=none
+# Real servers and clusters.
 CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos
 test-cluster: install
 	$(PYTEST) $(CLUSTERS) $(TESTS) || $(PYTEST) $(CLUSTERS) $(TESTS) $(AGAIN)
