@@ -294,7 +294,7 @@ def test_requests_beyond_the_queue_are_refused_until_others_end(server: Server) 
             with pytest.raises(openai.RateLimitError, match="at most 40 are accepted"):
                 client.chat.completions.create(model=MODEL, messages=[USER])
             assert server.request("GET", "/health")[0] == 200
-        eventually(lambda: server.request("POST", COMPLETIONS, completion())[0] == 200, "there is room again", 20)
+        eventually(lambda: server.request("POST", COMPLETIONS, completion())[0] == 200, "there is room again")
 
 
 def test_a_rush_is_served_up_to_the_limit(server: Server) -> None:

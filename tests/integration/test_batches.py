@@ -19,7 +19,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from engine.core.errors import StartupError
 from engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
 from tests.integration.conftest import MODEL, Server, eventually
-from tests.integration.test_serve_cli import READY_S, Terminal
+from tests.integration.test_serve_cli import READY_S
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
@@ -178,33 +178,6 @@ def config(tmp_path: Path) -> Path:
     }
     path.write_text(yaml.safe_dump(sections))
     return path
-
-
-@contextlib.contextmanager
-def serving(config: Path) -> Iterator[tuple[Terminal, OpenAI]]:
-    terminal = Terminal("--config", str(config))
-    try:
-        eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
-        with client_of(Server("127.0.0.1", terminal.port)) as client:
-            yield terminal, client
-    finally:
-        terminal.close()  # with SIGKILL
-
-
-def test_a_batch_goes_on_after_the_whole_server_was_killed(config: Path) -> None:
-    with serving(config) as (_, client):
-        batch = begin(client, many(max_tokens=64))
-        eventually(lambda: num_completed(client, batch.id) >= 5, "some lines are answered")
-        client.files.delete(batch.input_file_id)
-    with serving(config) as (terminal, client):
-        batch = ended(client, batch.id)
-        assert (batch.status, batch.request_counts.completed) == ("completed", NUM_MANY)
-        output = lines_in(client, batch.output_file_id)
-        assert [each["custom_id"] for each in output] == [*map(str, range(NUM_MANY))]
-        assert all(each["response"]["body"]["usage"]["completion_tokens"] == 64 for each in output)
-        events = [json.loads(each) for path in terminal.log_files() for each in path.read_text().splitlines()]
-        ends = [event for event in events if event.get("event") == "request"]
-        assert len(ends) < NUM_MANY, "answered lines did not run again"
 
 
 def raydix_batch(config: Path, source: Path, output: Path) -> subprocess.Popen[bytes]:

@@ -26,8 +26,8 @@ from engine.core.tenants import key_hash
 from engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
 from tests import helm
 from tests.chaos.harness import Stream
+from tests.integration.cluster import PARTS
 from tests.integration.conftest import Server, eventually, random_prompt
-from tests.integration.test_live_changes import PARTS
 from tests.integration.test_serve_cli import Marked
 from tests.skips import NO_HELM
 

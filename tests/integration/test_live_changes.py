@@ -1,29 +1,20 @@
 """`raydix deploy` on a server that runs: what applies in place, what restarts alone, and what is refused."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
 
-from engine.core.errors import StartupError
 from engine.core.tenants import key_hash
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.integration.cluster import Cluster, Live, paced
 from tests.integration.conftest import Server, eventually, random_prompt
-from tests.integration.test_serve_cli import READY_S, Terminal
 
-PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker|MixedWorker)")
-DEPLOY_S = 300
-STREAM_TOKENS = 1500
+STREAM_TOKENS = 400
 CONFIG: dict[str, Any] = {
     "model": {"max_model_len": 4096},
     "cache": {"num_blocks": 600, "segment_gib": 0.1, "swap_gib": 0.05},
@@ -40,80 +31,15 @@ CONFIG: dict[str, Any] = {
 BOB = {"name": "bob", "key_hashes": [key_hash("rdx-bob")], "cache_min": 0.1}
 
 
-@dataclass(frozen=True)
-class Live:
-    """A server in a terminal, and the file of its configuration."""
-
-    terminal: Terminal
-    server: Server
-    file: Path
-
-    def deploy(self, config: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
-        """`raydix deploy` of another configuration."""
-        self.file.write_text(yaml.safe_dump(config))
-        [address] = re.findall(r"Ray at (\S+)", self.terminal.screen)
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        raydix = Path(sys.executable).with_name("raydix")
-        return subprocess.run(
-            [raydix, "deploy", "--config", str(self.file), "--address", address, *arguments],
-            env={**own, "RAY_AUTH_MODE": "token"},
-            capture_output=True,
-            text=True,
-            timeout=DEPLOY_S,
-        )
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Lines of an event in the logs of all processes."""
-        lines = [line for path in self.terminal.log_files() for line in path.read_text().splitlines()]
-        return [entry for line in lines if (entry := json.loads(line)).get("event") == name]
-
-    def parts(self) -> dict[int, str]:
-        """The replicas and actors by process id, but for the manager's standby."""
-        standbys = self.standbys()
-        return {pid: part for pid, part in self._processes().items() if pid not in standbys}
-
-    def standbys(self) -> set[int]:
-        started = {event["pid"] for event in self.events("started")}
-        return {pid for pid, part in self._processes().items() if part == "KVCacheManager"} - started
-
-    def _processes(self) -> dict[int, str]:
-        found = {}
-        for process in self.terminal.processes():
-            try:
-                match = PARTS.match(" ".join(process.cmdline()))
-            except psutil.Error:
-                continue
-            if match:
-                found[process.pid] = match.group(1)
-        return found
-
-    def with_key(self, key: str) -> Server:
-        return replace(self.server, api_key=key)
-
-    def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = json.loads(self.server.request("GET", "/server_info")[2])["raydix_config"]
-        return settings
-
-
 def changed(**sections: dict[str, Any]) -> dict[str, Any]:
     """The configuration with other values in some sections."""
     return {**CONFIG, **{name: {**CONFIG.get(name, {}), **values} for name, values in sections.items()}}
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
-    file = tmp_path_factory.mktemp("live") / "live.yaml"
-    file.write_text(yaml.safe_dump(CONFIG))
-    terminal = Terminal("--config", str(file))
-    try:
-        eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
-        yield Live(terminal, Server("127.0.0.1", terminal.port, "rdx-alice"), file)
-    finally:
-        terminal.close()
+def live(cluster: Cluster) -> Live:
+    running = cluster.serve(CONFIG)
+    return replace(running, server=running.with_key("rdx-alice"))
 
 
 class Background:
@@ -160,7 +86,7 @@ class Background:
 
 def streamed(server: Server) -> Iterator[list[int]]:
     """The tokens of a long answer as they come."""
-    for chunk in server.stream(random_prompt(1, 200), max_tokens=STREAM_TOKENS):
+    for chunk in server.stream(random_prompt(1, 200), max_tokens=STREAM_TOKENS, speculation=False):
         for choice in chunk["choices"]:
             yield choice.get("token_ids") or []
 
@@ -170,7 +96,7 @@ def cached(answer: dict[str, Any]) -> int:
     return tokens
 
 
-def test_limits_tenants_and_budgets_change_under_a_stream(live: Live) -> None:
+def test_limits_tenants_and_budgets_change_under_a_stream(live: Live, tmp_path: Path) -> None:
     alice, bob, carol = live.server, live.with_key("rdx-bob"), live.with_key("rdx-carol")
     prompt = random_prompt(2, 160)
     alice.complete(prompt, max_tokens=1)
@@ -183,20 +109,21 @@ def test_limits_tenants_and_budgets_change_under_a_stream(live: Live) -> None:
             "decode", "ingress", "kv_cache_manager", "prefill"))
     ]  # fmt: skip
 
-    work = Background(alice)
-    eventually(lambda: work.token_ids, "the stream begins")
     new = changed(
         ingress={"max_queued_requests": 5},
         placement={"piggyback_tokens": 0},
         workers={"decode": {"token_budget": 96, "max_requests": 8}},
         logging={"level": "DEBUG"},
     )
-    done = live.deploy({**new, "tenants": [CONFIG["tenants"][0], BOB]})
-    num_streamed = len(work.token_ids)
+    with paced(alice, tmp_path / "gate"):
+        work = Background(alice)
+        eventually(lambda: work.token_ids, "the stream begins")
+        done = live.deploy({**new, "tenants": [CONFIG["tenants"][0], BOB]})
+        num_streamed = len(work.token_ids)
     assert done.returncode == 0, done.stderr
     assert "restarts: nothing" in done.stdout and "tenants.carol" in done.stdout, done.stdout
     assert re.search(r"ingress\.max_queued_requests +40 -> 5 +applies in place", done.stdout)
-    assert num_streamed < STREAM_TOKENS, "the stream should have gone on meanwhile"
+    assert num_streamed < STREAM_TOKENS, "the stream goes on meanwhile"
 
     assert {*work.stop_asking()} == {200}
     assert bob.request("GET", "/load")[0] == 200 and carol.request("GET", "/load")[0] == 401
@@ -210,7 +137,7 @@ def test_limits_tenants_and_budgets_change_under_a_stream(live: Live) -> None:
 
     shown = live.settings()
     assert shown["workers"]["decode"]["token_budget"] == 96 and shown["logging"]["level"] == "DEBUG"
-    told = {path.name.split("-")[1] for path in live.terminal.log_files() if '"reconfigured"' in path.read_text()}
+    told = {name.split("-")[1] for name, text in live.cluster.logs().items() if '"reconfigured"' in text}
     assert told == {"ingress", "kv_cache_manager", "prefill", "decode"}
 
 

