@@ -23,6 +23,9 @@ async def when_changed(file: TenantsFile, read_again: Callable[[], Awaitable[Non
     """Have the tenants' file read again after each change of its content, until cancelled."""
     while True:
         await asyncio.sleep(LOOK_S)
-        # In a thread: a folder of another machine may not answer.
-        if await asyncio.to_thread(file.has_changed):
-            await read_again()
+        try:
+            # In a thread: a folder of another machine may not answer.
+            if await asyncio.to_thread(file.has_changed):
+                await read_again()
+        except Exception:  # of any kind: later changes must not go unseen
+            logger.exception("a change of the tenants' file is not taken")

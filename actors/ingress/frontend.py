@@ -216,8 +216,8 @@ class Frontend:
     async def events(self, job: Job, renderer: Renderer) -> AsyncGenerator[bytes]:
         """Run a job; yields the server-sent events of its response, and accounts for the request. Errors as
         `collect`."""
-        async with self.answer_room(job):
-            with self.accounted(job):
+        with self.accounted(job):
+            async with self.answer_room(job):
                 async with aclosing(renderer.events()) as events:
                     async for data in events:
                         yield data

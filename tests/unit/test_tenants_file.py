@@ -112,3 +112,28 @@ def test_an_ingress_replica_follows_the_file(
 
 def test_the_start_line_names_the_file(tmp_path: Path) -> None:
     assert who_may_use(config_with(tmp_path / "t.yaml")) == f"open to the tenants in {tmp_path}/t.yaml, by key"
+
+
+def test_a_change_that_cannot_be_taken_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.changes.LOOK_S", 0.001)
+
+    class Changing(TenantsFile):
+        def has_changed(self) -> bool:
+            return True
+
+    async def play() -> None:
+        taken = asyncio.Event()
+        num_read = 0
+
+        async def read_again() -> None:
+            nonlocal num_read
+            num_read += 1
+            if num_read == 1:
+                raise RuntimeError("unforeseen")
+            taken.set()
+
+        watch = asyncio.create_task(changes.when_changed(Changing(), read_again))
+        await asyncio.wait_for(taken.wait(), 20)
+        watch.cancel()
+
+    asyncio.run(play())
