@@ -86,7 +86,10 @@ def _in_this_process(options: argparse.Namespace, console: Console) -> BatchSumm
     """Load the model, and answer the file; None if interrupted. Raises StartupError."""
     from raydix import LLM
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as an interruption does
+    # As in `raydix serve`, both end the command, also one that a script has begun in the background, where shells have
+    # SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         with Waiting(console, "loading the model"):
             llm = LLM(options.model, config=options.config or ())
