@@ -208,7 +208,7 @@ def test_bad_configurations_change_nothing(live: Live) -> None:
         assert refused.returncode == 2 and words in refused.stderr, refused
     dry = live.deploy(changed(ingress={"max_queued_requests": 9}), "--dry-run")
     assert dry.returncode == 0 and "40 -> 9" in dry.stdout
-    assert live.deploy(CONFIG).stdout == "restarts: nothing\n"
+    assert live.deploy(CONFIG).stdout.startswith("restarts: nothing\n")
     assert live.parts() == before and live.settings() == settings
 
     unknown = live.deploy(CONFIG, "--address", "127.0.0.1:9")
