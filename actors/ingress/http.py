@@ -124,8 +124,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header that names fields of a body which had no effect; none without such fields. What is no plain text of a
-    header, in a name that the client made up, becomes `?`."""
+    """The header with the names of a body's fields that had no effect; no header without such fields. A client may have
+    made a name up: each character that could end or divide the header becomes `?`."""
     shown = ", ".join(re.sub(r"[^\w.:\[\]-]", "?", name, flags=re.ASCII) for name in names)
     return {IGNORED_HEADER: shown} if names else {}
 

@@ -15,7 +15,16 @@ from engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
 from engine.api.responses import ResponseHead, Usage
 from engine.api.slices import array_of, document
 from engine.api.spec import EmbeddingUse, GenerationSpec
-from engine.api.validation import INTEGRAL, NO_RULES, BodyRules, describe, only, parse_body, request_error
+from engine.api.validation import (
+    INTEGRAL,
+    NO_RULES,
+    BodyRules,
+    describe,
+    ignored_fields,
+    only,
+    parse_body,
+    request_error,
+)
 from engine.core.errors import RequestError
 
 
@@ -89,7 +98,7 @@ class EmbedResponse(BaseModel):
 def parse_embeddings(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/embeddings` in normal form. Raises RequestError naming the field at fault."""
     request = parse_body(EmbeddingsRequest, body, takes_unknown=rules.takes_unknown)
-    return request.spec(request.encoding_format or "float")
+    return replace(request.spec(request.encoding_format or "float"), ignored=ignored_fields(request))
 
 
 def as_embed_request(value: EmbedRequest | Mapping[str, object]) -> EmbedRequest:

@@ -22,7 +22,7 @@ from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
 from engine.api.prompts import Inputs, OnePrompt
 from engine.api.responses import Json, ResponseHead, Usage
 from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, LabelScoring, Prompt, ScoreForm
-from engine.api.validation import NO_RULES, BodyRules, parse_body
+from engine.api.validation import NO_RULES, BodyRules, ignored_fields, parse_body
 from engine.core.errors import RequestError
 from engine.core.types import TokenLogprobs
 
@@ -106,14 +106,19 @@ class ScoreRequest(ScoringFields):
     is_relative = False
 
 
+def _parsed(kind: type[ScoringFields], body: bytes, rules: BodyRules) -> GenerationSpec:
+    request = parse_body(kind, body, takes_unknown=rules.takes_unknown)
+    return replace(request.spec(), ignored=ignored_fields(request))
+
+
 def parse_generative_scoring(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/generative_scoring` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(GenerativeScoringRequest, body, takes_unknown=rules.takes_unknown).spec()
+    return _parsed(GenerativeScoringRequest, body, rules)
 
 
 def parse_score(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/score` in normal form. Raises RequestError naming the field at fault."""
-    return parse_body(ScoreRequest, body, takes_unknown=rules.takes_unknown).spec()
+    return _parsed(ScoreRequest, body, rules)
 
 
 def scores(scoring: LabelScoring, at: TokenLogprobs) -> list[float]:

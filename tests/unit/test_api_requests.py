@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.api import routes
 from engine.api.normal_form import MAX_CHOICES
 from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
+from engine.api.routes import Route
 from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
 from engine.api.validation import BodyRules
 from engine.core.answers.prompt_form import ChatEnd, ChatTemplate
@@ -290,6 +292,21 @@ def test_unknown_fields_are_refused_unless_the_server_takes_them() -> None:
     many = json.dumps({"messages": [{"role": "user", "content": "x"}], **dict.fromkeys(map(str, range(500)), 1)})
     with pytest.raises(RequestError, match="Unrecognized request argument supplied: 0"):
         parse_chat(many.encode(), BodyRules(takes_unknown=True))
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("embeddings", {"input": "x"}),
+        ("generative_scoring", {"query": "x", "items": ["y"], "label_token_ids": [1, 2]}),
+        ("score", {"query": "x", "items": ["y"], "label_token_ids": [1, 2]}),
+    ],
+)
+def test_vectors_and_scores_name_fields_without_effect(route: Route, fields: dict[str, Any]) -> None:
+    body = json.dumps({**fields, "metadata": {"a": "b"}, "knob": 1}).encode()
+    with pytest.raises(RequestError, match="knob"):
+        routes.parse(route, body)
+    assert routes.parse(route, body, BodyRules(takes_unknown=True)).ignored == ("metadata", "knob")
 
 
 def test_the_end_of_a_chat_s_prompt() -> None:
