@@ -10,6 +10,16 @@ from typing import Any
 _PATH = {"type": "string", "description": "Path of a file or folder."}
 _TEXT = {"type": "string"}
 _LINE = {"type": "integer"}
+_EDIT: Mapping[str, Mapping[str, object]] = {
+    "path": _PATH,
+    "view_range": {"type": "array", "items": _LINE},
+    "file_text": _TEXT,
+    "old_str": _TEXT,
+    "new_str": _TEXT,
+    "insert_line": _LINE,
+    "insert_text": _TEXT,
+}
+"""Parameters of looking at a file and of changing it."""
 
 
 def _object(required: list[str], **properties: Mapping[str, object]) -> dict[str, Any]:
@@ -32,13 +42,7 @@ _TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
         _object(
             ["command", "path"],
             command=_one_of("view", "create", "str_replace", "insert"),
-            path=_PATH,
-            view_range={"type": "array", "items": _LINE},
-            file_text=_TEXT,
-            old_str=_TEXT,
-            new_str=_TEXT,
-            insert_line=_LINE,
-            insert_text=_TEXT,
+            **_EDIT,
         ),
     ),
     "memory_": (
@@ -49,13 +53,7 @@ _TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
         _object(
             ["command"],
             command=_one_of("view", "create", "str_replace", "insert", "delete", "rename"),
-            path=_PATH,
-            view_range={"type": "array", "items": _LINE},
-            file_text=_TEXT,
-            old_str=_TEXT,
-            new_str=_TEXT,
-            insert_line=_LINE,
-            insert_text=_TEXT,
+            **_EDIT,
             old_path=_PATH,
             new_path=_PATH,
         ),
