@@ -1,5 +1,6 @@
 """Bodies of `/v1/embeddings`."""
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -66,13 +67,16 @@ def test_fields() -> None:
         {"normalize": True, "use_activation": True},
         {"endianness": "native"},
         {"embed_dtype": "float32"},
-        {"metadata": {"a": 1}},
         {"dimensions": None},
     ],
     ids=str,
 )
 def test_values_that_change_nothing(fields: dict[str, Any]) -> None:
     assert parsed(**fields) == parsed()
+
+
+def test_a_field_without_effect_is_named() -> None:
+    assert parsed(metadata={"a": 1}) == replace(parsed(), ignored=("metadata",))
 
 
 @pytest.mark.parametrize(
