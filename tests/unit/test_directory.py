@@ -759,6 +759,26 @@ def test_avoided_workers_get_a_request_only_if_there_are_no_others(make_director
     assert decode("t", "d1", "d2", "p") in ("d1", "d2"), "better than nobody"
 
 
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["computing", "computed"])
+def test_a_request_does_not_wait_for_blocks_of_an_avoided_worker(
+    make_directory: MakeDirectory, *, is_sealed: bool
+) -> None:
+    """The worker may stand still in the middle of this very request, and would be waited for until it counts as
+    stalled."""
+    directory = make_directory()
+    for name, role in (("p", Role.PREFILL), ("q", Role.PREFILL), ("d", Role.DECODE)):
+        join(directory, name, role)
+    first, _ = admit(directory, "r", A, B)
+    stands_still, other = first.prefill, "q" if first.prefill == "p" else "p"
+    if is_sealed:
+        seal(directory, stands_still, A, B)
+
+    again, instructions = directory.admit(AdmitRequest("r", 1, (A, B), 10, avoided=(stands_still,)), 0.0)
+    assert again.prefill == other
+    assert instructions[-1] == Lost(other, (A, B)), "it computes what it was to wait for"
+    assert delivered(export(directory, other, A, B)) == [("d", (A, B))]
+
+
 def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     join(directory, "m", Role.MIXED, A, B)

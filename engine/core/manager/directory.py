@@ -343,6 +343,7 @@ class Directory(SegmentEvents):
         self._supply.admitted(request.request_id, prefill, awaited=awaited, lacking=lacking, computed=computed)
         instructions += self._supply_to(reservation, prefill, awaited)
         instructions += self._supply_to(reservation, decode, admission.decode_awaited)
+        instructions += self._supply.pass_over(request.avoided, request.hashes)
         return admission, instructions
 
     @stimulus

@@ -8,6 +8,7 @@ block.
 | ends, dies, or loses the block | a worker that holds the block; else the earliest request in need; else nobody |
 | cannot send | the earliest request in need; else nobody (asking a holder again could fail for ever) |
 | stalls | the earliest request in need on another worker; else the stalled producer keeps the block |
+| is, or computes at, a worker that the ingress of a request which needs the block cannot reach | as if it stalled |
 
 A request in need is an admitted one whose worker lacks the block. A request that takes over gets `Lost` for the block,
 so its worker computes instead of waiting; all others wait on. With nobody to take over, `Lost` goes to every waiting
@@ -263,6 +264,17 @@ class Supply:
             worker, promised = stalled[awaited]
             if awaited in promised and self._first_lacking(awaited, but_not_at=worker) is not None:
                 instructions += self._replace(worker, promised)
+        return instructions
+
+    def pass_over(self, worker_ids: Iterable[str], hashes: Iterable[BlockHash]) -> list[Instruction]:
+        """Replace some workers as the producers of the awaited ones of `hashes`, as if they had stalled: a request's
+        ingress does not reach them. Where only the ingress is cut off, their blocks are computed twice; where they
+        stand still, the request would have waited for `replace_stalled`."""
+        instructions: list[Instruction] = []
+        for worker in filter(None, map(self._workers.get, worker_ids)):
+            promised = set(chain(worker.promised, *(prefill.promised for prefill in worker.prefills.values())))
+            if needed := [block_hash for block_hash in hashes if block_hash in promised]:
+                instructions += self._replace(worker, needed)
         return instructions
 
     # Checks
