@@ -9,6 +9,7 @@ preempted, imported or taken over.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -45,12 +46,13 @@ SUM_BYTES = 12
 _MASK = (1 << 63) - 1
 
 
-def keys_of(chain: BlockChain, token_ids: Iterable[int]) -> list[int]:
-    """The KV key of each position of a sequence."""
-    key = int.from_bytes(chain.root[:7], "little")
-    keys = []
-    for position, token_id in enumerate(token_ids):
-        if position == chain.num_public_blocks * chain.block_size:
+def keys_of(chain: BlockChain, token_ids: Iterable[int], known: Sequence[int] = ()) -> list[int]:
+    """The KV key of each position of a sequence. `known`: the keys of its first positions."""
+    keys = list(known)
+    key = keys[-1] if keys else int.from_bytes(chain.root[:7], "little")
+    private_from = chain.num_public_blocks * chain.block_size
+    for position, token_id in enumerate(islice(token_ids, len(keys), None), len(keys)):
+        if position == private_from:
             key = hash((key, int.from_bytes(chain.salt.private, "little"))) & _MASK
         key = hash((key, token_id)) & _MASK
         keys.append(key)
@@ -83,8 +85,10 @@ def expected_answer(
     token_ids = list(prompt)
     if sampling.max_tokens == 0:
         return [], FinishReason.LENGTH
+    keys = keys_of(chain, token_ids)
     while True:
-        token_ids.append(sampled_after(chain, token_ids))
+        token_ids.append(keys[-1] % VOCAB)
+        keys = keys_of(chain, token_ids, keys)
         count = len(token_ids) - len(prompt)
         if token_ids[-1] in sampling.stop_token_ids and count > sampling.min_tokens:
             return token_ids[len(prompt) :], FinishReason.STOP
@@ -101,6 +105,8 @@ class FakeModel:
         self.block_bytes = pool.block_size * KEY_BYTES
         self.swapped: dict[str, list[list[int]]] = {}
         """The keys of each block that is kept outside the pool."""
+        self._known: dict[str, tuple[BlockChain, list[int], list[int]]] = {}
+        """The tokens of each request that were computed last, and their keys: a step adds few to a long sequence."""
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
         """Write, then attend and sample, as a batch does."""
@@ -146,7 +152,7 @@ class FakeModel:
         for chunk in output.chunks:
             request = chunk.request
             end = chunk.start + chunk.num_tokens
-            keys = keys_of(request.chain, [*request.token_ids[:end], *chunk.draft])
+            keys = self._keys(chunk)
             for position in range(max(chunk.start, chunk.store_from), end):
                 block, offset = request.blocks[position // self.pool.block_size], position % self.pool.block_size
                 assert self.pool.hash_of(block) is None, f"{request.request_id} writes to a block that others may read"
@@ -159,7 +165,7 @@ class FakeModel:
         for chunk in output.chunks:
             request = chunk.request
             end = chunk.start + chunk.num_tokens
-            keys = keys_of(request.chain, [*request.token_ids[:end], *chunk.draft])
+            keys = self._keys(chunk)
             assert len(keys) == end, "a draft begins behind the request's last token"
             seen = self.cells[request.blocks].reshape(-1)[:end].tolist()
             assert seen == keys, f"{request.request_id} attends to KV that is not its own"
@@ -177,6 +183,17 @@ class FakeModel:
             if chunk.ends_pooled:
                 pooled[request.request_id] = sums.get(request.request_id, [request.pooled_sum])[-1]
         return RunnerOutput(sampled, scores, sums=sums, pooled=pooled)
+
+    def _keys(self, chunk: ScheduledChunk) -> list[int]:
+        """The keys of a request up to a chunk's end, those of the draft last."""
+        request = chunk.request
+        tokens = list(request.token_ids[: chunk.start + chunk.num_tokens])
+        chain, computed, keys = self._known.get(request.request_id, (request.chain, [], []))
+        if chain is not request.chain or tokens[: len(computed)] != computed:
+            keys = []
+        keys = keys_of(request.chain, tokens, keys)
+        self._known[request.request_id] = (request.chain, tokens, keys)
+        return keys_of(request.chain, [*tokens, *chunk.draft], keys)
 
     def _sums(self, chunk: ScheduledChunk, keys: list[int]) -> list[bytes]:
         """The request's sum behind each block that ends among the pooled positions, and behind the last of these."""

@@ -2,6 +2,7 @@
 as `<tool_call>` of Qwen 2.5 and 3."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,19 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@cache
+def tokenizer_in(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+@cache
+def vocabulary_in(folder: Path) -> Any:
+    return load_tokenizer(folder, tokenizer_in(folder).vocab_size)
+
+
 def grammar_of(folder: Path, tool: dict[str, Any], choice: object) -> Grammar:
     """The grammar of an answer to a chat with one function."""
-    tokenizer = Tokenizer(folder)
+    tokenizer = tokenizer_in(folder)
     facts = ReadingFacts(ServedModel("m", 4096, tokenizer.vocab_size), folder, special_tokens_in_messages=False)
     body = {"messages": [{"role": "user", "content": "when?"}], "tool_choice": choice}
     tools = [{"type": "function", "function": {"name": "clock", "parameters": CLOCK, **tool}}]
@@ -51,8 +62,8 @@ def grammar_of(folder: Path, tool: dict[str, Any], choice: object) -> Grammar:
 
 def takes(folder: Path, grammar: Grammar, text: str) -> bool:
     """True if the tokens that the model writes for a text follow the grammar, with each in its mask."""
-    tokenizer = Tokenizer(folder)
-    matcher = LLMatcher(load_tokenizer(folder, tokenizer.vocab_size), native_source(canonical(grammar)))
+    tokenizer = tokenizer_in(folder)
+    matcher = LLMatcher(vocabulary_in(folder), native_source(canonical(grammar)))
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         mask = matcher.compute_bitmask()
         if not mask[token_id // 8] >> token_id % 8 & 1 or not matcher.consume_token(token_id):
@@ -61,7 +72,7 @@ def takes(folder: Path, grammar: Grammar, text: str) -> bool:
 
 
 def test_the_tags_are_one_token_each(folder: Path) -> None:
-    tokenizer = Tokenizer(folder)
+    tokenizer = tokenizer_in(folder)
     assert [tokenizer.encode(tag, add_special_tokens=False) for tag in TAGS] == [
         [tokenizer.added_id(tag)] for tag in TAGS
     ]

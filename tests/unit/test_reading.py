@@ -9,15 +9,15 @@ import os
 import signal
 import subprocess
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 
-from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Job, _Process, size_of
+from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Job, _Process, _Template, size_of
 from actors.ingress.reader_process import SWEPT_BYTES, Sweeper
 from actors.ingress.reader_work import Conversations, GrammarQuestion, NextTurn, Reading, ReadingFacts, TokenRequest
 from actors.ingress.reading import MIN_SLICE, MOST_COUNTED, Reader
@@ -335,8 +335,53 @@ def with_readers(
     asyncio.run(run())
 
 
+class OwnTemplate(_Template):
+    """A template that the test can find."""
+
+    latest: ClassVar[_Template]
+
+    def __init__(self, known: ReadingFacts) -> None:
+        super().__init__(known)
+        OwnTemplate.latest = self
+
+
+class SharedTemplate(OwnTemplate):
+    """A template that outlasts its pool, for the next test's: starting one takes longer than most tests."""
+
+    kept: ClassVar[list["SharedTemplate"]] = []
+
+    @classmethod
+    def of(cls, known: ReadingFacts) -> _Template:
+        """The template of a new pool."""
+        template = next((each for each in cls.kept if each._facts == known), None)
+        if template is None:
+            template = cls(known)
+            cls.kept.append(template)
+        template._turn = asyncio.Lock()  # the one before belongs to another test's loop
+        OwnTemplate.latest = template
+        return template
+
+    async def close(self) -> None:
+        """Leave the template to the next pool."""
+
+
+@pytest.fixture(autouse=True)
+def _templates_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.ingress.reader_pool._Template", SharedTemplate.of)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _templates_end() -> Iterator[None]:
+    yield
+    for each in SharedTemplate.kept:
+        asyncio.run(_Template.close(each))
+    SharedTemplate.kept.clear()
+
+
 def template() -> psutil.Process:
-    return next(each for each in psutil.Process().children() if "actors.ingress.reader_process" in each.cmdline())
+    process = OwnTemplate.latest._popen
+    assert process is not None
+    return psutil.Process(process.pid)
 
 
 def children() -> list[psutil.Process]:
@@ -591,12 +636,13 @@ def test_clients_templates_run_in_processes_alone() -> None:
     assert permissive().runs_program(permissive().parse(("chat", templated())))
 
 
-def test_processes_end_with_the_ingress_and_with_the_pool() -> None:
+def test_processes_end_with_the_ingress_and_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(readers: Readers) -> None:
         await readers.read(("completion", completion("x")), 1)
         started.extend((child(), template()))
 
     started = list[psutil.Process]()
+    monkeypatch.setattr("actors.ingress.reader_pool._Template", OwnTemplate)
     with_readers(work)
     assert not any(each.is_running() for each in started)
 
@@ -615,6 +661,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     async def work(readers: Readers) -> None:
         assert (await readers.read(("completion", completion("x")), 1)).prompts
 
+    monkeypatch.setattr("actors.ingress.reader_pool._Template", OwnTemplate)
     monkeypatch.setattr("actors.ingress.reader_pool.subprocess.Popen", fail_at_first)
     monkeypatch.setattr("actors.ingress.reader_pool.PAUSE_S", 0.01)
     with_readers(work)
