@@ -8,6 +8,7 @@ No record holds prompts, generated text or API keys. Messages and fields name re
 exception's message may quote its input, so a process that sees text writes tracebacks without messages.
 """
 
+import errno
 import json
 import logging
 import os
@@ -90,7 +91,8 @@ class RotatedFile(logging.Handler):
     """Appends each record to a file in one unbuffered write.
 
     At `max_bytes` the file gets `.1` behind its name, the file with `.1` gets `.2`, and so on up to `num_backups`; 0
-    bytes: never. A record that cannot be written, on a full disk say, is dropped: logging must not stop the server.
+    bytes: never. A record that cannot be written whole, on a full disk say, is dropped with what of it was written:
+    logging must not stop the server, and the next record shall not begin in the middle of a line.
     """
 
     def __init__(self, path: Path, max_bytes: int, num_backups: int) -> None:
@@ -122,7 +124,11 @@ class RotatedFile(logging.Handler):
         if self._file is None:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._size = os.fstat(self._file).st_size
-        self._size += os.write(self._file, line)
+        num_written = os.write(self._file, line)
+        if num_written < len(line):
+            os.ftruncate(self._file, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += num_written
 
     def _rotate(self) -> None:
         self._close()

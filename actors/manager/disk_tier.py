@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 20.0
 """Limit of reading a file, after which the reader is told that the file is out of reach now."""
+WARN_S = 60.0
+"""Least time between two warnings of segments that were not written: a full disk refuses one after the other."""
 TAKE_OVER_S = 5.0
 """Seconds for which a manager that has died, and whose process is still ending, may keep a folder."""
 
@@ -36,6 +38,10 @@ class DiskTier:
         self._runtime = runtime
         self._writing = asyncio.Lock()
         self._is_open = False
+        self._num_unwritten = 0
+        """Segments that could not be written since the last warning of them."""
+        self._warns_at = 0.0
+        """Time from which on the next one is warned of."""
 
     @property
     def folder(self) -> Path:
@@ -76,8 +82,16 @@ class DiskTier:
             try:
                 return await asyncio.to_thread(self._files.write, segment.header, await ref)
             except (RayError, OSError, ValueError) as error:
-                logger.warning("segment of %d blocks not written: %s", len(segment.header.hashes), error)
+                self._warn(segment, error)
                 return None
+
+    def _warn(self, segment: Segment, error: Exception) -> None:
+        self._num_unwritten += 1
+        if (now := time.monotonic()) < self._warns_at:
+            return
+        num_blocks = len(segment.header.hashes)
+        logger.warning("%d segments not written, the last of %d blocks: %s", self._num_unwritten, num_blocks, error)
+        self._num_unwritten, self._warns_at = 0, now + WARN_S
 
     async def read(self, header: SegmentHeader) -> Any | None:
         """Put a file's payload into the object store; returns a reference, or None if the file is out of reach now.

@@ -1,8 +1,10 @@
 """Routes of files and batches, and the replica that runs batches, driven as an ASGI application."""
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +21,7 @@ from actors.ingress.routes import batches as batch_routes
 from engine.batches import execution as execution_module
 from engine.batches import runner as runner_module
 from engine.batches.batch_store import BatchStore
+from engine.batches.file_store import FileStore
 from engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.batch_files import PATIENCE_S, line_of, lines_of, objects_in
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, call
@@ -408,6 +411,15 @@ def test_a_disk_that_fails_is_a_service_error(serving: Any, tmp_path: Path) -> N
     (tmp_path / "file").write_bytes(b"")
     reply = serving(upload, batches={"folder": str(tmp_path / "file")})
     assert (reply.status, reply.headers["retry-after"]) == (503, "30")
+
+
+def test_a_full_disk_is_named(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: FileStore, tenant: str) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileStore, "begin", refuse)
+    reply = serving(upload)
+    assert (reply.status, reply.json["error"]["message"]) == (503, "The disk for files is full.")
 
 
 def test_pages_of_other_sites_may_not_upload(serving: Any) -> None:

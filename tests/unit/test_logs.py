@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import resource
 import signal
 import subprocess
 import sys
@@ -112,6 +113,23 @@ def test_a_worker_tells_what_an_error_said_and_the_process_that_sees_text_does_n
     assert "ValueError" in kept and "KeyError" in kept and "in fail" in kept
     logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: <Task exception=%s>", SECRET)
     assert SECRET not in path.read_text().splitlines()[-1]
+
+
+def test_a_record_that_does_not_fit_on_the_disk_leaves_no_half_line(
+    write: Callable[..., RotatedFile], tmp_path: Path
+) -> None:
+    """A limit of the size of files stands in for a full disk: the last write is cut short in the same way."""
+    handler, log = write(JsonFormatter(INGRESS)), logging.getLogger("actors.x")
+    log.info("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (handler.path.stat().st_size + 20, limits[1]))
+    try:
+        log.info("too long")
+        log.info("too long, too")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.info("after")
+    assert [record["message"] for record in records(handler.path)] == ["before", "after"]
 
 
 def test_text_has_the_same_fields(write: Callable[..., RotatedFile]) -> None:

@@ -1,6 +1,7 @@
 """OpenAI's routes for files and batches."""
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,9 @@ async def _on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
         return await asyncio.to_thread(work, *args, **kwargs)
     except OSError as error:
         logger.warning("files not read or written: %s", error, extra=about("files_failed", reason=type(error).__name__))
-        raise ServiceError("Files cannot be read or written now.", retry_after_s=30) from None
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "The disk for files is full." if is_full else "Files cannot be read or written now."
+        raise ServiceError(reason, retry_after_s=30) from None
 
 
 @router.post("/v1/files")
