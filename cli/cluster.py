@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from cli import haproxy
+from cli.descriptors import connections
 from cli.ray_threads import log_errors_of_rays_threads
 from cli.ray_token import secure_token
 from cli.spare_processes import without_spare_processes
@@ -287,6 +288,7 @@ def front(folder: Path, http: HttpSection) -> dict[str, str]:
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P {shlex.quote(haproxy.__file__)} "$@"\n')
     program.chmod(0o700)
     return {
+        haproxy.TOTAL_CONNECTIONS: str(connections().total),
         haproxy.BINARY: str(program),
         haproxy.HEADER_TIMEOUT: str(http.header_timeout_s),
         haproxy.CONNECTIONS: str(http.connections_per_address),

@@ -7,6 +7,7 @@ becomes HAProxy: same arguments, same process. A line that Serve writes in an un
 * A client that leaves while it waits is noticed (`LEFT_OUT`).
 * Headers must arrive in time, so connections that never finish a request do not take everybody's place.
 * One address has a limited number of connections.
+* Clients get two thirds of HAProxy's connections; HAProxy needs the others for its own use (`cli.descriptors`).
 * HAProxy's own answers are OpenAI's error object, except 400 and 408 for requests unreadable as HTTP: HAProxy writes
   these before any setting counts.
 * A request id that is not plain text, which Serve fails at, is dropped.
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+TOTAL_CONNECTIONS = "RAY_SERVE_HAPROXY_MAXCONN"
 HEADER_TIMEOUT = "RAYDIX_HEADER_TIMEOUT_S"
 CONNECTIONS = "RAYDIX_CONNECTIONS_PER_ADDRESS"
 DEFAULTS = {HEADER_TIMEOUT: "5", CONNECTIONS: "1024"}
@@ -34,6 +36,8 @@ LEFT_OUT = re.compile(r"\s*(errorfile|timeout http-request|option splice-re\w+)\
 """Lines of Serve that raydix's replace; and splicing, with which HAProxy 2.8 misses one in four clients that leave
 while they wait, and keeps a core busy until the answer comes."""
 RETRY_AFTER_S = 1
+BACKLOG = 4096
+"""Connections that wait in the kernel until others end. By default these would be as many as may be open."""
 
 ERRORS = {
     403: (403, "Forbidden", "permission_error", "permission_denied", "The request was refused."),
@@ -69,15 +73,17 @@ def amended(config: str, settings: Mapping[str, str], errors: Path) -> str:
         section.startswith("frontend http_frontend") and re.search(rf"^\s*bind (?:{LOOPBACK.pattern})", section, re.M)
         for section in sections
     )
-    return "".join(_amended_section(section, settings, errors, is_local) for section in sections)
+    total = re.search(r"^global\n(?:[ \t].*\n)*?\s+maxconn (\d+)", config, re.MULTILINE)
+    front = _front(settings[CONNECTIONS], None if total is None else int(total[1]) * 2 // 3)
+    return "".join(_amended_section(section, settings, errors, front=front, is_local=is_local) for section in sections)
 
 
-def _amended_section(section: str, settings: Mapping[str, str], errors: Path, is_local: bool) -> str:
+def _amended_section(section: str, settings: Mapping[str, str], errors: Path, *, front: str, is_local: bool) -> str:
     header, _, rest = section.partition("\n")
     if header.strip() == "defaults":
         return f"{header}\n{_defaults(rest, settings[HEADER_TIMEOUT], errors)}"
     if header.strip() == "frontend http_frontend" and "sc0_conn_cur" not in rest:
-        return f"{header}\n{_front(settings[CONNECTIONS])}{rest}"
+        return f"{header}\n{front}{rest}"
     if header.strip() in ("frontend prometheus", "listen stats") and is_local:
         return f"{header}\n{EVERY_ADDRESS.sub('127.0.0.1:', rest)}"
     return section
@@ -90,9 +96,11 @@ def _defaults(lines: str, header_timeout_s: str, errors: Path) -> str:
     return "".join([*added, *kept])
 
 
-def _front(connections: str) -> str:
+def _front(connections: str, most: int | None) -> str:
+    """Lines for the clients' side; `most`: clients' connections, of all addresses."""
     return (
-        "    stick-table type ipv6 size 100k expire 1m store conn_cur\n"
+        ("" if most is None else f"    maxconn {most}\n    backlog {BACKLOG}\n")
+        + "    stick-table type ipv6 size 100k expire 1m store conn_cur\n"
         "    tcp-request connection track-sc0 src\n"
         f"    tcp-request connection reject if {{ sc0_conn_cur gt {int(connections)} }}\n"
         "    http-request del-header x-request-id unless { req.hdr(x-request-id) -m reg ^[!-~]+$ }\n"

@@ -21,6 +21,7 @@ import psutil
 from rich.console import Console
 
 from cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, LocalCluster, who_may_use
+from cli.descriptors import check_descriptors
 from cli.flags import roles_of, values_of
 from cli.log_lines import LogFollower
 from cli.machine import this_machine
@@ -137,6 +138,8 @@ def prepared(
         if has_store:
             _check_memory(config)
             _check_shared_memory(config, console)
+            if limited := check_descriptors():
+                console.print(limited, style="yellow", soft_wrap=True)
         choice, config, description = fitted(choice, config, machine, status.update)
         if choice.reason:
             console.print(f"configuration {choice.config} for {choice.reason} (--config takes another)", soft_wrap=True)

@@ -13,7 +13,9 @@ import threading
 import time
 import urllib.request
 import uuid
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -74,14 +76,16 @@ class Marked:
 class Terminal(Marked):
     """`raydix serve` on a port of its own, and what it has written to its terminal."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, open_files: int | None = None) -> None:
+        """`open_files`: limit of every process."""
         super().__init__()
         self.port = free_port()
         self._output = bytearray()
         raydix = Path(sys.executable).with_name("raydix")
         self._master, slave = os.openpty()
+        limited = [] if open_files is None else ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh"]
         self.process = subprocess.Popen(
-            [raydix, "serve", "--port", str(self.port), *arguments],
+            [*limited, raydix, "serve", "--port", str(self.port), *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -275,6 +279,24 @@ def ask(terminal: Terminal) -> int:
     with urllib.request.urlopen(request, timeout=60) as response:
         status: int = response.status
         return status
+
+
+@pytest.mark.slow
+def test_few_open_files_cost_connections_and_no_answer() -> None:
+    """Four times as many clients as HAProxy takes: the others wait for their turn. HAProxy once took so many clients
+    that it had no descriptor left for a replica, declared the replica dead, and answered 503."""
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except StartupError as error:
+        pytest.skip(str(error))
+    terminal = Terminal(*WITHOUT_MODEL, open_files=256)
+    try:
+        terminal.until("ready after")
+        assert "may open 256 files (ulimit -Hn): the server takes 64 connections" in " ".join(terminal.screen.split())
+        with ThreadPoolExecutor(256) as clients:
+            assert Counter(clients.map(lambda _: ask(terminal), range(256))) == {200: 256}
+    finally:
+        terminal.close()
 
 
 @pytest.mark.slow

@@ -578,6 +578,11 @@ class TestServeRefuses:
         assert line.startswith("raydix: /proc has 0.00 GiB free, and the object store needs 1.45 GiB")
         assert "--shm-size=2g" in line
 
+    def test_too_few_open_files(self, serve: Callable[..., str]) -> None:
+        before = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))"
+        line = serve("--config", "cpu_mixed", "--port", str(free_port()), before=before)
+        assert line == "raydix: a process may open 100 files (ulimit -Hn), and a server needs 256"
+
     def test_no_such_config(self, serve: Callable[..., str]) -> None:
         assert serve("--config", "nowhere.yaml").startswith("raydix: config nowhere.yaml: no such file")
 

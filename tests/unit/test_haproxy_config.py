@@ -35,7 +35,8 @@ def test_limits_and_errors_are_added_where_they_count(tmp_path: Path) -> None:
     found = lines(config)
     assert found.index("defaults") < found.index("timeout http-request 7s") < found.index("frontend prometheus")
     reject = "tcp-request connection reject if { sc0_conn_cur gt 9 }"
-    assert found.index("frontend http_frontend") < found.index(reject) < found.index("backend app")
+    for line in (reject, "maxconn 2730"):
+        assert found.index("frontend http_frontend") < found.index(line) < found.index("backend app")
     assert [line for line in found if line.startswith("errorfile")] == [
         f"errorfile {status} {tmp_path}/raydix-{status}.http" for status in ERRORS
     ]
