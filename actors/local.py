@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ray.util import metrics
 
+from actors.metrics import HoldMetrics
 from actors.names import incarnation_name
 from actors.rpc import Handle, ManagerClient, WorkerClient
 from actors.runtime import Words
@@ -114,5 +115,5 @@ class LocalRuntime:
     async def named_requests(self, name: str, node: str, *, is_dead: bool) -> tuple[str, ...]:
         return ()
 
-    def watch_process(self) -> None:
+    def watch_process(self, holds: HoldMetrics) -> None:
         """Nothing is watched: the actors of a process share its event loop, which is another's to watch."""

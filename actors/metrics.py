@@ -8,6 +8,7 @@ from ray.util import metrics as ray_metrics
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from actors.instruments import CounterInstrument, GaugeInstrument, HistogramInstrument
+from actors.watchdog import Hold
 from engine.core.costs import StepShape
 from engine.core.errors import (
     AuthenticationError,
@@ -35,6 +36,8 @@ COMMON_REFUSALS: tuple[type[RaydixError], ...] = (
     OverloadedError,
 )
 """Errors whose counts begin at 0: an error's first occurrence shall enter a rate."""
+HOLDS = ("loop", "lock")
+"""Of what a process's watchdog finds holds: a turn of the event loop, the interpreter's lock."""
 DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 
@@ -308,6 +311,46 @@ class IngressMetrics:
 
     def failed_over(self) -> None:
         self._failovers.inc()
+
+
+class HoldMetrics:
+    """Work that kept one process to itself, as its watchdog finds it (`actors.watchdog`)."""
+
+    def __init__(self, process: str) -> None:
+        """`process` is a worker's id, a replica's, or the manager's."""
+        tags = {"process": process}
+
+        def counted(metric: Any) -> Any:
+            metric.set_default_tags(tags)
+            return metric
+
+        what = "of the event loop or hold of the interpreter's lock"
+        count = Counter(
+            "raydix_holds",
+            description=f"Times that one turn {what} took more than 50 ms of processor time.",
+            tag_keys=("process", "of"),
+        )
+        longest = Gauge(
+            "raydix_longest_hold_seconds",
+            description=f"Longest turn {what} above 50 ms since the process started, in processor time; 0 without one.",
+            tag_keys=("process", "of"),
+        )
+        self._holds = CounterInstrument(counted(count), tags)
+        self._longest_s = GaugeInstrument(counted(longest), tags)
+        self._longest = dict.fromkeys(HOLDS, 0.0)
+
+    def begin(self) -> None:
+        """The process is watched from now on."""
+        self._holds.begin(of=HOLDS)
+        for of in HOLDS:
+            self._longest_s.set(0.0, {"of": of})
+
+    def held(self, hold: Hold) -> None:
+        """Count one; called in the watchdog's thread."""
+        self._holds.inc(tags={"of": hold.of})
+        if hold.seconds > self._longest[hold.of]:
+            self._longest[hold.of] = hold.seconds
+            self._longest_s.set(hold.seconds, {"of": hold.of})
 
 
 def _named(drafts: Mapping[DraftSource, DraftCounts]) -> dict[str, float]:

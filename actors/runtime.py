@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.calls import answer
 from actors.last_words import begin_words, named_requests
+from actors.metrics import HoldMetrics
 from actors.names import incarnation_name, named_actor, own_node
 from actors.rpc import Handle, ManagerClient, WorkerClient, find_manager
 from actors.watchdog import Watchdog
@@ -63,9 +64,9 @@ class Runtime(Protocol):
         """The requests that the last words of a worker's incarnation on a node name; none if they cannot be read.
         `is_dead`: as others know it; its threads may look alive for a moment longer."""
 
-    def watch_process(self) -> None:
-        """Have work that keeps this process to itself noticed (`actors.watchdog`), from now on; needs a running event
-        loop."""
+    def watch_process(self, holds: HoldMetrics) -> None:
+        """Have work that keeps this process to itself noticed and counted (`actors.watchdog`), from now on; needs a
+        running event loop."""
 
 
 class RayRuntime:
@@ -118,5 +119,6 @@ class RayRuntime:
             return ()
         return found
 
-    def watch_process(self) -> None:
-        Watchdog(asyncio.get_running_loop()).start()
+    def watch_process(self, holds: HoldMetrics) -> None:
+        holds.begin()
+        Watchdog(asyncio.get_running_loop(), holds.held).start()

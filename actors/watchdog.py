@@ -6,6 +6,8 @@ lateness is the lock; and what was held counts only as far as some thread of the
 clock of processor time. A turn of the event loop is measured by the same clock of the loop's thread, from one mark that
 the watchdog sends through the loop to its arrival. So neither a busy machine nor a stopped process is reported.
 
+A turn is logged while it lasts, with the work that the loop is at, and counted when it is over, with its whole time.
+
 A watch costs some 20 wakes a second, and marks go through the loop only while its thread computes.
 """
 
@@ -14,8 +16,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -57,24 +59,29 @@ class _Mark:
 
     used_s: float
     """Processor time of the loop's thread when the mark was sent."""
-    arrived: threading.Event = field(default_factory=threading.Event)
-    is_reported: bool = False
+    arrived_s: float | None = None
+    """The same when it arrived."""
+    is_logged: bool = False
+
+    def arrive(self) -> None:
+        """Called in the loop."""
+        self.arrived_s = time.thread_time()
 
 
 class Watchdog:
     """Watches the process of an event loop, from `start` to `stop`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called in the thread of the loop."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_hold: Callable[[Hold], None]) -> None:
+        """Called in the thread of the loop. `on_hold` is called in the watchdog's thread with each turn and hold that
+        was too long, when it is over."""
         self._loop = loop
+        self._on_hold = on_hold
         self._loop_thread = threading.get_ident()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._mark: _Mark | None = None
         self._logged_at = -QUIET_S
         self._num_unlogged = 0
-        self.num_found = 0
-        """Turns and holds that were too long, so far."""
 
     def start(self) -> None:
         """Begin to watch."""
@@ -96,41 +103,46 @@ class Watchdog:
             spent = {ident: time_s - used[ident] for ident, time_s in now.items() if ident in used}
             spent.pop(threading.get_ident(), None)
 
-            hold = lock_hold(late_s, now_waited - waited, spent) if late_s > LONG_S else None
-            turn = self._long_turn(now.get(self._loop_thread, 0.0), spent.get(self._loop_thread, 0.0))
-            if (found := hold or turn) is not None:
-                self._found(found)
+            if late_s > LONG_S and (hold := lock_hold(late_s, now_waited - waited, spent)) is not None:
+                self._log(hold)
+                self._on_hold(hold)
+            self._look_at_turn(now.get(self._loop_thread, 0.0), spent.get(self._loop_thread, 0.0))
             used, waited = now, now_waited
 
-    def _long_turn(self, used_s: float, spent_s: float) -> Hold | None:
-        """The turn of the event loop that is too long, once for each turn. Sends the next mark."""
+    def _look_at_turn(self, used_s: float, spent_s: float) -> None:
+        """Log and count a turn of the event loop that is too long, each once. Sends the next mark."""
         mark = self._mark
-        if mark is not None and not mark.arrived.is_set():
-            if mark.is_reported or used_s - mark.used_s <= LONG_S:
-                return None
-            mark.is_reported = True
-            return Hold("loop", used_s - mark.used_s, self._loop_thread)
+        if mark is not None and mark.arrived_s is None:
+            if not mark.is_logged and used_s - mark.used_s > LONG_S:
+                mark.is_logged = True
+                self._log(Hold("loop", used_s - mark.used_s, self._loop_thread))
+            return
+
+        if mark is not None and mark.arrived_s is not None and mark.arrived_s - mark.used_s > LONG_S:
+            turn = Hold("loop", mark.arrived_s - mark.used_s, self._loop_thread)
+            if not mark.is_logged:  # over before it was seen: what the thread is at now is other work
+                self._log(turn, is_over=True)
+            self._on_hold(turn)
 
         self._mark = None
         if spent_s > BUSY_S:
             self._mark = _Mark(used_s)
             try:
-                self._loop.call_soon_threadsafe(self._mark.arrived.set)
+                self._loop.call_soon_threadsafe(self._mark.arrive)
             except RuntimeError:  # the loop has closed
                 self._mark = None
-        return None
 
-    def _found(self, hold: Hold) -> None:
-        """Count, and log with the work that the thread is at, unless a line was written just now."""
-        self.num_found += 1
+    def _log(self, hold: Hold, *, is_over: bool = False) -> None:
+        """Log a hold with the work that its thread is at, if it is at it still, unless a line was written just now."""
         now = time.monotonic()
         if now < self._logged_at + QUIET_S:
             self._num_unlogged += 1
             return
-        frame = sys._current_frames().get(hold.thread)
+        frame = None if is_over else sys._current_frames().get(hold.thread)
         place = None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        task = asyncio.current_task(self._loop) if hold.thread == self._loop_thread else None
+        is_of_loop = hold.thread == self._loop_thread and not is_over
+        task = asyncio.current_task(self._loop) if is_of_loop else None
         logger.warning(
             "the %s was held for %.0f ms of processor time",
             "event loop" if hold.of == "loop" else "interpreter's lock",

@@ -31,7 +31,7 @@ from actors.ingress.cluster_metrics import UP
 from actors.ingress.routes import OPEN_ROUTES
 from actors.ingress.routes.api_document import api_document
 from actors.instruments import instruments_of
-from actors.metrics import IngressMetrics, ManagerMetrics, WorkerMetrics
+from actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
 from cli.main import parser
 from configs.changes import KEYS, ROLE
 from configs.schema import Config
@@ -363,10 +363,13 @@ def metrics_page() -> str:
             values[metric.info["name"]][key][value] = None
 
     with patch.object(Metric, "_record", record):
-        groups = {
+        holds = HoldMetrics("process")
+        holds.begin()
+        groups: dict[str, object] = {
             "Worker": WorkerMetrics("worker", Role.MIXED),
             "Ingress": IngressMetrics(["tenant"]),
             "Manager": ManagerMetrics(),
+            "Ingress replicas, workers and manager": holds,
         }
     return _page(
         "# Metrics",

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from actors.ingress.accounting import Accounting
@@ -28,7 +27,7 @@ from actors.ingress.tokenization import Tokenization
 from actors.ingress.transcripts import Transcripts
 from actors.ingress.vocabulary import Vocabulary
 from actors.instruments import families_of
-from actors.metrics import IngressMetrics
+from actors.metrics import HoldMetrics, IngressMetrics
 from actors.runtime import Runtime
 from configs.schema import Config
 from configs.settings import tenants
@@ -63,8 +62,8 @@ class _Model:
     has_reasoning: bool
 
 
-def build_frontend(config: Config, runtime: Runtime, replica_id: str) -> Frontend:
-    """Build the frontend of one replica; it is not started.
+def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: HoldMetrics) -> Frontend:
+    """Build the frontend of one replica, whose process' `holds` are counted elsewhere; it is not started.
 
     Raises:
         StartupError: the model or a public prefix cannot be used.
@@ -106,7 +105,12 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str) -> Fronten
         answer_room=AnswerRoom(replica_limits(config).answer_bytes),
         renderers=renderers(rendering, output.pieces, responses),
         accounting=Accounting(metrics, Refusals()),
-        metrics=_cluster_metrics(metrics, manager, dispatcher, replica_id=replica_id, runtime=runtime),
+        metrics=ClusterMetrics(
+            ReplicaMetrics(replica_id, lambda: (*families_of(metrics), *families_of(holds))),
+            manager,
+            workers=lambda: dispatcher.workers,
+            find=runtime.find_worker,
+        ),
     )
     return Frontend(parts)
 
@@ -173,17 +177,6 @@ def _dispatcher(
         model=_model_facts(config, identity),
         on_failover=metrics.failed_over,
         logs=config.logging,
-    )
-
-
-def _cluster_metrics(
-    metrics: IngressMetrics, manager: ManagerLink, dispatcher: Dispatcher, *, replica_id: str, runtime: Runtime
-) -> ClusterMetrics:
-    return ClusterMetrics(
-        ReplicaMetrics(replica_id, partial(families_of, metrics)),
-        manager,
-        workers=lambda: dispatcher.workers,
-        find=runtime.find_worker,
     )
 
 

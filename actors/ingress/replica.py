@@ -13,6 +13,7 @@ from actors.ingress.build import batch_settings, build_batches, build_frontend, 
 from actors.ingress.frontend import Frontend
 from actors.ingress.http import read_body
 from actors.logs import set_level
+from actors.metrics import HoldMetrics
 from actors.runtime import Runtime
 from configs.schema import Config
 from configs.settings import configured_tenants, names_of_keys
@@ -47,9 +48,10 @@ class IngressReplica:
         self.config = config
         self._bodies = BodyRoom(config.ingress.max_waiting_mib << 20)
         await asyncio.to_thread(forgo_torch)
-        self.frontend = await asyncio.to_thread(build_frontend, self.config, runtime, replica_id)
+        holds = HoldMetrics(replica_id)
+        self.frontend = await asyncio.to_thread(build_frontend, self.config, runtime, replica_id, holds)
         self.frontend.start()
-        runtime.watch_process()
+        runtime.watch_process(holds)
         self.batches = build_batches(self.config, self.frontend)
         if self.batches is not None:
             self.batches.start()

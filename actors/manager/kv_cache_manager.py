@@ -29,7 +29,7 @@ from actors.messages import (
     WorkerState,
 )
 from actors.metric_values import Family
-from actors.metrics import ManagerMetrics
+from actors.metrics import HoldMetrics, ManagerMetrics
 from actors.processes import ProcessWatch
 from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
@@ -131,13 +131,14 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         self._background = Background()
         self._deliveries = Background()
         self._metrics = ManagerMetrics()
+        self._holds = HoldMetrics(MANAGER)
         self._is_started = False
 
     async def start(self) -> None:
         """Start the manager; returns after the segments and stored responses on disk are known."""
         if not self._is_started:
             self._is_started = True
-            self._runtime.watch_process()
+            self._runtime.watch_process(self._holds)
             self._background.start(self._watch_ingresses())
             self._background.start(self._watch_senders())
             self._background.start(self._watch_workers())
@@ -340,7 +341,7 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
 
     async def metrics(self) -> tuple[Family, ...]:
         """The manager's metrics."""
-        return families_of(self._metrics)
+        return (*families_of(self._metrics), *families_of(self._holds))
 
     # Inside
 

@@ -25,7 +25,7 @@ from actors.instruments import families_of
 from actors.logs import DEFAULTS, log_to_ray, set_level
 from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
 from actors.metric_values import Family
-from actors.metrics import WorkerMetrics
+from actors.metrics import HoldMetrics, WorkerMetrics
 from actors.names import incarnation_name
 from actors.processes import ProcessWatch
 from actors.runtime import Runtime, Words
@@ -100,6 +100,7 @@ class Worker(Registering):
         self._runtime = runtime
         self._epoch = epoch
         self._metrics = WorkerMetrics(worker_id, role)
+        self._holds = HoldMetrics(worker_id)
 
         # torch is imported here, in the worker's own process, and not in that of the host that starts it.
         from engine.model.build import build_engine
@@ -124,7 +125,7 @@ class Worker(Registering):
         """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
         if self._event_loop is None:
             self._event_loop = asyncio.get_running_loop()
-            self._runtime.watch_process()
+            self._runtime.watch_process(self._holds)
             self._words = self._runtime.begin_words(incarnation_name(self._worker_id, self._epoch))
             if self._words is not None:
                 self._engine.tell_work(self._words.note)
@@ -261,7 +262,7 @@ class Worker(Registering):
 
     async def metrics(self) -> tuple[Family, ...]:
         """The worker's metrics, as of the last report; answered while the engine computes or hangs, too."""
-        return families_of(self._metrics)
+        return (*families_of(self._metrics), *families_of(self._holds))
 
     # Inside
 

@@ -11,8 +11,9 @@ from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from actors.ingress.exposition import CONTENT_TYPE
 from actors.instruments import families_of
 from actors.metric_values import Family
-from actors.metrics import FinishedRequest, IngressMetrics, ManagerMetrics, WorkerMetrics
+from actors.metrics import FinishedRequest, HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
 from actors.rpc import WorkerClient
+from actors.watchdog import Hold
 from engine.core.tenants import Tenant, Tenants, key_hash
 from engine.core.types import DraftSource, Role, WorkerInfo
 from tests.unit.ingress import FakeLink, Memory, Replica, Served, call
@@ -191,6 +192,22 @@ def test_duties_of_elastic_workers_are_counted_once_there_are_some() -> None:
     assert shown() == {"prefill": 2, "decode": 1, "mixed": 0}
     metrics.duties([])
     assert set(shown().values()) == {0}
+
+
+def test_holds_are_counted_where_a_process_is_watched() -> None:
+    metrics = HoldMetrics("w")
+
+    def shown(name: str) -> dict[str, object]:
+        [family] = [each for each in families_of(metrics) if each.name == name]
+        return {dict(labels)["of"]: value for labels, value in family.values.items()}
+
+    assert shown("raydix_holds") == {}
+    metrics.begin()
+    assert shown("raydix_holds") == shown("raydix_longest_hold_seconds") == {"loop": 0, "lock": 0}
+    for hold in (Hold("lock", 0.3, 1), Hold("lock", 0.2, 1), Hold("loop", 0.1, 2)):
+        metrics.held(hold)
+    assert shown("raydix_holds") == {"loop": 1, "lock": 2}
+    assert shown("raydix_longest_hold_seconds") == {"loop": 0.1, "lock": 0.3}
 
 
 def test_the_route_is_for_administrators(served: Served) -> None:
