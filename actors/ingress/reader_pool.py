@@ -242,8 +242,8 @@ class Readers:
         self._waiting: list[_Job] = []
         self._running: list[_Job] = []
         """Requests that a process reads."""
-        self._arrived = asyncio.Condition()
-        """Notified when `_choice` may have changed."""
+        self._changed = asyncio.Event()
+        """Set, and cleared at once, when `_choice` may have changed: wakes the processes that wait for a request."""
         self._numbers = itertools.count()
         self._spent: dict[bytes, RequestError] = {}
         """Errors of requests that have ended their processes, by digest, oldest first."""
@@ -266,7 +266,7 @@ class Readers:
         try:
             self._refuse_largest()
             self._add_if_short()
-            await self._tell()
+            self._tell()
             return await job.reading
         finally:
             if job in self._waiting:  # its client has left
@@ -283,6 +283,7 @@ class Readers:
         self._max_processes = num_processes
         self._refuse_largest()
         self._add_if_short()
+        self._tell()
 
     async def close(self) -> None:
         """End the processes."""
@@ -319,9 +320,9 @@ class Readers:
             default=None,
         )
 
-    async def _tell(self) -> None:
-        async with self._arrived:
-            self._arrived.notify_all()
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed.clear()
 
     def _add_if_short(self) -> None:
         """Start a process if more requests wait than processes are free, those that are being started among them."""
@@ -371,20 +372,18 @@ class Readers:
                 await self._read_one(job, process)
             finally:
                 self._running.remove(job)
-                await self._tell()
+                self._tell()
             del job
             if not await process.is_ready():
                 return
 
     async def _next_job(self) -> _Job:
         """Wait for a request for a free process, and take it."""
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: self._choice() is not None)
-            job = self._choice()
-            assert job is not None
-            self._waiting.remove(job)
-            self._running.append(job)
-            return job
+        while (job := self._choice()) is None:
+            await self._changed.wait()
+        self._waiting.remove(job)
+        self._running.append(job)
+        return job
 
     async def _read_one(self, job: _Job, process: "_Process") -> None:
         """Have a process read a request. A request whose process ends for another reason waits once more."""

@@ -17,7 +17,16 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from actors.ingress.reader_pool import SHORT_BYTES, Readers, RequestReader, _Job, _Process, _Template, size_of
+from actors.ingress.reader_pool import (
+    LONG_BYTES,
+    SHORT_BYTES,
+    Readers,
+    RequestReader,
+    _Job,
+    _Process,
+    _Template,
+    size_of,
+)
 from actors.ingress.reader_process import SWEPT_BYTES, Sweeper
 from actors.ingress.reader_work import Conversations, GrammarQuestion, NextTurn, Reading, ReadingFacts, TokenRequest
 from actors.ingress.reading import MIN_SLICE, MOST_COUNTED, Reader
@@ -566,6 +575,22 @@ def test_requests_are_read_when_all_processes_leave_at_a_time(monkeypatch: pytes
         assert (await last).prompts
 
     monkeypatch.setattr(_Process, "is_ready", together)
+    with_readers(work, num_processes=2)
+
+
+def test_a_higher_limit_lets_a_long_request_that_waits_begin() -> None:
+    async def work(readers: Readers) -> None:
+        await asyncio.gather(*(readers.read(("completion", completion(text)), 1) for text in "xyz"))
+        readers._running += [_Job(False, 1, "", 0, ("completion", b""), asyncio.Future())]  # one of two processes reads
+        long = asyncio.create_task(readers.read(("completion", completion("z")), LONG_BYTES + 1))
+        while len(children()) < 2 or not readers.num_waiting:
+            await asyncio.sleep(0.001)
+        await readers.read(("completion", completion("x")), 1)
+        await asyncio.sleep(0)
+        assert readers.num_waiting, "the last free process is for short requests"
+        readers.limit(1 << 20, 3)
+        assert (await long).prompts
+
     with_readers(work, num_processes=2)
 
 
