@@ -27,8 +27,14 @@ class Process:
         assert self._process.stdout is not None and self._process.stdout.readline() == b"\n"
 
     def name(self, node: str) -> ProcessName:
-        stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return ProcessName(node, self._process.pid, int(stat[19]))
+        return ProcessName(node, self._process.pid, int(self._stat()[19]))
+
+    def state(self) -> str:
+        """The kernel's letter for what the process does."""
+        return self._stat()[0]
+
+    def _stat(self) -> list[str]:
+        return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
 
     def stop(self) -> None:
         """SIGSTOP; returns when the process is stopped."""
