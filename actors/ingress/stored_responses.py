@@ -40,7 +40,7 @@ class StoredResponses:
         earlier = [StoredResponse.decode(data) for data in found]
         if not earlier:
             raise _not_found(previous, "previous_response_id")
-        if (gone := earlier[0].response["previous_response_id"]) is not None:
+        if (gone := earlier[0].previous) is not None:
             raise ResponseNotFoundError(
                 f"The response '{previous}' goes on from '{gone}', which is not kept any more.",
                 param="previous_response_id",
@@ -57,6 +57,7 @@ class StoredResponses:
 
         data = encoded(
             response,
+            previous=spec.turn.previous,
             items=with_ids(spec.turn.items, job.head.id.removeprefix(ID_PREFIXES["responses"])),
             messages=spec.messages[len(spec.messages) - spec.turn.num_own :],
             text=answer.text,

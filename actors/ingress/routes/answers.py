@@ -93,7 +93,7 @@ async def create_response(request: Request) -> Response:
 async def response(request: Request, response_id: str) -> Response:
     """A stored response. `?cache_salt=<salt>` is that of its request."""
     query = StoredQuery.of(request.query_params)
-    return json_response(orjson.dumps((await _stored(request, response_id, query)).response))
+    return json_response((await _stored(request, response_id, query)).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items")

@@ -18,8 +18,10 @@ from engine.core.errors import RequestError
 class StoredResponse:
     """One response, and its part of the conversation."""
 
-    response: Json
-    """The object of the API."""
+    response: bytes
+    """The object of the API as JSON, which nobody here reads: with log-probabilities it has tens of megabytes."""
+    previous: str | None
+    """Id of the response that it goes on from."""
     items: tuple[Json, ...]
     """The input, as the API lists it."""
     messages: tuple[ChatMessage, ...]
@@ -32,18 +34,28 @@ class StoredResponse:
     @classmethod
     def decode(cls, data: bytes) -> "StoredResponse":
         """The response that `encoded` made the bytes of."""
-        fields = orjson.loads(data)
+        own, _, response = data.partition(b"\n")
+        fields = orjson.loads(own)
         for name in ("items", "messages", "token_ids"):
             fields[name] = tuple(fields[name])
-        return cls(**fields)
+        if not response:  # an older server wrote everything as one object
+            response = orjson.dumps(fields.pop("response"))
+            fields["previous"] = orjson.loads(response)["previous_response_id"]
+        return cls(response=response, **fields)
 
 
 def encoded(
-    response: bytes, *, items: Sequence[Json], messages: Sequence[ChatMessage], text: str, token_ids: Sequence[int]
+    response: bytes,
+    *,
+    previous: str | None,
+    items: Sequence[Json],
+    messages: Sequence[ChatMessage],
+    text: str,
+    token_ids: Sequence[int],
 ) -> bytes:
-    """A `StoredResponse` as bytes; `response` is the object of the API as JSON."""
-    own = {"items": items, "messages": messages, "text": text, "token_ids": token_ids}
-    return orjson.dumps({"response": orjson.Fragment(response), **own})
+    """A `StoredResponse` as bytes: a line with all but the object of the API, and behind it `response`, this object."""
+    own = {"previous": previous, "items": items, "messages": messages, "text": text, "token_ids": token_ids}
+    return orjson.dumps(own) + b"\n" + response
 
 
 def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> GenerationSpec:
