@@ -1,6 +1,9 @@
 """The file of tenants: complete or refused, and watched by ingress replicas and hosts."""
 
 import asyncio
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from ray import serve
 from actors import changes
 from cli.cluster import who_may_use
 from configs import Config
+from configs.load import read_yaml
 from configs.sections import INGRESS, parts
 from configs.tenants import TenantsFile
 from engine.core.errors import StartupError
@@ -70,6 +74,27 @@ def test_a_change_is_noticed_once(tmp_path: Path) -> None:
     assert not watched.has_changed(), "still absent"
     write(file, "bob")
     assert watched.has_changed()
+
+
+def test_a_changed_file_is_parsed_where_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop only takes what a thread has parsed."""
+    parsed: list[str] = []
+
+    def read(path: Path) -> dict[str, Any]:
+        parsed.append(threading.current_thread().name)
+        return read_yaml(path)
+
+    monkeypatch.setattr("configs.tenants.read_yaml", read)
+    file, watched = tmp_path / "tenants.yaml", TenantsFile()
+    write(file, "alice")
+    watched.tenants(str(file))
+    for names in (["bob"], [], ["bob", "carol"]):
+        write(file, *names)
+        with ThreadPoolExecutor(1, "beside") as beside:
+            assert beside.submit(watched.has_changed).result()
+        with contextlib.suppress(StartupError):
+            assert [tenant.name for tenant in watched.tenants(str(file))] == names
+    assert parsed == ["MainThread", *["beside_0"] * 3]
 
 
 def test_keys_stand_in_one_place(tmp_path: Path) -> None:
