@@ -118,10 +118,6 @@ class Line(StrictModel):
         first = [body.get(name) for name in ("tools", "messages", "prompt")]
         return own + "".join(_text(value) for value in first if value is not None)
 
-    def request(self) -> bytes:
-        """The body for the route."""
-        return json.dumps(self.body).encode()
-
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
@@ -141,6 +137,34 @@ def parse_line(content: bytes, number: int, endpoint: Endpoint | None) -> Line |
         message = f"'url' must be the batch's endpoint, {endpoint}, got {line.url}"
         return Problem("mismatched_url", message, number, "url")
     return line
+
+
+def body_place(content: bytes) -> tuple[int, int]:
+    """Place and length of the text of `body` in a valid line; of the last one where there are several."""
+    text = content.decode()
+    at = _behind_space(text, 0) + 1  # the object's opening bracket
+    found = 0, 0
+    while text[at := _behind_space(text, at)] != "}":
+        at = _behind_space(text, at + 1) if text[at] == "," else at
+        key, at = _PLACES.raw_decode(text, at)
+        start = _behind_space(text, _behind_space(text, at) + 1)  # behind the colon
+        _, at = _PLACES.raw_decode(text, start)
+        if key == "body":
+            found = start, at
+    start, end = found
+    place = start if text.isascii() else len(text[:start].encode())
+    return place, len(text[start:end].encode())
+
+
+_PLACES = json.JSONDecoder(parse_int=len, parse_float=len, strict=False)
+"""Finds the ends of values. Numbers are not read: Python refuses those of thousands of digits."""
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from engine.api.batches import FileRecord
 from engine.batches.batch_store import INPUT, JOURNAL, BatchStore, StoredBatch
 from engine.batches.file_store import FileStore
 from engine.batches.journal import Journal
-from engine.batches.lines import Input, LineLimits, read_input
+from engine.batches.lines import Input, LineLimits, read_beside
 from engine.batches.output import answers, errors
 from engine.batches.runner import Answer, Runner, Slots
 from engine.core.batches.batch_run import BatchRun, Progress
@@ -79,7 +79,7 @@ class Execution:
     async def _read_lines(self) -> Input | None:
         """The lines of the input; None for invalid lines, with which the batch has failed."""
         path, endpoint = self._batch.folder / INPUT, self._batch.record.endpoint
-        lines = await asyncio.to_thread(read_input, path, endpoint, self._limits)
+        lines = await read_beside(path, endpoint, self._limits)
         now = self._clock()
         if isinstance(lines, list):
             await self._note(self._run.refused(lines, now))

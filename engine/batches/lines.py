@@ -1,13 +1,23 @@
-"""The input file of a batch: all lines are checked once, and each is read again when it runs."""
+"""The input file of a batch: all lines are checked once, and the body of each is fetched again when it runs.
 
+Checking a line makes objects of it, which for megabytes of JSON takes a second in which nothing else of its interpreter
+runs. So a server checks files above a few lines in a process beside (`read_beside`). A body that runs is fetched as
+text, by its place in the file: who reads it has limits for hostile ones.
+"""
+
+import asyncio
 import os
+import pickle
+import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
-from engine.api.batches import Endpoint, Line, parse_line
+from engine.api.batches import Endpoint, Line, body_place, parse_line
 from engine.core.batches.ordering import PrefixOrder
 from engine.core.batches.records import Problem
 
@@ -15,6 +25,13 @@ MAX_PROBLEMS = 100
 """Most problems told of one file."""
 BUSY_S = 0.002
 """Seconds of work between two pauses as long: other threads have turns."""
+
+
+BESIDE_BYTES = 64 << 10
+"""Size of a file above which it is checked in a process beside: a line of this size keeps the interpreter for some ten
+milliseconds."""
+NICENESS = 5
+"""Priority of such a process below those that pass tokens on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,24 @@ class LineLimits:
     max_line_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LineRequest:
+    """A line that runs."""
+
+    custom_id: str
+    url: Endpoint
+    body: bytes
+    """As the file has it."""
+
+
+class _Place(NamedTuple):
+    """A body in the file."""
+
+    start: int
+    length: int
+    checksum: int
+
+
 @dataclass(slots=True)
 class Input:
     """The lines of a valid file by number, from 0 and without empty lines."""
@@ -33,19 +68,19 @@ class Input:
     digest: str = ""
     """Of the file's content."""
     custom_ids: list[str] = field(default_factory=list)
+    urls: list[Endpoint] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     """The lines in the order of running."""
-    places: list[tuple[int, int]] = field(default_factory=list)
-    """Place and length of each line in the file."""
+    bodies: list[_Place] = field(default_factory=list)
 
-    def line(self, number: int) -> Line:
-        """Read a line again. Raises OSError, also if the file has changed meanwhile."""
-        place, length = self.places[number]
+    def line(self, number: int) -> LineRequest:
+        """Fetch a line. Raises OSError, also if the file has changed meanwhile."""
+        place = self.bodies[number]
         with self.path.open("rb") as file:
-            line = parse_line(os.pread(file.fileno(), length, place), number + 1, None)
-        if isinstance(line, Problem) or line.custom_id != self.custom_ids[number]:
+            body = os.pread(file.fileno(), place.length, place.start)
+        if zlib.crc32(body) != place.checksum:
             raise OSError(f"{self.path} has changed")
-        return line
+        return LineRequest(self.custom_ids[number], self.urls[number], body)
 
 
 def read_input(
@@ -63,6 +98,47 @@ def read_input(
             rest(BUSY_S)
             began = time.monotonic()
     return reading.problems or reading.finished()
+
+
+async def read_beside(path: Path, endpoint: Endpoint | None, limits: LineLimits) -> Input | list[Problem]:
+    """As `read_input`, in a process beside if the file is large. Ends the process when cancelled. Raises OSError, also
+    if the process ends without an answer."""
+    if (await asyncio.to_thread(path.stat)).st_size <= BESIDE_BYTES:
+        return await asyncio.to_thread(read_input, path, endpoint, limits)
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", __name__),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        answer, _ = await process.communicate(pickle.dumps((path, endpoint, limits)))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise OSError(f"the process that checks {path} has ended with {process.returncode}")
+    found: Input | list[Problem] | OSError = pickle.loads(answer)
+    if isinstance(found, OSError):
+        raise found
+    return found
+
+
+def _read_and_answer() -> None:
+    """Be the process of `read_beside`."""
+    os.nice(NICENESS)
+    path, endpoint, limits = pickle.load(sys.stdin.buffer)
+    # As this module is imported by others: classes of a main module cannot be unpickled elsewhere.
+    from engine.batches.lines import read_input
+
+    try:
+        found: Input | list[Problem] | OSError = read_input(path, endpoint, limits, rest=None)
+    except OSError as error:
+        found = error
+    pickle.dump(found, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
 
 
 class _Reading:
@@ -112,7 +188,10 @@ class _Reading:
             return
         self._order.add(len(self._found.custom_ids), line.prompt)
         self._found.custom_ids.append(line.custom_id)
-        self._found.places.append((place, len(content)))
+        self._found.urls.append(line.url)
+        start, length = body_place(content)
+        checksum = zlib.crc32(content[start : start + length])
+        self._found.bodies.append(_Place(place + start, length, checksum))
 
     def _parsed(self, content: bytes, number: int) -> Line | Problem:
         max_bytes = self._limits.max_line_bytes
@@ -123,3 +202,7 @@ class _Reading:
             message = f"'custom_id' must be unique, and line {other} has the same."
             return Problem("duplicate_custom_id", message, number, "custom_id")
         return line
+
+
+if __name__ == "__main__":
+    _read_and_answer()

@@ -119,7 +119,7 @@ class Runner:
 
     async def _answer_line(self, number: int) -> None:
         line = await asyncio.to_thread(self._lines.line, number)
-        answer = await self._answer(line.url, line.request())
+        answer = await self._answer(line.url, line.body)
         now = self._clock()
         if answer.may_retry and self._run.try_again(number, now):
             return

@@ -1,5 +1,6 @@
 """Input files: which lines are valid, what is said of others, and the text by which lines are ordered."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any, get_args
@@ -9,7 +10,7 @@ import pytest
 from engine.api.batch_models import StatusName
 from engine.api.batches import Line, batch_object, page_body, parse_batch, parse_line, window_s
 from engine.batches import lines as lines_module
-from engine.batches.lines import MAX_PROBLEMS, Input, LineLimits, read_input
+from engine.batches.lines import MAX_PROBLEMS, Input, LineLimits, read_beside, read_input
 from engine.core.batches.batch_run import Progress
 from engine.core.batches.records import Problem, Status
 from engine.core.errors import RequestError
@@ -27,7 +28,7 @@ def test_lines_are_found_again(tmp_path: Path) -> None:
     found = read(tmp_path / "in", lines_of("one", "two") + b"\n  \n" + line_of("three")[:-1])
     assert isinstance(found, Input)
     assert found.custom_ids == ["one", "two", "three"] and found.order == [0, 1, 2]
-    assert [json.loads(found.line(number).request()) for number in range(3)] == [
+    assert [json.loads(found.line(number).body) for number in range(3)] == [
         {"prompt": "one"},
         {"prompt": "two"},
         {"prompt": "three"},
@@ -129,10 +130,49 @@ def test_equal_beginnings_of_prompts_are_equal_beginnings_of_texts() -> None:
     assert prompt_of(prompt=[1, 2, 3], messages=7)  # whatever is wrong is said when the line runs
 
 
-def test_a_body_reaches_its_route_unchanged() -> None:
-    body: dict[str, Any] = {"n": 2**70, "text": "ä\u0000", "list": [None, 1.5, {"deep": True}]}
-    line = parse_line(line_of("one", **body), 1, ENDPOINT)
-    assert isinstance(line, Line) and json.loads(line.request()) == {"prompt": "one", **body}
+BODIES = [
+    b'{"prompt": "one"}',
+    b'{ "text": "\xc3\xa4\\u0000 } \\" body", "list": [null, 1.5, {"body": {}}] }',
+    b'{"n": ' + b"7" * 4000 + b"}",
+    b'{"x": ' + b"[" * 100 + b"]" * 100 + b', "nan": NaN}',
+    b"{}",
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    "around",
+    [
+        (b'{"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": ', b"}"),
+        (b'{"body":', b',"custom_id":"one","url":"/v1/completions","method":"POST"}'),
+        (
+            b' {\t"body" : {"a": 1} , "custom_id": "\xc3\xa4\\"", "body" : ',
+            b' , "url":"/v1/completions","method":"POST"} ',
+        ),
+    ],
+    ids=["last", "first", "twice"],
+)
+def test_a_body_reaches_its_route_as_it_was_written(tmp_path: Path, body: bytes, around: tuple[bytes, bytes]) -> None:
+    before, after = around
+    found = read(tmp_path / "in", lines_of("zero") + before + body + after + b"\n" + lines_of("two"))
+    assert isinstance(found, Input), found
+    line = found.line(1)
+    assert (line.body, line.url) == (body, ENDPOINT)
+    parsed = parse_line(before + body + after, 1, ENDPOINT)
+    assert isinstance(parsed, Line) and (b"NaN" in body or parsed.body == json.loads(body))
+
+
+def test_a_large_file_is_read_by_a_process_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found, and what is wrong, is the same as here."""
+    monkeypatch.setattr(lines_module, "BESIDE_BYTES", 0)
+    path = tmp_path / "in"
+    for content in (lines_of("one", "two", "three"), lines_of("one", "one")):
+        path.write_bytes(content)
+        found = asyncio.run(read_beside(path, ENDPOINT, LineLimits()))
+        assert found == read_input(path, ENDPOINT, rest=None)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(read_beside(path, ENDPOINT, LineLimits()))
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("24h", 86_400), ("90m", 5400), ("30d", 30 * 86_400)])
