@@ -105,7 +105,8 @@ class Rendering:
         """The Python handle's response of a finished job of embeddings."""
         assert job.spec.embedding is not None
         vectors = tuple(tuple(embedding_of(state, job.spec.embedding).tolist()) for state in job.pooled())
-        return EmbedResponse(request_id=job.request_id, embeddings=vectors, usage=job.usage())
+        # Not validated: that would go through a million numbers in one hold of the interpreter's lock.
+        return EmbedResponse.model_construct(request_id=job.request_id, embeddings=vectors, usage=job.usage())
 
     def _slices(self, job: Job) -> Iterator[bytes]:
         if (use := job.spec.embedding) is not None:
