@@ -224,10 +224,12 @@ def describe(value: object) -> str:
 
 def name_all(values: Iterable[object]) -> str:
     """Names of the values at fault, each once: `1, 2 and 3`; behind the first `MAX_NAMED` only how many more."""
-    names = [describe(value) for value in dict.fromkeys(values)]
-    num_more = len(names) - MAX_NAMED
+    distinct = list(dict.fromkeys(values))
+    num_more = len(distinct) - MAX_NAMED
+    # Only those that are named are described: there may be a million.
+    names = [describe(value) for value in (distinct[:MAX_NAMED] if num_more > 1 else distinct)]
     if num_more > 1:
-        names = [*names[:MAX_NAMED], f"{num_more} more"]
+        names.append(f"{num_more} more")
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 

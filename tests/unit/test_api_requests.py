@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import routes
+from engine.api import routes, validation
 from engine.api.normal_form import MAX_CHOICES
 from engine.api.prompts import MAX_PROMPTS
 from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
@@ -688,3 +688,18 @@ def test_anything_is_a_request_or_a_request_error(fields: dict[str, Any], parse:
 def test_any_bytes_are_a_request_error(body: bytes) -> None:
     with pytest.raises(RequestError):
         parse_chat(body)
+
+
+def test_an_error_describes_only_the_values_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body may have a million token ids outside the vocabulary."""
+    described: list[object] = []
+
+    def describe(value: object) -> str:
+        described.append(value)
+        return str(value)
+
+    monkeypatch.setattr(validation, "describe", describe)
+    most = validation.MAX_NAMED
+    assert validation.name_all(range(1000)).endswith(f", {most - 1} and {1000 - most} more")
+    assert len(described) == most
+    assert validation.name_all([7, 8, 7]) == "7 and 8"
