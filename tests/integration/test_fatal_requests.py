@@ -1,0 +1,107 @@
+"""A request whose computing ends its worker's process: two workers are lost to it, no third one, and others go on."""
+
+import ctypes
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.chaos.harness import NUM_STREAMS, Load, Outcome, Streams
+from tests.integration.cluster import Cluster, Live, paced
+from tests.integration.conftest import MODEL, Server, eventually, random_prompt
+
+NUM_WORKERS = 3
+NUM_TOKENS = 120
+PACE_S = 0.1
+FATAL = 300
+"""The first token of the prompt under which workers die."""
+CONFIG: dict[str, Any] = {
+    "model": {"max_model_len": 4096},
+    "cache": {"num_blocks": 800, "segment_gib": 0.25, "swap_gib": 0.05},
+    "workers": {"mixed": {"replicas": NUM_WORKERS, "token_budget": 256, "max_requests": 32}},
+    "speculation": {"mode": "off"},  # one token per step, as the pace is one of steps
+}
+
+
+@pytest.fixture(scope="module")
+def live(cluster: Cluster) -> Live:
+    running = cluster.serve(CONFIG)
+    eventually(lambda: running.num_workers() == NUM_WORKERS, "all workers", 180)
+    return running
+
+
+def arm(server: Server) -> None:
+    """Have each present worker get a fatal signal in a step of the fatal request: when it has three tokens."""
+
+    def replace(worker: Any) -> None:  # runs in the worker's process
+        runner = worker._engine.runner
+        compute = runner.hidden
+
+        def hidden(chunks: Any) -> Any:
+            requests = [chunk.request for chunk in chunks]
+            if any(each.token_ids[0] == FATAL and each.num_output >= 3 for each in requests):
+                ctypes.string_at(0)  # SIGSEGV
+            return compute(chunks)
+
+        runner.hidden = hidden
+
+    ray.get([worker.__ray_call__.remote(replace) for worker in server.incarnations()], timeout=60)
+
+
+def epochs(server: Server) -> dict[str, int]:
+    """The incarnation of each worker, once all workers are there."""
+    statistics = eventually(
+        lambda: found if len(found := server.all_workers()) == NUM_WORKERS else None, "all workers are back", 180
+    )
+    return {each["worker_id"]: each["epoch"] for each in statistics}
+
+
+def fatal(*, stream: bool) -> dict[str, Any]:
+    prompt = [FATAL, *range(400, 440)]
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": stream}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_a_request_that_kills_its_workers_is_refused_after_the_second(
+    live: Live, tmp_path: Path, *, is_streamed: bool
+) -> None:
+    server, salt = live.server, f"beside {is_streamed}"
+    prompts = [random_prompt(8000 + index, 60 + 20 * index) for index in range(NUM_STREAMS)]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        answers = list(pool.map(partial(server.complete, max_tokens=NUM_TOKENS, cache_salt=salt), prompts))
+    load = Load(prompts, [answer["choices"][0]["token_ids"] for answer in answers])
+    before, num_refused = epochs(server), len([each for each in live.events("request_named") if each["refused"]])
+
+    streams, gate = Streams(server, load, salt), tmp_path / "gate"
+    with paced(server, gate, PACE_S):  # the streams last until the gate is gone
+        arm(server)
+        streams.start()
+        streams.wait_for_tokens(3, NUM_STREAMS)
+        status, _, data = server.request("POST", "/v1/completions", fatal(stream=is_streamed))
+        is_beside = [len(stream.token_ids) < NUM_TOKENS for stream in streams.streams]
+        gate.unlink()
+
+        outcome = Outcome("worker", "decode", "dies")
+        streams.finish(outcome, 0.0)
+        after = epochs(server)
+
+    assert any(is_beside), "workers died under streams"
+    if is_streamed:
+        lines = [line for line in data.decode().splitlines() if line.startswith("data: ")]
+        assert status == 200 and len(lines) > 1, "tokens of the first attempt"
+        error = json.loads(lines[-1].removeprefix("data: "))["error"]
+    else:
+        assert status == 400, data
+        error = json.loads(data)["error"]
+    assert error["code"] == "request_stops_workers"
+    named = [each for each in live.events("request_named") if each["refused"]]
+    assert len(named) == num_refused + 1
+
+    assert (outcome.identical, outcome.broken) == (NUM_STREAMS, 0), outcome.errors
+    assert before.keys() == after.keys()
+    assert len([name for name in before if after[name] > before[name]]) == 2, "two workers died and are back"
+    assert len([name for name in before if after[name] == before[name]]) == 1, "no third worker is hit"
