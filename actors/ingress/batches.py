@@ -86,7 +86,7 @@ class Batches:
         self._running: set[str] = set()
         """Ids of the batches taken or being taken here."""
         self._resting: dict[str, float] = {}
-        """When to try a failed batch again."""
+        """When to try a failed batch again, by the monotonic clock."""
         self._uploads, self._batches = Shares(), Shares()
         """Arriving files and running batches by tenant."""
 
@@ -149,7 +149,8 @@ class Batches:
     def _consider(self, batch: StoredBatch) -> None:
         """Run a batch, if the replica may and has time."""
         batch_id, now = batch.record.id, self._clock()
-        if batch_id in self._running or self._resting.get(batch_id, now) > now or not self._has_time(batch):
+        is_resting = time.monotonic() < self._resting.get(batch_id, 0.0)
+        if batch_id in self._running or is_resting or not self._has_time(batch):
             return
         is_over = batch.progress.outcome is not None or now >= batch.record.expires_at
         if not is_over and (self._tenant_of(batch) is None or batch.record.model != self.model_name):
@@ -173,7 +174,7 @@ class Batches:
                 if is_taken:
                     await self._complete(batch)
         except Exception:  # of any kind: it may go next time, and others shall go on now
-            self._resting[batch_id] = self._clock() + REST_S
+            self._resting[batch_id] = time.monotonic() + REST_S
             logger.exception("batch %s is put off", batch_id, extra=about("batch_put_off", batch=batch_id))
         finally:
             self._running.discard(batch_id)

@@ -37,7 +37,9 @@ class Execution:
         answer: Answer,
         slots: Slots,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` gives the times that clients see; `timer` measures pauses, also while the clock is set."""
         self._batch = batch
         self._store = store
         self._files = files
@@ -45,9 +47,10 @@ class Execution:
         self._answer = answer
         self._slots = slots
         self._clock = clock
+        self._timer = timer
         self._run = BatchRun(batch.record.expires_at)
         self._journal = Journal(batch.folder / JOURNAL)
-        self._observed_at = self._measured_at = clock()
+        self._observed_at = self._measured_at = timer()
 
     @property
     def progress(self) -> Progress:
@@ -106,11 +109,12 @@ class Execution:
             slots=self._slots,
             look=self._look,
             clock=self._clock,
+            timer=self._timer,
         )
 
     async def _look(self) -> Sequence[Record]:
         """Show the progress, and learn of a cancellation and of a full disk."""
-        now = self._clock()
+        now = self._timer()
         if now < self._observed_at + OBSERVE_S:
             return []
         self._observed_at = now

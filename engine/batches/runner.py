@@ -64,9 +64,11 @@ class Runner:
         slots: Slots,
         look: Callable[[], Awaitable[Sequence[Record]]],
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         """`look` is called every `LOOK_S`: on an event from outside, such as a cancellation, `look` returns the
-        records of the run."""
+        records of the run. `clock` gives the times of records; `timer` measures the pauses before lines are tried
+        again, also while the clock is set."""
         self._batch_id = batch_id
         self._run = run
         self._lines = lines
@@ -75,6 +77,7 @@ class Runner:
         self._slots = slots
         self._look = look
         self._clock = clock
+        self._timer = timer
         self._writing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,7 +99,7 @@ class Runner:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start_lines(self) -> None:
-        for number in self._run.start(self._slots.free(), self._clock()):
+        for number in self._run.start(self._slots.free(), self._timer()):
             self._slots.begin()
             self._tasks.add(asyncio.create_task(self._run_line(number)))
 
@@ -120,11 +123,10 @@ class Runner:
     async def _answer_line(self, number: int) -> None:
         line = await asyncio.to_thread(self._lines.line, number)
         answer = await self._answer(line.url, line.body)
-        now = self._clock()
-        if answer.may_retry and self._run.try_again(number, now):
+        if answer.may_retry and self._run.try_again(number, self._timer()):
             return
         output = output_line(line_id(self._batch_id, number), line.custom_id, answer)
-        await self._write(self._run.answered(number, output, now, has_failed=answer.status != SUCCESS))
+        await self._write(self._run.answered(number, output, self._clock(), has_failed=answer.status != SUCCESS))
 
     async def _write(self, records: Sequence[Record]) -> None:
         """Write records, after all records decided before."""

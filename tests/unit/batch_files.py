@@ -46,7 +46,7 @@ class Stores:
     """Files and batches under one folder."""
 
     def __init__(self, folder: Path, limits: StoreLimits = LIMITS) -> None:
-        self.clock = Clock()
+        self.clock, self.timer = Clock(), Clock()
         self.files = FileStore(folder, limits, self.clock)
         self.batches = BatchStore(self.files, limits.keep_s, self.clock)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def execution(stores: Stores, batch: Any, server: Server, concurrency: int = 4) 
         answer=server.answer,
         slots=FixedSlots(concurrency),
         clock=stores.clock,
+        timer=stores.timer,
     )
 
 
@@ -92,7 +94,7 @@ def test_a_line_without_room_is_tried_again(tmp_path: Path) -> None:
     async def work() -> None:
         task = asyncio.ensure_future(execution(stores, batch, server).complete())
         while not task.done():
-            stores.clock.now += 30
+            stores.timer.now += 30
             await asyncio.sleep(0.005)
         task.result()
 
@@ -100,6 +102,32 @@ def test_a_line_without_room_is_tried_again(tmp_path: Path) -> None:
     assert (server.asked.count("a"), server.asked.count("b"), server.asked.count("c")) == (4, MAX_ATTEMPTS, 1)
     [failed] = stores.content(batch.record.error_file_id)
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("b", 429)
+
+
+def test_a_clock_that_is_set_back_changes_no_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the one before a line is tried again, nor the one between two looks for a cancellation."""
+    monkeypatch.setattr(execution_module, "OBSERVE_S", 1.0)
+    stores, server = Stores(tmp_path), Server(has_no_room={"a": 1}, hangs={"b"})
+    batch = stores.begin(lines_of("a", "b"))
+
+    async def work() -> None:
+        task = asyncio.ensure_future(execution(stores, batch, server).complete())
+        await until(lambda: sorted(server.asked) == ["a", "b"])
+        stores.clock.now -= 3600
+        await until(
+            lambda: after_a_second(lambda: stores.batches.get("a", batch.record.id).progress.num_completed == 1)
+        )
+        stores.batches.cancel("a", batch.record.id)
+        await until(lambda: after_a_second(task.done))
+        task.result()
+
+    def after_a_second(condition: Callable[[], bool]) -> bool:
+        stores.timer.now += 1
+        return condition()
+
+    asyncio.run(work())
+    assert sorted(server.asked) == ["a", "a", "b"]
+    assert stores.batches.get("a", batch.record.id).progress.status is Status.CANCELLED
 
 
 def test_lines_that_are_not_valid_fail_the_batch(tmp_path: Path) -> None:

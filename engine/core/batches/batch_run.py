@@ -98,7 +98,7 @@ class BatchRun:
         return [] if self.is_stopped else [self._apply(Stopped(now, Status.FAILED, tuple(problems)))]
 
     def start(self, count: int, now: float) -> list[int]:
-        """Take at most `count` lines, to run now."""
+        """Take at most `count` lines, to run now; `now` is a time of `try_again`'s."""
         return [] if self.is_stopped or self._queue is None else self._queue.take(count, now)
 
     def answered(self, number: int, output: bytes, now: float, *, has_failed: bool) -> list[Record]:
@@ -110,7 +110,8 @@ class BatchRun:
         return [self._apply(Answered(number, has_failed, output)), *self._completed(now)]
 
     def try_again(self, number: int, now: float) -> bool:
-        """A running line found no room, or no worker. False: the failure is the answer."""
+        """A running line found no room, or no worker. False: the failure is the answer. `now`: of a clock that is
+        never set, other than the times of records."""
         return self._queue is not None and not self.is_stopped and self._queue.try_again(number, now)
 
     def cancelled(self, now: float) -> list[Record]:
