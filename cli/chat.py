@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    server = Server(options.url, _api_key(options.api_key_env))
+    server = Server(options.url, api_key(options.api_key_env))
     model = asyncio.run(server.model(options.model))
     chat = Chat(
         server=server,
@@ -351,7 +351,7 @@ class Server:
             raise BrokenStreamError(f"{self.url} ended the stream before the answer was complete")
 
 
-def _api_key(variable: str | None) -> str | None:
+def api_key(variable: str | None) -> str | None:
     """Read the key from an environment variable: an argument would be readable by everyone on the machine."""
     if variable is not None and not os.environ.get(variable):
         raise StartupError(f"--api-key-env {variable}: no such variable in the environment")

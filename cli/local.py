@@ -8,6 +8,8 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -72,21 +74,29 @@ async def _serve(config: Config, console: Console) -> None:
 
 async def _listen(application: object, config: Config, console: Console, stopping: "asyncio.Task[bool]") -> None:
     """Answer requests until told to stop. Raises StartupError if the port was taken meanwhile."""
+    async with listening(application, config) as serving:
+        console.print(
+            f"ready after {age_s():.1f} s: {url_of(config)}, all in this process: nothing takes over from it\n"
+            f"{who_may_use(config)}\n\n{example(config, resolve_model(config.model.source))}\n",
+            soft_wrap=True,
+        )
+        await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+
+
+@asynccontextmanager
+async def listening(application: object, config: Config) -> AsyncGenerator["asyncio.Task[None]"]:
+    """Answer requests while the block runs, by the task that it gets. Raises StartupError if the port was taken."""
     web = _uvicorn(application, config)
     serving = asyncio.create_task(_answering(web, config))
     while not web.started and not serving.done():
         await asyncio.sleep(LOOK_S)
     if serving.done():
         serving.result()
-
-    console.print(
-        f"ready after {age_s():.1f} s: {url_of(config)}, all in this process: nothing takes over from it\n"
-        f"{who_may_use(config)}\n\n{example(config, resolve_model(config.model.source))}\n",
-        soft_wrap=True,
-    )
-    await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
-    web.should_exit = True
-    await serving
+    try:
+        yield serving
+    finally:
+        web.should_exit = True
+        await serving
 
 
 async def _answering(web: "uvicorn.Server", config: Config) -> None:

@@ -76,6 +76,17 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (OPENAI_API_KEY)")
     chat.set_defaults(run=_chat)
 
+    replay = commands.add_parser("replay", help="send the requests of a recording again, and compare the answers")
+    replay.add_argument("recording", metavar="FILE", help="a file that logging.recording made; it contains prompts")
+    replay.add_argument("--url", help="a running server to ask (default: the model is loaded into this process)")
+    replay.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (OPENAI_API_KEY)")
+    replay.add_argument("--model", help="folder, hub id, GGUF file or package:<package>/<file> (default: as recorded)")
+    _add_config(replay, "default: one worker, in the size of the machine")
+    replay.add_argument(
+        "--speed", type=float, default=1.0, help="so many times as fast as the requests came (default: %(default)s)"
+    )
+    replay.set_defaults(run=_replay)
+
     key = commands.add_parser("key", help="make an API key for a tenant, and the hash of it for the configuration")
     key.set_defaults(run=_key)
     return raydix
@@ -124,6 +135,12 @@ def _chat(options: argparse.Namespace) -> int:
     from cli import chat
 
     return chat.run(options)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from cli import replay
+
+    return replay.run(options)
 
 
 def _key(_: argparse.Namespace) -> int:

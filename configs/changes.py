@@ -86,7 +86,11 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
         Effect.IN_PLACE: "tenant_gib concurrency max_lines max_file_mib max_files keep_days",
         Effect.INGRESS: "folder",
     },
-    "logging": {Effect.IN_PLACE: "level", Effect.EVERYTHING: "format stimuli stimuli_mib"},
+    "logging": {
+        Effect.IN_PLACE: "level",
+        Effect.EVERYTHING: "format",
+        Effect.INGRESS: "recording recording_mib",
+    },
     TENANTS: {Effect.IN_PLACE: "name key_hashes admin cache_min cache_max max_requests min_priority weight"},
 }
 

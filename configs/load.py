@@ -12,6 +12,11 @@ from configs.schema import Config
 from engine.core.errors import StartupError
 
 CONFIG_FOLDER = Path(__file__).parent
+GONE: Mapping[str, str] = dict.fromkeys(
+    ("logging.stimuli", "logging.stimuli_mib"),
+    "no longer a key: logging.recording records requests, prompts included, for raydix replay",
+)
+"""Keys that configurations of earlier versions may have, each with what to do in its place."""
 
 
 def load_config(
@@ -89,11 +94,14 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, kind: type[BaseModel] = Config) -> list[str]:
-    """One sentence per problem, with the key's path in `kind` and, for an unknown key, the nearest valid one."""
+    """One sentence per problem, with the key's path in `kind` and, for an unknown key, what became of it, or the
+    nearest valid one."""
     problems = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "extra_forbidden" and path in GONE:
+            problems.append(f"{path} is {GONE[path]}")
+        elif problem["type"] == "extra_forbidden":
             valid = _keys_at(problem["loc"][:-1], kind)
             near = difflib.get_close_matches(str(problem["loc"][-1]), valid, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"

@@ -406,7 +406,7 @@ class HttpSection(Section):
 
 
 class LoggingSection(Section):
-    """The log files of raydix's processes, in Ray's log folder, and recordings."""
+    """The log files of raydix's processes, in Ray's log folder, and recordings of requests."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="INFO", description="Least severe level that is written. INFO has one line for each request."
@@ -414,14 +414,15 @@ class LoggingSection(Section):
     format: Literal["json", "text"] = Field(
         default="json", description="json: an object with named fields in each line; text: for people."
     )
-    stimuli: str | None = Field(
+    recording: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder for recordings of the calls that manager, ingress replicas and workers receive, from their "
-        "start on, to be replayed in a unit test: no prompts, generated text or KV, but hashes of blocks, numbers of "
-        "tokens and the ids that clients give to sessions. By default nothing is recorded.",
+        description="Folder for recordings of the requests over HTTP, to be sent again by raydix replay. A recording "
+        "contains prompts, and digests of the answers. By default nothing is recorded.",
     )
-    stimuli_mib: int = Field(default=64, ge=1, description="Size at which a recording ends, in MiB; a warning says so.")
+    recording_mib: int = Field(
+        default=64, ge=1, description="Size at which a recording ends, in MiB; a warning says so."
+    )
 
 
 class Config(Section):

@@ -207,7 +207,7 @@ def ingress_arguments(config: Config) -> IngressArguments:
         model=_only(config.model, *ModelSection.model_fields),
         cache=_only(config.cache, "block_size", "prefix_caching", "await_timeout_s", "public_prefixes"),
         speculation=_only(config.speculation, "mode", "sources"),
-        logging=_files_of(config.logging),
+        logging=_only(config.logging, "format", "recording", "recording_mib"),
         hands_over=config.workers.hands_over,
         has_tokenizer_info=config.http.tokenizer_info,
         unknown_fields=config.http.unknown_fields,
@@ -223,7 +223,7 @@ def manager_arguments(config: Config) -> ManagerArguments:
     budgets = ("segment_gib", "transcript_mib", "response_mib", "response_ttl_s", "disk_gib", "disk_path")
     cache = _only(config.cache, "block_size", "prefix_caching", "await_timeout_s", "label_selector", *budgets)
     speculation = _only(config.speculation, "mode", "sources", "cluster_mib")
-    return ManagerArguments(cache=cache, speculation=speculation, logging=_files_of(config.logging))
+    return ManagerArguments(cache=cache, speculation=speculation, logging=_only(config.logging, "format"))
 
 
 def manager_live(config: Config) -> ManagerLive:
@@ -253,7 +253,7 @@ def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
             {name: getattr(worker, name) for name in ("device", "num_threads", *resources)}
         ),
         speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib", *draft_model),
-        logging=_files_of(config.logging),
+        logging=_only(config.logging, "format"),
     )
 
 
@@ -282,11 +282,6 @@ def read(kind: type[S], content: Mapping[str, Any]) -> S:
         return kind.model_validate(content)
     except ValidationError as error:
         raise StartupError(f"{kind.__name__}: {'; '.join(explain(error, kind))}") from None
-
-
-def _files_of(logging: LoggingSection) -> LoggingSection:
-    """What is opened at the start of a process."""
-    return _only(logging, "format", "stimuli", "stimuli_mib")
 
 
 def shares(tenants: Iterable[TenantSection]) -> tuple[Share, ...]:

@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from actors.ingress.accounting import internal_error
 from actors.ingress.cross_origin import CrossOrigin
-from actors.ingress.http import ClientGoneError, HeadAsGet, error_response
+from actors.ingress.http import CLIENT_CLOSED_REQUEST, ClientGoneError, HeadAsGet, error_response
+from actors.ingress.recorder import Recorder, Recording
 from actors.ingress.routes import (
     OPEN_ROUTES,
     PROBED_ROUTES,
@@ -26,9 +27,6 @@ from actors.ingress.routes.replica import Replica, replica, route_of
 from engine.api.anthropic.errors import ANTHROPIC
 from engine.api.wire import OPENAI, WireFormat
 from engine.core.errors import RaydixError, RequestError, ServiceError
-
-CLIENT_CLOSED_REQUEST = 499
-"""Status that proxies log for a client that left; no client reads it."""
 
 
 def application(of: Replica | None) -> FastAPI:
@@ -45,6 +43,11 @@ def application(of: Replica | None) -> FastAPI:
         of: Replica | None = app.state.replica
         return () if of is None else of.config.http.allowed_origins
 
+    def recorder() -> Recorder | None:
+        of: Replica | None = app.state.replica
+        return None if of is None else of.recorder
+
+    app.add_middleware(Recording, recorder=recorder)
     app.add_middleware(CrossOrigin, allowed=allowed_origins)
     app.add_middleware(HeadAsGet)
     for each in (answers, tokens, operation, batches, description):

@@ -176,7 +176,6 @@ def _dispatcher(
         manager=manager,
         model=_model_facts(config, identity),
         on_failover=metrics.failed_over,
-        logs=config.logging,
     )
 
 

@@ -16,13 +16,10 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from actors.calls import Background, quietly, run_detached, sleep
 from actors.ingress.incidents import log_incident
 from actors.ingress.manager_link import ManagerLink
-from actors.logs import DEFAULTS
 from actors.names import incarnation_name
 from actors.processes import ProcessWatch, own_process
-from actors.recording import recorded
 from actors.rpc import WorkerClient
 from actors.runtime import Runtime
-from configs.schema import LoggingSection
 from engine.core.errors import ServiceError
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from engine.core.ingress.dispatch import Dispatch
@@ -48,7 +45,6 @@ from engine.core.ingress.instructions import (
     WorkerLost,
     WorkerSilent,
 )
-from engine.core.ingress.notes import NOTES
 from engine.core.log_fields import about
 from engine.core.types import AdmitRequest, Attempt, BlockHash, TokenEvent, WorkerInfo
 
@@ -86,13 +82,12 @@ class Dispatcher:
         model: ModelFacts,
         on_failover: Callable[[], None],
         timeouts: Timeouts | None = None,
-        logs: LoggingSection = DEFAULTS,
     ) -> None:
         self._ingress_id = ingress_id
         self._runtime = runtime
         self._manager = manager
         self._on_failover = on_failover
-        self._dispatch = recorded("ingress", logs, NOTES, Dispatch, ingress_id, model, time.monotonic(), timeouts)
+        self._dispatch = Dispatch(ingress_id, model, time.monotonic(), timeouts)
         self._deliveries: dict[str, _Delivery] = {}
         self._found: dict[tuple[str, int], WorkerClient] = {}
         """Worker incarnations that were found and of which `Dispatch` is being told."""

@@ -40,6 +40,10 @@ QUIET_S = 10.0
 """Seconds without an event, and without a status line, after which a stream gets `WireFormat.waiting`."""
 
 
+CLIENT_CLOSED_REQUEST = 499
+"""Status that proxies log for a client that left; no client reads it."""
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
 

@@ -12,6 +12,7 @@ from actors.ingress.batches import ROUTES, Batches
 from actors.ingress.build import batch_settings, build_batches, build_frontend, replica_limits
 from actors.ingress.frontend import Frontend
 from actors.ingress.http import read_body
+from actors.ingress.recorder import Recorder, recorder_of
 from actors.logs import set_level
 from actors.metrics import HoldMetrics
 from actors.runtime import Runtime
@@ -39,6 +40,7 @@ class IngressReplica:
     config: Config
     frontend: Frontend
     batches: Batches | None
+    recorder: Recorder | None = None
 
     def __init__(self) -> None:
         self.is_built = False
@@ -55,6 +57,7 @@ class IngressReplica:
         self.batches = build_batches(self.config, self.frontend)
         if self.batches is not None:
             self.batches.start()
+        self.recorder = recorder_of(config)
         self.is_built = True
         logger.info("ingress started", extra=about("started", replica=replica_id))
 

@@ -31,7 +31,6 @@ from actors.messages import (
 from actors.metric_values import Family
 from actors.metrics import HoldMetrics, ManagerMetrics
 from actors.processes import ProcessWatch
-from actors.recording import recorded
 from actors.rpc import Handle, WorkerClient
 from actors.runtime import Runtime
 from configs.schema import LoggingSection
@@ -42,7 +41,6 @@ from engine.core.log_fields import about
 from engine.core.manager.block_index import GC_THRESHOLDS
 from engine.core.manager.directory import Directory
 from engine.core.manager.elastic import ONE_WORKER, PoolLimits
-from engine.core.manager.notes import NOTES
 from engine.core.manager.placement import CostModel
 from engine.core.objectives import NO_OBJECTIVES, Late, Objectives
 from engine.core.shares import weights_of
@@ -99,11 +97,7 @@ class KVCacheManager(Succession, DirectoryReports, LoadWatch):
         log_to_ray(MANAGER, logs)
         gc.set_threshold(*GC_THRESHOLDS)
 
-        self._directory = recorded(
-            MANAGER,
-            logs,
-            NOTES,
-            Directory,
+        self._directory = Directory(
             costs,
             segment_budget_bytes,
             disk_budget_bytes,

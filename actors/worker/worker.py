@@ -30,7 +30,6 @@ from actors.names import incarnation_name
 from actors.processes import ProcessWatch
 from actors.runtime import Runtime, Words
 from actors.worker.export_stream import ExportStream
-from actors.worker.recording import record_scheduler
 from actors.worker.registering import Registering
 from actors.worker.segment_import import import_segment
 from actors.worker.statistics import engine_statistics
@@ -107,7 +106,6 @@ class Worker(Registering):
         from engine.model.loop import EngineLoop
 
         self._engine = build_engine(settings, ObjectStoreSwap(runtime), on_tensor)
-        record_scheduler(self._engine, settings, role, logs)
         self._device = settings.device
         self._words: Words | None = None
         self._loop_thread = EngineLoop(self._engine, self._publish, self._end_process, role)

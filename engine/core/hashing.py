@@ -79,16 +79,6 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return blake2b(parent + _token_bytes(token_ids), digest_size=DIGEST_BYTES).digest()
 
 
-def hash_beginnings(parent: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
-    """The hashes of blocks after `parent` of the first of `token_ids`, the first two, and so on."""
-    data, state = _token_bytes(token_ids), blake2b(parent, digest_size=DIGEST_BYTES)
-    hashes = []
-    for start in range(0, len(data), 4):
-        state.update(data[start : start + 4])
-        hashes.append(state.digest())
-    return hashes
-
-
 def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """The hashes of all full blocks of `token_ids`, which begin right after `parent`."""
     data, width = _token_bytes(token_ids), 4 * block_size

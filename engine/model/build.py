@@ -10,10 +10,10 @@ import torch
 
 from engine.core.errors import StartupError
 from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
+from engine.core.worker.block_pool import pool_of
 from engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
 from engine.core.worker.drafts.draft_model import DraftModel
 from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.replaying import pool_of
 from engine.model.config import ModelConfig
 from engine.model.cuda import CudaGraphs
 from engine.model.cuda_kv_pool import CudaKVPool

@@ -26,7 +26,7 @@ class Process:
     """A server that runs in a process of its own, and the lines that it has written."""
 
     def __init__(self, *options: str) -> None:
-        self.port = free_port()
+        self.port, self.options = free_port(), options
         command = [sys.executable, "-m", "cli.main", "serve", "--local", "--port", str(self.port), *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
@@ -56,7 +56,10 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         pytest.skip(str(error))
     config = tmp_path_factory.mktemp("local") / "small.yaml"
     batches = json.dumps(str(tmp_path_factory.mktemp("batches")))
-    config.write_text(f"cache: {{num_blocks: 200}}\nmodel: {{max_model_len: 2048}}\nbatches: {{folder: {batches}}}\n")
+    config.write_text(
+        f"cache: {{num_blocks: 200}}\nmodel: {{max_model_len: 2048}}\nbatches: {{folder: {batches}}}\n"
+        f"logging: {{recording: {config.parent}}}\n"
+    )
     running = Process("--config", str(config))
     try:
         running.until("ready after")
@@ -114,13 +117,23 @@ def test_the_start_says_what_it_is(local: Process) -> None:
 
 
 def test_a_signal_ends_everything(local: Process) -> None:
-    """The last test of the module: the server answers nothing any more."""
+    """From here on the server answers nothing any more."""
     children = psutil.Process(local.process.pid).children(recursive=True)
     os.kill(local.process.pid, signal.SIGTERM)
     local.until("stopping")
     assert local.process.wait() == 0
     gone, alive = psutil.wait_procs(children, timeout=60)
     assert not alive and len(gone) == len(children)
+
+
+def test_the_recording_is_answered_the_same_by_another_process(local: Process) -> None:
+    config = local.options[-1]
+    [recording] = Path(config).parent.glob("requests-*.jsonl")
+    command = [sys.executable, "-m", "cli.main", "replay", str(recording), "--config", config, "--speed", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search("[1-9][0-9]* answers the same as then", done.stderr), done.stderr
+    assert "not compared: the client left" in done.stderr and "different" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from engine.core.ingress import instructions as ingress
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from engine.core.ingress.dispatch import Dispatch
 from engine.core.ingress.generation import Generation
-from engine.core.ingress.notes import NOTES
 from engine.core.manager.answer_store import AnswerStore
 from engine.core.manager.block_index import Segment
 from engine.core.manager.directory import Directory
@@ -47,7 +46,6 @@ from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.drafts.drafter import Drafter
 from engine.model.engine import Engine, ExportedSegment
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of, expected_answer
-from tests.unit.replaying import Recording, check_dispatch
 
 PING_S = 2.0
 AWAIT_TIMEOUT_S = 30.0
@@ -132,9 +130,7 @@ class Cluster:
         facts = ModelFacts(
             FINGERPRINT.rpartition("/")[0], sizes.block_size, AWAIT_TIMEOUT_S, names_answers=names_answers
         )
-        self.new_dispatch = partial(Dispatch, "ingress", facts, self.now, Timeouts(retry_s=RETRY_S, dispatch_s=1e9))
-        self.dispatch = self.new_dispatch()
-        self.recording = Recording(self.dispatch, NOTES)
+        self.dispatch = Dispatch("ingress", facts, self.now, Timeouts(retry_s=RETRY_S, dispatch_s=1e9))
         self._pinged_at = 0.0
         self.muted: set[str] = set()
         """Workers whose answers and heartbeats do not arrive."""
@@ -322,7 +318,6 @@ class Cluster:
         else:
             raise AssertionError("it does not end")
         self.check_integrity()
-        check_dispatch(self.recording, self.dispatch, self.new_dispatch())
         assert not self.active, f"{list(self.active)} never end"
         assert self.num_lost or not self.num_lost_attempts, "nothing was lost"
         assert self.manager.directory.num_reservations == 0

@@ -217,6 +217,8 @@ class FakeDispatcher(Dispatcher):
     together: int = 1
     """Events that come at a time."""
     is_ready: bool = True
+    error: Exception | None = None
+    """An unforeseen error of every generation."""
     begun: list[Generation] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     is_started: bool = False
@@ -235,7 +237,10 @@ class FakeDispatcher(Dispatcher):
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
         self.begun.append(generation)
-        answer = f"{generation.sampling.seed % 1000:03} {self.answer}" if self.draws else self.answer
+        if self.error is not None:
+            raise self.error
+        draws = self.draws and generation.sampling.temperature > 0
+        answer = f"{generation.sampling.seed % 1000:03} {self.answer}" if draws else self.answer
         batch: list[TokenEvent] = []
         try:
             for position in range(len(answer) + 1):

@@ -18,18 +18,16 @@ import actors.worker.registering as registering_module
 from actors.ingress.dispatcher import Dispatcher
 from actors.ingress.manager_link import ManagerLink
 from actors.local import LocalHandle, LocalRuntime
-from actors.logs import DEFAULTS
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.names import incarnation_name
 from actors.runtime import Runtime
 from actors.worker.worker import WORKER_CLASSES, Worker
-from configs.schema import LoggingSection
 from engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from engine.core.ingress.generation import Generation
 from engine.core.manager.placement import CostModel
 from engine.core.settings import EngineSettings, SchedulerLimits
 from engine.core.types import CacheHints, Role, Salt, SamplingParams
-from engine.core.worker.replaying import pool_of
+from engine.core.worker.block_pool import pool_of
 from engine.model.engine import Engine
 from engine.model.swap_space import SwapSpace
 from tests.unit.builders import FINGERPRINT, FakeModel
@@ -118,15 +116,15 @@ class LocalWorkers(LocalRuntime):
         monkeypatch.setattr(registering_module, "HEARTBEAT_S", 0.02)
         monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.5)
 
-    async def start_manager(self, disk: Path | None = None, logs: LoggingSection = DEFAULTS) -> KVCacheManager:
+    async def start_manager(self, disk: Path | None = None) -> KVCacheManager:
         """Start a manager, in place of the last one; with `disk` as the folder of its files."""
-        manager = self.make_manager(disk, logs)
+        manager = self.make_manager(disk)
         self.manager_name = f"manager:{len(self.handles)}"
         self.handles[self.manager_name] = MortalHandle(manager)
         await manager.start()
         return manager
 
-    def make_manager(self, disk: Path | None = None, logs: LoggingSection = DEFAULTS, **options: Any) -> KVCacheManager:
+    def make_manager(self, disk: Path | None = None, **options: Any) -> KVCacheManager:
         """A manager, not started."""
         return KVCacheManager(
             CostModel(BLOCK_SIZE, piggyback_tokens=0),
@@ -135,7 +133,6 @@ class LocalWorkers(LocalRuntime):
             await_timeout_s=30.0,
             disk_budget_bytes=0 if disk is None else 1 << 20,
             disk_path=None if disk is None else str(disk),
-            logs=logs,
             runtime=self,
             **options,
         )
@@ -147,10 +144,9 @@ class LocalWorkers(LocalRuntime):
         epoch: int = 1,
         num_blocks: int = NUM_BLOCKS,
         swap_bytes: int = 0,
-        logs: LoggingSection = DEFAULTS,
     ) -> Worker:
         """Start a worker; it registers by itself."""
-        worker = make_worker(role, worker_id, self, epoch, num_blocks, swap_bytes, logs)
+        worker = make_worker(role, worker_id, self, epoch, num_blocks, swap_bytes)
         self.handles[incarnation_name(worker_id, epoch)] = MortalHandle(worker)
         assert await worker.start() == worker_id
         return worker
@@ -188,7 +184,6 @@ def make_worker(
     epoch: int = 1,
     num_blocks: int = NUM_BLOCKS,
     swap_bytes: int = 0,
-    logs: LoggingSection = DEFAULTS,
 ) -> Worker:
     """A worker, not started."""
     settings = EngineSettings(
@@ -202,7 +197,7 @@ def make_worker(
         limits=SchedulerLimits(token_budget=16, max_requests=8),
         swap_bytes=swap_bytes,
     )
-    return WORKER_CLASSES[role](settings, role, worker_id, epoch, runtime, logs)
+    return WORKER_CLASSES[role](settings, role, worker_id, epoch, runtime)
 
 
 def make_engine(settings: EngineSettings, swap_space: SwapSpace, on_tensor: Callable[[], None]) -> Engine:
@@ -226,13 +221,12 @@ def make_dispatcher(
     runtime: Runtime,
     ingress_id: str = "ingress",
     worker_silent_s: float = 30.0,
-    logs: LoggingSection = DEFAULTS,
     on_failover: Callable[[], None] = lambda: None,
 ) -> Dispatcher:
     """The data plane of an ingress replica; each failover is told to `on_failover`."""
     model = ModelFacts(FINGERPRINT.rpartition("/")[0], BLOCK_SIZE, await_timeout_s=30.0)
     timeouts = Timeouts(retry_s=0.01, dispatch_s=5.0, worker_silent_s=worker_silent_s)
-    return Dispatcher(ingress_id, runtime, ManagerLink(runtime), model, on_failover, timeouts, logs)
+    return Dispatcher(ingress_id, runtime, ManagerLink(runtime), model, on_failover, timeouts)
 
 
 async def answer_of(dispatcher: Dispatcher, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> list[int]:

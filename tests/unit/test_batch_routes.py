@@ -16,7 +16,7 @@ from ray import serve
 from starlette.requests import Request
 
 from actors.ingress import batches as batches_module
-from actors.ingress.application import CLIENT_CLOSED_REQUEST
+from actors.ingress.http import CLIENT_CLOSED_REQUEST
 from actors.ingress.routes import batches as batch_routes
 from engine.batches import execution as execution_module
 from engine.batches import runner as runner_module

@@ -62,7 +62,7 @@ CHANGED: dict[str, Any] = {
     "logging.level": "DEBUG",
     "speculation.draft_model": "org/smaller",
     "logging.format": "text",
-    "logging.stimuli": "/elsewhere",
+    "logging.recording": "/elsewhere",
     "tenants_file": "/elsewhere/tenants.yaml",
     "tenants.name": "bob",
     "tenants.key_hashes": [key_hash("rdx-another")],

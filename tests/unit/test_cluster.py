@@ -1,5 +1,8 @@
 """What many requests of one prefix compute together, on however many workers: each block once."""
 
+import os
+import subprocess
+import sys
 from random import Random
 
 import pytest
@@ -204,3 +207,26 @@ def test_a_call_or_tokens_that_are_lost_cost_seconds(roles: tuple[Role, ...], ki
             break
     assert cluster.num_lost == 0, "more messages than were tried"
     assert num_found
+
+
+def course() -> list[object]:
+    """Everything that came of many requests, among whose workers and blocks several are equally good."""
+    random, cluster = Random(7), Cluster((P, P, D, D, M), SIZES, sources=[DraftSource.CLUSTER])
+    start(cluster, [PREFIX[:90] + suffix for suffix in SUFFIXES], random, at_once=False)
+    cluster.kill("w0")
+    cluster.drain(random)
+    ended = [(name, each.tokens, each.attempt, each.prefill, each.decode) for name, each in cluster.ended.items()]
+    pools = [list(worker.engine.pool.hashes()) for worker in cluster.workers.values()]
+    return [ended, pools, cluster.num_prefill_tokens, cluster.now]
+
+
+def test_another_process_decides_the_same() -> None:
+    """No decision depends on the order of a set of strings or of bytes, which differs between processes."""
+    code = "from tests.unit.test_cluster import course; print(course())"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1 and b"w4" in outputs.pop()

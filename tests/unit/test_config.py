@@ -126,6 +126,10 @@ def test_defaults_are_within_their_own_bounds(tmp_path: Path) -> None:
         ({"workers": {"mixd": {}}}, "unknown key 'workers.mixd', did you mean 'mixed'?"),
         ({"workers": {"mixed": {"replica": 2}}}, "unknown key 'workers.mixed.replica', did you mean 'replicas'?"),
         ({**MIXED, "cache": {"blocksize": 16}}, "unknown key 'cache.blocksize', did you mean 'block_size'?"),
+        (
+            {**MIXED, "logging": {"stimuli": "x"}},
+            "logging.stimuli is no longer a key: logging.recording records requests",
+        ),
         ({**MIXED, "http": {"zzz": 1}}, "unknown key 'http.zzz', valid keys: host, port"),
     ],
 )

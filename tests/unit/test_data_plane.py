@@ -19,32 +19,25 @@ import actors.worker.worker as worker_module
 import engine.core.manager.segment_events as segment_events_module
 from actors.calls import answer
 from actors.ingress.dispatcher import Dispatcher
-from actors.logs import DEFAULTS
 from actors.manager.kv_cache_manager import KVCacheManager
 from actors.rpc import ManagerClient, WorkerClient
 from actors.worker.export_stream import ExportStream
 from actors.worker.worker import Worker
-from configs.schema import LoggingSection
 from engine.core.costs import WorkerCosts
 from engine.core.errors import StopsWorkersError
 from engine.core.hashing import BlockChain
-from engine.core.ingress.dispatch import Dispatch
-from engine.core.manager.directory import Directory
 from engine.core.manager.elastic import PoolLimits
 from engine.core.objectives import Objectives
 from engine.core.settings import DraftLimits, SchedulerLimits
-from engine.core.stimuli import Record, replay
 from engine.core.tenants import Tenant
 from engine.core.types import Role, Salt, SamplingParams
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.drafts.past import Past
-from engine.core.worker.replaying import replaying_scheduler
 from engine.core.worker.step import RunnerOutput, SchedulerOutput
 from engine.model.engine import Engine, StepResult
 from tests.unit.builders import ROOT, FakeModel, expected_answer
 from tests.unit.local_actors import MAX_MODEL_LEN, LocalWorkers, answer_of, make_dispatcher
 from tests.unit.processes import running
-from tests.unit.replaying import blocks_of, requests_of, state_of, vars_of, without_tokens
 
 NUM_TOKENS = 12
 
@@ -150,16 +143,12 @@ class Scene:
     def _count_failover(self) -> None:
         self.num_failovers += 1
 
-    async def start(
-        self, worker_silent_s: float = 30.0, logs: LoggingSection = DEFAULTS
-    ) -> tuple[KVCacheManager, Dispatcher]:
-        manager = await self.local.start_manager(logs=logs)
+    async def start(self, worker_silent_s: float = 30.0) -> tuple[KVCacheManager, Dispatcher]:
+        manager = await self.local.start_manager()
         for worker_id, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
-            self.workers[worker_id] = await self.local.start_worker(role, worker_id, logs=logs)
+            self.workers[worker_id] = await self.local.start_worker(role, worker_id)
         await until(lambda: self.num_registered(manager) == 4)
-        dispatcher = make_dispatcher(
-            self.local, worker_silent_s=worker_silent_s, logs=logs, on_failover=self._count_failover
-        )
+        dispatcher = make_dispatcher(self.local, worker_silent_s=worker_silent_s, on_failover=self._count_failover)
         dispatcher.start()
         return manager, dispatcher
 
@@ -667,38 +656,8 @@ def test_a_client_that_leaves_frees_what_its_request_holds(scene: Scene) -> None
     scene.run(play())
 
 
-def test_what_was_recorded_is_replayed(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logs = LoggingSection(stimuli=str(tmp_path))
-
-    def replayed(name: str, make: Callable[..., Any]) -> Any:
-        [file] = tmp_path.glob(f"stimuli-{name}-*.log")
-        record = Record.load(file.read_bytes())
-        machine = make(*record.made.args, **record.made.kwargs)
-        assert not [result for result in replay(record.stimuli, machine) if isinstance(result, Exception)]
-        machine.check_integrity()
-        return machine
-
-    async def play() -> None:
-        manager, dispatcher = await scene.start(logs=logs)
-        prompts = {f"r{number}": prompt_of(number) for number in range(4)}
-        await asyncio.gather(*(answer_of(dispatcher, name, prompt, NUM_TOKENS) for name, prompt in prompts.items()))
-        fresh = replayed("kv_cache_manager", Directory)
-        assert state_of(fresh) == state_of(manager._directory) and fresh.num_blocks > 0
-        assert without_tokens(vars_of(replayed("ingress", Dispatch))) == without_tokens(vars_of(dispatcher._dispatch))
-
-        scene.stop()
-        for name, worker_id in (("prefill", "p0"), ("decode", "d0")):  # the other two have the same process here
-            scheduler = scene.workers[worker_id]._engine.scheduler
-            again = replayed(name, replaying_scheduler)
-            assert requests_of(again) == requests_of(scheduler) and again.pool.num_cached > 0
-            assert blocks_of(again.pool) == blocks_of(scheduler.pool)
-
-    scene.run(play())
-
-
-def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same tokens, same actors; the manager learns of the other budget; and a recording has the change."""
-    logs = LoggingSection(stimuli=str(tmp_path))
+def test_limits_change_under_a_stream(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same tokens, same actors; the manager learns of the other budget."""
     shares = (Tenant("alice", cache_min=0.5),)
     step = Engine.step
 
@@ -709,7 +668,7 @@ def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Engine, "step", slow_step)
 
     async def play() -> None:
-        manager, dispatcher = await scene.start(logs=logs)
+        manager, dispatcher = await scene.start()
         assert await answer_of(dispatcher, "before", prompt_of(0), NUM_TOKENS) == expected(prompt_of(0))
         running = asyncio.ensure_future(answer_of(dispatcher, "r", prompt_of(1), 60))
         await until(lambda: any(worker._engine.scheduler.running for worker in scene.workers.values()))
@@ -730,19 +689,5 @@ def test_limits_change_under_a_stream(scene: Scene, tmp_path: Path, monkeypatch:
         for worker in scene.workers.values():
             assert worker._engine.scheduler.limits == SchedulerLimits(8, 4)
         await until(lambda: manager._directory.num_reservations == 0)
-        scene.stop()
-        [file] = tmp_path.glob("stimuli-kv_cache_manager-*.log")
-        record = Record.load(file.read_bytes())
-        fresh = Directory(*record.made.args, **record.made.kwargs)  # type: ignore[arg-type]
-        assert not [result for result in replay(record.stimuli, fresh) if isinstance(result, Exception)]
-        assert state_of(fresh) == state_of(manager._directory) and fresh.costs.piggyback_tokens == 7
-        assert fresh.objectives == objectives
-        for name, worker_id in (("prefill", "p0"), ("decode", "d0")):
-            [file] = tmp_path.glob(f"stimuli-{name}-*.log")
-            record = Record.load(file.read_bytes())
-            again = replaying_scheduler(*record.made.args, **record.made.kwargs)  # type: ignore[arg-type]
-            replay(record.stimuli, again)
-            assert again.limits == SchedulerLimits(8, 4)
-            assert requests_of(again) == requests_of(scene.workers[worker_id]._engine.scheduler)
 
     scene.run(play())

@@ -18,7 +18,6 @@ from engine.core.manager.block_index import Segment
 from engine.core.manager.directory import Directory
 from engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
 from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
-from engine.core.manager.notes import NOTES
 from engine.core.manager.placement import CostModel
 from engine.core.objectives import Objectives
 from engine.core.tenants import Tenant
@@ -33,7 +32,6 @@ from engine.core.types import (
     Role,
     SegmentHeader,
 )
-from tests.unit.replaying import Recording, check_directory
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 10
@@ -109,13 +107,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         workers: list[Role],
     ) -> None:
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
-
-        def make() -> Directory:
-            return Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS, node="a")
-
-        self.make = make
-        self.directory = self.make()
-        self.recording = Recording(self.directory, NOTES)
+        self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS, node="a")
         headers = [SegmentHeader("model", path, len(path) * BLOCK_BYTES, 0) for path in files]
         self._carry_out(self.directory.files_found(headers, self.epoch_s))
         for worker_id, role in zip(WORKERS, workers, strict=False):
@@ -356,7 +348,6 @@ class DirectoryMachine(RuleBasedStateMachine):
         """When all exports are answered and all requests are over, nobody waits and nothing is reserved."""
         if not hasattr(self, "directory"):
             return
-        check_directory(self.recording, self.directory, self.make())
         for request_id in list(self.admitted):
             del self.admitted[request_id]
             self._carry_out(self.directory.end_request(request_id, self.epoch_s))
@@ -378,7 +369,6 @@ class DirectoryMachine(RuleBasedStateMachine):
             block for segment in self.directory.segments._segments.values() for block in segment.header.full_hashes
         }
         assert self.directory.num_blocks <= len(exported), "blocks are known that nobody has"
-        check_directory(self.recording, self.directory, self.make())
 
     # Inside
 

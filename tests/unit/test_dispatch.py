@@ -30,12 +30,10 @@ from engine.core.ingress.instructions import (
     Submit,
     WorkerSilent,
 )
-from engine.core.ingress.notes import NOTES
 from engine.core.objectives import LATE_PRIORITY, Late
 from engine.core.signs_of_life import COMPUTING_S
 from engine.core.types import (
     Admission,
-    AdmitRequest,
     Attempt,
     CacheHints,
     Ended,
@@ -51,7 +49,6 @@ from engine.core.types import (
     WorkerInfo,
 )
 from tests.unit.builders import FINGERPRINT
-from tests.unit.replaying import Recording, check_dispatch
 
 T = TypeVar("T")
 
@@ -318,20 +315,6 @@ def test_an_answer_that_nobody_may_draft_from_has_no_name(names_answers: bool, s
     generation.tokens.append(1)
     dispatch.end("r")
     assert [each.answer for each in ends_of(dispatch)] == [None]
-
-
-def test_no_recording_has_tokens_of_answers() -> None:
-    dispatch = naming_dispatch()
-    recording = Recording(dispatch, NOTES)
-    generation = make_generation()
-    dispatch.begin(generation, 1.0)
-    dispatch.admitted("r", 0, replace(admission_of(), continuations=(b"secret answer",)), 1.0)
-    dispatch.not_settled([Ended("other", answer=BegunAnswer(b"secret name", b"secret answer"))])
-    dumped = b"".join(each.dump() for each in recording.stimuli)
-    assert b"other" in dumped and b"secret" not in dumped and generation.answer_name not in dumped
-    fresh = Dispatch("i", dispatch._model, now=0.0, timeouts=TIMEOUTS)
-    fresh.membership(Membership((P, D), 0, FINGERPRINT), now=0.0)
-    check_dispatch(recording, dispatch, fresh)
 
 
 def test_an_admitted_worker_that_is_not_there_costs_no_attempt() -> None:
@@ -793,22 +776,3 @@ def test_a_stopped_request_is_delivered_nothing_more_and_has_ended() -> None:
     dispatch.stopped("r")
     assert generation.is_stopped and dispatch.tokens("d", [token(1)], 3.0) == []
     assert dispatch.end("r") == [Abort("d", "r", 0, has_ended=True), Abort("p", "r", 0, has_ended=True)]
-
-
-def test_a_recording_has_neither_tokens_nor_text() -> None:
-    dispatch, secret = make_dispatch(P, D), 4711
-    recording = Recording(dispatch, NOTES)
-    logprobs = (TokenLogprobs(-4711.0, (secret,), (-4711.0,)),)
-    sampling = SamplingParams(8, logit_bias=((secret, 1.0),), stop_token_ids=(secret,), prompt_logprobs=1)
-    dispatch.begin(Generation("r", (secret,) * 9, sampling, Salt(b"4711"), CacheHints()), 1.0)
-    dispatch.not_admitted([AdmitRequest("r", 0, (), 9, preview=(secret,))], 1.0, is_silent=True)
-    dispatch.found("d", 1, 1.0)
-    [submit] = of_type(dispatch.flush(has_manager=True), Submit)
-    dispatch.tokens("d", [PromptEvent("r", 0, 1, logprobs * 8)], 2.0)
-    dispatch.tokens("d", [TokenEvent("r", 0, 0, secret, None, logprobs[0], 0)], 2.0)
-    dispatch.not_submitted(submit.assignments, 3.0)
-    dispatch.tokens("d", [TokenEvent("r", 1, 1, None, FinishReason.ERROR, None, 0, detail="4711")], 4.0)
-    assert [name for name, _, _ in recording.stimuli][-2:] == ["not_submitted", "tokens"]
-    assert "4711" not in repr(recording.stimuli)
-    fresh = make_dispatch(P, D)
-    check_dispatch(recording, dispatch, fresh)

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from ray import serve
 
-from actors.ingress.application import CLIENT_CLOSED_REQUEST
+from actors.ingress.http import CLIENT_CLOSED_REQUEST
 from actors.ingress.preparation import INPUTS_AT_ONCE, LINE_PRIORITY, LINES_AT_ONCE
 from engine.api.embeddings import EmbedResponse
 from engine.core.ingress.generation import Generation

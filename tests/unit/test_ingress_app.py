@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray import serve
 
-from actors.ingress.application import CLIENT_CLOSED_REQUEST
+from actors.ingress.http import CLIENT_CLOSED_REQUEST
 from engine.api.responses import error_body
 from engine.core.errors import ServiceError
 from engine.core.objectives import Objectives

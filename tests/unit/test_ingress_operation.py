@@ -3,6 +3,7 @@
 import json
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -36,11 +37,11 @@ def test_the_load_is_one_s_own_and_all_of_it_for_administrators(served: Served) 
     assert served(Replica(), ask("GET", "/load")).json == {"server_load": 0}
 
 
-def test_server_info_has_settings_and_no_texts(served: Served) -> None:
+def test_server_info_has_settings_and_no_texts(served: Served, tmp_path: Path) -> None:
     config = {
         "model": {"source": "/secret/model", "dtype": "float32"},
         "cache": {"disk_path": "/secret/disk", "disk_gib": 1, "public_prefixes": ["secret"], "eviction": "lru"},
-        "logging": {"stimuli": "/secret/stimuli", "level": "DEBUG"},
+        "logging": {"recording": str(tmp_path / "secret"), "level": "DEBUG"},
         "http": {"host": "secret.example"},
         "tenants": [{"name": "secret", "key_hashes": ["ab" * 32]}],
         "workers": {"mixed": {"resources": {"secret": 1}, "token_budget": 777}},

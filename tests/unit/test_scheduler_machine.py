@@ -5,8 +5,7 @@ wrong or stale KV is found.
 """
 
 import random
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
@@ -35,8 +34,6 @@ from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.drafts.draft import Draft
 from engine.core.worker.idle import MAX_REQUESTS, SHARE
 from engine.core.worker.moves import CopyBlock, SwapIn, SwapOut
-from engine.core.worker.notes import SchedulerNotes
-from engine.core.worker.replaying import RecordedChain
 from engine.core.worker.scheduler import Scheduler
 from engine.core.worker.step import ExportedBlocks, RunnerOutput, SchedulerOutput, StepOutcome
 from engine.core.worker.swap_policy import SwapPolicy
@@ -52,7 +49,6 @@ from tests.unit.builders import (
     pooled_of,
     scores_of,
 )
-from tests.unit.replaying import Recording, check_scheduler
 
 AWAIT_TIMEOUT_S = 10.0
 TOKENS = st.integers(0, VOCAB - 1)
@@ -137,13 +133,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_model_len = max(2, num_blocks * block_size - spare)
         swap_policy = SwapPolicy(swap_blocks, costs=WorkerCosts(swap_s=swap_s, draft_token_s=draft_token_s))
         self.scheduler = Scheduler(self.pool, self.limits, self.max_model_len, swap_policy, tenants=TENANTS)
-        self.notes = SchedulerNotes(self.scheduler, ROOT, key=b"secret")
-        self.recording = Recording(self.scheduler, self.notes.notes())
-        self.make_fresh = partial(self._fresh, num_blocks, block_size, replace(swap_policy), keeps_blocks)
-
-    def _fresh(self, num_blocks: int, block_size: int, swap_policy: SwapPolicy, keeps_blocks: bool) -> Scheduler:
-        pool = BlockPool(num_blocks, block_size, keeps_blocks=keeps_blocks)
-        return Scheduler(pool, self.limits, self.max_model_len, swap_policy, RecordedChain, TENANTS)
 
     # Requests come and go
 
@@ -403,9 +392,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
-            check_scheduler(self.recording, self.notes, self.scheduler, self.make_fresh())
             self.drain()
-            check_scheduler(self.recording, self.notes, self.scheduler, self.make_fresh())
 
     @invariant()
     def check(self) -> None:

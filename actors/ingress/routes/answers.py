@@ -59,6 +59,7 @@ async def conversations(request: Request) -> Response:
         objectives=objective_headers(request),
         name=request.headers.get("x-request-id"),
     )
+    request.state.jobs = jobs
     return await _whole(request, jobs, lambda: here.frontend.conversations_body(jobs))
 
 
@@ -193,6 +194,7 @@ async def _respond(request: Request, route: Route) -> Response:
     here = replica(request)
     job = await _prepare(request, route)
     request.state.request_id = job.request_id
+    request.state.jobs = [job]
     work_for(job.request_id)
     renderer = here.frontend.renderer(job)
     if job.spec.stream:  # nothing is awaited between this return and the call of the response, which closes the job

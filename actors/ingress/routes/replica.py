@@ -8,6 +8,7 @@ from starlette.requests import Request
 from actors.ingress.accounting import OTHER_ROUTE
 from actors.ingress.batches import Batches
 from actors.ingress.frontend import Frontend
+from actors.ingress.recorder import Recorder
 from configs.schema import Config
 from engine.core.errors import RaydixError
 from engine.core.tenants import Tenant
@@ -19,6 +20,7 @@ class Replica(Protocol):
     config: Config
     frontend: Frontend
     batches: Batches | None
+    recorder: Recorder | None
 
     def require_trusted(self, request: Request) -> None:
         """Refuse a request that a web page may have made a browser send."""

@@ -48,7 +48,6 @@ from engine.core.ingress.instructions import (
 from engine.core.ingress.outbox import Outbox
 from engine.core.ingress.retries import Retries
 from engine.core.objectives import Late
-from engine.core.stimuli import stimulus
 from engine.core.types import (
     Admission,
     AdmitRequest,
@@ -114,13 +113,11 @@ class Dispatch:
 
     # Requests
 
-    @stimulus
     def begin(self, generation: Generation, now: float) -> list[Instruction]:
         """Take a request on."""
         entry = self._entries[generation.request_id] = Entry(generation, now)
         return self._admit(entry, now)
 
-    @stimulus
     def end(self, request_id: str) -> list[Instruction]:
         """The reader of a request has its last token, or has left: free what the request holds."""
         generation = self._entries.pop(request_id).generation
@@ -132,14 +129,13 @@ class Dispatch:
             if worker_id in self._view.followed
         ]
 
-    @stimulus
     def stopped(self, request_id: str) -> None:
         """A stop string has ended a running request: later tokens from its workers are not needed."""
         self._entries[request_id].generation.is_stopped = True
 
     def prepare(self, generation: Generation, token_ids: Sequence[int]) -> list[Instruction]:
         """Have the full blocks of `token_ids` computed at idle priority by the worker of an ended generation's last
-        token, whose pool has the blocks of the common beginning. Changes no state here, and so is no stimulus."""
+        token, whose pool has the blocks of the common beginning. Changes no state here."""
         num_full = len(token_ids) // self._model.block_size * self._model.block_size
         assignment = generation.idle_assignment(token_ids[:num_full], self._ingress_id)
         worker_id = generation.finished_by or generation.decode
@@ -147,7 +143,6 @@ class Dispatch:
             return []
         return [Submit(worker_id, [assignment])]
 
-    @stimulus
     def tick(self, now: float) -> list[Instruction]:
         """Admit again the requests that are due, and fail the requests that have waited for too long."""
         instructions: list[Instruction] = []
@@ -162,7 +157,6 @@ class Dispatch:
 
     # The manager's answers
 
-    @stimulus
     def admitted(
         self, request_id: str, attempt: int, admission: Admission | Late | None, now: float
     ) -> list[Instruction]:
@@ -176,7 +170,6 @@ class Dispatch:
             return self._fail(entry, LateError(admission))
         return self._place(entry, admission, now)
 
-    @stimulus
     def not_admitted(self, requests: Iterable[AdmitRequest], now: float, *, is_silent: bool) -> list[Instruction]:
         """The manager is out of reach or silent, so the requests are placed without it. A silent manager may admit the
         requests later: it is told that these attempts have ended."""
@@ -189,7 +182,6 @@ class Dispatch:
                 instructions += self._place(entry, self._view.alone(request), now)
         return instructions
 
-    @stimulus
     def membership(self, membership: Membership, now: float) -> list[Instruction]:
         """The manager has named the registered workers."""
         refused_before = self._view.refused_fingerprint
@@ -199,12 +191,10 @@ class Dispatch:
         demand = [StartWorker()] if self._entries and self._view.lacks_first else []
         return [*differs, *demand, *self._move_on(now)]
 
-    @stimulus
     def no_membership(self) -> None:
         """The manager did not name the workers (`ClusterView.no_update`)."""
         self._view.no_update()
 
-    @stimulus
     def not_settled(self, ended: Iterable[Ended]) -> None:
         """A report of these ends did not reach the manager, and is sent again. A successor of the manager ignores the
         ends of attempts that it has not admitted."""
@@ -212,7 +202,6 @@ class Dispatch:
 
     # Workers
 
-    @stimulus
     def found(self, worker_id: str, epoch: int, now: float) -> list[Instruction]:
         """A worker incarnation that was looked for is there."""
         instructions: list[Instruction] = []
@@ -224,7 +213,6 @@ class Dispatch:
             instructions += self._send(entry, now)
         return instructions
 
-    @stimulus
     def not_found(self, worker_id: str, epoch: int, now: float) -> list[Instruction]:
         """A worker incarnation that was looked for is not there."""
         self._view.not_found(worker_id, epoch)
@@ -232,7 +220,6 @@ class Dispatch:
             self._give_up_admission(entry, worker_id, epoch, now)
         return []
 
-    @stimulus
     def worker_lost(self, worker_id: str, epoch: int, reason: str, now: float, *, is_dead: bool) -> list[Instruction]:
         """The token stream of an incarnation up to `epoch` has ended: its requests go on elsewhere. A worker that lives
         ends the stream of a replica that it takes for gone, and may be followed again."""
@@ -247,7 +234,6 @@ class Dispatch:
         incidents = self._count_incidents(worker_id, followed, named)
         return [lost, *incidents, *self._do_without(worker_id, affected, now)]
 
-    @stimulus
     def tokens(self, worker_id: str, events: Iterable[StreamEvent], now: float) -> list[Instruction]:
         """Events of a worker's token stream."""
         self._view.heard(worker_id, now)
@@ -278,7 +264,6 @@ class Dispatch:
                 self._outbox.first_tokens.append(FirstToken(generation.request_id, generation.attempt, ttft_s))
         return instructions
 
-    @stimulus
     def submitted(self, worker_id: str, attempts: Iterable[Attempt]) -> None:
         """A worker has taken attempts on."""
         for attempt in attempts:
@@ -286,7 +271,6 @@ class Dispatch:
             if entry is not None:
                 entry.generation.taken_by.add(worker_id)
 
-    @stimulus
     def not_submitted(self, assignments: Iterable[Assignment], now: float) -> list[Instruction]:
         """A worker did not take assignments."""
         instructions: list[Instruction] = []
@@ -298,7 +282,6 @@ class Dispatch:
 
     # Sending
 
-    @stimulus
     def flush(self, *, has_manager: bool) -> list[Instruction]:
         """Send what has gathered since the last time: one call for each receiver."""
         submits = self._outbox.take_submits(
@@ -308,13 +291,11 @@ class Dispatch:
 
     # Signs of life
 
-    @stimulus
     def keep_alive(self, now: float, late_s: float) -> list[Instruction]:
         """Tell workers and the manager that this replica is alive, and leave silent workers (`leave_silent`)."""
         instructions = self.leave_silent(now, late_s)
         return [*instructions, *self._entries.pings(self._view.followed, now), AskWorkers(is_probe=True)]
 
-    @stimulus
     def leave_silent(self, now: float, late_s: float) -> list[Instruction]:
         """Have the requests of silent workers go on elsewhere. `late_s`: how much later than planned this call comes,
         because this process stood still."""
@@ -332,17 +313,14 @@ class Dispatch:
         """Workers that have answered nothing for longer than `silence_s`: the shell looks whether they compute."""
         return self._view.quiet(now, silence_s)
 
-    @stimulus
     def computes(self, worker_id: str, now: float) -> None:
         """A worker that answers nothing was seen to compute: it is slow, and its requests stay (`SignsOfLife`)."""
         self._view.computes(worker_id, now)
 
-    @stimulus
     def last_words(self, worker_id: str, request_ids: Iterable[str]) -> None:
         """A worker that has died, or answers nothing, computed for these requests. Told before its end."""
         self._view.last_words(worker_id, request_ids)
 
-    @stimulus
     def ping_answered(self, worker_id: str, now: float) -> None:
         """A worker has answered a ping."""
         self._view.heard(worker_id, now)

@@ -44,7 +44,6 @@ from engine.core.manager.session_workers import Sessions, SessionWorkers
 from engine.core.manager.supply import Supply
 from engine.core.manager.worker_groups import WorkerGroups
 from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
-from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant
 from engine.core.types import Admission, AdmitRequest, Attempt, BlockHash, EvictionReason, Role
 
@@ -96,7 +95,6 @@ class Directory(SegmentEvents):
             keeps_segments=keeps_segments,
         )
 
-    @stimulus
     def change_limits(
         self,
         piggyback_tokens: int,
@@ -116,7 +114,6 @@ class Directory(SegmentEvents):
 
     # Workers
 
-    @stimulus
     def register(
         self,
         worker_id: str,
@@ -155,7 +152,6 @@ class Directory(SegmentEvents):
         instructions += self.blocks_changed(worker_id, epoch, sealed=hashes, evicted=())
         return instructions + handovers_lost(self._reservations, self.workers, worker_id, epoch, attempts)
 
-    @stimulus
     def leave(self, worker_id: str) -> list[Instruction]:
         """A worker is about to stop: place requests elsewhere, and ask for the next of its blocks that nobody else has,
         as many in all as the object store has room for. To be called again until the worker `has_left`."""
@@ -177,7 +173,6 @@ class Directory(SegmentEvents):
             return False
         return not any(self._reservations[name].needs_prefill for name in worker.requests)
 
-    @stimulus
     def remove_worker(self, worker_id: str, epoch: int | None = None) -> list[Instruction]:
         """Forget a worker with its pool and promises to compute. Segments exported by the worker stay."""
         worker = self.workers.current(worker_id, epoch)
@@ -197,7 +192,6 @@ class Directory(SegmentEvents):
                 reservation.queued_us, reservation.is_queued = 0, False
         return self._supply.worker_left(worker_id, held)
 
-    @stimulus
     def divide(self, now: float, most: int = 1, shrink_after_s: float = SHRINK_S, least: int = 1) -> Plan | None:
         """Give the elastic workers the duties that suit the load; to be called every second or so. For
         `Plan.num_wanted`, `most`, `least`: limits of their number; `shrink_after_s`: time for which fewer must have
@@ -210,7 +204,6 @@ class Directory(SegmentEvents):
             self.workers.regroup(self._groups, self.plan.duties)
         return self.plan
 
-    @stimulus
     def worker_silent(self, worker_id: str, now: float) -> list[Instruction]:
         """Forget a worker that may be cut off with its node, and what it exported: a fetch would wait for the node. The
         workers that were to get these segments compute the blocks."""
@@ -228,7 +221,6 @@ class Directory(SegmentEvents):
     def is_current(self, worker_id: str, epoch: int) -> bool:
         return self.workers.current(worker_id, epoch) is not None
 
-    @stimulus
     def worker_measured(
         self,
         worker_id: str,
@@ -261,7 +253,6 @@ class Directory(SegmentEvents):
             self.workers[changed_id].costs = self._peers.costs_of(changed_id)
         self.workers.regroup(self._groups, {worker_id, *changed})
 
-    @stimulus
     def blocks_changed(
         self,
         worker_id: str,
@@ -286,7 +277,6 @@ class Directory(SegmentEvents):
             instructions.append(Export(worker_id, awaited))
         return instructions
 
-    @stimulus
     def export_failed(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker no longer holds blocks that it was asked to export."""
         if self.workers.current(worker_id, epoch) is None:
@@ -297,7 +287,6 @@ class Directory(SegmentEvents):
 
     # Requests
 
-    @stimulus
     def admit(self, request: AdmitRequest, now: float) -> tuple[Admission, list[Instruction]]:
         """Find the longest prefix, place the request, reserve load, lease segments and mark the blocks to be computed.
 
@@ -346,7 +335,6 @@ class Directory(SegmentEvents):
         instructions += self._supply.pass_over(request.avoided, request.hashes)
         return admission, instructions
 
-    @stimulus
     def first_token(self, request_id: str, attempt: int, ttft_s: float) -> Decision | None:
         """Take an attempt with a finished prefill off its worker's queue. `ttft_s`: since the admission.
 
@@ -364,7 +352,6 @@ class Directory(SegmentEvents):
         reservation = self._reservations.get(request_id)
         return reservation is not None and reservation.admission.attempt > attempt
 
-    @stimulus
     def end_request(self, request_id: str, now: float) -> list[Instruction]:
         """End a request, for whatever reason: drop the leases, the load and the promises to compute."""
         reservation = self._reservations.pop(request_id, None)

@@ -12,7 +12,6 @@ from engine.core.manager.saving import ask_for_blocks
 from engine.core.manager.segment_store import SegmentStore
 from engine.core.manager.succession import Offer
 from engine.core.manager.supply import Supply
-from engine.core.stimuli import stimulus
 from engine.core.types import BlockHash, SegmentHeader
 
 PATIENCE_S = 0.25
@@ -33,22 +32,18 @@ class SegmentEvents:
     _supply: Supply
     _reservations: dict[str, Reservation]
 
-    @stimulus
     def files_found(self, headers: Sequence[SegmentHeader], now: float) -> list[DiskInstruction]:
         """Take up the segments that an earlier process has written (`SegmentStore.files_found`)."""
         return self.segments.files_found(headers, now)
 
-    @stimulus
     def segment_written(self, segment_id: int, file: SegmentHeader | None, now: float) -> list[DiskInstruction]:
         """A segment was written under `file`; None if writing failed."""
         return self.segments.written(segment_id, file, now)
 
-    @stimulus
     def segment_undelivered(self, segment: Segment, now: float) -> None:
         """A worker could not fetch a segment from the object store (`SegmentStore.undelivered`)."""
         self.segments.undelivered(segment, now)
 
-    @stimulus
     def patience_s(self, worker_id: str, segment: Segment, now: float) -> float | None:
         """Time for which requests of a worker wait for the bytes of a segment of another node, and then compute its
         blocks. None: as long as the fetch takes, because the segment is on the worker's own node."""
@@ -59,7 +54,6 @@ class SegmentEvents:
         num_bytes = segment.header.num_bytes
         return PATIENCE_S + PATIENCE * self.links.import_s(segment.node, worker.node, num_bytes, worker.costs)
 
-    @stimulus
     def imported(self, worker_id: str, source: str, num_bytes: int, seconds: float, now: float) -> None:
         """A worker has fetched `num_bytes` of KV from a node's object store."""
         worker = self.workers.get(worker_id)
@@ -67,12 +61,10 @@ class SegmentEvents:
             self.links.look(now)
             self.links.imported(source, worker.node, num_bytes, seconds, worker.costs)
 
-    @stimulus
     def reset_segments(self) -> tuple[int, list[DiskInstruction]]:
         """Drop every segment without a lease, from disk too; returns the number of their blocks."""
         return self.segments.reset()
 
-    @stimulus
     def segment_exported(
         self, worker_id: str, epoch: int, header: SegmentHeader, ref: object, now: float
     ) -> list[Instruction]:
@@ -95,7 +87,6 @@ class SegmentEvents:
         segment, disk_instructions = self.segments.exported(header, ref, now, node=node, exporter=worker_id)
         return instructions + disk_instructions + self._deliver(receivers, segment)
 
-    @stimulus
     def segment_lost(self, segment_id: int, now: float) -> list[Instruction]:
         """Forget a segment with a damaged or missing file."""
         segment = self.segments.get(segment_id)
@@ -103,7 +94,6 @@ class SegmentEvents:
             return []
         return [*self.segments.lost(segment), *self.segment_unread(segment, now)]
 
-    @stimulus
     def segment_unread(self, segment: Segment, now: float) -> list[Instruction]:
         """A segment could not be read from disk now: supply its blocks from other places. Later requests may try the
         file again."""
@@ -113,7 +103,6 @@ class SegmentEvents:
         records = zip(hashes, self._blocks.find(hashes), strict=True)
         return self._supply.unread([h for h, r in records if r is None or r.segment in (segment, None)], waiting)
 
-    @stimulus
     def segment_read(self, segment_id: int, ref: object, now: float) -> list[Instruction]:
         """A segment was copied from disk into the object store: deliver it."""
         segment = self.segments.get(segment_id)
@@ -123,7 +112,6 @@ class SegmentEvents:
 
     # Exports that workers are asked for
 
-    @stimulus
     def blocks_unsent(self, worker_id: str, epoch: int, hashes: Iterable[BlockHash]) -> list[Instruction]:
         """A worker could not send blocks after a request to export, and may hold the blocks still.
 
@@ -133,13 +121,11 @@ class SegmentEvents:
             return []
         return self._supply.fail(self._supply.take_back(worker_id, hashes), asks_holders=False)
 
-    @stimulus
     def save(self) -> list[Instruction]:
         """Ask the workers that stay for exports of blocks without a segment, to the disk; called periodically."""
         staying = [worker for worker in self.workers.values() if not worker.is_leaving]
         return ask_for_blocks(staying, self._blocks, self._supply)
 
-    @stimulus
     def replace_stalled(self, now: float, patience_s: float) -> list[Instruction]:
         """Replace producers that have sent nothing for `patience_s` (`Supply.replace_stalled`). `now`: monotonic
         seconds."""
@@ -147,7 +133,6 @@ class SegmentEvents:
 
     # From one manager to the next
 
-    @stimulus
     def segment_taken_over(
         self, header: SegmentHeader, ref: object, node: str, now: float
     ) -> tuple[int, list[Instruction]]:
@@ -157,17 +142,14 @@ class SegmentEvents:
         segment, disk_instructions = self.segments.exported(header, ref, now, node=node)
         return segment.segment_id, [*disk_instructions, *self._deliver(receivers, segment)]
 
-    @stimulus
     def segment_refreshed(self, segment_id: int, now: float) -> None:
         """Make a segment the most recent one."""
         self.segments.refresh(segment_id, now)
 
-    @stimulus
     def segment_moved_away(self, segment_id: int) -> None:
         """A successor has a copy of a segment in the object store."""
         self.segments.moved_away(segment_id)
 
-    @stimulus
     def segments_offered(self, now: float) -> list[Offer]:
         """The segments in the object store, for a successor: the one that eviction would keep longest first."""
         return [

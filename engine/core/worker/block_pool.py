@@ -14,8 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from engine.core.eviction.policies import make_queue
 from engine.core.eviction.queue import EvictionQueue, Quota
 from engine.core.eviction.ranking import LeastRecent
+from engine.core.settings import EngineSettings
+from engine.core.tenants import quotas
 from engine.core.types import DEFAULT_RETENTION, BlockHash, EvictionReason, Retention
 
 
@@ -317,3 +320,9 @@ class BlockPool:
         block_hash = self._hashes[block]
         assert block_hash is not None
         return block_hash
+
+
+def pool_of(settings: EngineSettings, num_blocks: int) -> BlockPool:
+    """The empty pool of an engine with these settings."""
+    queue: EvictionQueue[BlockHash] = make_queue(settings.eviction, quotas(settings.tenants, num_blocks), num_blocks)
+    return BlockPool(num_blocks, settings.block_size, queue, keeps_blocks=settings.prefix_caching)

@@ -42,14 +42,3 @@ class EarlyMessages:
         """Remove and return the early handover of this attempt."""
         handover, _ = self._handovers.pop((request_id, attempt), (None, 0.0))
         return handover
-
-    def handover_of(self, request_id: str, attempt: int) -> Handover | None:
-        """The early handover of this attempt, which is kept."""
-        handover, _ = self._handovers.get((request_id, attempt), (None, 0.0))
-        return handover
-
-    def correct(self, handover: Handover) -> None:
-        """Replace the early handover of the same attempt, if there is one."""
-        key = handover.request_id, handover.attempt
-        if key in self._handovers:
-            self._handovers[key] = handover, self._handovers[key][1]

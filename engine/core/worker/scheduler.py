@@ -35,7 +35,7 @@ like any other, but starts at the first position that is missing in these: share
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -43,9 +43,8 @@ from engine.core.costs import WorkerCosts
 from engine.core.hashing import BlockChain
 from engine.core.settings import SchedulerLimits
 from engine.core.shares import weights_of
-from engine.core.stimuli import stimulus
 from engine.core.tenants import Tenant, quotas
-from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, Salt, Stage, TokenEvent
+from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, Stage, TokenEvent
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.contents import Contents
 from engine.core.worker.drafts.draft import Draft
@@ -83,17 +82,15 @@ class Scheduler:
         limits: SchedulerLimits,
         max_model_len: int,
         swap_policy: SwapPolicy | None = None,
-        chain: Callable[[BlockHash, Salt, int], BlockChain] = BlockChain,
         tenants: Sequence[Tenant] = (),
     ) -> None:
-        """`chain`: the naming rule for blocks, of a root, a salt and a block size. `tenants`: those with weights."""
+        """`tenants`: those with weights."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "the longest request must fit into the pool"
         self.pool = pool
         self.limits = limits
         self.max_model_len = max_model_len
         self.swap_policy = SwapPolicy() if swap_policy is None else swap_policy
         self.prompt_results = PromptResults()
-        self._chain = chain
 
         # Each request of `_requests` is in exactly one of these, or idle.
         self.waiting: deque[Request] = deque()
@@ -113,7 +110,6 @@ class Scheduler:
 
     # Requests
 
-    @stimulus
     def submit(self, assignment: Assignment, root: BlockHash, now: float) -> None:
         """Queue an assignment. A newer attempt of a known request replaces the older one."""
         known = self._requests.get(assignment.request_id)
@@ -124,7 +120,7 @@ class Scheduler:
 
         request = Request(
             assignment=assignment,
-            chain=self._chain(root, assignment.salt, self.pool.block_size),
+            chain=BlockChain(root, assignment.salt, self.pool.block_size),
             arrival=self._num_submitted,
             await_deadline=now + assignment.await_timeout_s,
             submitted_at=now,
@@ -139,7 +135,6 @@ class Scheduler:
         self.waiting.append(request)
         self._imports.begin(request, now)
 
-    @stimulus
     def abort(self, request_id: str, now: float, *, has_ended: bool = False) -> bool:
         """Forget a request and release its blocks; False if it is unknown.
 
@@ -153,32 +148,26 @@ class Scheduler:
 
     # Messages about imports and grammars
 
-    @stimulus
     def grammar_settled(self, digest: bytes) -> list[Request]:
         """Have no request wait for this grammar any longer; returns the requests that did."""
         return self._imports.grammar_settled(digest)
 
-    @stimulus
     def blocks_settled(self, hashes: Iterable[BlockHash], now: float) -> None:
         """Promised blocks have arrived in the pool, or will not come."""
         self._imports.settled(hashes, now)
 
-    @stimulus
     def keep_awaiting(self, request_ids: Iterable[str], now: float) -> None:
         """The sender of these requests' KV is alive, only busy: wait as long again."""
         self._imports.keep_awaiting(request_ids, now)
 
-    @stimulus
     def stop_awaiting(self, request_ids: Iterable[str]) -> None:
         """The sender of these requests' KV is gone: compute the missing KV."""
         self._imports.stop_awaiting(request_ids)
 
-    @stimulus
     def stop_awaiting_all(self) -> None:
         """The manager is gone, so no block will be sent: compute all missing KV."""
         self._imports.stop_awaiting_all()
 
-    @stimulus
     def handed_over(self, handover: Handover, now: float) -> None:
         """The prefill worker is done: continue the decode assignment from the token that it sampled."""
         self._imports.handed_over(handover, now)
@@ -187,18 +176,15 @@ class Scheduler:
         """The earliest time at which a waiting request gives up on its imports; None without any."""
         return self._imports.next_deadline()
 
-    @stimulus
     def reset(self) -> int:
         """Forget every block without a holder, and stored results of prompts; returns the number of blocks."""
         self.prompt_results.clear()
         return self.pool.reset()
 
-    @stimulus
     def learn_costs(self, costs: WorkerCosts) -> None:
         """Decide by measured costs from now on: swapping or recomputing, and how much to prefill beside decodes."""
         self.swap_policy.costs = costs
 
-    @stimulus
     def change_limits(self, limits: SchedulerLimits, tenants: Sequence[Tenant]) -> None:
         """Take other bounds, and tenants other shares of the pool and of computing, from the next step on.
         Requests that run beyond a lowered `max_requests` run to their end, and a step has room for all of them that
@@ -211,12 +197,10 @@ class Scheduler:
 
     # One step
 
-    @stimulus
     def forget_moves(self) -> None:
         """Forget the moves of a step that failed, except the dropping of kept contents."""
         self._swaps.forget_moves()
 
-    @stimulus
     def schedule(self, now: float, drafts: Sequence[Draft] = ()) -> SchedulerOutput:
         """Choose the next step's chunks, and allocate their blocks. `drafts`: guesses of decoding requests' tokens."""
         preempted: list[str] = []
@@ -262,7 +246,6 @@ class Scheduler:
                 self._requests[move.request_id].swapped = None
         return SchedulerOutput(tuple(chunks), tuple(preempted), moves)
 
-    @stimulus
     def swap_failed(self, request_id: str, output: SchedulerOutput, now: float) -> SchedulerOutput:
         """Recompute a request whose KV could not be copied out of the pool, or back; returns the rest of the step."""
         request = self._requests[request_id]
@@ -273,7 +256,6 @@ class Scheduler:
         chunks = tuple(chunk for chunk in output.chunks if chunk.request is not request)
         return replace(output, chunks=chunks)
 
-    @stimulus
     def update(self, output: SchedulerOutput, computed: RunnerOutput, now: float) -> StepOutcome:
         """Record a step's results: seal full blocks, report scores, append sampled tokens, end finished requests."""
         scores: list[PromptEvent] = []

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from engine.core.stimuli import stimulus
 from engine.core.types import BlockHash, Retention, SegmentHeader
 from engine.core.worker.block_pool import BlockPool
 from engine.core.worker.request import Request
@@ -30,7 +29,6 @@ class Transfers:
         self._pool = pool
         self._registry = registry
 
-    @stimulus
     def take_in(self, header: SegmentHeader, now: float) -> IncomingBlocks:
         """Allocate blocks for the contents of a segment that the pool lacks, as far as there is room."""
         # The partial block serves the request that goes on here, and nothing else.
@@ -46,7 +44,6 @@ class Transfers:
             tail=None if header.handover is None else header.handover.tail,
         )
 
-    @stimulus
     def taken_in(self, incoming: IncomingBlocks, now: float, *, is_filled: bool) -> None:
         """Seal the filled blocks and release them; unfilled blocks are free again."""
         if is_filled:
@@ -78,12 +75,10 @@ class Transfers:
             exports.append(ExportedBlocks("", found, blocks, retention=retention))
         return exports, tuple(missing)
 
-    @stimulus
     def hold(self, export: ExportedBlocks) -> None:
         """Hold blocks until they have been copied out."""
         self._pool.acquire(export.blocks)
 
-    @stimulus
     def release(self, export: ExportedBlocks, now: float) -> None:
         """Release blocks after their copy, or without one."""
         self._pool.release(export.blocks, now)

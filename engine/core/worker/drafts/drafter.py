@@ -2,8 +2,6 @@
 salt, a smaller model, and its grammar.
 
 A draft ends before the first token that the request's grammar forbids, and its forced tokens are certain.
-What the scheduler makes of the proposals depends on their lengths and chances only, so a recording of its stimuli needs
-no tokens.
 """
 
 from engine.core.settings import DraftLimits
