@@ -1,7 +1,7 @@
 """Drafts measured and proved: the time per token with drafts and without, gaps beside a prefill, identity of answers.
 
     python -m benchmarks.speculation [--workloads NAME ...] [--streams 1 8 64] [--rounds 5] [--no-gaps] [--json FILE]
-    python -m benchmarks.speculation --draft-layers 8 [--sources model] [...]
+    python -m benchmarks.speculation --sources request past [...]
     python -m benchmarks.speculation --identity [--kinds NAME ...] [--requests 200] [--tokens 48] [...]
 
 Engines as in a worker of `cpu_mixed`, without Ray and HTTP, on the same weights. The prompts are texts written for this
@@ -17,10 +17,8 @@ benchmark (`benchmarks/drafting/prompts`).
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.drafting import gaps, identity
@@ -30,11 +28,10 @@ from benchmarks.drafting.questions import Question, Reader
 from benchmarks.drafting.speed import MODES, Speed
 from benchmarks.drafting.statistics import compared as compared_turns
 from benchmarks.drafting.tables import gap_table, identity_table, speed_table
-from benchmarks.drafting.truncated import truncated_copy
 from benchmarks.drafting.workloads import EDITS_PREDICTED, WORKLOADS, Workload, chosen
 from benchmarks.machine import describe, public_name
 from engine.core.types import DraftSource
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from engine.model.sources import DEFAULT_MODEL
 
 KINDS = ("off", *DraftSource, "choices", "all", "adversarial", "random")
 """Kinds of drafts whose answers are compared."""
@@ -45,10 +42,6 @@ GAP_PROMPT = 2048
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.speculation", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--draft-model", help="a smaller model of the same vocabulary, whose guesses are drafts, too")
-    parser.add_argument(
-        "--draft-layers", type=int, help="instead: a copy of the model with so many of its layers, made for the run"
-    )
     parser.add_argument("--sources", nargs="+", choices=[*DraftSource], help="origins of drafts; default: all")
     parser.add_argument("--workloads", nargs="+", default=[], help=f"of: {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64], help="streams at the same time")
@@ -69,26 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     result: dict[str, Any] = describe("benchmarks.speculation", sys.argv[1:] if arguments is None else list(arguments))
     result["model"] = public_name(options.model)
-    with draft_model(options) as drafting:
-        workshop = Workshop(options.model, drafting, options.sources)
-        reader = Reader(workshop.folder, MAX_MODEL_LEN)
-        if options.identity:
-            result |= prove(workshop, reader, workloads, options)
-        else:
-            result |= measure(workshop, reader, workloads, options)
+    workshop = Workshop(options.model, options.sources)
+    reader = Reader(workshop.folder, MAX_MODEL_LEN)
+    if options.identity:
+        result |= prove(workshop, reader, workloads, options)
+    else:
+        result |= measure(workshop, reader, workloads, options)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 1 if differs(result) else 0
-
-
-@contextmanager
-def draft_model(options: argparse.Namespace) -> Iterator[str | None]:
-    """The name of the draft model, if there is to be one; a truncated copy is deleted at the end."""
-    if options.draft_layers is None:
-        yield options.draft_model
-        return
-    with TemporaryDirectory() as folder:
-        yield str(truncated_copy(resolve_model(options.model), Path(folder) / "truncated", options.draft_layers))
 
 
 def measure(

@@ -123,8 +123,7 @@ def _tokens(gib: float, block_bytes: int, block_size: int) -> int:
 def _room_gib(config: Config, section: WorkerSection, model: ModelConfig, machine: Machine) -> float:
     """Memory that the pool of one worker of a section could have, in GiB; negative if not even its weights fit."""
     sections = config.workers.sections.values()
-    drafts_gib = config.speculation.draft_pool_mib / 1024 if config.speculation.draft_model else 0.0
-    own_gib = _weights_gib(config, section, model, machine) + drafts_gib
+    own_gib = _weights_gib(config, section, model, machine)
     own_gib += step_bytes(model, section.token_budget, section.max_requests) / GIB
     if runs_on_gpu(config, section, machine):
         share = min(1.0, section.num_gpus or 1.0)

@@ -65,7 +65,7 @@ _SECTIONS: Mapping[str, Mapping[Effect, str]] = {
     "workers.elastic": {Effect.NUMBER: "min_replicas max_replicas", Effect.IN_PLACE: "shrink_after_s"},
     "speculation": {
         Effect.EVERYTHING: "mode sources",
-        Effect.WORKERS: "depth memory_mib draft_model draft_pool_mib",
+        Effect.WORKERS: "depth memory_mib",
         Effect.MANAGER: "cluster_mib",
     },
     "placement": {Effect.IN_PLACE: "import_gib_per_s piggyback_tokens"},

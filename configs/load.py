@@ -12,10 +12,17 @@ from configs.schema import Config
 from engine.core.errors import StartupError
 
 CONFIG_FOLDER = Path(__file__).parent
-GONE: Mapping[str, str] = dict.fromkeys(
-    ("logging.stimuli", "logging.stimuli_mib"),
-    "no longer a key: logging.recording records requests, prompts included, for raydix replay",
-)
+GONE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("logging.stimuli", "logging.stimuli_mib"),
+        "no longer a key: logging.recording records requests, prompts included, for raydix replay",
+    ),
+    **dict.fromkeys(
+        ("speculation.draft_model", "speculation.draft_pool_mib"),
+        "no longer a key: there are no drafts of a smaller model, and speculation.sources has the others; "
+        "leave the key out, answers are the same",
+    ),
+}
 """Keys that configurations of earlier versions may have, each with what to do in its place."""
 
 

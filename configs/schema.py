@@ -184,7 +184,7 @@ class SpeculationSection(Section):
     sources: tuple[DraftSource, ...] = Field(
         default=tuple(DraftSource),
         description="Origins of drafts: a request's own prompt and answer, a chat's `prediction`, past answers of the "
-        "same salt, on the same worker or to the same prompt on any (`cluster`), the `draft_model`, and tokens that a "
+        "same salt, on the same worker or to the same prompt on any (`cluster`), and tokens that a "
         "grammar forces and, with `past`, likely ones where it allows a few.",
     )
     depth: int = Field(default=15, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
@@ -197,17 +197,6 @@ class SpeculationSection(Section):
 
     cluster_mib: int = Field(
         default=16, ge=1, description="Memory of the manager for how answers of all workers began (`cluster`), in MiB."
-    )
-    draft_model: str | None = Field(
-        default=None,
-        description="A smaller model whose guesses are drafts, named as model.source is; of the same vocabulary. Each "
-        "worker holds its weights beside the model's own.",
-    )
-    draft_pool_mib: int = Field(
-        default=256,
-        ge=1,
-        description="Memory of a worker for the KV of the draft model, in MiB; a request that finds no room there has "
-        "no drafts of the model until another request ends.",
     )
 
     def uses(self, source: DraftSource) -> bool:

@@ -245,14 +245,13 @@ def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
     """The constructor argument of the workers' hosts of one of the configuration's worker sections."""
     resources = ("num_cpus", "num_gpus", "resources", "label_selector")
     pool = ("num_blocks", "pool_gib", "eviction", "swap_gib")
-    draft_model = ("draft_model", "draft_pool_mib")
     return WorkerArguments(
         model=_only(config.model, "source", "dtype", "quantization", "max_model_len", "deterministic"),
         cache=_only(config.cache, "block_size", "prefix_caching", *pool),
         worker=WorkerSection.model_validate(
             {name: getattr(worker, name) for name in ("device", "num_threads", *resources)}
         ),
-        speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib", *draft_model),
+        speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib"),
         logging=_only(config.logging, "format"),
     )
 

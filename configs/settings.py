@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from configs.pools import WorkerSection
-from configs.schema import Config, SloSection, SpeculationSection
+from configs.schema import Config, SloSection
 from configs.sections import (
     ManagerArguments,
     ManagerLive,
@@ -18,7 +18,7 @@ from engine.core.costs import WorkerCosts
 from engine.core.manager.elastic import PoolLimits
 from engine.core.manager.placement import CostModel
 from engine.core.objectives import Objectives
-from engine.core.settings import GIB, DraftLimits, DraftModelSettings, EngineSettings, SchedulerLimits
+from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
 from engine.core.tenants import Tenant, Tenants
 from engine.core.types import DraftSource
 
@@ -122,14 +122,7 @@ def _draft_limits(arguments: WorkerArguments) -> DraftLimits | None:
         index_tokens=num_tokens - past_tokens,
         past_tokens=past_tokens,
         sources=tuple(kept),
-        model=_draft_model(speculation),
     )
-
-
-def _draft_model(speculation: SpeculationSection) -> DraftModelSettings | None:
-    if speculation.draft_model is None or not speculation.uses(DraftSource.MODEL):
-        return None
-    return DraftModelSettings(speculation.draft_model, speculation.draft_pool_mib << 20)
 
 
 def answer_bytes(arguments: ManagerArguments) -> int:

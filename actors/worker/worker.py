@@ -327,12 +327,12 @@ class Worker(Registering):
             self._tokens.attempts.end(request_id, attempt)
 
     def _measure(self, step: "StepResult", step_s: float) -> None:
-        """Count the step, and fit the cost model to its time, but for a draft model's, which has a fit of its own."""
+        """Count the step, and fit the cost model to its time."""
         for request in step.finished:
             self._metrics.finished(request)
         self._metrics.step(step.shape)
         if step.is_typical:
-            self._costs.step(step.shape, step_s - step.drafting_s)
+            self._costs.step(step.shape, step_s)
             self._has_measured = True
         self._num_prefill_tokens += step.shape.num_prefill_tokens
 

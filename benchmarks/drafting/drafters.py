@@ -9,7 +9,6 @@ from benchmarks.drafting.comparing import Answer
 from engine.core.settings import DraftLimits
 from engine.core.types import DraftSource
 from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.draft_model import DraftModel
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.request import Request
 from engine.core.worker.scheduler import Scheduler
@@ -80,21 +79,18 @@ class Kind:
     """Makes the drafter of an engine with these grammars."""
 
 
-def kinds(
-    limits: DraftLimits, vocab_size: int, answers: Mapping[str, Answer], model: DraftModel | None = None
-) -> list[Kind]:
+def kinds(limits: DraftLimits, vocab_size: int, answers: Mapping[str, Answer]) -> list[Kind]:
     """All kinds: each source alone, a grammar's with its choices (`choices`), all sources, and spoilt drafts.
 
-    `answers`: those to be had; `model`: a draft model, if there is one.
+    `answers`: those to be had.
     """
 
     def of(sources: Sequence[DraftSource]) -> Callable[[Grammars], Drafter | None]:
-        return lambda grammars: Drafter(replace(limits, sources=tuple(sources)), grammars, model)
+        return lambda grammars: Drafter(replace(limits, sources=tuple(sources)), grammars)
 
-    present = [source for source in DraftSource if source is not DraftSource.MODEL or model is not None]
     return [
         Kind("off", lambda grammars: None),
-        *(Kind(source.value, of([source])) for source in present),
+        *(Kind(source.value, of([source])) for source in DraftSource),
         Kind("choices", of([DraftSource.GRAMMAR, DraftSource.PAST])),
         Kind("all", of(list(DraftSource))),
         Kind("adversarial", lambda grammars: Told(limits, vocab_size, answers, adversarial)),

@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,8 @@ from engine.core.costs import CostFit, WorkerCosts
 from engine.core.settings import GIB, DraftLimits, EngineSettings
 from engine.core.types import Assignment, DraftSource, TokenEvent
 from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.draft_model import DraftModel
 from engine.core.worker.drafts.drafter import Drafter
-from engine.model.build import make_draft_model, make_drafter, make_pool, make_runner
+from engine.model.build import make_drafter, make_pool, make_runner
 from engine.model.decoder import Decoder
 from engine.model.engine import Engine, StepResult
 from engine.model.grammars import Grammars
@@ -35,12 +34,10 @@ LEARN_S = 0.5
 """Seconds between two looks at the fit of the costs, as in a worker."""
 
 
-def settings(
-    model: str, draft_model: str | None = None, sources: Sequence[DraftSource] | None = None
-) -> EngineSettings:
+def settings(model: str, sources: Sequence[DraftSource] | None = None) -> EngineSettings:
     """The engine of `cpu_mixed` with drafts as by default, of all sources or some."""
     chosen = {} if sources is None else {"sources": list(sources)}
-    config = load_config("cpu_mixed", {"speculation": {"mode": "auto", "draft_model": draft_model, **chosen}})
+    config = load_config("cpu_mixed", {"speculation": {"mode": "auto", **chosen}})
     assert config.workers.mixed is not None
     made = engine_settings(config, config.workers.mixed)
     return replace(made, source=model, max_model_len=MAX_MODEL_LEN, pool_gib=POOL_GIB)
@@ -49,15 +46,12 @@ def settings(
 class Workshop:
     """Makes engines that share one model's weights."""
 
-    def __init__(
-        self, model: str, draft_model: str | None = None, sources: Sequence[DraftSource] | None = None
-    ) -> None:
-        self.settings = settings(model, draft_model, sources)
+    def __init__(self, model: str, sources: Sequence[DraftSource] | None = None) -> None:
+        self.settings = settings(model, sources)
         self.folder: Path = resolve_model(model)
         dtype: torch.dtype = getattr(torch, self.settings.dtype)
         self.decoder = Decoder.from_folder(self.folder, dtype, "cpu", MAX_MODEL_LEN)
         self._load = cache(self._load_tokenizer)
-        self._draft_model = cache(partial(make_draft_model, self.settings, self.decoder))
 
     @property
     def num_blocks(self) -> int:
@@ -77,14 +71,9 @@ class Workshop:
     def grammars(self) -> Grammars:
         return Grammars(self._load, self.vocab_size)
 
-    def draft_model(self) -> DraftModel | None:
-        """The draft model, the same for all engines, if there is one. What an engine has not asked for lately, it
-        computes again."""
-        return self._draft_model()
-
     def drafter(self, grammars: Grammars) -> Drafter:
         """A drafter as a worker has it. Raises RuntimeError where no drafts are made."""
-        drafter = make_drafter(self.decoder, self.draft_limits, grammars, self.draft_model)
+        drafter = make_drafter(self.decoder, self.draft_limits, grammars)
         if drafter is None:
             raise RuntimeError("the bits of a row of this model here depend on the number of rows: there are no drafts")
         return drafter
@@ -194,7 +183,7 @@ class Worker:
 
     def _learn(self, step: StepResult, now: float) -> None:
         if step.is_typical:
-            self._costs.step(step.shape, self.step_s - step.drafting_s)
+            self._costs.step(step.shape, self.step_s)
         if now >= self._learns_at:
             self._costs.fade()
             self.engine.scheduler.learn_costs(self._costs.costs())

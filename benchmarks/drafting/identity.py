@@ -85,7 +85,7 @@ def check(
     asked = [_predicted(each, expected[each.request_id]) for each in asked]
 
     report: Report = {}
-    for kind in kinds(workshop.draft_limits, workshop.vocab_size, expected, workshop.draft_model()):
+    for kind in kinds(workshop.draft_limits, workshop.vocab_size, expected):
         for name, answer in CIRCUMSTANCES.items() if not names or kind.name in names else ():
             tally = Tally()
             tally.compare(expected, answer(Bench(workshop, kind, tally), asked))

@@ -25,16 +25,6 @@ class SchedulerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModelSettings:
-    """A smaller model that makes drafts."""
-
-    source: str
-    """Named as the engine's own model is."""
-    pool_bytes: int
-    """Memory of its KV."""
-
-
-@dataclass(frozen=True, slots=True)
 class DraftLimits:
     """Bounds of the drafts of one worker."""
 
@@ -45,8 +35,6 @@ class DraftLimits:
     past_tokens: int = 1 << 16
     """Tokens of past answers."""
     sources: tuple[DraftSource, ...] = tuple(DraftSource)
-    model: DraftModelSettings | None = None
-    """None: no drafts of a model."""
 
 
 @dataclass(frozen=True, slots=True)

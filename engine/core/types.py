@@ -121,8 +121,6 @@ class DraftSource(StrEnum):
     """Answers of the same salt on the same worker: to earlier requests, and to others of the same prompt under way."""
     CLUSTER = "cluster"
     """Answers of the same salt to the same prompt, of any worker, as the manager keeps them."""
-    MODEL = "model"
-    """A smaller model of the same vocabulary, on the same worker."""
     GRAMMAR = "grammar"
     """Tokens forced by the request's grammar and, with `PAST`, likely ones where it allows a few."""
 

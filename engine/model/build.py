@@ -12,7 +12,6 @@ from engine.core.errors import StartupError
 from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
 from engine.core.worker.block_pool import pool_of
 from engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
-from engine.core.worker.drafts.draft_model import DraftModel
 from engine.core.worker.drafts.drafter import Drafter
 from engine.model.config import ModelConfig
 from engine.model.cuda import CudaGraphs
@@ -20,16 +19,13 @@ from engine.model.cuda_kv_pool import CudaKVPool
 from engine.model.cuda_runner import CudaRunner, graph_shapes
 from engine.model.decoder import Decoder
 from engine.model.device_memory import CudaMemory, measured_pool_bytes, unplanned_pool_bytes
-from engine.model.draft_model import PagedDraftModel
-from engine.model.draft_sources import draft_folder
 from engine.model.engine import Engine
-from engine.model.families import read_config
 from engine.model.grammars import Grammars
 from engine.model.identity import ModelIdentity, identify, model_len
 from engine.model.kv_pool import KVPool
 from engine.model.runner import ModelRunner, NullRunner, Runner, made_up_step
 from engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes
-from engine.model.sources import NULL, resolve_model
+from engine.model.sources import NULL
 from engine.model.swap_space import SwapSpace
 from kernels.cpp import arithmetic
 
@@ -64,7 +60,7 @@ def build_engine(
             on_tensor=on_tensor,
         )
         grammars = make_grammars(identity.folder, identity.vocab_size)
-        drafter = make_drafter(decoder, settings.drafts, grammars, partial(make_draft_model, settings, decoder))
+        drafter = make_drafter(decoder, settings.drafts, grammars)
 
     # The weights first: the pool has what they leave.
     num_blocks = pool_blocks(config, settings, lambda: _free_bytes(decoder, settings, identity))
@@ -88,45 +84,15 @@ def build_engine(
     )
 
 
-def make_drafter(
-    decoder: Decoder,
-    limits: DraftLimits | None,
-    grammars: Grammars | None = None,
-    make_model: Callable[[], DraftModel | None] = lambda: None,
-) -> Drafter | None:
-    """The drafter of a worker; None without limits, or where drafts might change an answer's bits. `make_model`: makes
-    the draft model, if there are drafts."""
+def make_drafter(decoder: Decoder, limits: DraftLimits | None, grammars: Grammars | None = None) -> Drafter | None:
+    """The drafter of a worker; None without limits, or where drafts might change an answer's bits."""
     if limits is None:
         return None
     if not decoder.has_independent_rows:
         hint = "; with model.deterministic they do not" if decoder.device.type == "cuda" else ""
-        level = logging.INFO if limits.model is None else logging.WARNING
-        logger.log(level, "no drafts: the bits of a row of this model here depend on the number of rows%s", hint)
+        logger.info("no drafts: the bits of a row of this model here depend on the number of rows%s", hint)
         return None
-    return Drafter(limits, grammars, make_model())
-
-
-def make_draft_model(settings: EngineSettings, decoder: Decoder) -> PagedDraftModel | None:
-    """Load the draft model of an engine, beside the `decoder` of its own model; None if it has none.
-
-    Raises:
-        StartupError: the draft model cannot be found or used, or its pool is smaller than a block.
-    """
-    limits = settings.drafts
-    folder = draft_folder(settings, resolve_model(settings.source), logger.info)
-    if limits is None or limits.model is None or folder is None:
-        return None
-    config = read_config(folder)
-    block_bytes = kv_block_bytes(config, settings.block_size, settings.dtype)
-    num_blocks = limits.model.pool_bytes // block_bytes
-    if not num_blocks:
-        raise StartupError(f"speculation.draft_pool_mib holds no block of the draft model: one has {block_bytes} bytes")
-    draft_decoder = Decoder.from_folder(
-        folder, decoder.dtype, decoder.device, decoder.max_position, settings.quantization
-    )
-    kv_pool = make_pool(config, num_blocks, settings.block_size, decoder.dtype, decoder.device)
-    logger.info("draft model %s: %d blocks", limits.model.source, num_blocks)
-    return PagedDraftModel(draft_decoder, kv_pool, decoder.vocab_size)
+    return Drafter(limits, grammars)
 
 
 def make_grammars(folder: Path, vocab_size: int) -> Grammars:

@@ -98,8 +98,6 @@ class StepResult:
     """Ends of requests that the model cannot compute."""
     is_typical: bool = True
     """True if the step's time is typical of a step of its shape."""
-    drafting_s: float = 0.0
-    """Seconds of a draft model, before the step was scheduled."""
 
 
 @dataclass(slots=True)
@@ -241,7 +239,6 @@ class Engine:
             Exception: a decision could not be carried out, or the model computes nothing any more (`still_runs`).
         """
         drafts = () if self.drafter is None else self.drafter.propose(self.scheduler)
-        drafting_s = 0.0 if self.drafter is None else self.drafter.take_model_s()
         output = self.scheduler.schedule(now, drafts)
         for move in output.moves:
             output = self._move(move, output, now)
@@ -267,7 +264,6 @@ class Engine:
             shape=_shape(output, self.store.block_bytes),
             failures=failures,
             is_typical=step.is_whole,
-            drafting_s=drafting_s,
         )
 
     def still_runs(self) -> bool:

@@ -3,22 +3,20 @@
 from collections.abc import Callable, Iterable
 
 from engine.core.settings import EngineSettings
-from engine.model.draft_sources import draft_folder
 from engine.model.sources import resolve_model
 from kernels.cpp.loader import cpu_ops, is_at_hand
 
 
 def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) -> None:
-    """Do the slow parts of every worker's start beforehand, once and with progress shown: find the model and its draft
-    model (fetch or convert them), build the CPU kernels.
+    """Do the slow parts of every worker's start beforehand, once and with progress shown: find the model
+    (fetch or convert it), build the CPU kernels.
 
     Raises:
         StartupError: as `build_engine`.
     """
     for settings in engines:
         progress("looking at the model")
-        folder = resolve_model(settings.source, progress)
-        draft_folder(settings, folder, progress)
+        resolve_model(settings.source, progress)
     if not is_at_hand():
         progress("building the CPU kernels, once per machine")
         cpu_ops()

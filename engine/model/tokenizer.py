@@ -68,11 +68,6 @@ class Tokenizer:
         padded beyond."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def vocabulary(self) -> dict[int, str]:
-        """Return the name of each id that has text."""
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        return {token_id: name for name, token_id in vocabulary.items()}
-
     @property
     def border_token(self) -> str | None:
         """Name of a special token that takes no spaces beside it; None if there is none."""

@@ -21,23 +21,18 @@ from actors.ingress.build import _model
 from actors.ingress.vocabulary import Vocabulary
 from configs import load_config
 from engine.core.errors import StartupError
-from engine.core.hashing import BlockChain, root_hash
-from engine.core.settings import DraftLimits, DraftModelSettings, EngineSettings, SchedulerLimits
+from engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
 from engine.core.types import (
     Assignment,
     Grammar,
     GrammarKind,
     PromptEvent,
-    Salt,
     SamplingParams,
     Stage,
     TokenEvent,
     TokenLogprobs,
 )
-from engine.core.worker.drafts.draft_model import Wanted
-from engine.core.worker.request import Request
-from engine.model.build import build_engine, make_draft_model
-from engine.model.decoder import Decoder
+from engine.model.build import build_engine
 from engine.model.engine import Engine
 from engine.model.families import FAMILIES, config_of
 from engine.model.sizes import expected_shapes
@@ -199,21 +194,6 @@ def test_a_tokenizer_longer_than_its_model(tmp_path: Path) -> None:
     engine = build_engine(settings(tmp_path))
     [events] = answers(engine, [request("sampled", [1, 2, 3], logprobs=5)]).values()
     assert all(event.token_id is not None and event.token_id < 256 for event in events if isinstance(event, TokenEvent))
-
-
-def test_a_draft_model_guesses_no_padding(tmp_path: Path) -> None:
-    """The draft model is padded otherwise, and its own padding would be the likeliest of all."""
-    folders = [tmp_path / "model", tmp_path / "draft"]
-    for folder, num_padding in zip(folders, (NUM_PADDING, 2 * NUM_PADDING), strict=True):
-        byte_level(folder)
-        model_folder(folder, "qwen3", 257, 257 + num_padding)
-    decoder = Decoder.from_folder(folders[0], torch.bfloat16, "cpu", vocab_size=257)
-    drafts = DraftLimits(model=DraftModelSettings(str(folders[1]), 1 << 20))
-    model = make_draft_model(settings(folders[0], drafts), decoder)
-    assert model is not None
-    asked = Request(request("drafted", [1, 2, 3, 4]), BlockChain(root_hash("model"), Salt(), 16), 0)
-    [guesses] = model.guesses([Wanted(asked, 12)]).values()
-    assert len(guesses) == 12 and max(guesses) < 257
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,12 @@ from benchmarks.drafting.statistics import compared, since
 from engine.core.settings import SchedulerLimits
 from engine.core.types import DraftSource, SamplingParams
 from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.draft_model import DraftModel
 from engine.core.worker.drafts.drafter import Drafter
 from engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
 from engine.model.engine import Engine
 from engine.model.grammars import Grammars
 from engine.model.sources import DEFAULT_MODEL
 from tests.unit.builders import FINGERPRINT, VOCAB, FakeModel
-from tests.unit.test_model_drafts import Guessing
 
 BUDGET = 64
 PROMPTS = [tuple(range(100 * number, 107 * number + 30)) for number in range(1, 5)]
@@ -59,9 +57,6 @@ class SmallWorkshop(Workshop):
 
     def grammars(self) -> Grammars:
         return Grammars(lambda: pytest.fail("no request has a grammar"), VOCAB)
-
-    def draft_model(self) -> DraftModel:
-        return Guessing(errs_at=5)
 
     def drafter(self, grammars: Grammars) -> Drafter:
         return Drafter(self.draft_limits, grammars)
@@ -109,11 +104,7 @@ def test_nothing_differs_and_every_circumstance_occurs(report: identity.Report) 
     drafted = {kind: sum(each["drafted"] for each in tallies.values()) for kind, tallies in report.items()}
     assert drafted["off"] == drafted["grammar"] == 0
     assert (
-        min(
-            drafted[kind]
-            for kind in ("request", "prediction", "past", "model", "choices", "all", "adversarial", "random")
-        )
-        > 50
+        min(drafted[kind] for kind in ("request", "prediction", "past", "choices", "all", "adversarial", "random")) > 50
     )
 
 

@@ -130,6 +130,10 @@ def test_defaults_are_within_their_own_bounds(tmp_path: Path) -> None:
             {**MIXED, "logging": {"stimuli": "x"}},
             "logging.stimuli is no longer a key: logging.recording records requests",
         ),
+        (
+            {**MIXED, "speculation": {"draft_model": "org/small"}},
+            "speculation.draft_model is no longer a key: there are no drafts of a smaller model",
+        ),
         ({**MIXED, "http": {"zzz": 1}}, "unknown key 'http.zzz', valid keys: host, port"),
     ],
 )

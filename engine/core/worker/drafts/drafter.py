@@ -1,5 +1,5 @@
 """Proposes drafts for the requests that decode: from the tokens of each, its client's prediction, past answers of its
-salt, a smaller model, and its grammar.
+salt, and its grammar.
 
 A draft ends before the first token that the request's grammar forbids, and its forced tokens are certain.
 """
@@ -9,11 +9,9 @@ from engine.core.types import DraftSource, Stage
 from engine.core.worker.drafts.budget import decode_step
 from engine.core.worker.drafts.choices import Choices
 from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.draft_model import DraftModel
 from engine.core.worker.drafts.form_guesser import FormGuesser
 from engine.core.worker.drafts.forms import CERTAIN, Forms
 from engine.core.worker.drafts.guesser import Guesser
-from engine.core.worker.drafts.model_guesser import ModelGuesser
 from engine.core.worker.drafts.past import Past
 from engine.core.worker.drafts.suffix import MAX_MATCH
 from engine.core.worker.request import Request
@@ -26,7 +24,7 @@ SURE = 0.8
 class Drafter:
     """Proposes the drafts of one worker, within `limits`."""
 
-    def __init__(self, limits: DraftLimits, forms: Forms | None = None, model: DraftModel | None = None) -> None:
+    def __init__(self, limits: DraftLimits, forms: Forms | None = None) -> None:
         """`forms`: None where no request has a grammar."""
         self._limits = limits
         self._form_guesser: FormGuesser | None = None
@@ -35,12 +33,9 @@ class Drafter:
         self._num_steps = 0
         self.past = Past(limits.past_tokens)
         self._guesser = Guesser(limits, self.past)
-        self._model = None if model is None or DraftSource.MODEL not in limits.sources else ModelGuesser(model)
 
     def propose(self, scheduler: Scheduler) -> list[Draft]:
         """Drafts for the next step; none where no draft would be worth its time."""
-        if self._model is not None:
-            self._model.keep(scheduler.running.values())
         if self._form_guesser is not None:
             self._form_guesser.follow(scheduler.running.values())
         decoding = [request for request in scheduler.running.values() if request.num_remaining == 1]
@@ -57,17 +52,11 @@ class Drafter:
             wanting, guesses = [request for request in wanting if request.assignment.sampling.grammar is not None], {}
         else:
             guesses = self._guesser.guesses(wanting, scheduler, step)
-            if self._model is not None:
-                guesses |= self._model.guesses(wanting, guesses, step, costs, self._guesser.longest)
         self._num_steps += 1
         begin = self._num_steps % max(1, len(wanting))  # each in its turn, since the time of choices is limited
         turns = [*wanting[begin:], *wanting[:begin]]
         drafts = [self._by_form(request, guesses.get(request.request_id), least) for request in turns]
         return [draft for draft in drafts if draft is not None and draft.token_ids]
-
-    def take_model_s(self) -> float:
-        """Seconds that the draft model has taken since the last call."""
-        return 0.0 if self._model is None else self._model.take_seconds()
 
     def ended(self, request: Request) -> None:
         """Keep the answer of an ending request, for later ones of its salt."""
