@@ -10,6 +10,7 @@ becomes HAProxy: same arguments, same process. A line that Serve writes in an un
 * Clients get two thirds of HAProxy's connections; HAProxy needs the others for its own use (`cli.descriptors`).
 * HAProxy's own answers are OpenAI's error object, except 400 and 408 for requests unreadable as HTTP: HAProxy writes
   these before any setting counts.
+* While the application starts, every path is a 503 for which clients wait. Serve's 404 would have them give up.
 * A request id that is not plain text, which Serve fails at, is dropped.
 * HAProxy's statistics and metrics listen on a loopback address if the server does.
 
@@ -36,6 +37,8 @@ LEFT_OUT = re.compile(r"\s*(errorfile|timeout http-request|option splice-re\w+)\
 """Lines of Serve that raydix's replace; and splicing, with which HAProxy 2.8 misses one in four clients that leave
 while they wait, and keeps a core busy until the answer comes."""
 RETRY_AFTER_S = 1
+NO_PATH = "backend default_backend"
+"""First line of the section for paths of no application."""
 BACKLOG = 4096
 """Connections that wait in the kernel until others end. By default these would be as many as may be open."""
 
@@ -75,6 +78,8 @@ def amended(config: str, settings: Mapping[str, str], errors: Path) -> str:
     )
     total = re.search(r"^global\n(?:[ \t].*\n)*?\s+maxconn (\d+)", config, re.MULTILINE)
     front = _front(settings[CONNECTIONS], None if total is None else int(total[1]) * 2 // 3)
+    if not any(section.startswith("backend ") and not section.startswith(NO_PATH) for section in sections):
+        sections = [_not_ready(section, errors) for section in sections]
     return "".join(_amended_section(section, settings, errors, front=front, is_local=is_local) for section in sections)
 
 
@@ -87,6 +92,13 @@ def _amended_section(section: str, settings: Mapping[str, str], errors: Path, *,
     if header.strip() in ("frontend prometheus", "listen stats") and is_local:
         return f"{header}\n{EVERY_ADDRESS.sub('127.0.0.1:', rest)}"
     return section
+
+
+def _not_ready(section: str, errors: Path) -> str:
+    """The answer to every path before there is an application."""
+    if not section.startswith(NO_PATH):
+        return section
+    return f"{NO_PATH}\n    http-request return status 503 errorfile {errors / _error_file(503)}\n"
 
 
 def _defaults(lines: str, header_timeout_s: str, errors: Path) -> str:

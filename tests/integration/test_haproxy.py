@@ -100,8 +100,9 @@ class Front:
             return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def started(folder: Path, http_port: int, backend_port: int, host: str = "127.0.0.1") -> Front:
-    """HAProxy with the configuration that Serve would write for one ingress replica."""
+def started(folder: Path, http_port: int, backend_port: int | None, host: str = "127.0.0.1") -> Front:
+    """HAProxy with the configuration that Serve would write for one ingress replica, or before there is an
+    application."""
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 
@@ -117,8 +118,10 @@ def started(folder: Path, http_port: int, backend_port: int, host: str = "127.0.
         has_received_routes=True,
         has_received_servers=True,
     )
-    servers = [ServerConfig(name="replica", host="127.0.0.1", port=backend_port)]
-    backends = {"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)}
+    backends = {}
+    if backend_port is not None:
+        servers = [ServerConfig(name="replica", host="127.0.0.1", port=backend_port)]
+        backends["app"] = BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)
     HAProxyApi(config, backends, str(folder / "haproxy.cfg"))._generate_config_file_internal()
     section = HttpSection(host=host, header_timeout_s=HEADER_TIMEOUT_S, connections_per_address=CONNECTIONS)
     environment = os.environ | front(folder, section)
@@ -159,6 +162,18 @@ def test_thousands_of_half_sent_requests_lock_nobody_out(haproxy: Front) -> None
                 assert time.monotonic() - started_at < 3 * HEADER_TIMEOUT_S
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_server_that_starts_has_clients_wait() -> None:
+    """As one that starts again: clients try a 503 again by themselves, and give up after Serve's 404."""
+    with tempfile.TemporaryDirectory(prefix="raydix-") as folder:
+        running = started(Path(folder), free_port(), None)
+        try:
+            status, headers, body = eventually(lambda: running.get(path="/v1/models"), "HAProxy answers")
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert json.loads(body)["error"]["code"] == "service_unavailable"
+        finally:
+            running.stop()
 
 
 def test_a_client_that_leaves_while_it_waits_is_noticed(haproxy: Front) -> None:

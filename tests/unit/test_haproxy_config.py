@@ -53,8 +53,28 @@ def test_metrics_follow_the_front_to_loopback(tmp_path: Path, host: str, metrics
     assert ("bind 127.0.0.1:8404" in found) == (host != "*")
 
 
-def test_amending_twice_changes_nothing(tmp_path: Path) -> None:
-    once = amended(SERVE.format(host="127.0.0.1"), DEFAULTS, tmp_path)
+NO_PATH = """backend default_backend
+    http-request return status 404 content-type text/plain string "not found"
+"""
+
+
+def test_paths_are_not_found_where_there_is_an_application(tmp_path: Path) -> None:
+    """Before, they are a 503."""
+    with_app = SERVE.format(host="127.0.0.1").replace("\nbackend app\n", f"\n{NO_PATH}backend app\n")
+    assert set(lines(NO_PATH)) <= set(lines(amended(with_app, DEFAULTS, tmp_path)))
+    without = with_app.replace("\nbackend app\n", "\nother app\n")
+    found = lines(amended(without, DEFAULTS, tmp_path))
+    assert found[found.index("backend default_backend") + 1] == (
+        f"http-request return status 503 errorfile {tmp_path}/raydix-503.http"
+    )
+    assert lines(NO_PATH)[1] not in found
+
+
+@pytest.mark.parametrize(
+    "config", [SERVE, SERVE.replace("\nbackend app\n", f"\n{NO_PATH}")], ids=["application", "none"]
+)
+def test_amending_twice_changes_nothing(tmp_path: Path, config: str) -> None:
+    once = amended(config.format(host="127.0.0.1"), DEFAULTS, tmp_path)
     assert amended(once, DEFAULTS, tmp_path) == once
 
 
