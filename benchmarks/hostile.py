@@ -59,17 +59,24 @@ class Outcome:
 class Streams:
     """Clients that stream all the time, and the longest gap between two pieces in any of their streams."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` measures the gaps, in seconds, beside the time on the wall."""
         self._port = port
+        self._clock = clock
         self._stopped = threading.Event()
-        self._longest = 0.0
+        self._longest = self._longest_by_clock = 0.0
         self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(NUM_STREAMS)]
         for thread in self._threads:
             thread.start()
 
     def take_longest(self) -> float:
-        """The longest gap since the last call."""
-        longest, self._longest = self._longest, 0.0
+        """The longest gap since the last call, on the wall."""
+        return self.take_longest_two()[0]
+
+    def take_longest_two(self) -> tuple[float, float]:
+        """The longest gap since the last call, on the wall and by the clock."""
+        longest = self._longest, self._longest_by_clock
+        self._longest = self._longest_by_clock = 0.0
         return longest
 
     def stop(self) -> None:
@@ -83,11 +90,13 @@ class Streams:
             connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
             try:
                 connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-                last = None
+                last: tuple[float, float] | None = None
                 for line in connection.getresponse():
                     if line.startswith(b"data: {"):
-                        now = time.monotonic()
-                        self._longest = max(self._longest, 0.0 if last is None else now - last)
+                        now = time.monotonic(), self._clock()
+                        if last is not None:
+                            self._longest = max(self._longest, now[0] - last[0])
+                            self._longest_by_clock = max(self._longest_by_clock, now[1] - last[1])
                         last = now
                     if self._stopped.is_set():
                         return
@@ -191,6 +200,17 @@ def ingress() -> psutil.Process:
     )
 
 
+def resident(process: psutil.Process) -> float:
+    """Resident memory, in MiB, of a process and its children."""
+    sizes = 0
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            sizes += each.memory_info().rss
+        except psutil.Error:
+            continue
+    return sizes / MIB
+
+
 class Memory:
     """Resident memory, in MiB, of a process and its children, and its peak."""
 
@@ -200,13 +220,7 @@ class Memory:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def now(self) -> float:
-        sizes = 0
-        for process in [self._process, *self._process.children(recursive=True)]:
-            try:
-                sizes += process.memory_info().rss
-            except psutil.Error:
-                continue
-        return sizes / MIB
+        return resident(self._process)
 
     def _watch(self) -> None:
         while self._process.is_running():

@@ -92,7 +92,7 @@ def fields_of(document: Schema) -> set[tuple[str, str]]:
 def _bodies(maker: "_Maker", path: str, content_type: str, schema: Schema) -> Iterator[HostileBody]:
     for field, field_schema in schema["properties"].items():
         for label, value in maker.values(field_schema, field):
-            body = maker.least(schema) | maker.beside(schema, field) | {field: value}
+            body = maker.least(schema) | maker.beside(schema, field) | BESIDE.get(path, {}) | {field: value}
             yield HostileBody(path, field, f"{field}{label}", content_type, body)
 
 
@@ -202,6 +202,9 @@ class _Maker:
                 # different small ids are valid tokens, and none is found twice
                 length = min(most, self._sizes.vocabulary, self._sizes.value_bytes // 6)
                 yield ": most different items", list(range(length))
+                end = kind["maximum"] + 1
+                length = min(most, self._sizes.value_bytes // (len(str(end)) + 1))
+                yield ": most different items, the greatest", list(range(end - length, end))
         if level < NESTED:
             yield from ((f"[0]{label}", [value]) for label, value in self.values(items, name, level + 1))
 
@@ -321,6 +324,8 @@ def _long_pattern(num_bytes: int) -> dict[str, Any]:
 
 ANSWER_SIZES = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "max_tokens"}
 """Fields that multiply an answer: their work depends on its length."""
+BESIDE = {"/v1/chat/completions/batch": {"max_tokens": 16}}
+"""Fields that a route takes and its schema leaves out, under which its answers end soon."""
 KIND = {
     "json_schema": "json_schema",
     "schema": "json_schema",
