@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/pip install --disable-pip-version-check
 TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants test-clients test-nodes test-tokenizers exhaustive chaos fuzz check check-style check-types check-imports check-documents docs wheel release-check manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants test-clients test-nodes test-tokenizers exhaustive exact chaos fuzz check check-style check-types check-imports check-documents docs wheel release-check manifests bench-peers clean
 
 # What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
 # smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
@@ -127,6 +127,11 @@ test-nodes: develop
 # More cases of the kind that `make test` tries, for some minutes.
 exhaustive: develop
 	$(BIN)/python -m pytest -m "exhaustive and not gpu" tests/kernels tests/model
+
+# Two thousand answers of every kind, compared bit by bit with those of a server that does nothing but compute: in crowds,
+# cached, with drafts, under kills and after a restart, for a quarter of an hour.
+exact: develop
+	$(BIN)/python -m benchmarks.exact --json benchmarks/results/exact.json
 
 # Kills and stops each process in each phase of a load, for half an hour; writes the table of pauses.
 chaos: develop
