@@ -11,6 +11,9 @@ from benchmarks.replaying.traces import ReplayError, TraceRequest
 from engine.core.costs import WorkerCosts
 from engine.core.objectives import Objectives
 
+# Simulations of hours, whose lines other tests run: tracing them would take longer than they do.
+pytestmark = pytest.mark.no_cover
+
 COSTS = WorkerCosts(step_s=0.01, prefill_token_s=1e-4, decode_token_s=1e-3, import_s=1e-3, import_byte_s=0, spread=0)
 MACHINES = Machines(FittedSpeeds(COSTS, 512, 1000), 400, "lru", Objectives(2.0, 0.04), most=6)
 

@@ -319,6 +319,7 @@ def test_lru_is_the_order_of_use() -> None:
     assert evict_all(queue) == ["dx", "d", "ex", "e", "cx", "c"]
 
 
+@pytest.mark.no_cover
 def test_survival_keeps_a_loop_that_does_not_fit() -> None:
     """LRU hits nothing in a loop longer than the cache; keeping some of it whole hits those each time."""
     hits = {policy: _hits(policy(), _loop(), capacity=64) for policy in (LeastRecent, Survival, Duel)}
@@ -388,6 +389,7 @@ def test_a_ghost_hits_what_a_queue_would() -> None:
     assert num_hits / sum(len(path) for _, path in requests) == pytest.approx(expected)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("order", [recency, once_first, Survival])
 def test_sampled_ghosts_hit_the_share_that_the_whole_would(order: object) -> None:
     """Here all three of a duel's ghosts, each beside a queue that evicts in its order alone."""
@@ -448,6 +450,7 @@ def test_a_sampled_block_stands_for_the_trunk_behind_it() -> None:
     assert duel.ghosts[2].rank("p", 0, over) == survival.rank("pq", 1, over) > survival.rank("p", 0, over) == 0
 
 
+@pytest.mark.no_cover
 def test_a_duel_is_not_far_behind_the_best_order() -> None:
     """Whether recency is best, or keeping some of what does not fit."""
     for requests, capacity in ((list(_memoryless_chat(3000)), 400), (list(_loop()), 64)):

@@ -19,6 +19,9 @@ from engine.core.eviction.policies import EvictionPolicy
 from engine.core.types import Role
 from engine.core.worker.block_pool import BlockPool
 
+# Simulations of hours, whose lines other tests run: tracing them would take longer than they do.
+pytestmark = pytest.mark.no_cover
+
 SPEEDS = ConstantSpeeds(prefill_tokens_per_s=5120, step_s=0.01, token_budget=512, handover_blocks_per_s=100)
 
 
