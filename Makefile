@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/pip install --disable-pip-version-check
 TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants test-clients test-nodes test-tokenizers exhaustive exact chaos fuzz check check-style check-types check-imports check-documents docs wheel release-check manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-nodes test-tokenizers exhaustive exact chaos fuzz check check-style check-types check-imports check-documents docs wheel release-check manifests bench-peers clean
 
 # What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
 # smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
@@ -80,6 +80,10 @@ test-cluster: develop
 SINCE ?= origin/main
 mutants: develop
 	$(BIN)/python -m tests.mutants $(or $(MODULES),--since $(SINCE))
+
+# Flame graphs in build/profile of all processes of the `raydix serve` that runs (PID, if several do), for SECONDS.
+profile: develop
+	$(BIN)/python -m benchmarks.profile $(if $(PID),--pid $(PID)) $(if $(SECONDS),--seconds $(SECONDS))
 
 # Third-party clients against real servers. Each folder of tests/clients has a server of its own; for example,
 # `make test-clients-sdk` runs one folder. The table of results is in build/clients.md.
