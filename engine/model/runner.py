@@ -113,21 +113,21 @@ class NullRunner:
         self._hidden_size = hidden_size
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
-        """Return a letter of the alphabet by its position for each row, certainty for scored positions,
-        and ones for pooled positions."""
+        """Return a letter of the alphabet by its position for each row, certain where its log-probability is asked for,
+        certainty for scored positions, and ones for pooled positions."""
         sums = {
             chunk.request.request_id: sums_of(chunk, np.ones((len(chunk.pooled), self._hidden_size), np.float32))
             for chunk in output.chunks
             if chunk.pooled
         }
-        tokens = [SampledToken(66 + row.num_output % 26) for row in rows_of(output.chunks)]
+        certain = TokenLogprobs(0.0, (), (), 1)
+        tokens = [
+            SampledToken(66 + row.num_output % 26, None if row.assignment.sampling.logprobs is None else certain)
+            for row in rows_of(output.chunks)
+        ]
         return RunnerOutput(
             sampled_by_request(output.chunks, tokens),
-            {
-                chunk.request.request_id: [TokenLogprobs(0.0, (), (), 1)] * len(chunk.scored)
-                for chunk in output.chunks
-                if chunk.scored
-            },
+            {chunk.request.request_id: [certain] * len(chunk.scored) for chunk in output.chunks if chunk.scored},
             sums=sums,
             pooled=pooled_states(output.chunks, sums),
         )

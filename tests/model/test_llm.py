@@ -177,6 +177,13 @@ def test_sizes_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None
     assert of_one_process((), {"model": {"source": f"null:{DEFAULT_MODEL}"}}).cache.pool_gib is None
 
 
+def test_a_model_that_computes_nothing_is_certain() -> None:
+    with LLM(f"null:{DEFAULT_MODEL}", max_model_len=1024, cache=SMALL) as llm:
+        [answer] = llm.generate("x", SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1))
+    assert answer.outputs[0].logprobs is not None
+    assert [each.chosen for each in answer.outputs[0].logprobs] == [0.0] * 3
+
+
 def test_closing_frees_the_memory() -> None:
     llm = LLM(f"null:{DEFAULT_MODEL}", max_model_len=1024, cache=SMALL)
     assert llm.generate("x", GREEDY)[0].outputs[0].token_ids
