@@ -87,8 +87,13 @@ class Case:
 
     @property
     def breaks_connections(self) -> bool:
-        """Whether clients are connected through a victim."""
-        return self.how is signal.SIGKILL and not CONNECTED.isdisjoint(self.victims)
+        """Whether clients are connected through a victim. Serve replaces HAProxy also when it stands still."""
+        return "HAProxy" in self.victims or (self.how is signal.SIGKILL and not CONNECTED.isdisjoint(self.victims))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether each victim only stands still for a while, and nobody may take it for dead."""
+        return self.how is signal.SIGSTOP and "HAProxy" not in self.victims
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,8 @@ class Outcome:
     back_s: float | None = None
     """Until that process did the victim's work."""
     errors: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    """Victims that only stood still, and were replaced."""
 
 
 class Streams:
@@ -217,13 +224,28 @@ class Return:
         return new[0] if new and len(now) == len(self._before) else None
 
 
-def disturb(pid: int, how: signal.Signals) -> None:
-    """Send a signal; a process that is stopped goes on after `STOPPED_S`."""
+def disturb(pid: int, how: signal.Signals) -> threading.Thread:
+    """Send a signal; gives a thread that ends when a process that is stopped goes on, after `STOPPED_S`."""
     os.kill(pid, how)
-    if how is signal.SIGSTOP:
-        timer = threading.Timer(STOPPED_S, os.kill, (pid, signal.SIGCONT))
-        timer.daemon = True
-        timer.start()
+    is_stopped = how is signal.SIGSTOP
+    waiting = threading.Timer(STOPPED_S, go_on, (pid,)) if is_stopped else threading.Thread()
+    waiting.daemon = True
+    waiting.start()
+    return waiting
+
+
+def go_on(pid: int) -> None:
+    """Have a stopped process go on, if nobody has ended it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process neither has ended nor stands still."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def fresh_request_s(server: Server, salt: str) -> float:
@@ -255,10 +277,11 @@ def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
     returns = [Return(server, victim) for victim in case.victims] if case.is_replaced else []
     pids = pids_of(server, case.victims)
     since = time.monotonic()
+    waiting = []
     for number, pid in enumerate(pids):
         if number:
             time.sleep(BETWEEN_S)
-        disturb(pid, case.how)
+        waiting.append(disturb(pid, case.how))
     for watch in returns:
         watch.start()
     if case.moment == "idle":
@@ -267,6 +290,11 @@ def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
     streams.finish(outcome, since)
     for watch in returns:
         watch.join()
+    if case.goes_on:
+        for thread in waiting:
+            thread.join()
+        eventually(lambda: all(map(lives, pids)) or not all(map(psutil.pid_exists, pids)), "the victims go on", 10)
+        outcome.ended = [victim for victim, pid in zip(case.victims, pids, strict=True) if not lives(pid)]
     if returns:
         outcome.noticed_s = max(watch.noticed_s or 0.0 for watch in returns)
         outcome.back_s = max(watch.back_s or 0.0 for watch in returns)
