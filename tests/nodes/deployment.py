@@ -17,6 +17,7 @@ import yaml
 
 from cli.cluster import SERVE_SWITCHES
 from cli.ray_token import secure_token
+from tests.integration.cluster import PARTS
 from tests.integration.conftest import Server, eventually
 from tests.nodes.network import Machine, Network
 
@@ -58,6 +59,11 @@ class Node:
         """The processes of raydix's workers."""
         titles = ("ray::PrefillWorker", "ray::DecodeWorker", "ray::MixedWorker")
         return [process.pid for process, line in self.processes() if " ".join(line).startswith(titles)]
+
+    def part_pids(self) -> dict[int, str]:
+        """The replicas and actors of raydix by process."""
+        parts = {process.pid: PARTS.match(" ".join(line)) for process, line in self.processes()}
+        return {pid: part.group(1) for pid, part in parts.items() if part is not None}
 
     def events(self, name: str) -> int:
         """Number of lines of an event in raydix's logs."""
@@ -128,6 +134,14 @@ class Deployment:
         file.write_text(yaml.safe_dump({**config, "http": {"host": "0.0.0.0", "port": HTTP_PORT}}))
         self._on_head("raydix", "deploy", "--config", str(file), self.gcs)
         eventually(lambda: self.server.request("GET", "/health", timeout=5)[0] == 200, "healthy", READY_S)
+
+    def parts(self) -> dict[str, dict[int, str]]:
+        """The replicas and actors by node and process, but for the manager's standby, which comes later than these."""
+        found = {name: node.part_pids() for name, node in self.nodes.items()}
+        managers = sorted(pid for pid, part in found[FRONT].items() if part == "KVCacheManager")
+        for standby in managers[1:]:
+            del found[FRONT][standby]
+        return found
 
     def workers(self) -> list[dict[str, Any]]:
         """The registered workers."""

@@ -16,7 +16,7 @@ import pytest
 from tests.chaos.harness import Load
 from tests.integration.conftest import eventually, random_prompt
 from tests.nodes.clients import Clients
-from tests.nodes.conftest import NUM_TOKENS, ROLES, TABLE, Disturbance
+from tests.nodes.conftest import NUM_TOKENS, ROLES, TABLE, Disturbance, config
 from tests.nodes.deployment import FRONT, Deployment, wait_for_roles
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(1200)]
@@ -27,6 +27,8 @@ GONE_GAP_S = 5.0
 """Longest gap of a stream whose worker vanishes."""
 LEAVING_GAP_S = 1.0
 """Longest gap of a stream whose worker leaves."""
+CHANGED_GAP_S = 1.0
+"""Longest gap of a stream while a limit changes."""
 
 
 def completed(cluster: Deployment, prompt: list[int], salt: str) -> tuple[list[int], dict[str, Any]]:
@@ -134,6 +136,26 @@ def test_kv_is_found_across_nodes(cluster: Deployment) -> None:
         assert attempt["blocks"][0]["hit"]
         workers |= {attempt["prefill_worker"], attempt["decode_worker"]}
     assert len(workers) > 1, "blocks were sent from node to node"
+
+
+def test_limits_change_in_place(cluster: Deployment, load: Load, disturbances: list[Disturbance]) -> None:
+    """Neither a worker, nor the ingress, nor the manager is replaced for a limit."""
+    before = cluster.parts()
+    usual = config(labelled=True)
+
+    def is_refused() -> bool:
+        body = {"prompt": "a", "n": 41, "max_tokens": 1}
+        return b"at most 40" in cluster.server.request("POST", "/v1/completions", body)[2]
+
+    def change() -> None:
+        cluster.deploy({**usual, "ingress": {**usual["ingress"], "max_queued_requests": 40}})
+
+    assert not is_refused()
+    seen = disturbed(cluster, load, "a limit of the ingress changed", change, disturbances, until=is_refused)
+    cluster.deploy(usual)
+    eventually(lambda: not is_refused(), "the limit is as before")
+    assert cluster.parts() == before
+    check_gap(seen, CHANGED_GAP_S)
 
 
 @pytest.mark.parametrize("seconds", [2.0, 6.0])
