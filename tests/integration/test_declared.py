@@ -35,6 +35,8 @@ pytestmark = pytest.mark.skipif(helm.executable() is None, reason=NO_HELM)
 
 STARTED_S, READY_S = 60, 180
 STREAM_TOKENS = 1500
+LIMIT = 16
+"""Of requests under way. A tenant's share of it has room for a stream that begins while the one before is put away."""
 VALUES: dict[str, Any] = {
     "model": {"source": f"{NULL}{DEFAULT_MODEL}"},
     "tenants": {"secret": "raydix-tenants"},
@@ -191,7 +193,7 @@ def status_of(head: Head, name: str) -> int:
 
 def refusal(head: Head) -> bytes:
     """The answer to a request with more choices than a replica takes at a time."""
-    return head.server.request("POST", "/v1/completions", {"prompt": "a", "n": 4, "max_tokens": 1})[2]
+    return head.server.request("POST", "/v1/completions", {"prompt": "a", "n": LIMIT + 1, "max_tokens": 1})[2]
 
 
 def test_a_put_changes_limits_keys_and_numbers_in_place(head: Head) -> None:
@@ -200,9 +202,9 @@ def test_a_put_changes_limits_keys_and_numbers_in_place(head: Head) -> None:
     assert sorted(before.values()) == ["KVCacheManager", "MixedWorker", *replicas]
     streaming = Streaming(head.server)
     try:
-        limit = {"ingress": {"max_queued_requests": 3}, "logging": {"level": "DEBUG"}}
+        limit = {"ingress": {"max_queued_requests": LIMIT}, "logging": {"level": "DEBUG"}}
         head.put(head.serve_config(overrides=limit))
-        eventually(lambda: b"at most 3" in refusal(head), "the limit holds")
+        eventually(lambda: f"at most {LIMIT}".encode() in refusal(head), "the limit holds")
         eventually(lambda: len(head.told("DEBUG")) == 2, "the manager and the worker are told")
 
         assert [status_of(head, name) for name in ("alice", "bob", "carol")] == [200, 401, 200]
