@@ -143,7 +143,10 @@ class Watchdog:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         is_of_loop = hold.thread == self._loop_thread and not is_over
         task = asyncio.current_task(self._loop) if is_of_loop else None
-        logger.warning(
+        request = None if task is None else request_of(task)
+        # The operator's terminal shows warnings: one names a request that harms others. Imports at the start do not.
+        logger.log(
+            logging.INFO if request is None else logging.WARNING,
             "the %s was held for %.0f ms of processor time",
             "event loop" if hold.of == "loop" else "interpreter's lock",
             1000 * hold.seconds,
@@ -151,7 +154,7 @@ class Watchdog:
                 "held",
                 of=hold.of,
                 held_s=round(hold.seconds, 4),
-                request=None if task is None else request_of(task),
+                request=request,
                 thread=names.get(hold.thread),
                 place=place,
                 unlogged=self._num_unlogged,

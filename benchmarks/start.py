@@ -24,7 +24,7 @@ import urllib.request
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Seen:
     cpu_s: float
     unique_mib: float = 0.0
     shared_mib: float = 0.0
+    idle_share: float = 0.0
+    """Processor time at rest, in parts of one core."""
 
 
 class Watch:
@@ -121,6 +123,7 @@ def by_name(seen: Iterable[Seen]) -> list[dict[str, Any]]:
             "began_s": round(min(each.began_s for each in group), 2),
             "cpu_s": round(sum(each.cpu_s for each in group), 2),
             "unique_mib": round(sum(each.unique_mib for each in group)),
+            "idle_share": round(sum(each.idle_share for each in group), 4),
         }
         for name, group in groups.items()
     ]
@@ -160,8 +163,10 @@ def measure(arguments: list[str], settle_s: float, idle_s: float) -> dict[str, A
         time.sleep(idle_s)
         watch.look(memory=True)
         rest = [watch.seen[key] for key in watch.alive]
-        before = sum(settled[key].cpu_s for key in watch.alive if key in settled)
-        idle_share = (sum(each.cpu_s for each in rest) - before) / idle_s
+        idle = {
+            key: (watch.seen[key].cpu_s - (settled[key].cpu_s if key in settled else 0.0)) / idle_s
+            for key in watch.alive
+        }
         memory = {key: watch.seen[key] for key in watch.alive}
     finally:
         stopping = time.monotonic()
@@ -174,8 +179,14 @@ def measure(arguments: list[str], settle_s: float, idle_s: float) -> dict[str, A
         stop_s = time.monotonic() - stopping
 
     rows = by_name(
-        Seen(**{**asdict(each), "unique_mib": memory[key].unique_mib if key in memory else 0.0})
-        for key, each in started.items()
+        replace(
+            each,
+            unique_mib=memory[key].unique_mib if key in memory else 0.0,
+            cpu_s=started[key].cpu_s if key in started else 0.0,
+            idle_share=idle.get(key, 0.0),
+        )
+        for key, each in watch.seen.items()
+        if key in started or key in idle
     )
     return {
         **describe("benchmarks.start", sys.argv[1:]),
@@ -187,7 +198,7 @@ def measure(arguments: list[str], settle_s: float, idle_s: float) -> dict[str, A
         "unique_mib": round(sum(each.unique_mib for each in rest)),
         "shared_mib": round(max((each.shared_mib for each in rest), default=0.0)),
         "tail_cpu_s": round(tail_cpu_s, 2),
-        "idle_share": round(idle_share, 3),
+        "idle_share": round(sum(idle.values()), 3),
         "stop_s": round(stop_s, 2),
         "by_process": rows,
     }
@@ -211,10 +222,12 @@ def _ask(port: int) -> None:
 
 def show(report: Mapping[str, Any]) -> None:
     """Print a report as tables."""
-    print("| process | number | begins after s | processor s | unique MiB |\n|---|---|---|---|---|")
+    print("| process | number | begins after s | processor s | unique MiB | idle |\n|---|---|---|---|---|---|")
     for row in report["by_process"]:
         print(
-            "| " + " | ".join(str(row[key]) for key in ("name", "processes", "began_s", "cpu_s", "unique_mib")) + " |"
+            "| "
+            + " | ".join(str(row[key]) for key in ("name", "processes", "began_s", "cpu_s", "unique_mib", "idle_share"))
+            + " |"
         )
     print()
     for key in (

@@ -23,6 +23,7 @@ from cli.descriptors import connections
 from cli.ray_threads import log_errors_of_rays_threads
 from cli.ray_token import secure_token
 from cli.spare_processes import without_spare_processes
+from cli.worker_template import WorkerTemplate, forks_workers
 from configs import Config
 from configs.schema import HttpSection
 from engine.core.errors import StartupError
@@ -119,6 +120,7 @@ class LocalCluster:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._reaper: subprocess.Popen[bytes] | None = None
+        self._template: WorkerTemplate | None = None
         self._processes: dict[int, psutil.Process] = {}
         """Processes of the cluster found by any census that have not ended."""
         self._irreplaceable: dict[str, psutil.Process] = {}
@@ -134,12 +136,16 @@ class LocalCluster:
             [sys.executable, "-c", REAPER, folder], stdin=subprocess.PIPE, start_new_session=True
         )
         os.environ.update(own_places(Path(folder)) | front(Path(folder), self._config.http))
+        starting_workers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if forks_workers():
+            self._template = WorkerTemplate(Path(folder))  # imports while this process does, and while Ray starts
+            starting_workers = self._template.starts_workers()
         import ray
 
         from actors.logs import log_to_ray
 
         log_errors_of_rays_threads()
-        with without_spare_processes():
+        with without_spare_processes(), starting_workers:
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -175,7 +181,8 @@ class LocalCluster:
             with contextlib.suppress(psutil.Error):
                 known = self._processes.setdefault(process.pid, process)
                 name = known.name()  # another one than before, if the process has begun a program since
-                if name in IRREPLACEABLE:
+                # A process that the raylet has just forked has the raylet's name until it begins its own program.
+                if name in IRREPLACEABLE and known.ppid() == os.getpid():
                     self._irreplaceable[name] = known
         self._processes = {pid: process for pid, process in self._processes.items() if process.is_running()}
 
@@ -186,9 +193,14 @@ class LocalCluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(self._processes.values(), timeout=STOP_TIMEOUT_S)
-        reaper, self._reaper = self._reaper, None
-        if reaper is not None:
-            reaper.communicate()
+        self._end_helpers()
+
+    def _end_helpers(self) -> None:
+        """End the processes of this cluster that are not Ray's."""
+        for helper in (self._template, self._reaper):
+            if helper is not None:
+                helper.communicate()
+        self._template = self._reaper = None
 
     def address(self) -> str:
         """Address for `ray.init` of another program; `auto` finds the right cluster only if there is no other."""
@@ -224,17 +236,15 @@ class LocalCluster:
         """End every process of the cluster. Ray leaves one behind: HAProxy survives the actor that started it."""
         import ray
 
-        reaper, self._reaper = self._reaper, None
         if ray.is_initialized():
-            own = None if reaper is None else reaper.pid
+            own = None if self._reaper is None else self._reaper.pid
             processes = [child for child in psutil.Process().children(recursive=True) if child.pid != own]
             ray.shutdown()
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
-        if reaper is not None:
-            reaper.communicate()
+        self._end_helpers()
 
 
 def who_may_use(config: Config) -> str:

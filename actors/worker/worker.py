@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import logging
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -65,13 +66,16 @@ REPORT_S = 0.5
 
 
 def compute_with(num_threads: int) -> None:
-    """Set the number of threads that this process computes with, which Ray has set to one; before torch is imported.
+    """Set the number of threads that this process computes with, which Ray has set to one; before torch is imported, or
+    after a template of workers has imported torch (`cli.worker_template`).
 
     The threads of torch's own operations sleep between them, because workers on one machine share its cores; the
     kernels have threads of their own. Ray's `runtime_env` would say the same to a process that is started for it, while
     Ray has processes at hand that wait for work.
     """
     os.environ.update(OMP_WAIT_POLICY="passive", OMP_NUM_THREADS=str(num_threads))
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(num_threads)
 
 
 class Worker(Registering):

@@ -105,7 +105,7 @@ def started(
     http_port: int,
     backend_port: int | None,
     host: str = "127.0.0.1",
-    header_timeout_s: float = HEADER_TIMEOUT_S,
+    header_timeout_s: int = HEADER_TIMEOUT_S,
 ) -> Front:
     """HAProxy with the configuration that Serve would write for one ingress replica, or before there is an
     application."""

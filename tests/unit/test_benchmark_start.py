@@ -29,7 +29,7 @@ def test_names(command: list[str], name: str) -> None:
 def test_rows_are_sums_and_the_busiest_stand_first() -> None:
     rows = by_name([Seen("a", 1.0, 0.5, 10), Seen("b", 0.0, 0.7, 1), Seen("a", 0.5, 0.5, 20)])
     assert [row["name"] for row in rows] == ["a", "b"]
-    assert rows[0] == {"name": "a", "processes": 2, "began_s": 0.5, "cpu_s": 1.0, "unique_mib": 30}
+    assert rows[0] == {"name": "a", "processes": 2, "began_s": 0.5, "cpu_s": 1.0, "unique_mib": 30, "idle_share": 0.0}
 
 
 def test_a_watch_sees_the_marked_processes_alone() -> None:

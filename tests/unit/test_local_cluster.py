@@ -53,3 +53,28 @@ def test_the_death_of_a_process_is_seen_that_was_listed_before_its_exec(
     starting_raylet.wait()
     with pytest.raises(ClusterDiedError, match=rf"Ray's raylet \(process {starting_raylet.pid}\) has died"):
         cluster.check()
+
+
+def test_a_child_of_the_raylet_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that the raylet forks has its name until it begins another program, and may end soon."""
+    monkeypatch.setattr("cli.cluster.IRREPLACEABLE", ("raylet",))
+    shutil.copy("/bin/sleep", tmp_path / "raylet")
+    parent = subprocess.Popen(
+        ["sh", "-c", "./raylet 60 & echo $!; wait; read line"],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    try:
+        deadline = time.monotonic() + 30
+        while child.name() != "raylet" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        cluster = LocalCluster(load_config("cpu_mixed"))
+        cluster.check()
+        child.kill()
+        psutil.wait_procs([child], timeout=30)
+        cluster.check()
+    finally:
+        parent.communicate(b"\n")
