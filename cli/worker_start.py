@@ -3,7 +3,7 @@
 It hands its arguments, environment and open files to the template of workers (`cli.worker_template`), which forks the
 worker, and ends: the raylet knows a worker by the id in its arguments, and by the process that registers under this
 id. Where the template is gone, or the worker is to have an environment of its own (Ray's `runtime_env`), this program
-becomes Ray's own.
+becomes Ray's own, as long as there is a raylet.
 
 Only builtin modules are used, without `site`: Python is to start quickly.
 """
@@ -20,6 +20,8 @@ TEMPLATE = "RAYDIX_WORKER_TEMPLATE"
 """Environment variable: socket of the template of workers."""
 RAYS_PROGRAMS = "RAYDIX_RAYS_WORKER_PROGRAMS"
 """Environment variable: the folder of the programs that Ray itself starts workers with."""
+RAYLET_PID = "RAY_RAYLET_PID"
+"""Environment variable: the raylet, which starts this program."""
 SETUP, WORKER = "setup_worker.py", "default_worker.py"
 """The program that sets the environment of a worker up, and the worker itself."""
 FRAME = struct.Struct("!Q")
@@ -33,7 +35,10 @@ def main() -> None:
     """Have the template fork the worker, or become Ray's own program."""
     arguments = sys.argv[1:]
     path = os.environ.get(TEMPLATE)
-    if not (path and _is_plain(arguments) and _is_forked(path, arguments)):
+    if path and _is_plain(arguments) and _is_forked(path, arguments):
+        return
+    # The template ends with the server, and so does the raylet: a worker of Ray's own would look for it for seconds.
+    if os.getppid() == int(os.environ[RAYLET_PID]):
         programs = os.environ[RAYS_PROGRAMS]
         command = [sys.executable, f"{programs}/{SETUP}", f"{programs}/{WORKER}", *arguments]
         os.execv(sys.executable, command)

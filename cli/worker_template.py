@@ -64,7 +64,6 @@ FIXED = {
 }
 """Environment of the template beyond this process's: what libraries read where they are loaded, not where a worker
 begins."""
-RAYLET_PID = "RAY_RAYLET_PID"
 OOM_SCORE, RAYS_OOM_SCORE = "RAY_worker_oom_score_adjustment", "1000"
 """Ray's setting of how soon the system ends a worker when memory runs out: by default before any other process. The
 raylet sets this for the process that it starts."""
@@ -106,7 +105,7 @@ class WorkerTemplate:
                 stderr=subprocess.DEVNULL,  # workers have files of their own
                 pass_fds=[listener.fileno()],
                 # Ray has a worker look whether this process lives: the raylet, which does not exist yet (`_end_with`).
-                env={**os.environ, **FIXED, RAYLET_PID: str(os.getpid())},
+                env={**os.environ, **FIXED, worker_start.RAYLET_PID: str(os.getpid())},
             )
 
     @contextmanager
@@ -273,7 +272,7 @@ def _be_worker(order: Order) -> None:
     program = f"{programs}/{worker_start.WORKER}"
     sys.argv = [program, *order.arguments]
     sys.path[0] = programs
-    threading.Thread(target=_end_with, args=[int(order.environment[RAYLET_PID])], daemon=True).start()
+    threading.Thread(target=_end_with, args=[int(order.environment[worker_start.RAYLET_PID])], daemon=True).start()
     runpy.run_path(program, run_name="__main__")
 
 

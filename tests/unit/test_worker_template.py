@@ -192,3 +192,28 @@ def test_workers_draw_different_ids(tmp_path: Path, programs: Path) -> None:
         assert len(set(ids)) == len(ids)
     finally:
         template.communicate()
+
+
+RAYLET = f"""
+import os, socket, subprocess, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(os.environ["{worker_start.TEMPLATE}"])
+listener.listen()
+command = [sys.executable, "-IS", {worker_start.__file__!r}, "--language=PYTHON"]
+worker = subprocess.Popen(command, env={{**os.environ, "{worker_start.RAYLET_PID}": str(os.getpid())}})
+connection, _ = listener.accept()
+print("asked", flush=True)
+worker.wait()
+"""
+
+
+def test_a_worker_that_is_to_begin_when_the_raylet_dies_does_not(tmp_path: Path, programs: Path) -> None:
+    """The template is gone as well: both end with the server."""
+    environment = {**os.environ, worker_start.TEMPLATE: str(tmp_path / "t"), worker_start.RAYS_PROGRAMS: str(programs)}
+    raylet = subprocess.Popen([sys.executable, "-c", RAYLET], env=environment, stdout=subprocess.PIPE, text=True)
+    assert raylet.stdout is not None
+    assert raylet.stdout.readline() == "asked\n"
+    raylet.kill()
+    assert raylet.stdout.read() == "", "no worker began before all had ended"
+    raylet.wait()
+    raylet.stdout.close()
