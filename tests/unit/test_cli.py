@@ -743,7 +743,7 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_installation_names_each_step_and_shows_its_progress() -> None:
     command = ["make", "--dry-run", "--always-make", "develop"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    lines = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]  # one make may run another
     named = [match.groups() for line in lines if (match := re.match(r"echo '(\d) of (\d): ", line))]
     assert named == [(str(step), "4") for step in range(1, 5)] + [("1", "2"), ("2", "2")]
     slow = [line for line in lines if "pip install" in line or "-m venv" in line]

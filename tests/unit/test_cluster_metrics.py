@@ -116,7 +116,7 @@ def test_draft_tokens_are_counted_by_source_and_place() -> None:
     assert depths(text, drafted, "past") == {"1": 3, "2": 2, "3-4": 4, "5-8": 4, "9+": 4}
     assert depths(text, accepted, "past") == {"1": 2, "2": 2, "3-4": 3, "5-8": 0, "9+": 0}
     assert depths(text, drafted, "grammar") == {"1": 1, "2": 1, "3-4": 2, "5-8": 1, "9+": 0}
-    for source in ("request", "prediction", "cluster", "model"):
+    for source in ("request", "prediction", "cluster"):
         assert depths(text, drafted, source) == dict.fromkeys(("1", "2", "3-4", "5-8", "9+"), 0)
 
 
