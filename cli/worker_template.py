@@ -11,7 +11,7 @@ environment and open files over.
 * A worker is no child of the raylet, but in everything else like one that Ray starts: it registers by its id, has a
   process group of its own, and ends when it loses the raylet.
 * Ray starts its workers itself unless `RAYDIX_FORK_WORKERS` is 1. It also does so on other nodes, with a `runtime_env`,
-  when the template has died, and when its code has changed since it was imported, as before an update (`raydix deploy`).
+  when the template has died, and when code has changed since it was imported, as before an update (`raydix deploy`).
 """
 
 import contextlib
