@@ -193,4 +193,4 @@ bench-peers: develop
 	$(BIN)/python -m benchmarks.peers.install $(PEERS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-fuzz $(CLIENTS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(VENV)-fuzz $(CLIENTS) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

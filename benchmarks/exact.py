@@ -29,10 +29,19 @@ import psutil
 import yaml
 
 from benchmarks.machine import describe
-from benchmarks.mixed_bodies import GENERATED, Asked, as_collected, ask, collected, essence, num_tokens
+from benchmarks.mixed_bodies import (
+    GENERATED,
+    Asked,
+    answered,
+    as_collected,
+    ask,
+    collected,
+    essence,
+    num_tokens,
+    streamed,
+)
 from benchmarks.served import Server, running
 
-JSON = {"content-type": "application/json"}
 TIMEOUT_S = 300.0
 CROWD, FEW = 24, 3
 """Requests that run at the same time. Workers make drafts where few do: beside many rows drafts would not pay."""
@@ -91,23 +100,10 @@ class Client:
         self._url = url
 
     async def answer(self, asked: Asked) -> dict[str, Any]:
-        async with self._session.post(self._url + asked.path, data=asked.data(), headers=JSON) as response:
-            if response.status != 200:
-                raise RuntimeError(f"{response.status} {(await response.text())[:200]}")
-            found: dict[str, Any] = await response.json()
-            return found
+        return await answered(self._session, self._url + asked.path, asked.data())
 
     async def stream(self, asked: Asked) -> list[dict[str, Any]]:
-        chunks = []
-        async with self._session.post(self._url + asked.path, data=asked.data(stream=True), headers=JSON) as response:
-            if response.status != 200:
-                raise RuntimeError(f"{response.status} {(await response.text())[:200]}")
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    chunks.append(json.loads(line[6:]))
-        if any("error" in chunk for chunk in chunks):
-            raise RuntimeError(f"a stream ended with {chunks[-1]}")
-        return chunks
+        return await streamed(self._session, self._url, asked)
 
     async def counters(self) -> dict[str, int]:
         """The server's counters of `COUNTERS`, each the sum over its tags."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
+
 from benchmarks.load.words import WORDS
 
 SHARED = 4
@@ -39,6 +41,9 @@ SCHEMA = {
 GRAMMAR = 'root ::= clause (", " clause)*\nclause ::= ("the" | "a") " " [a-z]+ " " ("is" | "has") " " [a-z]+'
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 GREEDY: dict[str, Any] = {"temperature": 0}
+
+
+JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +186,31 @@ def _listed(logprobs: Mapping[str, Any]) -> list[Any]:
 
 def _sorted(top: Mapping[str, float] | None) -> list[tuple[str, float]]:
     return sorted((top or {}).items())
+
+
+async def answered(session: aiohttp.ClientSession, url: str, data: bytes) -> dict[str, Any]:
+    """POST a JSON body; returns the answer. Raises RuntimeError unless its status is 200."""
+    async with session.post(url, data=data, headers=JSON) as response:
+        return await json_of(response)
+
+
+async def streamed(session: aiohttp.ClientSession, url: str, asked: Asked) -> list[dict[str, Any]]:
+    """The chunks of an answer that is streamed. Raises RuntimeError if it fails, at once or within the stream."""
+    chunks = []
+    async with session.post(url + asked.path, data=asked.data(stream=True), headers=JSON) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{asked.path}: {response.status} {(await response.text())[:200]}")
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                chunks.append(json.loads(line[6:]))
+    if any("error" in chunk for chunk in chunks):
+        raise RuntimeError(f"{asked.path}: a stream ended with {chunks[-1]}")
+    return chunks
+
+
+async def json_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The body of a response. Raises RuntimeError unless its status is 200."""
+    if response.status != 200:
+        raise RuntimeError(f"{response.url.path}: {response.status} {(await response.text())[:200]}")
+    answer: dict[str, Any] = await response.json()
+    return answer

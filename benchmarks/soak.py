@@ -29,10 +29,20 @@ import aiohttp
 import psutil
 
 from benchmarks.machine import describe
-from benchmarks.mixed_bodies import KINDS, Asked, as_collected, ask, collected, essence
+from benchmarks.mixed_bodies import (
+    JSON,
+    KINDS,
+    Asked,
+    answered,
+    as_collected,
+    ask,
+    collected,
+    essence,
+    json_of,
+    streamed,
+)
 
 MIB = 1 << 20
-JSON = {"content-type": "application/json"}
 NUM_WORDS, NUM_TOKENS = (20, 300), (6, 20)
 """Bounds of the words of prompts and of the tokens of answers."""
 REMEMBERED = 400
@@ -172,7 +182,7 @@ class Soak:
         """What the manager reports; nothing while it does not answer, which is an error of its own."""
         try:
             async with self._session.get(f"{self._url}/v1/cache") as response:
-                report = await _body(response)
+                report = await json_of(response)
         except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
             self.tally.errors.append(f"{time.monotonic() - self._started:.0f} s, /v1/cache: {error!r}"[:300])
             return {}
@@ -217,15 +227,15 @@ class Soak:
         if self._asked and self._chance.random() < 0.5:
             asked, expected = self._chance.choice(self._asked)
             if asked.streams and self._chance.random() < 0.5:
-                same = collected(await self._stream(asked)) == as_collected(expected)
+                same = collected(await streamed(self._session, self._url, asked)) == as_collected(expected)
             else:
-                same = essence(await self._post(asked.path, asked.data())) == essence(expected)
+                same = essence(await answered(self._session, self._url + asked.path, asked.data())) == essence(expected)
             self.tally.compared += 1
             if not same:
                 self.tally.differing.append(asked.name)
             return
         asked = self._next(kind)
-        self._asked.append((asked, await self._post(asked.path, asked.data())))
+        self._asked.append((asked, await answered(self._session, self._url + asked.path, asked.data())))
 
     async def _leave(self) -> None:
         """A client that goes after a few tokens of an answer that would be long."""
@@ -241,7 +251,7 @@ class Soak:
         if self._last_response is not None and self._number % 3:
             body["input"] = "And then?"
             body["previous_response_id"] = self._last_response
-        answer = await self._post("/v1/responses", json.dumps(body).encode())
+        answer = await answered(self._session, f"{self._url}/v1/responses", json.dumps(body).encode())
         self._last_response = answer["id"]
 
     async def _batch(self) -> None:
@@ -254,41 +264,18 @@ class Soak:
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", "\n".join(lines), filename="lines.jsonl")
         async with self._session.post(f"{self._url}/v1/files", data=form) as response:
-            uploaded = await _body(response)
+            uploaded = await json_of(response)
         request = {"input_file_id": uploaded["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        batch = await self._post("/v1/batches", json.dumps(request).encode())
+        batch = await answered(self._session, f"{self._url}/v1/batches", json.dumps(request).encode())
         while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
             await asyncio.sleep(2)
             async with self._session.get(f"{self._url}/v1/batches/{batch['id']}") as response:
-                batch = await _body(response)
+                batch = await json_of(response)
         if batch["request_counts"]["completed"] != BATCH_LINES:
             raise RuntimeError(f"a batch ended with {batch['status']}, {batch['request_counts']}")
         for file_id in (batch["output_file_id"], uploaded["id"]):
             async with self._session.delete(f"{self._url}/v1/files/{file_id}") as response:
-                await _body(response)
-
-    async def _post(self, path: str, data: bytes) -> dict[str, Any]:
-        async with self._session.post(self._url + path, data=data, headers=JSON) as response:
-            return await _body(response)
-
-    async def _stream(self, asked: Asked) -> list[dict[str, Any]]:
-        chunks = []
-        async with self._session.post(self._url + asked.path, data=asked.data(stream=True), headers=JSON) as response:
-            if response.status != 200:
-                raise RuntimeError(f"{asked.path}: {response.status} {(await response.text())[:200]}")
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    chunks.append(json.loads(line[6:]))
-        if any("error" in chunk for chunk in chunks):
-            raise RuntimeError(f"{asked.path}: a stream ended with {chunks[-1]}")
-        return chunks
-
-
-async def _body(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    if response.status != 200:
-        raise RuntimeError(f"{response.url.path}: {response.status} {(await response.text())[:200]}")
-    answer: dict[str, Any] = await response.json()
-    return answer
+                await json_of(response)
 
 
 def slope_per_hour(samples: Sequence[Sample], name: str) -> float:

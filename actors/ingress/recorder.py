@@ -14,8 +14,10 @@ failure. When the file is full, the recording ends. Neither an API key nor a ten
 """
 
 import asyncio
+import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +60,7 @@ MOST_ANSWER_BYTES = 16 << 20
 
 
 class Recorder:
-    """A new file for the requests of a replica."""
+    """A new file for the requests of a replica. Lines are written in threads, as clients choose their size."""
 
     def __init__(self, folder: Path, most_bytes: int, config: Config) -> None:
         """Raises OSError if the file cannot be made."""
@@ -68,13 +70,15 @@ class Recorder:
         self._file: int | None = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._num_left = most_bytes
         self._began_at = time.monotonic()
-        self._num_requests = 0
+        self._numbers = itertools.count()
+        self._writing = threading.Lock()
+        """Held while a line is written, so that lines do not mix."""
         model = config.model.model_dump(mode="json")
         self._write({"recording": WARNING, "version": version("raydix"), "began": began.isoformat(), "model": model})
 
     def request(self, path: str, headers: Headers, body: bytes) -> int:
         """Note a request; returns its number."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = next(self._numbers)
         kept = {name: headers[name] for name in KEPT_HEADERS if name in headers}
         text = body.decode(errors="replace")  # what is not UTF-8 is refused, then as now
         self._write({"request": number, "at": self._now(), "path": path, "headers": kept, "body": text})
@@ -89,18 +93,19 @@ class Recorder:
 
     def _write(self, line: dict[str, object]) -> None:
         """Append a line, or end the recording."""
-        if self._file is None:
-            return
         data = orjson.dumps(line) + b"\n"
-        self._num_left -= len(data)
-        if self._num_left < 0:
-            self._end("the file is full")
-            return
-        try:
-            if os.write(self._file, data) != len(data):
-                self._end("the disk is full")
-        except OSError as error:  # recording must not stop the server
-            self._end(str(error))
+        with self._writing:
+            if self._file is None:
+                return
+            self._num_left -= len(data)
+            if self._num_left < 0:
+                self._end("the file is full")
+                return
+            try:
+                if os.write(self._file, data) != len(data):
+                    self._end("the disk is full")
+            except OSError as error:  # recording must not stop the server
+                self._end(str(error))
 
     def _end(self, reason: str) -> None:
         assert self._file is not None
@@ -173,7 +178,8 @@ class _Exchange:
             self._body.append(message.get("body", b""))
             if not message.get("more_body", False):
                 whole, self._body = b"".join(self._body), []
-                self._number = self._recorder.request(path, Headers(scope=self._scope), whole)
+                headers = Headers(scope=self._scope)
+                self._number = await asyncio.to_thread(self._recorder.request, path, headers, whole)
         return message
 
     async def send(self, message: Message) -> None:
@@ -208,7 +214,7 @@ class _Exchange:
             facts["why"] = "the answer is too long"
         else:
             facts |= await asyncio.to_thread(_parts, b"".join(self._answer))
-        self._recorder.answer(self._number, **facts)
+        await asyncio.to_thread(self._recorder.answer, self._number, **facts)
 
 
 def _parts(answer: bytes) -> dict[str, Any]:

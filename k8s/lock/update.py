@@ -75,6 +75,7 @@ def main() -> None:
 
 
 def write_constraints() -> None:
+    """Write the versions for each Python and machine, of what serves and of the tools for development."""
     command = ["uv", "pip", "compile", "../../pyproject.toml", "cpu.in", "--extra", "dev", "--universal", "--quiet"]
     command += ["--python-version", "3.11", "--excludes", "excluded.txt", "--no-header", "--no-annotate"]
     done = subprocess.run(command, cwd=FOLDER, stdout=subprocess.PIPE, text=True, check=True)

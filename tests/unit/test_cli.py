@@ -744,11 +744,17 @@ def test_an_installation_names_each_step_and_shows_its_progress() -> None:
     command = ["make", "--dry-run", "--always-make", "develop"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
     lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]  # one make may run another
-    named = [match.groups() for line in lines if (match := re.match(r"echo '(\d) of (\d): ", line))]
-    assert named == [(str(step), "4") for step in range(1, 5)] + [("1", "2"), ("2", "2")]
-    slow = [line for line in lines if "pip install" in line or "-m venv" in line]
-    assert len(slow) > len(named) and lines.index(slow[0]) == 1, "a step may have several commands"
-    assert not [line for line in slow if "--quiet" in line or " -q " in line]
+    steps: list[tuple[str, str]] = []
+    commands: list[list[str]] = []
+    for line in lines:
+        if match := re.match(r"echo '(\d) of (\d): ", line):
+            steps.append((match[1], match[2]))
+            commands.append([])
+        elif "pip install" in line or "-m venv" in line:
+            commands[-1].append(line)  # a step was named before
+    assert steps == [(str(step), "4") for step in range(1, 5)] + [("1", "2"), ("2", "2")]
+    assert all(commands), "a step without a command"
+    assert not [line for step in commands for line in step if "--quiet" in line or " -q " in line]
 
 
 def test_a_port_that_was_taken_during_the_start_of_one_process_is_named() -> None:

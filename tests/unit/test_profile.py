@@ -34,7 +34,8 @@ def test_each_process_gets_a_line_the_busiest_first(tmp_path: Path) -> None:
     seconds = [float(line.split()[0]) for line in lines]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 0
     busiest = lines[0].split("  ")[-1].strip()
-    assert busiest.startswith("no graph: ") or Path(busiest).read_text().startswith("<?xml")
+    may_not_trace = busiest.startswith("no graph: ") and "permi" in busiest.lower()
+    assert may_not_trace or Path(busiest).read_text().startswith("<?xml")
 
 
 def test_a_process_that_is_not_there_is_named() -> None:
