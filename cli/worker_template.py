@@ -10,8 +10,8 @@ environment and open files over.
 * It imports a part at a time, and forks in between: a worker that is asked for early imports the rest for itself.
 * A worker is no child of the raylet, but in everything else like one that Ray starts: it registers by its id, has a
   process group of its own, and ends when it loses the raylet.
-* Ray starts its workers itself unless `RAYDIX_FORK_WORKERS` is 1. It also does so on other nodes, with a `runtime_env`,
-  when the template has died, and when code has changed since it was imported, as before an update (`raydix deploy`).
+* Ray starts its workers itself on other nodes, with a `runtime_env`, when the template has died, when code has changed
+  since it was imported, as before an update (`raydix deploy`), and where `RAYDIX_FORK_WORKERS` is 0.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from cli import worker_start
 
 FORK_WORKERS = "RAYDIX_FORK_WORKERS"
-"""Environment variable: 1 has workers forked; otherwise Ray starts them itself."""
+"""Environment variable: with 0 Ray starts its workers itself, as it also does on other systems than Linux."""
 FIRST_WORKER = "-"
 PARTS = (
     "ray._private.workers.default_worker",
@@ -140,7 +140,7 @@ class WorkerTemplate:
 
 def forks_workers() -> bool:
     """Whether workers are to be forked."""
-    return sys.platform == "linux" and os.environ.get(FORK_WORKERS) == "1"
+    return sys.platform == "linux" and os.environ.get(FORK_WORKERS) != "0"
 
 
 def main() -> None:
