@@ -30,8 +30,9 @@ from engine.api.spec import GenerationSpec, sampling_params
 from engine.core.answers.prompt_form import ChatEnd
 from engine.core.errors import RequestError
 from engine.core.ingress.generation import Generation
-from engine.core.ingress.parsers import HERMES, ToolFormat
+from engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
 from engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
+from engine.core.ingress.parsers.bare import BareCalls
 from engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
 from engine.core.ingress.room import Permit, Room
 from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
@@ -407,6 +408,9 @@ class Preparation:
             kind = self._facts.tool_format
             new_parser = kind.parser if spec.sampling.grammar is None else kind.form_parser or kind.parser
             calls = new_parser(tools.schemas)
+            # Of Llama's format a call is a bare object anyway; a prescribed call has its tags.
+            if kind is not LLAMA3 and not tools.required:
+                calls = BareCalls(calls, tools.schemas)
         if chat is not None and self._facts.has_reasoning and spec.reasoning.is_separate:
             reasoning = Thinking(is_inside=begins_inside(chat.prompt.text))
         if calls is None and reasoning is None:

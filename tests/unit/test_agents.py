@@ -173,3 +173,16 @@ def test_a_call_of_a_function_in_a_namespace_comes_back_by_its_own_name(served: 
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "empty"}
     text = read("responses", CODEX | {"input": [*CODEX["input"], item, result]}).text
     assert text.count('"name": "mcp__files__read"') == 2, "among the functions, and as the call"
+
+
+def test_a_call_without_tags_is_a_call(served: Served) -> None:
+    here = Replica(max_model_len=40_000)
+    here.dispatcher.answer = '{"name": "Read", "arguments": {"path": "a"}}'
+    message = served(here, post("/v1/messages", CLAUDE_CODE | {"stream": False})).json
+    [block] = message["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "Read", {"path": "a"})
+    assert message["stop_reason"] == "tool_use"
+
+    here.dispatcher.answer = '{"name": "Read", "arguments": {}}'
+    message = served(here, post("/v1/messages", CLAUDE_CODE | {"stream": False})).json
+    assert message["content"][0]["type"] == "text", "the arguments do not fit"

@@ -26,12 +26,19 @@ class JsonCall:
     """One call. Its arguments are passed on from the moment when its name is known; until then its text is held.
 
     `before` is text that belongs to the call and stands before it: if there is no call, it is text again. With `names`
-    only functions of these names are called.
+    only functions of these names are called, with `keys` the object has no other ones.
     """
 
-    def __init__(self, out: Collector, before: str = "", names: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        out: Collector,
+        before: str = "",
+        names: Collection[str] | None = None,
+        keys: Collection[str] | None = None,
+    ) -> None:
         self._out = out
         self._names = names
+        self._keys = keys
         self._raw = [before]
         self._expects = _Expects.OPEN
         self._value = JsonValue()
@@ -105,7 +112,8 @@ class JsonCall:
             held, self._held = "".join(self._held), []
             if is_key:
                 self._key, self._expects = json.loads(held), _Expects.COLON
-                return Step.MORE
+                is_known = self._keys is None or self._key in self._keys
+                return Step.MORE if is_known else Step.BROKEN
             self._expects = _Expects.COMMA_OR_END
             if not self._end_value(held):
                 return Step.BROKEN

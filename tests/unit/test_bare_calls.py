@@ -1,0 +1,104 @@
+"""Calls without tags, and the values that a schema allows."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.ingress.parsers import HERMES, MISTRAL
+from engine.core.ingress.parsers.bare import BareCalls
+from engine.core.ingress.parsers.events import AnswerEvent
+from engine.core.ingress.parsers.fits import fits
+from engine.core.ingress.parsers.hermes import HermesCalls
+from tests.unit.test_tool_parsers import FRAGMENTS, Summary, summary
+
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "clock": {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]},
+    "weather": {"type": "object", "properties": {"days": {"type": "integer"}}, "additionalProperties": False},
+}
+CALL = '{"name": "clock", "arguments": {"zone": "UTC"}}'
+CLOCK = ("clock", '{"zone": "UTC"}')
+
+
+def events_of(pieces: Iterable[str], tagged: Any = HermesCalls) -> list[AnswerEvent]:
+    parser = BareCalls(tagged(FUNCTIONS), FUNCTIONS)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return [*events, *parser.finish()]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CALL, [CLOCK]),
+        (f" \n{CALL}\n", [CLOCK]),
+        (f"{CALL}\n{CALL}", [CLOCK, CLOCK]),
+        (f"{CALL} That was it.", [CLOCK, "That was it."]),
+        (f"{CALL}\n<tool_call>\n{CALL}\n</tool_call>", [CLOCK, CLOCK]),
+        ('{"type": "function", "name": "weather", "parameters": {}}', [("weather", "{}")]),
+        ('{"name": "clock", "arguments": "{\\"zone\\": \\"UTC\\"}"}', [CLOCK]),
+        # Data, not calls.
+        ("{}", ["{}"]),
+        ('{"name": "clock"}', ['{"name": "clock"}']),
+        ('{"name": "Ada", "arguments": {"zone": "UTC"}}', ['{"name": "Ada", "arguments": {"zone": "UTC"}}']),
+        ('{"name": "clock", "arguments": {}}', ['{"name": "clock", "arguments": {}}']),
+        ('{"name": "clock", "arguments": {"zone": 1}}', ['{"name": "clock", "arguments": {"zone": 1}}']),
+        ('{"name": "weather", "arguments": {"x": 1}}', ['{"name": "weather", "arguments": {"x": 1}}']),
+        ('{"name": "clock", "age": 3, "arguments"', ['{"name": "clock", "age": 3, "arguments"']),
+        (CALL[:-1], [CALL[:-1]]),
+        (f"Look: {CALL}", [f"Look: {CALL}"]),
+        ("  Hello.  ", ["  Hello.  "]),
+        (f"{CALL} {{1}} x ", [CLOCK, "{1} x "]),
+    ],
+)
+def test_calls_without_tags(text: str, expected: Summary) -> None:
+    assert summary(events_of([text])) == expected
+    assert summary(events_of(text)) == expected, "one character at a time"
+
+
+def test_other_json_is_not_held_back_beyond_its_first_key() -> None:
+    parser = BareCalls(HermesCalls(FUNCTIONS), FUNCTIONS)
+    assert summary(parser.push('{"city": "Rome", ')) == ['{"city": "Rome",']
+
+
+@given(st.lists(st.sampled_from([*FRAGMENTS, CALL]), max_size=12), st.sampled_from([HERMES, MISTRAL]))
+def test_the_events_do_not_depend_on_the_pieces(fragments: list[str], kind: Any) -> None:
+    expected = summary(events_of(["".join(fragments)], kind.parser))
+    assert summary(events_of("".join(fragments), kind.parser)) == expected
+    assert summary(events_of(fragments, kind.parser)) == expected
+
+
+POINT = {"$defs": {"point": {"required": ["x"], "properties": {"x": {"type": "number"}}}}, "$ref": "#/$defs/point"}
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "expected"),
+    [
+        ("1", {}, True),
+        ("1", {"type": "integer"}, True),
+        ("1.0", {"type": "integer"}, True),
+        ("1.5", {"type": "integer"}, False),
+        ("true", {"type": ["number", "null"]}, False),
+        ("null", {"type": ["number", "null"]}, True),
+        ('"a"', {"enum": ["a", "b"]}, True),
+        ("true", {"enum": [1]}, False),
+        ("2", {"const": 1}, False),
+        ("[1, 2]", {"items": {"type": "integer"}}, True),
+        ('[1, "a"]', {"items": {"type": "integer"}}, False),
+        ('{"x": 1}', POINT, True),
+        ('{"x": "a"}', POINT, False),
+        ("{}", POINT, False),
+        ("{}", {"$ref": "elsewhere"}, True),
+        ('{"a": 1}', {"additionalProperties": False}, False),
+        ('{"a": 1}', {"additionalProperties": {"type": "string"}}, False),
+        ("1", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, True),
+        ("1", {"oneOf": [{"type": "string"}]}, False),
+        ("1", {"allOf": [{"type": "integer"}, {"const": 2}]}, False),
+        ("1", {"$ref": "#"}, True),
+        ("1", {"type": "unheard of", "minimum": 5}, True),
+    ],
+)
+def test_what_a_schema_allows(value: str, schema: dict[str, Any], expected: bool) -> None:
+    assert fits(json.loads(value), schema) is expected
