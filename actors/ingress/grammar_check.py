@@ -23,7 +23,8 @@ from llguidance import LLMatcher, LLTokenizer
 from engine.api.schemas import Schema, children
 from engine.core.errors import RequestError
 from engine.core.types import Grammar, GrammarKind
-from engine.model.grammar_source import GrammarError, canonical, first_words, limits, native_source
+from engine.model.grammar_source import NO_TOKENS, GrammarError, canonical, first_words, limits, native_source
+from engine.model.grammar_tokens import Tokens
 
 SEARCH_S = 0.5
 """Longest search for the place of a finding; what is found until then is named."""
@@ -45,13 +46,13 @@ STACK_BYTES = 4 << 20
 that is nested too deeply ends the process that checks it, and never a worker."""
 
 
-def check_in_small_stack(grammar: Grammar, param: str) -> Grammar:
+def check_in_small_stack(grammar: Grammar, param: str, tokens: Tokens = NO_TOKENS) -> Grammar:
     """Return the outcome of `check_grammar`, or end this process where the grammar is nested too deeply."""
     outcome = Future[Grammar]()
 
     def check() -> None:
         try:
-            outcome.set_result(check_grammar(grammar, param))
+            outcome.set_result(check_grammar(grammar, param, tokens))
         except Exception as error:  # of any kind: it is the caller's
             outcome.set_exception(error)
 
@@ -65,11 +66,11 @@ def check_in_small_stack(grammar: Grammar, param: str) -> Grammar:
     return outcome.result()
 
 
-def check_grammar(grammar: Grammar, param: str) -> Grammar:
-    """Return a grammar in canonical form. Raises RequestError naming the place below the request's field `param` if the
-    grammar cannot be compiled, or forces too long a text."""
+def check_grammar(grammar: Grammar, param: str, tokens: Tokens = NO_TOKENS) -> Grammar:
+    """Return a grammar in canonical form, with `tokens` of the vocabulary by their ids. Raises RequestError naming the
+    place below the request's field `param` if the grammar cannot be compiled, or forces too long a text."""
     try:
-        known = canonical(grammar)
+        known = canonical(grammar, tokens)
         finding = _finding(known)
     except GrammarError as error:
         finding = str(error)

@@ -101,7 +101,7 @@ class Reader:
         """Return a grammar in canonical form. Raises RequestError naming the place where it cannot be compiled."""
         from actors.ingress.grammar_check import check_in_small_stack
 
-        return check_in_small_stack(question.grammar, question.param)
+        return check_in_small_stack(question.grammar, question.param, self._tokenizer.plain_added_tokens())
 
     def next_turn(self, turn: NextTurn) -> TokenIds:
         """Return the token ids with which the next turn's prompt begins; none if they are uncertain."""

@@ -19,7 +19,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.core.ingress.parsers.forms import with_white_space
 from engine.core.types import Grammar, GrammarKind
+from engine.model.grammar_tokens import (
+    Tokens,
+    begins_with_token,
+    lark_with_tokens,
+    literal,
+    regex_with_tokens,
+    tokens_in,
+)
 
+NO_TOKENS: Tokens = {}
+EMPTY = '""'
+"""The empty text in a rule."""
 MAX_LEXER_STATES = 50_000
 """Of one or two kilobytes each."""
 
@@ -49,23 +60,31 @@ def native_source(grammar: Grammar) -> str:
     raise GrammarError(f"a grammar of the kind '{grammar.kind}' is not in canonical form")
 
 
-def canonical(grammar: Grammar) -> Grammar:
-    """Return a grammar in one of the kinds that llguidance itself takes, which is the same for an equal grammar. May
-    take long, in the interpreter too. Raises GrammarError if the notation is wrong; llguidance finds more."""
+def canonical(grammar: Grammar, tokens: Tokens = NO_TOKENS) -> Grammar:
+    """Return a grammar in one of the kinds that llguidance itself takes, which is the same for an equal grammar, with
+    `tokens` by their ids. May take long, in the interpreter too. Raises GrammarError if the notation is wrong;
+    llguidance finds more."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             schema: object = json.loads(grammar.source)
             bounded = with_white_space(schema) if isinstance(schema, Mapping) else schema
             return replace(grammar, source=json.dumps(bounded))
-        case GrammarKind.REGEX | GrammarKind.LARK:
-            return grammar
+        case GrammarKind.REGEX:
+            found = regex_with_tokens(grammar.source, tokens)
+            if found is None:
+                return grammar
+            lark = found
+        case GrammarKind.LARK:
+            lark = lark_with_tokens(grammar.source, tokens)
         case GrammarKind.EBNF:
-            lark = _of_ebnf(grammar.source)
+            lark = lark_with_tokens(_of_ebnf(grammar.source), tokens)
         case GrammarKind.CHOICE:
             choices: list[str] = json.loads(grammar.source)
-            lark = f"start: {_alternatives(map(json.dumps, choices))}"
+            known = tokens_in(grammar.source, tokens)
+            lark = f"start: {_alternatives(literal(choice, known) or EMPTY for choice in choices)}"
         case GrammarKind.STRUCTURAL_TAG:
-            lark = structural_tag_lark(json.loads(grammar.source))
+            tag = json.loads(grammar.source)
+            lark = structural_tag_lark(tag, tokens_in(json.dumps(tag, ensure_ascii=False), tokens))
     return replace(grammar, kind=GrammarKind.LARK, source=lark)
 
 
@@ -77,12 +96,10 @@ def _of_ebnf(source: str) -> str:
         raise GrammarError(f"cannot be read as EBNF: {first_words(str(error))}") from None
 
 
-def structural_tag_lark(tag: Mapping[str, Any]) -> str:
-    """Return a structural tag in Lark's notation."""
+def structural_tag_lark(tag: Mapping[str, Any], tokens: Tokens = NO_TOKENS) -> str:
+    """Return a structural tag in Lark's notation, with `tokens` by their ids."""
     node = tag["format"] if "format" in tag else _of_structures(tag)
-    lines = [r"TEXT: /(.|\n)*/"]
-    start = _triggered(node, lines) if node["type"] == "triggered_tags" else _expression(node, lines)
-    return "\n".join([f"start: {start}", *lines])
+    return _TagRules(tokens).grammar(node)
 
 
 def _of_structures(tag: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -98,66 +115,92 @@ def _of_structures(tag: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tag, "type": "triggered_tags", "tags": tags}
 
 
-def _triggered(node: Mapping[str, Any], lines: list[str]) -> str:
-    """Return text up to a trigger, one of the tags that begin with the trigger, and so on; in the end text without a
-    trigger. With `at_least_one` the first tag stands at the beginning, without text before; with `stop_after_first`
-    nothing follows a tag."""
-    triggers: Sequence[str] = sorted(node["triggers"], key=len, reverse=True)
-    bodies: dict[str, list[str]] = {}
-    for tag in node["tags"]:
-        trigger = next(each for each in triggers if tag["begin"].startswith(each))
-        bodies.setdefault(trigger, []).append(_tag(tag, tag["begin"][len(trigger) :], lines) or '""')
+class _TagRules:
+    """The rules of one structural tag."""
 
-    lines += ["rest: TEXT", "any: " + _alternatives(f"tag_{i}" for i in range(len(bodies)))]
-    for index, (trigger, of_trigger) in enumerate(bodies.items()):
-        lines.append(f"trigger_{index}[lazy]: TEXT {json.dumps(trigger)}")
-        lines.append(f"tag_{index}: trigger_{index} ({_alternatives(of_trigger)})")
-    is_first, is_last = node.get("at_least_one"), node.get("stop_after_first")
-    if is_first:
-        firsts = (f"{json.dumps(trigger)} ({_alternatives(of_trigger)})" for trigger, of_trigger in bodies.items())
-        lines.append(f"first: {_alternatives(firsts)}")
-    if is_last:
-        return "first" if is_first else "any | rest"
-    return "first any* rest" if is_first else "any* rest"
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._lines = [r"TEXT: /(.|\n)*/"]
 
+    def grammar(self, node: Mapping[str, Any]) -> str:
+        start = self._triggered(node) if node["type"] == "triggered_tags" else self._expression(node)
+        return "\n".join([f"start: {start}", *self._lines])
 
-def _expression(node: Mapping[str, Any], lines: list[str]) -> str:
-    """Return a part of a structural tag; `lines` are further rules."""
-    match node["type"]:
-        case "json_schema":
-            return f"%json {json.dumps(with_white_space(node['json_schema']))}"
-        case "const_string":
-            return json.dumps(node["value"])
-        case "tag":
-            return _tag(node, node["begin"], lines)
-        case "tags_with_separator":
-            return _separated(node, lines)
-    parts = [_expression(each, lines) for each in node["elements"]]
-    return f"({_alternatives(parts)})" if node["type"] == "or" else f"({' '.join(parts)})"
+    def _triggered(self, node: Mapping[str, Any]) -> str:
+        """Return text up to a trigger, one of the tags that begin with the trigger, and so on; in the end text without
+        a trigger. With `at_least_one` the first tag stands at the beginning, without text before; with
+        `stop_after_first` nothing follows a tag."""
+        triggers: Sequence[str] = sorted(node["triggers"], key=len, reverse=True)
+        bodies: dict[str, list[str]] = {}
+        for tag in node["tags"]:
+            trigger = next(each for each in triggers if tag["begin"].startswith(each))
+            bodies.setdefault(trigger, []).append(self._tag(tag, tag["begin"][len(trigger) :]) or EMPTY)
 
+        self._lines += ["rest: TEXT", "any: " + _alternatives(f"tag_{i}" for i in range(len(bodies)))]
+        for index, (trigger, of_trigger) in enumerate(bodies.items()):
+            before = self._text_up_to([trigger], f"trigger_{index}")
+            self._lines.append(f"tag_{index}: {before} ({_alternatives(of_trigger)})")
+        is_first, is_last = node.get("at_least_one"), node.get("stop_after_first")
+        if is_first:
+            firsts = (f"{self._literal(trigger)} ({_alternatives(each)})" for trigger, each in bodies.items())
+            self._lines.append(f"first: {_alternatives(firsts)}")
+        if is_last:
+            return "first" if is_first else "any | rest"
+        return "first any* rest" if is_first else "any* rest"
 
-def _tag(tag: Mapping[str, Any], begin: str, lines: list[str]) -> str:
-    """Return a tag from `begin` on."""
-    end = _alternatives(map(json.dumps, tag["end"]))
-    parts = [json.dumps(begin)]
-    if tag["content"] is None:
-        name = f"until_{len(lines)}"
-        lines.append(f"{name}[lazy]: TEXT ({end})")
-        parts.append(name)
-    else:
-        parts += [_expression(tag["content"], lines), end if len(tag["end"]) == 1 else f"({end})"]
-    return " ".join(part for part in parts if part != '""')
+    def _expression(self, node: Mapping[str, Any]) -> str:
+        """Return a part of a structural tag."""
+        match node["type"]:
+            case "json_schema":
+                return f"%json {json.dumps(with_white_space(node['json_schema']))}"
+            case "const_string":
+                return self._literal(node["value"])
+            case "tag":
+                return self._tag(node, node["begin"])
+            case "tags_with_separator":
+                return self._separated(node)
+        parts = [self._expression(each) for each in node["elements"]]
+        return f"({_alternatives(parts)})" if node["type"] == "or" else f"({' '.join(parts)})"
 
+    def _tag(self, tag: Mapping[str, Any], begin: str) -> str:
+        """Return a tag from `begin` on."""
+        parts = [self._literal(begin)]
+        if tag["content"] is None:
+            parts.append(self._text_up_to(tag["end"], f"until_{len(self._lines)}"))
+        else:
+            end = _alternatives(map(self._literal, tag["end"]))
+            parts += [self._expression(tag["content"]), end if len(tag["end"]) == 1 else f"({end})"]
+        return " ".join(part for part in parts if part != EMPTY)
 
-def _separated(node: Mapping[str, Any], lines: list[str]) -> str:
-    """Return tags with a text between each two, and nothing else."""
-    tags = f"({_alternatives(_expression(tag, lines) for tag in node['tags'])})"
-    if not node.get("stop_after_first"):
-        name = f"tags_{len(lines)}"  # a rule of its own: said twice, each level would double the grammar
-        lines.append(f"{name}: {tags}")
-        separator = json.dumps(node["separator"]) if node["separator"] else ""
-        tags = f"({name} ({separator} {name})*)"
-    return tags if node.get("at_least_one") else f"({tags})?"
+    def _separated(self, node: Mapping[str, Any]) -> str:
+        """Return tags with a text between each two, and nothing else."""
+        tags = f"({_alternatives(map(self._expression, node['tags']))})"
+        if not node.get("stop_after_first"):
+            name = f"tags_{len(self._lines)}"  # a rule of its own: said twice, each level would double the grammar
+            self._lines.append(f"{name}: {tags}")
+            separator = self._literal(node["separator"]) if node["separator"] else ""
+            tags = f"({name} ({separator} {name})*)"
+        return tags if node.get("at_least_one") else f"({tags})?"
+
+    def _text_up_to(self, ends: Sequence[str], name: str) -> str:
+        """Return any text with one of some ends, none of which the text has before; `name` is that of a new rule.
+
+        No text has the id of a token, so that one ends the text by itself. Any other end is a part of the text's own
+        regular expression, which ends with the first one.
+        """
+        found = []
+        quoted = [json.dumps(end) for end in ends if not begins_with_token(end, self._tokens)]
+        if quoted:
+            end = quoted[0] if len(quoted) == 1 else f"({_alternatives(quoted)})"
+            self._lines.append(f"{name}[lazy]: TEXT {end}")
+            found.append(name)
+        for end in ends:
+            if begins_with_token(end, self._tokens):
+                found.append(f"TEXT {self._literal(end)}")
+        return found[0] if len(found) == 1 else f"({_alternatives(found)})"
+
+    def _literal(self, text: str) -> str:
+        return literal(text, self._tokens) or EMPTY
 
 
 def _alternatives(parts: Iterable[str]) -> str:

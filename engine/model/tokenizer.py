@@ -219,6 +219,12 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(name)
         return token_id if token_id in self._added_ids else None
 
+    def plain_added_tokens(self) -> Mapping[str, int]:
+        """Return the ids by name of tokens that were added to the vocabulary and are part of a text, such as Qwen's
+        `<tool_call>`; without white space."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {str(token.content): each for each, token in added if not token.special and str(token.content).strip()}
+
     def special_id(self, name: str) -> int | None:
         """The id of a special token; None if there is none of this name."""
         token_id = self._backend.token_to_id(name)

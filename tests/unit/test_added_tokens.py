@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from actors.ingress.reader_work import ReadingFacts
+from actors.ingress.reader_work import GrammarQuestion, ReadingFacts
 from actors.ingress.reading import Reader
 from actors.ingress.served_model import ServedModel
 from engine.core.types import Grammar
@@ -90,3 +90,66 @@ def test_a_strict_call_among_text_can_be_written(folder: Path) -> None:
     grammar = grammar_of(folder, strict, "auto")
     assert takes(folder, grammar, f"Let me look. {CALL}") and takes(folder, grammar, "It is noon.")
     assert not takes(folder, grammar, CALL.replace("zone", "place"))
+
+
+CITY = {"type": "structural_tag", "triggers": ["<tool_call>"]}
+STRUCTURE = {"begin": "<tool_call>city:", "schema": {"enum": ["Rome"]}, "end": "</tool_call>"}
+UNTIL = {"type": "tag", "begin": "<tool_call>", "content": {"type": "any_text"}, "end": ["</tool_call>", "!"]}
+
+
+@pytest.mark.parametrize("folder", [False], ids=["added"], indirect=True)
+@pytest.mark.parametrize(
+    ("fields", "taken", "refused"),
+    [
+        (
+            {"response_format": {**CITY, "structures": [STRUCTURE]}},
+            ['It is <tool_call>city:"Rome"</tool_call>.', '<tool_call>city:"Rome"</tool_call>', "No city."],
+            ['<tool_call>city:"Oslo"</tool_call>', "<tool_call>", 'It is <tool_call>city:"Rome"'],
+        ),
+        (
+            {"response_format": {**CITY, "structures": [STRUCTURE], "at_least_one": True, "stop_after_first": True}},
+            ['<tool_call>city:"Rome"</tool_call>'],
+            ["No city.", '<tool_call>city:"Rome"</tool_call> It is.'],
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": UNTIL}},
+            ["<tool_call>any\ntext</tool_call>", "<tool_call>any text!", "<tool_call></tool_call>"],
+            ["any", "<tool_call>any", "<tool_call>a! b"],
+        ),
+        (
+            {"structured_outputs": {"grammar": 'start: "<tool_call>\\n" word+ "</tool_call>"\nword: /[a-z]+ ?/'}},
+            ["<tool_call>\na few words</tool_call>"],
+            ["<tool_call>\n</tool_call>", "a few words"],
+        ),
+        (
+            {"structured_outputs": {"grammar": 'root ::= "<tool_call>" [a-z]+ "</tool_call>"'}},
+            ["<tool_call>word</tool_call>"],
+            ["word"],
+        ),
+        (
+            {"structured_outputs": {"regex": r"[a-z/]*<tool_call>[^|<]+</tool_call>(\n|!)?"}},
+            ["a/b<tool_call>c d</tool_call>!", "<tool_call>c</tool_call>"],
+            ["abc", "<tool_call></tool_call>"],
+        ),
+        (
+            {"structured_outputs": {"choice": ["<tool_call>yes</tool_call>", "no"]}},
+            ["<tool_call>yes</tool_call>", "no"],
+            ["yes"],
+        ),
+    ],
+    ids=["triggers", "one structure", "any text", "lark", "ebnf", "regex", "choice"],
+)
+def test_tags_in_a_request_s_own_grammar_are_their_tokens(
+    folder: Path, fields: dict[str, Any], taken: list[str], refused: list[str]
+) -> None:
+    tokenizer = tokenizer_in(folder)
+    facts = ReadingFacts(ServedModel("m", 4096, tokenizer.vocab_size), folder, special_tokens_in_messages=False)
+    reader = Reader(facts, tokenizer)
+    body = {"messages": [{"role": "user", "content": "where?"}], **fields}
+    written = reader.read_body("chat", json.dumps(body).encode()).spec.sampling.grammar
+    assert written is not None
+    known = reader.check(GrammarQuestion(written, "p"))
+    for text in taken:
+        assert takes(folder, known, text), text
+    for text in refused:
+        assert not takes(folder, known, text), text
