@@ -324,18 +324,17 @@ def test_an_input_that_was_changed_by_hand_fails_the_batch(tmp_path: Path) -> No
 
 
 RUNNER = """
-import asyncio, sys
+import asyncio, os, sys
 from pathlib import Path
 from engine.batches.execution import Execution
 from engine.batches.lines import LineLimits
 from engine.batches.runner import FixedSlots
-from tests.unit.batch_files import PATIENCE_S, Server, Stores
-import time
+from tests.unit.batch_files import Server, Stores
 
-class Slow(Server):
+class ByLeave(Server):
     async def answer(self, url, body):
-        await asyncio.sleep(0.002)
         print("asked", flush=True)
+        await asyncio.to_thread(os.read, 0, 1)
         return await super().answer(url, body)
 
 async def main():
@@ -344,7 +343,7 @@ async def main():
     for batch in stores.batches.open_batches():
         with stores.batches.taken(batch) as is_taken:
             assert is_taken
-            await Execution(batch, stores.batches, stores.files, limits=LineLimits(), answer=Slow().answer,
+            await Execution(batch, stores.batches, stores.files, limits=LineLimits(), answer=ByLeave().answer,
                             slots=FixedSlots(4), clock=stores.clock).complete()
     print("done", flush=True)
 
@@ -353,7 +352,7 @@ asyncio.run(main())
 
 
 def test_killed_runners_leave_a_batch_that_the_next_completes(tmp_path: Path) -> None:
-    """Real processes, killed after more and more lines; the locks go with them."""
+    """Real processes, killed after more and more lines, each of which waits for leave; the locks go with them."""
     stores = Stores(tmp_path)
     names = [str(number) for number in range(60)]
     batch = stores.begin(lines_of(*names))
@@ -361,8 +360,10 @@ def test_killed_runners_leave_a_batch_that_the_next_completes(tmp_path: Path) ->
     num_asked = 0
     for num_lines in (1, 7, 20, None):
         command = [sys.executable, "-c", RUNNER, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as runner:
-            assert runner.stdout is not None
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        ) as runner:
+            assert runner.stdin is not None and runner.stdout is not None
             for line in runner.stdout:
                 num_asked += line == "asked\n"
                 if line == "done\n":
@@ -371,6 +372,8 @@ def test_killed_runners_leave_a_batch_that_the_next_completes(tmp_path: Path) ->
                 if num_lines == 0:
                     runner.send_signal(signal.SIGKILL)
                     break
+                runner.stdin.write("\n")
+                runner.stdin.flush()
     assert prompts_of(stores.content(batch.record.output_file_id)) == names
     assert stores.batches.open_batches() == []
     assert num_asked <= 60 + 3 * 4, "only lines that were running when their runner died ran again"

@@ -351,7 +351,9 @@ def test_tenants_have_files_and_batches_of_their_own(serving: Any) -> None:
     serving(work, Replica(tenants=tenants))
 
 
-def test_batches_of_another_model_or_tenant_are_left_alone_until_they_expire(serving: Any, tmp_path: Path) -> None:
+def test_batches_of_another_model_or_tenant_are_left_alone_until_they_expire(
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def begin_here() -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(batches_module.Batches, "_consider", lambda *_: None)
@@ -362,8 +364,18 @@ def test_batches_of_another_model_or_tenant_are_left_alone_until_they_expire(ser
     record = json.loads((folder / "batch.json").read_bytes())
     (folder / "batch.json").write_text(json.dumps(record | {"model": "other"}))
 
+    num_considered, consider = 0, batches_module.Batches._consider
+
+    def counted(batches: batches_module.Batches, considered: Any) -> None:
+        nonlocal num_considered
+        num_considered += 1
+        consider(batches, considered)
+
     async def wait() -> Any:
-        await asyncio.sleep(0.1)
+        monkeypatch.setattr(batches_module.Batches, "_consider", counted)
+        async with asyncio.timeout(PATIENCE_S):
+            while num_considered < 3:
+                await asyncio.sleep(0.001)
         return (await send("GET", f"/v1/batches/{batch['id']}")).json
 
     assert serving(wait)["status"] == "validating"

@@ -226,11 +226,11 @@ def test_prompts_that_begin_alike_are_computed_once(scene: Scene) -> None:
 
 
 def test_a_reset_takes_what_is_still_on_its_way_to_the_store(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = ExportStream.read
+    read, is_reset = ExportStream.read, asyncio.Event()
 
     async def read_late(stream: ExportStream) -> AsyncIterator[Any]:
         async for item in read(stream):
-            await asyncio.sleep(0.05)
+            await is_reset.wait()
             yield item
 
     monkeypatch.setattr(ExportStream, "read", read_late)
@@ -239,7 +239,10 @@ def test_a_reset_takes_what_is_still_on_its_way_to_the_store(scene: Scene, monke
         manager, dispatcher = await scene.start()
         assert await answer_of(dispatcher, "r", prompt_of(1), 1) == expected(prompt_of(1), 1)
         await until(lambda: manager._directory.num_reservations == 0)
-        await manager.reset_cache()
+        resets = asyncio.create_task(manager.reset_cache())
+        await until(lambda: all(not worker._engine.pool.num_cached for worker in scene.workers.values()))
+        is_reset.set()
+        await resets
         await until(lambda: manager._directory.num_blocks == 0)
         for worker in scene.workers.values():
             assert (await worker.statistics())["num_cached_blocks"] == 0
@@ -465,7 +468,9 @@ def test_a_worker_that_is_only_slow_keeps_its_requests(scene: Scene) -> None:
             await until(lambda: any(worker.process == process.name("local") for worker in dispatcher.workers))
             scene.local.handles["d0:1"].vanish()
             scene.hold.end()
-            await asyncio.sleep(3.0)  # three times as long as a silent worker would keep its requests
+            # Three times as long as a silent worker would keep its requests.
+            quiet = dispatcher._dispatch.quiet_workers
+            await until(lambda: "d0" in [worker.worker_id for worker in quiet(time.monotonic(), 3.0)])
             assert not scene.num_failovers and not crowd.is_over
             assert scene.num_registered(manager) == 4, "the manager waits for its heartbeats, too"
 
@@ -491,7 +496,9 @@ def test_an_ingress_that_is_only_slow_keeps_its_requests(scene: Scene, monkeypat
             await until(lambda: worker._tokens.processes.get("ingress") == dispatcher._process)
             await until(lambda: manager._ingresses["ingress"].process == dispatcher._process)
             monkeypatch.setattr(dispatcher._dispatch, "keep_alive", lambda now, late_s: [])
-            await asyncio.sleep(2.0)  # five times as long as a silent replica would keep its requests
+            # Five times as long as a silent replica would keep its requests.
+            for signs in (worker._tokens._signs, manager._ingress_signs):
+                await until(lambda: "ingress" in signs.quiet(time.monotonic(), 2.0))  # noqa: B023
             assert worker._tokens.attempts.under_way and manager._ingresses["ingress"].requests
 
             process.stop()
@@ -530,8 +537,9 @@ def test_a_link_that_comes_back_soon_replaces_nobody(scene: Scene, caplog: pytes
         crowd = await scene.begin(dispatcher, ["d0"])
         scene.local.handles["d0:1"].cut_off()
         scene.hold.end()
-        await asyncio.sleep(0.2)
-        assert not crowd.is_over, "some wait for the link"
+        entries = dispatcher._dispatch._entries
+        await until(lambda: all(entry.generation.dies_with("d0") for entry in entries.values()))
+        assert entries and not crowd.is_over, "some wait for the link"
         scene.local.handles["d0:1"].reconnect()
         await crowd.check()
         assert not scene.num_failovers
@@ -659,27 +667,39 @@ def test_a_client_that_leaves_frees_what_its_request_holds(scene: Scene) -> None
 def test_limits_change_under_a_stream(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same tokens, same actors; the manager learns of the other budget."""
     shares = (Tenant("alice", cache_min=0.5),)
-    step = Engine.step
+    step, leave, is_open = Engine.step, threading.Semaphore(0), threading.Event()
 
-    def slow_step(engine: Engine, now: float) -> StepResult | None:
-        time.sleep(0.003)  # or the stream could be over before it is seen to run
+    def step_by_leave(engine: Engine, now: float) -> StepResult | None:
+        if engine.scheduler.num_requests and not is_open.is_set():
+            leave.acquire()
         return step(engine, now)
 
-    monkeypatch.setattr(Engine, "step", slow_step)
+    async def stepping(condition: Callable[[], Any]) -> None:
+        """Give leave for a few steps at a time until the condition holds."""
+        async with asyncio.timeout(20):
+            while not condition():
+                leave.release()
+                await asyncio.sleep(0.002)
 
     async def play() -> None:
         manager, dispatcher = await scene.start()
         assert await answer_of(dispatcher, "before", prompt_of(0), NUM_TOKENS) == expected(prompt_of(0))
+        monkeypatch.setattr(Engine, "step", step_by_leave)
         running = asyncio.ensure_future(answer_of(dispatcher, "r", prompt_of(1), 60))
-        await until(lambda: any(worker._engine.scheduler.running for worker in scene.workers.values()))
+        await stepping(lambda: any(worker._engine.scheduler.running for worker in scene.workers.values()))
         for worker_id in scene.workers:
             handle: Any = scene.local.handles[f"{worker_id}:1"]
-            await WorkerClient(handle).reconfigure(SchedulerLimits(8, 4), shares, "DEBUG")
+            changing = asyncio.ensure_future(WorkerClient(handle).reconfigure(SchedulerLimits(8, 4), shares, "DEBUG"))
+            await stepping(changing.done)
+            await changing
         manager_handle: Any = scene.local.handles[str(scene.local.manager_name)]
         objectives = Objectives(ttft_s=2.0, tpot_s=0.05)
         await ManagerClient(manager_handle).reconfigure(
             7, WorkerCosts(import_byte_s=1e-6), shares, objectives, "INFO", PoolLimits(3, 9.0)
         )
+        assert not running.done(), "the stream goes on meanwhile"
+        is_open.set()
+        leave.release(len(scene.workers))
         assert await running == expected(prompt_of(1), 60)
         assert await answer_of(dispatcher, "after", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
 

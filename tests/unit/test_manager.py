@@ -1,6 +1,7 @@
 """What the manager does by itself, now and then. There is no Ray here: the workers' handles are objects of ours."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
         assert isinstance(await register(manager, "a"), SilentWorker)
         assert await manager.heartbeat("a", 1, state)
 
-        await asyncio.sleep(0.3)
+        await until(lambda: len(manager._worker_signs.quiet(time.monotonic(), 0.3)) == len(manager._directory.workers))
         assert len((await manager.workers()).workers) > 0, "the last one stays"
 
     asyncio.run(play())
@@ -273,7 +274,7 @@ def test_a_worker_that_an_ingress_doubts_too_is_forgotten_sooner(monkeypatch: py
         state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0, token_budget=64)
         for worker_id in ("a", "b", "c"):
             await register(manager, worker_id)
-        await asyncio.sleep(0.1)
+        await until(lambda: len(manager._worker_signs.quiet(time.monotonic(), 0.05)) == 3)
         for worker_id in ("b", "c"):
             assert await manager.heartbeat(worker_id, 1, state)
         doubting = AdmitRequest("r", 0, (), 5, ingress_id="i", avoided=("a", "b"))
@@ -308,8 +309,7 @@ def test_a_segment_that_cannot_be_taken_is_not_offered_again(answer: Imported) -
         manager._carry_out(manager._directory.segment_exported("a", 1, header, LocalReference(PAYLOAD), 0.0))
         [admission] = await manager.admit([AdmitRequest("r", 0, (b"1",), 6, avoided=("a",))])
         assert isinstance(admission, Admission) and admission.prefill == "b"
-        await until(lambda: worker.imported == [header])
-        await asyncio.sleep(0.01)
+        await until(lambda: worker.imported == [header] and not manager._deliveries._tasks)
         assert (len(manager._directory.segments) == 1) is (answer is Imported.TAKEN)
         manager._directory.check_integrity()
 

@@ -116,6 +116,14 @@ async def only_in_the_store(scene: Scene, dispatcher: Dispatcher) -> None:
     assert scene.manager._directory.segments.store_bytes > 0
 
 
+async def all_heard(manager: KVCacheManager) -> None:
+    """Return when each worker has sent a heartbeat that began after this call: the manager knows it for good."""
+    heard_at = manager._worker_signs._heard_at
+    for _ in range(2):  # the first one may have been on its way
+        before = dict(heard_at)
+        await until(lambda: all(heard_at[worker_id] > at for worker_id, at in before.items()))  # noqa: B023
+
+
 def num_computed(scene: Scene) -> int:
     return sum(worker._num_prefill_tokens for worker in scene.workers)
 
@@ -134,7 +142,7 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
 
         prompts = {f"r{number}": prompt_of(number) for number in range(6)}
         answers = [asyncio.create_task(answer_of(dispatcher, *each, NUM_TOKENS)) for each in prompts.items()]
-        await asyncio.sleep(0.01)
+        await until(lambda: any(worker._engine.scheduler.running for worker in scene.workers))
         second = await scene.start_host()
         assert scene.manager is not old and old.is_retired
         assert await asyncio.gather(*answers) == [expected(prompt, NUM_TOKENS) for prompt in prompts.values()]
@@ -146,7 +154,7 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
         assert ids == array("i", [1, 2])
         assert await successor.find_response(b"b", True) == [b"1", b"2"]
         await until(lambda: successor._directory.num_reservations == 0)
-        await asyncio.sleep(0.5)  # a worker that is asked to register twice gives up the blocks that it waits for
+        await all_heard(successor)  # a worker that is asked to register twice gives up the blocks that it waits for
         before = num_computed(scene)
         assert await answer_of(dispatcher, "again", LONG, 3) == expected(LONG, 3)
         await until(lambda: num_computed(scene) > before)
@@ -229,7 +237,9 @@ def test_a_predecessor_goes_on_when_its_successor_dies(scene: Scene, tmp_path: P
     scene.run(play)
 
 
-def test_a_host_whose_manager_has_a_successor_starts_no_other(scene: Scene) -> None:
+def test_a_host_whose_manager_has_a_successor_starts_no_other(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", host_module.__name__)
+
     async def play() -> None:
         first, _ = await scene.start()
         old, count = first._child, len(scene.local.handles)
@@ -237,7 +247,7 @@ def test_a_host_whose_manager_has_a_successor_starts_no_other(scene: Scene) -> N
         assert old is not None
         old.handle.die()
         await first.check_health()
-        await asyncio.sleep(0.05)
+        await until(lambda: "another manager has taken over" in caplog.messages)
         assert len(scene.local.handles) == count + 1 and first._child is old
         second._watch.cancel()
         scene.local.kill_manager()

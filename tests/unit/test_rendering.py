@@ -280,7 +280,8 @@ def test_the_next_turn_of_a_chat_is_prepared(fields: dict[str, Any], prefix_cach
     async def run() -> None:
         replica = Replica(prefix_caching=prefix_caching)
         await replica.whole("chat", **fields)
-        await asyncio.sleep(0.01)
+        while replica.chats._background._tasks:
+            await asyncio.sleep(0)
         answer = {"role": "assistant", "content": ANSWER}
         assert [turn.answer for turn in replica.reader.next_turns] == [answer] * is_prepared
 
