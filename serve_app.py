@@ -1,16 +1,17 @@
 """Composition: from a configuration to the Serve application.
 
-`serve run serve_app:app` serves the default configuration; `serve_app:build` takes arguments, as in
+`serve run raydix.serve_app:app` serves the default configuration; `raydix.serve_app:build` takes arguments, as in
 `configs/serve.yaml`: `config` (the name or path of a YAML file), `files` (more of them, each merged over those
 before it; they are read where the application is built, on any node) and `overrides` (merged over all).
 
-Each deployment gets its part of the configuration (`configs.sections`): arguments, which its version is made of, and a
+Each deployment gets its part of the configuration (`raydix.configs.sections`): arguments, which its version is made of,
+and a
 `user_config`, which Serve hands to `reconfigure`. Where Serve is told versions, as by `raydix serve` and `raydix
 deploy`, a deployment of the same version is not restarted.
 
 `serve deploy` and KubeRay give one version to all deployments, made of the application's `args`, so a change of these
 restarts everything. Keys that change in place therefore belong into the `user_config` of each deployment in the Serve
-config file, which is laid over what `args` say (`configs.sections.live_part`), and numbers of replicas into
+config file, which is laid over what `args` say (`raydix.configs.sections.live_part`), and numbers of replicas into
 `num_replicas`: Serve applies both without building the application again.
 """
 
@@ -25,14 +26,14 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from actors.scaling import scaled
-from configs import Config, load_config
-from configs.pools import WorkerSection
-from configs.schema import CacheSection
-from configs.sections import CHECK_TIMEOUT_S, INGRESS, MANAGER, MANAGER_CPUS, DeploymentPart, base_for, parts
-from configs.tenants import TenantsFile
+from raydix.actors.scaling import scaled
+from raydix.configs import Config, load_config
+from raydix.configs.pools import WorkerSection
+from raydix.configs.schema import CacheSection
+from raydix.configs.sections import CHECK_TIMEOUT_S, INGRESS, MANAGER, MANAGER_CPUS, DeploymentPart, base_for, parts
+from raydix.configs.tenants import TenantsFile
 
-INGRESS_CLASS, HOST_CLASS = "actors.ingress.app.Ingress", "actors.host.ActorHost"
+INGRESS_CLASS, HOST_CLASS = "raydix.actors.ingress.app.Ingress", "raydix.actors.host.ActorHost"
 """Classes of the deployments, which Serve imports in the replicas: whoever deploys needs neither, and seconds less."""
 HOST_CPUS = 0.01
 """CPUs of a host, which only starts and watches its child; the child holds the worker's own reservation."""
@@ -42,7 +43,7 @@ MAX_ONGOING_REQUESTS = 100_000
 """Serve's own limit, set out of the way: the ingress has a limit of its own, and answers 429."""
 STREAM_S = 600
 """Time for which an ingress replica that is replaced goes on with its streams, as long as HAProxy keeps their
-connections (`cli.cluster.SERVE_SWITCHES`); then they are cut, and clients may send again."""
+connections (`raydix.cli.cluster.SERVE_SWITCHES`); then they are cut, and clients may send again."""
 CODE = ("actors", "configs", "engine", "kernels", "serve_app.py")
 """Parts of the project that run in replicas and their children."""
 SOURCES = {".py", ".cpp", ".h"}

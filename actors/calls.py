@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from ray.exceptions import RayError
 
-from engine.core.log_fields import about
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from configs.tenants import TenantsFile
-from engine.core.errors import StartupError
-from engine.core.log_fields import about
+from raydix.configs.tenants import TenantsFile
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 

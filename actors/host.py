@@ -13,15 +13,16 @@ calls the child directly.
   workers first.
 * The host dies: Ray ends its child, whose owner is gone, and Serve starts another host.
 
-Serve asks the hosts of elastic workers every 2 s for the wanted number of workers (`actors.scaling`); the hosts ask the
-manager.
+Serve asks the hosts of elastic workers every 2 s for the wanted number of workers (`raydix.actors.scaling`); the hosts
+ask the manager.
 
 Serve calls `reconfigure` once before a host counts as started, and then for each change of the deployment's
-`user_config`, in a form that depends on who deployed (`configs.sections`). The host keeps the new values for the next
-incarnation and hands them to the running child. A child that dies meanwhile is replaced by one with the new values; a
-child that answers nothing is killed and replaced; where the child refuses them, Serve replaces the host. Invalid values
-are refused by a line in the log (`change_refused`), and host and child go on with the old ones: a mistake in a Serve
-config file, which nobody checks before Serve applies it, ends no process. A host that starts with them does not start.
+`user_config`, in a form that depends on who deployed (`raydix.configs.sections`). The host keeps the new values for the
+next incarnation and hands them to the running child. A child that dies meanwhile is replaced by one with the new
+values; a child that answers nothing is killed and replaced; where the child refuses them, Serve replaces the host.
+Invalid values are refused by a line in the log (`change_refused`), and host and child go on with the old ones: a
+mistake in a Serve config file, which nobody checks before Serve applies it, ends no process. A host that starts with
+them does not start.
 
 The host looks for changes of the tenants' file, whose shares of caches concern its child.
 """
@@ -37,18 +38,18 @@ from typing import Any, NamedTuple
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from actors.calls import answer
-from actors.changes import log_refused, when_changed
-from actors.hosted import hosted
-from actors.last_words import condemn
-from actors.logs import log_to_ray, set_level
-from actors.messages import STARTING_REPORT_S
-from actors.names import announce_manager, incarnation_name
-from actors.rpc import ActorClient, ManagerClient, find_manager
-from actors.scaling import MAY_SHRINK, WANTED
-from configs.sections import CHECK_TIMEOUT_S, MANAGER, live_part
-from engine.core.errors import StartupError
-from engine.core.log_fields import about
+from raydix.actors.calls import answer
+from raydix.actors.changes import log_refused, when_changed
+from raydix.actors.hosted import hosted
+from raydix.actors.last_words import condemn
+from raydix.actors.logs import log_to_ray, set_level
+from raydix.actors.messages import STARTING_REPORT_S
+from raydix.actors.names import announce_manager, incarnation_name
+from raydix.actors.rpc import ActorClient, ManagerClient, find_manager
+from raydix.actors.scaling import MAY_SHRINK, WANTED
+from raydix.configs.sections import CHECK_TIMEOUT_S, MANAGER, live_part
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class ActorHost:
         return {} if wanted is None else {WANTED: wanted.number, MAY_SHRINK: float(wanted.may_shrink)}
 
     async def greet(self) -> None:
-        """Answered once the child is there (`actors.scaling.start_first_worker`)."""
+        """Answered once the child is there (`raydix.actors.scaling.start_first_worker`)."""
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Called by Serve before the host's process ends; awaited by Serve if a worker is to leave first."""

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.manager.kv_cache_manager import KVCacheManager
-from actors.names import namespace
-from actors.rpc import ActorClient, ManagerClient, WorkerClient
-from actors.runtime import RayRuntime
-from actors.worker.worker import WORKER_CLASSES
-from configs.schema import LoggingSection
-from configs.sections import (
+from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.names import namespace
+from raydix.actors.rpc import ActorClient, ManagerClient, WorkerClient
+from raydix.actors.runtime import RayRuntime
+from raydix.actors.worker.worker import WORKER_CLASSES
+from raydix.configs.schema import LoggingSection
+from raydix.configs.sections import (
     MANAGER,
     MANAGER_CPUS,
     ManagerArguments,
@@ -28,7 +28,7 @@ from configs.sections import (
     read,
     shares,
 )
-from configs.settings import (
+from raydix.configs.settings import (
     elastic_limits,
     manager_settings,
     objectives,
@@ -37,8 +37,8 @@ from configs.settings import (
     sharing,
     step_limits,
 )
-from configs.tenants import TenantsFile
-from engine.core.types import Role
+from raydix.configs.tenants import TenantsFile
+from raydix.engine.core.types import Role
 
 MAX_CONCURRENT_CALLS = 10_000
 

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from ray.util.metrics import Counter, Gauge, Histogram, Metric
 
-from actors.metric_values import Distribution, Family, Kind, Labels, labels_of
+from raydix.actors.metric_values import Distribution, Family, Kind, Labels, labels_of
 
 MetricT = TypeVar("MetricT", bound=Metric)
 

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.processes import is_running, is_there, own_process
-from engine.core.types import ProcessName
+from raydix.actors.processes import is_running, is_there, own_process
+from raydix.engine.core.types import ProcessName
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from ray.util import metrics
 
-from actors.metrics import HoldMetrics
-from actors.names import incarnation_name
-from actors.rpc import Handle, ManagerClient, WorkerClient
-from actors.runtime import Words
+from raydix.actors.metrics import HoldMetrics
+from raydix.actors.names import incarnation_name
+from raydix.actors.rpc import Handle, ManagerClient, WorkerClient
+from raydix.actors.runtime import Words
 
 NODE = "local"
 """The one node that all actors are on."""

@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from configs.schema import LoggingSection
-from engine.core.errors import RaydixError
+from raydix.configs.schema import LoggingSection
+from raydix.engine.core.errors import RaydixError
 
 SERVES_LOGGER = "ray.serve"
 """Logger of Ray Serve in a replica."""
-LOGGERS = ("actors", "asyncio", "cli", "configs", "engine", "kernels", "serve_app")
+LOGGERS = ("asyncio", "raydix")
 """raydix's own loggers, and asyncio's, which reports errors in tasks without a waiting caller."""
 DEFAULTS = LoggingSection()
 NO_FIELDS: Mapping[str, object] = {}
@@ -211,7 +211,7 @@ def timestamp(seconds: float) -> str:
 
 
 def fields_of(record: logging.LogRecord) -> Mapping[str, object]:
-    """Fields given to the record by `engine.core.log_fields.about`."""
+    """Fields given to the record by `raydix.engine.core.log_fields.about`."""
     fields: Mapping[str, object] = getattr(record, "about", NO_FIELDS)
     return fields
 

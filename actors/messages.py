@@ -1,4 +1,4 @@
-"""Messages between actors, beyond the values of `engine.core.types`."""
+"""Messages between actors, beyond the values of `raydix.engine.core.types`."""
 
 from array import array
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ray.exceptions import RayError
 
-from engine.core.costs import WorkerCosts
-from engine.core.types import Attempt, BlockHash, EvictionReason, ProcessName, Role, SegmentHeader
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.types import Attempt, BlockHash, EvictionReason, ProcessName, Role, SegmentHeader
 
 INGRESS_SILENCE_S = 10.0
 """Silence after which an ingress replica counts as gone, and its requests are given up everywhere."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from ray.util import metrics as ray_metrics
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from actors.instruments import CounterInstrument, GaugeInstrument, HistogramInstrument
-from actors.watchdog import Hold
-from engine.core.costs import StepShape
-from engine.core.errors import (
+from raydix.actors.instruments import CounterInstrument, GaugeInstrument, HistogramInstrument
+from raydix.actors.watchdog import Hold
+from raydix.engine.core.costs import StepShape
+from raydix.engine.core.errors import (
     AuthenticationError,
     BodyTooLargeError,
     ModelNotFoundError,
@@ -18,13 +18,13 @@ from engine.core.errors import (
     RaydixError,
     RequestError,
 )
-from engine.core.types import DraftSource, Role
-from engine.core.worker.drafts.draft import DEPTHS, DraftCounts, by_depth
+from raydix.engine.core.types import DraftSource, Role
+from raydix.engine.core.worker.drafts.draft import DEPTHS, DraftCounts, by_depth
 
 if TYPE_CHECKING:
-    from engine.core.manager.explain import Decision
-    from engine.core.worker.request import Request
-    from engine.model.engine import Engine
+    from raydix.engine.core.manager.explain import Decision
+    from raydix.engine.core.worker.request import Request
+    from raydix.engine.model.engine import Engine
 
 OUTCOMES = ("stop", "length", "aborted", "failed")
 """Ways in which a request may end."""
@@ -314,7 +314,7 @@ class IngressMetrics:
 
 
 class HoldMetrics:
-    """Work that kept one process to itself, as its watchdog finds it (`actors.watchdog`)."""
+    """Work that kept one process to itself, as its watchdog finds it (`raydix.actors.watchdog`)."""
 
     def __init__(self, process: str) -> None:
         """`process` is a worker's id, a replica's, or the manager's."""

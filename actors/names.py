@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.experimental import internal_kv
 
-from configs.sections import MANAGER
+from raydix.configs.sections import MANAGER
 
 _STORE_NAMESPACE = b"raydix"
 

@@ -11,19 +11,19 @@ import time
 
 from fastapi import FastAPI
 
-from actors.changes import log_refused, when_changed
-from actors.ingress.application import application
-from actors.ingress.replica import IngressReplica
-from actors.local import LocalHandle, LocalRuntime
-from actors.manager.kv_cache_manager import KVCacheManager
-from actors.names import incarnation_name
-from actors.worker.worker import WORKER_CLASSES, Worker
-from configs.schema import Config
-from configs.sections import INGRESS, MANAGER, manager_arguments, manager_live
-from configs.settings import engine_settings, manager_settings
-from configs.tenants import TenantsFile
-from engine.core.errors import StartupError
-from engine.core.types import Role
+from raydix.actors.changes import log_refused, when_changed
+from raydix.actors.ingress.application import application
+from raydix.actors.ingress.replica import IngressReplica
+from raydix.actors.local import LocalHandle, LocalRuntime
+from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.names import incarnation_name
+from raydix.actors.worker.worker import WORKER_CLASSES, Worker
+from raydix.configs.schema import Config
+from raydix.configs.sections import INGRESS, MANAGER, manager_arguments, manager_live
+from raydix.configs.settings import engine_settings, manager_settings
+from raydix.configs.tenants import TenantsFile
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.types import Role
 
 REGISTER_POLL_S = 0.005
 """Interval between two looks whether the worker has registered."""

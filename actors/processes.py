@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.core.types import ProcessName
+from raydix.engine.core.types import ProcessName
 
 MIN_SHARE = 0.05
 """Share of a processor that a process has at least while it computes; idle threads of Ray use about a hundredth."""

@@ -12,17 +12,17 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from actors.messages import ImportReport, Memory, Registration, WorkerState
-from actors.metric_values import Family
-from actors.names import manager_name, named_actor
-from engine.core.costs import WorkerCosts
-from engine.core.manager.cache_events import CacheUpdate
-from engine.core.manager.elastic import PoolLimits, Wanted
-from engine.core.manager.succession import Offer, Terms
-from engine.core.objectives import Late, Objectives
-from engine.core.settings import SchedulerLimits
-from engine.core.tenants import Tenant
-from engine.core.types import (
+from raydix.actors.messages import ImportReport, Memory, Registration, WorkerState
+from raydix.actors.metric_values import Family
+from raydix.actors.names import manager_name, named_actor
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.cache_events import CacheUpdate
+from raydix.engine.core.manager.elastic import PoolLimits, Wanted
+from raydix.engine.core.manager.succession import Offer, Terms
+from raydix.engine.core.objectives import Late, Objectives
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
@@ -68,7 +68,7 @@ class ActorClient:
 
 
 class WorkerClient(ActorClient):
-    """One incarnation of a worker (`actors.worker.worker.Worker`)."""
+    """One incarnation of a worker (`raydix.actors.worker.worker.Worker`)."""
 
     def reconfigure(self, limits: SchedulerLimits, tenants: Sequence[Tenant], level: str) -> Awaitable[None]:
         return _sent(self.handle.reconfigure.remote(limits, tenants, level))
@@ -120,7 +120,7 @@ class WorkerClient(ActorClient):
 
 
 class ManagerClient(ActorClient):
-    """One incarnation of the manager (`actors.manager.kv_cache_manager.KVCacheManager`)."""
+    """One incarnation of the manager (`raydix.actors.manager.kv_cache_manager.KVCacheManager`)."""
 
     def reconfigure(
         self,

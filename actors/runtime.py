@@ -1,6 +1,7 @@
 """The surroundings of an actor: how it finds the others, and where it puts what they are to read.
 
-`RayRuntime` is a Ray cluster. `actors.local.LocalRuntime` is one process, in which actors call each other directly.
+`RayRuntime` is a Ray cluster. `raydix.actors.local.LocalRuntime` is one process, in which actors call each other
+directly.
 """
 
 import asyncio
@@ -11,19 +12,19 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import answer
-from actors.last_words import begin_words, named_requests
-from actors.metrics import HoldMetrics
-from actors.names import incarnation_name, named_actor, own_node
-from actors.rpc import Handle, ManagerClient, WorkerClient, find_manager
-from actors.watchdog import Watchdog
+from raydix.actors.calls import answer
+from raydix.actors.last_words import begin_words, named_requests
+from raydix.actors.metrics import HoldMetrics
+from raydix.actors.names import incarnation_name, named_actor, own_node
+from raydix.actors.rpc import Handle, ManagerClient, WorkerClient, find_manager
+from raydix.actors.watchdog import Watchdog
 
 OTHER_NODE_TIMEOUT_S = 1.0
 """Limit of reading a process's last words on another node."""
 
 
 class Words(Protocol):
-    """Where a worker notes what it computes for (`actors.last_words`)."""
+    """Where a worker notes what it computes for (`raydix.actors.last_words`)."""
 
     def note(self, request_ids: Sequence[str]) -> None:
         """Note the requests that the calling thread computes for."""
@@ -65,8 +66,8 @@ class Runtime(Protocol):
         `is_dead`: as others know it; its threads may look alive for a moment longer."""
 
     def watch_process(self, holds: HoldMetrics) -> None:
-        """Have work that keeps this process to itself noticed and counted (`actors.watchdog`), from now on; needs a
-        running event loop."""
+        """Have work that keeps this process to itself noticed and counted (`raydix.actors.watchdog`), from now on;
+        needs a running event loop."""
 
 
 class RayRuntime:
@@ -83,7 +84,7 @@ class RayRuntime:
         return await find_manager(self._app_name)
 
     async def start_first_worker(self) -> None:
-        from actors.scaling import start_first_worker  # all of Serve, which workers and the manager can spare
+        from raydix.actors.scaling import start_first_worker  # all of Serve, which workers and the manager can spare
 
         await start_first_worker(self._app_name)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from engine.core.log_fields import about
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 

@@ -41,10 +41,10 @@ from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
 from benchmarks.replaying.worker import ReplayWorker
-from engine.core.eviction.policies import make_queue
-from engine.core.objectives import Objectives
-from engine.core.types import Role
-from engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.eviction.policies import make_queue
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.types import Role
+from raydix.engine.core.worker.block_pool import BlockPool
 
 DAY_STEPS = 2000
 ELASTIC, DYNAMO = "elastic", "dynamo"

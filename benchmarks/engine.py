@@ -20,7 +20,7 @@ from benchmarks.machine import describe, public_name
 from benchmarks.peers.cases import CASES, Case
 from benchmarks.peers.comparison import CHECK_TOKENS, Comparison, Contender
 from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site, gguf_file
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 SPINNING = 0.05
 """Cores used by waiting engines from which on the figures deserve a warning."""

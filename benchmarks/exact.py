@@ -231,7 +231,7 @@ async def served(settings: Mapping[str, Any], folder: Path) -> AsyncIterator[Cli
     """A server with these settings, until the block ends."""
     file = folder / "server.yaml"
     file.write_text(yaml.safe_dump(dict(settings)))
-    command = (sys.executable, "-m", "cli.main", "serve", "--config", str(file), "--port")
+    command = (sys.executable, "-m", "raydix.cli.main", "serve", "--config", str(file), "--port")
     with running(Server("raydix", command, os.environ), folder / "server.log") as url:
         timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:

@@ -17,19 +17,19 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import OverloadedError
-from engine.core.hashing import root_hash
-from engine.core.ingress.room import Permit, Room
-from engine.core.manager.directory import Directory
-from engine.core.manager.placement import CostModel
-from engine.core.settings import SchedulerLimits
-from engine.core.tenants import Tenant, Tenants, salt_of
-from engine.core.types import AdmitRequest, Assignment, CacheHints, Role, SamplingParams, Stage
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
-from engine.core.worker.virtual_time import chunk_s
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import OverloadedError
+from raydix.engine.core.hashing import root_hash
+from raydix.engine.core.ingress.room import Permit, Room
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.tenants import Tenant, Tenants, salt_of
+from raydix.engine.core.types import AdmitRequest, Assignment, CacheHints, Role, SamplingParams, Stage
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
+from raydix.engine.core.worker.virtual_time import chunk_s
 
 COSTS = WorkerCosts(step_s=5e-3, prefill_token_s=1e-4, decode_token_s=2e-4, pair_s=1e-8)
 """A small GPU's."""

@@ -21,17 +21,17 @@ import torch
 from benchmarks.distribution import distribution
 from benchmarks.machine import describe, public_name
 from benchmarks.made_schemas import made_schema
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, Grammar, GrammarKind, SamplingParams, Stage
-from engine.core.worker.block_pool import BlockPool
-from engine.model.build import make_grammars, make_pool, make_runner
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine
-from engine.model.grammar_source import GrammarError
-from engine.model.grammar_tokenizer import load_tokenizer
-from engine.model.grammars import Grammars
-from engine.model.matcher import Matcher
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import Assignment, Grammar, GrammarKind, SamplingParams, Stage
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.model.build import make_grammars, make_pool, make_runner
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.grammar_source import GrammarError
+from raydix.engine.model.grammar_tokenizer import load_tokenizer
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.matcher import Matcher
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 64

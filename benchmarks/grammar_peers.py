@@ -25,8 +25,8 @@ from benchmarks.machine import describe, public_name
 from benchmarks.peers.process import Process, WorkerError
 from benchmarks.peers.roster import DEFAULT_HOME, RAYDIX, Site, environment_python, process_environment
 from benchmarks.peers.schemas import Case, folder_cases, made_cases, suite_cases
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from engine.model.tokenizer import Tokenizer, forgo_torch
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.tokenizer import Tokenizer, forgo_torch
 
 SERVE = Path(__file__).parent / "peers/grammars/serve.py"
 NAMES = ("llguidance", "xgrammar")

@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import describe
-from cli.cluster import LocalCluster, free_port
-from configs import load_config
-from engine.model.sources import DEFAULT_MODEL, model_name
+from raydix.cli.cluster import LocalCluster, free_port
+from raydix.configs import load_config
+from raydix.engine.model.sources import DEFAULT_MODEL, model_name
 
 MODEL = model_name(DEFAULT_MODEL)
 NUM_STREAMS = 8

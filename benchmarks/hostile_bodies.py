@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.api.spec import MAX_LISTED
+from raydix.engine.api.spec import MAX_LISTED
 
 Schema = Mapping[str, Any]
 Value = tuple[str, Any]

@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import describe
-from engine.core.manager.block_index import GC_THRESHOLDS
-from engine.core.manager.directory import Directory
-from engine.core.manager.placement import CostModel
-from engine.core.types import AdmitRequest, BlockHash, Role
+from raydix.engine.core.manager.block_index import GC_THRESHOLDS
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.types import AdmitRequest, BlockHash, Role
 
 PROMPT_BLOCKS = 64
 BLOCK_SIZE = 16

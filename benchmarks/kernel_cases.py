@@ -10,22 +10,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernel_peers import AttentionInputs, Peer, attention_peers
-from kernels.batch_invariant_matmul import batch_invariant_matmul
-from kernels.batch_invariant_matmul.reference import batch_invariant_matmul_reference
-from kernels.kv_pack import kv_pack
-from kernels.kv_pack.reference import kv_pack_reference
-from kernels.kv_unpack import kv_unpack
-from kernels.paged_attention.reference import paged_attention_reference
-from kernels.paged_attention.triton import paged_attention_triton
-from kernels.rms_norm import rms_norm
-from kernels.rms_norm.reference import add_rms_norm_reference
-from kernels.rotary import rotary_tables
-from kernels.rotary_kv_store import rotary_kv_store
-from kernels.rotary_kv_store.reference import rotary_kv_store_reference
-from kernels.sample import Controls, sample
-from kernels.sample.reference import adjusted_row, sample_row
-from kernels.silu_and_mul import silu_and_mul
-from kernels.silu_and_mul.reference import silu_and_mul_reference
+from raydix.kernels.batch_invariant_matmul import batch_invariant_matmul
+from raydix.kernels.batch_invariant_matmul.reference import batch_invariant_matmul_reference
+from raydix.kernels.kv_pack import kv_pack
+from raydix.kernels.kv_pack.reference import kv_pack_reference
+from raydix.kernels.kv_unpack import kv_unpack
+from raydix.kernels.paged_attention.reference import paged_attention_reference
+from raydix.kernels.paged_attention.triton import paged_attention_triton
+from raydix.kernels.rms_norm import rms_norm
+from raydix.kernels.rms_norm.reference import add_rms_norm_reference
+from raydix.kernels.rotary import rotary_tables
+from raydix.kernels.rotary_kv_store import rotary_kv_store
+from raydix.kernels.rotary_kv_store.reference import rotary_kv_store_reference
+from raydix.kernels.sample import Controls, sample
+from raydix.kernels.sample.reference import adjusted_row, sample_row
+from raydix.kernels.silu_and_mul import silu_and_mul
+from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
 
 NUM_HEADS, NUM_KV_HEADS, HIDDEN, INTERMEDIATE, VOCABULARY = 32, 8, 4096, 14336, 128256
 BLOCK_SIZE = 16

@@ -20,18 +20,18 @@ from benchmarks.kernel_cases import (
     Case,
     relative_error,
 )
-from engine.core.hashing import BlockChain, root_hash
-from engine.core.types import Assignment, SamplingParams, Stage
-from engine.core.worker.request import Request
-from engine.core.worker.step import ScheduledChunk, SchedulerOutput
-from engine.model.config import ModelConfig
-from engine.model.cuda import CudaGraphs
-from engine.model.cuda_kv_pool import CudaKVPool
-from engine.model.cuda_runner import CudaRunner, graph_shapes
-from engine.model.decoder import Decoder
-from engine.model.families import config_of
-from engine.model.runner import ModelRunner
-from engine.model.weights import RandomTensors
+from raydix.engine.core.hashing import BlockChain, root_hash
+from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import ScheduledChunk, SchedulerOutput
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.cuda import CudaGraphs
+from raydix.engine.model.cuda_kv_pool import CudaKVPool
+from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.families import config_of
+from raydix.engine.model.runner import ModelRunner
+from raydix.engine.model.weights import RandomTensors
 
 NUM_LAYERS = 32
 BATCHES = (1, 64)

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
-from cli.cluster import LocalCluster, free_port
-from configs import load_config
-from engine.core.answers.transcripts import first_difference
-from engine.model.sources import DEFAULT_MODEL, model_name, resolve_model
-from engine.model.tokenizer import Tokenizer
+from raydix.cli.cluster import LocalCluster, free_port
+from raydix.configs import load_config
+from raydix.engine.core.answers.transcripts import first_difference
+from raydix.engine.model.sources import DEFAULT_MODEL, model_name, resolve_model
+from raydix.engine.model.tokenizer import Tokenizer
 
 NUM_USERS = 8
 PAUSE_S = 2.0

@@ -25,11 +25,11 @@ from rich.progress import track
 from tokenizers import Tokenizer
 
 from benchmarks.machine import describe, public_name
-from engine.core.settings import EngineSettings, Quantization, SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage
-from engine.model.build import build_engine
-from engine.model.engine import Engine
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.core.settings import EngineSettings, Quantization, SchedulerLimits
+from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.model.build import build_engine
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 BASE = "bfloat16"
 VARIANTS: dict[str, tuple[str, Quantization | None]] = {

@@ -84,7 +84,7 @@ def profile(server: psutil.Process, seconds: int, folder: Path, *, native: bool)
 
 
 def _is_server(command: list[str]) -> bool:
-    return "serve" in command and any(Path(word).name in ("raydix", "cli.main") for word in command[:4])
+    return "serve" in command and any(Path(word).name in ("raydix", "raydix.cli.main") for word in command[:4])
 
 
 def _is_python(process: psutil.Process) -> bool:

@@ -37,9 +37,9 @@ from benchmarks.replaying.routers import ROUTERS, make_router
 from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, Speeds, jittered, read_costs
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, ReplayError, TraceRequest, read_trace
 from benchmarks.replaying.worker import Job, ReplayWorker
-from engine.core.eviction.policies import EvictionPolicy, make_queue
-from engine.core.types import Role
-from engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
+from raydix.engine.core.types import Role
+from raydix.engine.core.worker.block_pool import BlockPool
 
 RATES = {"prefill_rate": 10_000.0, "decode_step_ms": 20.0, "handover_gib_per_s": 10.0}
 KV_KIB_PER_TOKEN = 128.0

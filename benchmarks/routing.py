@@ -22,7 +22,7 @@ from benchmarks.replay import constant_speeds, parse_policy, parse_roles, replay
 from benchmarks.replaying.report import summarise
 from benchmarks.replaying.routers import ROUTERS
 from benchmarks.replaying.traces import ReplayError, TraceRequest, read_trace
-from engine.core.types import Role
+from raydix.engine.core.types import Role
 
 TTFT_SLO_S = 5.0
 TPOT_SLO_S = 0.1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.sample import Controls, sample
+from raydix.kernels.sample import Controls, sample
 
 CASES: tuple[tuple[str, dict[str, float]], ...] = (
     ("greedy", {"temperature": 0.0}),

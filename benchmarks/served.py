@@ -30,8 +30,8 @@ import psutil
 
 from benchmarks.machine import describe
 from benchmarks.peers.roster import DEFAULT_HOME, MAX_REQUESTS, PEERS, POOL_GIB, RAYDIX, ROOT, Site, process_environment
-from cli.cluster import free_port
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.cli.cluster import free_port
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
@@ -94,7 +94,7 @@ class Server:
 
 def raydix_servers(site: Site, configs: Sequence[str]) -> list[Server]:
     """raydix with each configuration."""
-    command = (sys.executable, "-m", "cli.main", "serve", "--config")
+    command = (sys.executable, "-m", "raydix.cli.main", "serve", "--config")
     environment = process_environment(RAYDIX, site)
     return [Server(f"raydix {config}", (*command, config, "--port"), environment) for config in configs]
 

@@ -30,8 +30,8 @@ from benchmarks.drafting.statistics import compared as compared_turns
 from benchmarks.drafting.tables import gap_table, identity_table, speed_table
 from benchmarks.drafting.workloads import EDITS_PREDICTED, WORKLOADS, Workload, chosen
 from benchmarks.machine import describe, public_name
-from engine.core.types import DraftSource
-from engine.model.sources import DEFAULT_MODEL
+from raydix.engine.core.types import DraftSource
+from raydix.engine.model.sources import DEFAULT_MODEL
 
 KINDS = ("off", *DraftSource, "choices", "all", "adversarial", "random")
 """Kinds of drafts whose answers are compared."""

@@ -27,7 +27,7 @@ from benchmarks.drafting.workloads import WORKLOADS
 from benchmarks.machine import describe, public_name
 from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site
 from benchmarks.peers.worker import Worker, WorkerError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 NAMES = ("edits", "documents", "extraction", "agents", "chats", "retry")
 """Workloads in the order in which each engine is asked: the retry after its first time."""

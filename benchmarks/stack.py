@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
-from cli.cluster import LocalCluster, free_port
-from configs import load_config
-from engine.core.settings import EngineSettings, SchedulerLimits
-from engine.core.types import AdmitRequest, Assignment, SamplingParams, Stage
-from engine.model.build import build_engine
-from engine.model.engine import BlockStore, Engine
-from engine.model.segments import Bytes
-from engine.model.sources import DEFAULT_MODEL, NULL, model_name
+from raydix.cli.cluster import LocalCluster, free_port
+from raydix.configs import load_config
+from raydix.engine.core.settings import EngineSettings, SchedulerLimits
+from raydix.engine.core.types import AdmitRequest, Assignment, SamplingParams, Stage
+from raydix.engine.model.build import build_engine
+from raydix.engine.model.engine import BlockStore, Engine
+from raydix.engine.model.segments import Bytes
+from raydix.engine.model.sources import DEFAULT_MODEL, NULL, model_name
 
 PROMPT_TOKENS = 32
 NUM_FIRST_TOKENS = 200

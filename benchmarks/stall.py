@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
-from engine.core.costs import CostFit, WorkerCosts
-from engine.core.settings import EngineSettings, SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage
-from engine.model.build import build_engine
-from engine.model.engine import Engine
-from engine.model.sources import DEFAULT_MODEL
+from raydix.engine.core.costs import CostFit, WorkerCosts
+from raydix.engine.core.settings import EngineSettings, SchedulerLimits
+from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.model.build import build_engine
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.sources import DEFAULT_MODEL
 
 
 def measure(engine: Engine, num_streams: int, prompt_len: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import describe
-from cli.cluster import free_port
+from raydix.cli.cluster import free_port
 
 MARK = "RAYDIX_BENCHMARK_START"
 """Environment variable by which a process of the server is known, also under another parent."""
@@ -138,7 +138,7 @@ def measure(arguments: list[str], settle_s: float, idle_s: float) -> dict[str, A
     """
     port, mark = free_port(), uuid.uuid4().hex
     began_at, began = time.time(), time.monotonic()
-    command = [sys.executable, "-m", "cli.main", "serve", "--port", str(port), *arguments]
+    command = [sys.executable, "-m", "raydix.cli.main", "serve", "--port", str(port), *arguments]
     server = subprocess.Popen(
         command, env={**os.environ, MARK: mark}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

@@ -27,17 +27,17 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe, public_name
-from engine.core.eviction.policies import EvictionPolicy, make_queue
-from engine.core.eviction.queue import EvictionQueue
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, BlockHash, SamplingParams, Stage
-from engine.core.worker.block_pool import BlockPool
-from engine.model.build import make_pool, make_runner
-from engine.model.decoder import Decoder
-from engine.model.engine import BlockStore, Engine
-from engine.model.runner import NullRunner, Runner
-from engine.model.segments import Bytes
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
+from raydix.engine.core.eviction.queue import EvictionQueue
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import Assignment, BlockHash, SamplingParams, Stage
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.model.build import make_pool, make_runner
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import BlockStore, Engine
+from raydix.engine.model.runner import NullRunner, Runner
+from raydix.engine.model.segments import Bytes
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4000

@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cli.waiting import Waiting
-from configs.load import merged
-from engine.batches.offline import BatchFiles, BatchSummary, look_at
-from engine.core.batches.batch_run import Progress as LinesDone
-from engine.core.errors import RequestError, StartupError
+from raydix.cli.waiting import Waiting
 from raydix.client import CONCURRENCY, Client
+from raydix.configs.load import merged
+from raydix.engine.batches.offline import BatchFiles, BatchSummary, look_at
+from raydix.engine.core.batches.batch_run import Progress as LinesDone
+from raydix.engine.core.errors import RequestError, StartupError
 
 LOOK_S = 0.25
 """Pause between two looks for an interruption."""
@@ -109,8 +109,8 @@ def _in_this_process(options: argparse.Namespace, console: Console) -> BatchSumm
 
 def _with_own_server(options: argparse.Namespace) -> BatchSummary | None:
     """Start a server, answer the file, stop the server; None if interrupted."""
-    from cli import serve
-    from cli.cluster import APP_NAME
+    from raydix.cli import serve
+    from raydix.cli.cluster import APP_NAME
 
     summaries: list[BatchSummary | None] = []
 
@@ -129,7 +129,7 @@ def _with_own_server(options: argparse.Namespace) -> BatchSummary | None:
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
     """A server for one process alone, without batches of others."""
-    from cli.cluster import free_port
+    from raydix.cli.cluster import free_port
 
     model = {} if options.model is None else {"model": {"source": options.model}}
     return {"http": {"host": "127.0.0.1", "port": free_port()}, "batches": {"gib": 0}, **model}

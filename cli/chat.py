@@ -4,9 +4,9 @@ Answers go to stdout, all else to stderr, a model's reasoning too, so that a pip
 of stdin is a question. At a terminal a question is what was typed or pasted before Enter, of however many lines. A
 question joins the conversation together with its answer: whole, or as far as it came before Ctrl-C or before the
 connection ended. A question that the server refuses, or fails to answer, leaves no trace. An answer whose connection
-breaks goes on at the next try where the server gives events ids (`engine.api.reconnecting`). Each question has its own
-connection: the server would often have closed an open one before the next question is typed, and closing a connection
-is the way to tell the server to stop.
+breaks goes on at the next try where the server gives events ids (`raydix.engine.api.reconnecting`). Each question has
+its own connection: the server would often have closed an open one before the next question is typed, and closing a
+connection is the way to tell the server to stop.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
-from cli.wrapping import Wrapper
-from engine.api.reconnecting import AWAY, Reconnecting
-from engine.core.errors import StartupError
+from raydix.cli.wrapping import Wrapper
+from raydix.engine.api.reconnecting import AWAY, Reconnecting
+from raydix.engine.core.errors import StartupError
 
 Message: TypeAlias = dict[str, str]
 

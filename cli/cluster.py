@@ -18,16 +18,16 @@ from typing import Any
 
 import psutil
 
-from cli import haproxy
-from cli.descriptors import connections
-from cli.ray_threads import log_errors_of_rays_threads
-from cli.ray_token import secure_token
-from cli.spare_processes import without_spare_processes
-from cli.worker_template import WorkerTemplate, forks_workers
-from configs import Config
-from configs.schema import HttpSection
-from engine.core.errors import StartupError
-from engine.core.settings import GIB
+from raydix.cli import haproxy
+from raydix.cli.descriptors import connections
+from raydix.cli.ray_threads import log_errors_of_rays_threads
+from raydix.cli.ray_token import secure_token
+from raydix.cli.spare_processes import without_spare_processes
+from raydix.cli.worker_template import WorkerTemplate, forks_workers
+from raydix.configs import Config
+from raydix.configs.schema import HttpSection
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import GIB
 
 APP_NAME = "raydix"
 LOCAL_NAMES = ("localhost",)
@@ -142,7 +142,7 @@ class LocalCluster:
             starting_workers = self._template.starts_workers()
         import ray
 
-        from actors.logs import log_to_ray
+        from raydix.actors.logs import log_to_ray
 
         log_errors_of_rays_threads()
         with without_spare_processes(), starting_workers:
@@ -158,7 +158,7 @@ class LocalCluster:
 
     def log_folder(self) -> Path:
         """Folder of the logs of the cluster's processes."""
-        from actors.logs import log_folder
+        from raydix.actors.logs import log_folder
 
         folder = log_folder()
         assert folder is not None, "Ray runs"
@@ -210,7 +210,7 @@ class LocalCluster:
 
     def manager(self) -> Any:
         """Ray's handle of the application's present KV cache manager. Raises LookupError if there is none."""
-        from actors.rpc import find_manager
+        from raydix.actors.rpc import find_manager
 
         manager = asyncio.run(find_manager(APP_NAME))
         if manager is None:
@@ -225,7 +225,7 @@ class LocalCluster:
         """
         from ray import serve
 
-        from serve_app import compose
+        from raydix.serve_app import compose
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": self._config.http.host, "port": self._config.http.port})
@@ -293,7 +293,7 @@ def own_places(folder: Path) -> dict[str, str]:
 
 
 def front(folder: Path, http: HttpSection) -> dict[str, str]:
-    """Has Serve start HAProxy through `cli.haproxy`, with the configured limits."""
+    """Has Serve start HAProxy through `raydix.cli.haproxy`, with the configured limits."""
     program = folder / "haproxy"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P {shlex.quote(haproxy.__file__)} "$@"\n')
     program.chmod(0o700)

@@ -18,15 +18,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cli.cluster import LOCAL_NAMES, SERVE_SWITCHES, wait_until_running, who_may_use
-from configs import Config, load_config
-from configs.changes import KEYS, Change, Effect, changes
-from configs.load import merge
-from configs.schema import HttpSection
-from configs.sections import INGRESS
-from configs.tenants import TenantsFile
-from engine.core.errors import StartupError
-from engine.core.settings import GIB
+from raydix.cli.cluster import LOCAL_NAMES, SERVE_SWITCHES, wait_until_running, who_may_use
+from raydix.configs import Config, load_config
+from raydix.configs.changes import KEYS, Change, Effect, changes
+from raydix.configs.load import merge
+from raydix.configs.schema import HttpSection
+from raydix.configs.sections import INGRESS
+from raydix.configs.tenants import TenantsFile
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import GIB
 
 CONNECT_TIMEOUT_S = 5.0
 PROGRESS_S = 15.0
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(name, overrides, files)
     _connect(options.address)
 
-    from serve_app import versions
+    from raydix.serve_app import versions
 
     running = running_application(options.name)
     served = with_sizes(as_served(config, running.http), running.config)
@@ -257,7 +257,7 @@ def _check(config: Config, running: Config | None) -> None:
         TenantsFile().resolved(config)
     import ray
 
-    from actors.ingress.build import identity_of
+    from raydix.actors.ingress.build import identity_of
 
     if running is None or running.model != config.model:
         identity_of(config)
@@ -296,7 +296,7 @@ def lacking(config: Config, nodes: Sequence[Mapping[str, float]]) -> Iterator[st
 def _deploy(config: Config, name: str, *, is_new: bool) -> None:
     from ray import serve
 
-    from serve_app import compose
+    from raydix.serve_app import compose
 
     if is_new:
         serve.start(http_options={"host": config.http.host, "port": config.http.port})

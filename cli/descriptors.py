@@ -10,7 +10,7 @@ under a low limit has fewer; clients beyond them wait in the kernel's queue.
 import resource
 from dataclasses import dataclass
 
-from engine.core.errors import StartupError
+from raydix.engine.core.errors import StartupError
 
 MOST_OF_CLIENTS = 4096
 OWN = 64

@@ -11,10 +11,10 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from configs.pools import WorkerSection
-from configs.schema import Config
-from engine.core.errors import StartupError
-from engine.core.tenants import key_hash
+from raydix.configs.pools import WorkerSection
+from raydix.configs.schema import Config
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.tenants import key_hash
 
 FLAGS: Mapping[str, str] = {
     "--max-model-len": "model.max_model_len",

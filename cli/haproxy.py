@@ -7,7 +7,7 @@ becomes HAProxy: same arguments, same process. A line that Serve writes in an un
 * A client that leaves while it waits is noticed (`LEFT_OUT`).
 * Headers must arrive in time, so connections that never finish a request do not take everybody's place.
 * One address has a limited number of connections.
-* Clients get two thirds of HAProxy's connections; HAProxy needs the others for its own use (`cli.descriptors`).
+* Clients get two thirds of HAProxy's connections; HAProxy needs the others for its own use (`raydix.cli.descriptors`).
 * HAProxy's own answers are OpenAI's error object, except 400 and 408 for requests unreadable as HTTP: HAProxy writes
   these before any setting counts.
 * While the application starts, every path is a 503 for which clients wait. Serve's 404 would have them give up.

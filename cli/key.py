@@ -2,7 +2,7 @@
 
 import secrets
 
-from engine.core.tenants import key_hash
+from raydix.engine.core.tenants import key_hash
 
 KEY_BYTES = 32
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from cli.cluster import named_local, who_may_use
-from cli.serve import ONE_WORKER, example, overrides_of, prepared, url_of
-from cli.waiting import Waiting, age_s
-from configs import Config
-from configs.load import merged
-from engine.core.errors import StartupError
-from engine.model.sources import resolve_model
+from raydix.cli.cluster import named_local, who_may_use
+from raydix.cli.serve import ONE_WORKER, example, overrides_of, prepared, url_of
+from raydix.cli.waiting import Waiting, age_s
+from raydix.configs import Config
+from raydix.configs.load import merged
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.sources import resolve_model
 
 if TYPE_CHECKING:
     import uvicorn
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _serve(config: Config, console: Console) -> None:
-    from actors.one_process import OneProcess
+    from raydix.actors.one_process import OneProcess
 
     server = OneProcess(config)
     told = asyncio.Event()

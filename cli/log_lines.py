@@ -1,4 +1,4 @@
-"""Warnings of all processes in the terminal of `raydix serve`, read from the log files of `actors.logs`."""
+"""Warnings of all processes in the terminal of `raydix serve`, read from the log files of `raydix.actors.logs`."""
 
 import json
 import os

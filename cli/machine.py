@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from configs.choose import Machine
-from engine.core.settings import GIB
-from engine.model.host_memory import CGROUP, OWN_GROUP, host_memory
+from raydix.configs.choose import Machine
+from raydix.engine.core.settings import GIB
+from raydix.engine.model.host_memory import CGROUP, OWN_GROUP, host_memory
 
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Files that CUDA's driver needs, on Linux and in Linux below Windows: without any there is no GPU for torch to see."""

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from cli.flags import add_flags
-from engine.core.errors import StartupError
+from raydix.cli.flags import add_flags
+from raydix.engine.core.errors import StartupError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,44 +107,44 @@ def _serve(options: argparse.Namespace) -> int:
     if options.local:
         if options.restart:
             raise StartupError("--restart starts Ray again; with --local there is none")
-        from cli import local
+        from raydix.cli import local
 
         return local.run(options)
     if options.restart:
-        from cli import restart
+        from raydix.cli import restart
 
         return restart.run(options)
-    from cli import serve  # Ray is slow to import, and its switches must be in the environment before
+    from raydix.cli import serve  # Ray is slow to import, and its switches must be in the environment before
 
     return serve.run(options)
 
 
 def _deploy(options: argparse.Namespace) -> int:
-    from cli import deploy
+    from raydix.cli import deploy
 
     return deploy.run(options)
 
 
 def _batch(options: argparse.Namespace) -> int:
-    from cli import batch
+    from raydix.cli import batch
 
     return batch.run(options)
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from cli import chat
+    from raydix.cli import chat
 
     return chat.run(options)
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from cli import replay
+    from raydix.cli import replay
 
     return replay.run(options)
 
 
 def _key(_: argparse.Namespace) -> int:
-    from cli import key
+    from raydix.cli import key
 
     return key.run()
 

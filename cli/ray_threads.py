@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from engine.core.log_fields import about
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ import aiohttp
 import orjson
 from rich.console import Console
 
-from cli.chat import api_key
-from cli.waiting import Waiting
-from engine.api.answer_digest import LEFT, Digest, digest_of, name_in
-from engine.api.reconnecting import BEGINNING, HEADER
-from engine.core.errors import StartupError
+from raydix.cli.chat import api_key
+from raydix.cli.waiting import Waiting
+from raydix.engine.api.answer_digest import LEFT, Digest, digest_of, name_in
+from raydix.engine.api.reconnecting import BEGINNING, HEADER
+from raydix.engine.core.errors import StartupError
 
 ID = re.compile(r"[\w.:-]{8,}", re.ASCII)
 """Any word of a body that may be the id of an answer."""
@@ -214,10 +214,10 @@ async def _server(recorded: Recorded, options: argparse.Namespace, console: Cons
             yield send
         return
 
-    from actors.one_process import OneProcess
-    from cli.cluster import free_port
-    from cli.local import listening
-    from cli.serve import of_one_process, url_of
+    from raydix.actors.one_process import OneProcess
+    from raydix.cli.cluster import free_port
+    from raydix.cli.local import listening
+    from raydix.cli.serve import of_one_process, url_of
 
     model = recorded.model if options.model is None else {**recorded.model, "source": options.model}
     own = {"http": {"host": "127.0.0.1", "port": free_port()}, "batches": {"gib": 0}, "logging": {"recording": None}}

@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from cli.flags import given
+from raydix.cli.flags import given
 
 POLL_S = 0.25
 SUPERVISOR = "RAYDIX_SUPERVISOR"
@@ -90,7 +90,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     options_given = {"--model": options.model, "--host": options.host, "--port": options.port}
     arguments = [str(word) for name, value in options_given.items() if value is not None for word in (name, value)]
     configs = [word for config in options.config or () for word in ("--config", config)]
-    return [sys.executable, "-m", "cli.main", "serve", *configs, *arguments, *given(options)]
+    return [sys.executable, "-m", "raydix.cli.main", "serve", *configs, *arguments, *given(options)]
 
 
 def _how(code: int) -> str:

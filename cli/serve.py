@@ -20,26 +20,26 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, LocalCluster, who_may_use
-from cli.descriptors import check_descriptors
-from cli.flags import roles_of, values_of
-from cli.log_lines import LogFollower
-from cli.machine import this_machine
-from cli.restart import is_orphaned
-from cli.sizing import Sizes, described, size_up, sized
-from cli.waiting import Waiting, age_s
-from configs import Config, load_config
-from configs.choose import Choice, Machine, choose, choose_with
-from configs.load import is_shipped, merge, merged, of_values
-from configs.schema import CacheSection
-from configs.settings import engine_settings
-from configs.tenants import TenantsFile
-from engine.core.errors import StartupError
-from engine.core.log_fields import about
-from engine.core.settings import GIB
-from engine.model.config import ModelConfig
-from engine.model.preparing import prepare
-from engine.model.sources import NULL, has_chat_template, model_name, read_description, resolve_model
+from raydix.cli.cluster import STOP_TIMEOUT_S, STORE_RESERVE_GIB, ClusterDiedError, LocalCluster, who_may_use
+from raydix.cli.descriptors import check_descriptors
+from raydix.cli.flags import roles_of, values_of
+from raydix.cli.log_lines import LogFollower
+from raydix.cli.machine import this_machine
+from raydix.cli.restart import is_orphaned
+from raydix.cli.sizing import Sizes, described, size_up, sized
+from raydix.cli.waiting import Waiting, age_s
+from raydix.configs import Config, load_config
+from raydix.configs.choose import Choice, Machine, choose, choose_with
+from raydix.configs.load import is_shipped, merge, merged, of_values
+from raydix.configs.schema import CacheSection
+from raydix.configs.settings import engine_settings
+from raydix.configs.tenants import TenantsFile
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.settings import GIB
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.preparing import prepare
+from raydix.engine.model.sources import NULL, has_chat_template, model_name, read_description, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def run_with(
 ) -> int:
     """Start a cluster and the application, use them, and end them; returns the exit code, `stopped` where Ray has to be
     killed after a stop. `configs`: names or paths, each merged over those before it, and over the configuration that
-    suits the machine unless the first is one of raydix's own. `options`: those of `cli.flags`.
+    suits the machine unless the first is one of raydix's own. `options`: those of `raydix.cli.flags`.
 
     Raises:
         StartupError: configuration, model, or port cannot be used.
@@ -364,7 +364,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _check_disk(cache: CacheSection) -> None:
-    from engine.model.segment_files import SegmentFiles
+    from raydix.engine.model.segment_files import SegmentFiles
 
     if cache.disk_gib:
         files = SegmentFiles(cache.disk_path)

@@ -3,22 +3,22 @@
 All is computed from the model's description before its weights are fetched. On a CPU: what is free, less Ray's object
 store, the processes of the server, and each worker's weights and one step's results, is shared by the workers; a pool
 takes half of its worker's share, and up to four fifths where one longest request needs more. On a GPU each worker
-measures its own pool when its weights are loaded (`engine.model.device_memory`); here only the longest request is
-computed, from somewhat less than the worker will find. A number in the configuration stands.
+measures its own pool when its weights are loaded (`raydix.engine.model.device_memory`); here only the longest request
+is computed, from somewhat less than the worker will find. A number in the configuration stands.
 """
 
 from dataclasses import dataclass
 from math import floor
 
-from cli.cluster import STORE_RESERVE_GIB
-from configs import Config
-from configs.choose import Machine
-from configs.pools import WorkerSection
-from engine.core.errors import StartupError
-from engine.core.settings import GIB
-from engine.model.config import ModelConfig
-from engine.model.identity import model_len
-from engine.model.sizes import kv_block_bytes, step_bytes, weight_bytes
+from raydix.cli.cluster import STORE_RESERVE_GIB
+from raydix.configs import Config
+from raydix.configs.choose import Machine
+from raydix.configs.pools import WorkerSection
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import GIB
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.identity import model_len
+from raydix.engine.model.sizes import kv_block_bytes, step_bytes, weight_bytes
 
 SERVER_GIB = 1.5
 """Memory of Ray's processes, Serve's controller and HAProxy, the manager with its standby, and the command itself."""
@@ -30,7 +30,8 @@ POOL_SHARE, MOST_SHARE = 0.5, 0.8
 """Shares of a worker's free memory that its pool takes, and may take for one longest request. The rest is the
 machine's: page cache, peaks while weights are laid out, other programs."""
 GPU_SHARE = 0.85
-"""Share of a GPU's memory that is counted on, below what a worker may take (`engine.model.device_memory.SHARE`)."""
+"""Share of a GPU's memory that is counted on, below what a worker may take
+(`raydix.engine.model.device_memory.SHARE`)."""
 GPU_CONTEXT_GIB = 0.75
 """Memory of CUDA's context and of graphs."""
 LEAST_LEN = 1024

@@ -9,7 +9,7 @@ from typing import Self
 import psutil
 from rich.console import Console
 
-from actors.processes import TICKS_PER_S, stat_of
+from raydix.actors.processes import TICKS_PER_S, stat_of
 
 INTERVAL_S = 5.0
 """Longest silence without a terminal while a command waits."""

@@ -1,9 +1,9 @@
 """Program that Ray's raylet starts for each of its worker processes, in the place of Ray's own.
 
-It hands its arguments, environment and open files to the template of workers (`cli.worker_template`), which forks the
-worker, and ends: the raylet knows a worker by the id in its arguments, and by the process that registers under this
-id. Where the template is gone, or the worker is to have an environment of its own (Ray's `runtime_env`), this program
-becomes Ray's own, as long as there is a raylet.
+It hands its arguments, environment and open files to the template of workers (`raydix.cli.worker_template`), which
+forks the worker, and ends: the raylet knows a worker by the id in its arguments, and by the process that registers
+under this id. Where the template is gone, or the worker is to have an environment of its own (Ray's `runtime_env`),
+this program becomes Ray's own, as long as there is a raylet.
 
 Only builtin modules are used, without `site`: Python is to start quickly.
 """

@@ -2,7 +2,7 @@
 
 A Ray cluster with Serve and the application has about ten worker processes, and each would import Ray, Serve and the
 application for itself. Here the *template* imports them once, and the workers are forked from it, which takes some
-milliseconds. The raylet starts `cli.worker_start` for each worker; that program hands the worker's arguments,
+milliseconds. The raylet starts `raydix.cli.worker_start` for each worker; that program hands the worker's arguments,
 environment and open files over.
 
 * The template computes nothing and has neither threads of its own nor a connection to Ray, so that a fork has all that
@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli import worker_start
+from raydix.cli import worker_start
 
 FORK_WORKERS = "RAYDIX_FORK_WORKERS"
 """Environment variable: with 0 Ray starts its workers itself, as it also does on other systems than Linux."""
@@ -44,13 +44,13 @@ PARTS = (
     "ray.serve._private.proxy",
     "ray.serve._private.haproxy",
     FIRST_WORKER,
-    "actors.ingress.app",
-    "actors.host",
-    "engine.model.tokenizer:forgo_torch",
-    "engine.model.build",
-    "engine.model.loop",
-    "configs",
-    "kernels",
+    "raydix.actors.ingress.app",
+    "raydix.actors.host",
+    "raydix.engine.model.tokenizer:forgo_torch",
+    "raydix.engine.model.build",
+    "raydix.engine.model.loop",
+    "raydix.configs",
+    "raydix.kernels",
 )
 """Modules that workers import, in the order of their need; a function behind a colon is called. torch comes last: the
 tokenizer's libraries are to be imported without it. What stands behind `FIRST_WORKER` waits for the first worker to be
@@ -58,7 +58,7 @@ forked. Before, Ray's agents start, which need both cores: the raylet dies when 
 on a busy machine."""
 FIXED = {
     "SPT_NOENV": "1",  # titles of processes leave the environment alone
-    "OMP_WAIT_POLICY": "passive",  # read where torch is loaded; see `actors.worker.worker.compute_with`
+    "OMP_WAIT_POLICY": "passive",  # read where torch is loaded; see `raydix.actors.worker.worker.compute_with`
     "RAY_JOB_ID": "ffffffff",  # none: a worker belongs to no job until it gets work
 }
 """Environment of the template beyond this process's: what libraries read where they are loaded, not where a worker
@@ -75,7 +75,7 @@ TITLE_ROOM = " " * 200
 
 
 class Order(NamedTuple):
-    """A worker as it is to be: what `cli.worker_start` was started with."""
+    """A worker as it is to be: what `raydix.cli.worker_start` was started with."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -129,7 +129,7 @@ class WorkerTemplate:
             setattr(Node, start_raylet.__name__, start_raylet)
 
     def environment(self, rays_programs: Path) -> dict[str, str]:
-        """Variables by which `cli.worker_start` finds the template, and the folder of Ray's own programs."""
+        """Variables by which `raydix.cli.worker_start` finds the template, and the folder of Ray's own programs."""
         return {worker_start.TEMPLATE: str(self._path), worker_start.RAYS_PROGRAMS: str(rays_programs)}
 
     def communicate(self) -> None:

@@ -1,9 +1,9 @@
 """The effect of a change of each configuration key, and the changes between two configurations.
 
-`KEYS` says in words what `configs.sections.parts` does: a key in the arguments of a deployment restarts its replicas, a
-key in live values alone applies in place. Keys of a role of workers stand below `workers.<role>`, those of elastic
-workers alone below `workers.elastic`. A Serve config file, and the Helm chart that writes one, divide a configuration
-by the same table (`Effect.is_live`).
+`KEYS` says in words what `raydix.configs.sections.parts` does: a key in the arguments of a deployment restarts its
+replicas, a key in live values alone applies in place. Keys of a role of workers stand below `workers.<role>`, those of
+elastic workers alone below `workers.elastic`. A Serve config file, and the Helm chart that writes one, divide a
+configuration by the same table (`Effect.is_live`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel
 
-from configs.schema import Config, TenantSection
+from raydix.configs.schema import Config, TenantSection
 
 ROLE = "<role>"
 TENANTS = "tenants"

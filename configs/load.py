@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs.schema import Config
-from engine.core.errors import StartupError
+from raydix.configs.schema import Config
+from raydix.engine.core.errors import StartupError
 
 CONFIG_FOLDER = Path(__file__).parent
 GONE: Mapping[str, str] = {

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.section import Section
+from raydix.configs.section import Section
 
 
 class Numbers(NamedTuple):

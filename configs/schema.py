@@ -13,11 +13,11 @@ from pydantic import (
     model_validator,
 )
 
-from configs.pools import WorkersSection
-from configs.section import Section
-from engine.core.eviction.policies import EvictionPolicy
-from engine.core.settings import Quantization
-from engine.core.types import DraftSource
+from raydix.configs.pools import WorkersSection
+from raydix.configs.section import Section
+from raydix.engine.core.eviction.policies import EvictionPolicy
+from raydix.engine.core.settings import Quantization
+from raydix.engine.core.types import DraftSource
 
 
 def _number_unless_auto(value: object) -> object:

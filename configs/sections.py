@@ -24,10 +24,10 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from configs.changes import KEYS, Effect, table_key
-from configs.load import explain, merge
-from configs.pools import ElasticSection, Numbers, WorkerSection
-from configs.schema import (
+from raydix.configs.changes import KEYS, Effect, table_key
+from raydix.configs.load import explain, merge
+from raydix.configs.pools import ElasticSection, Numbers, WorkerSection
+from raydix.configs.schema import (
     CacheSection,
     Config,
     LoggingSection,
@@ -37,7 +37,7 @@ from configs.schema import (
     SpeculationSection,
     TenantSection,
 )
-from engine.core.errors import StartupError
+from raydix.engine.core.errors import StartupError
 
 Values: TypeAlias = dict[str, Any]
 """Plain values, as JSON has them."""

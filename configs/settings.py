@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from configs.pools import WorkerSection
-from configs.schema import Config, SloSection
-from configs.sections import (
+from raydix.configs.pools import WorkerSection
+from raydix.configs.schema import Config, SloSection
+from raydix.configs.sections import (
     ManagerArguments,
     ManagerLive,
     Share,
@@ -14,13 +14,13 @@ from configs.sections import (
     worker_arguments,
     worker_live,
 )
-from engine.core.costs import WorkerCosts
-from engine.core.manager.elastic import PoolLimits
-from engine.core.manager.placement import CostModel
-from engine.core.objectives import Objectives
-from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
-from engine.core.tenants import Tenant, Tenants
-from engine.core.types import DraftSource
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.elastic import PoolLimits
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
+from raydix.engine.core.tenants import Tenant, Tenants
+from raydix.engine.core.types import DraftSource
 
 MIB = 1 << 20
 INDEX_TOKEN_BYTES = 128

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, field_validator
 
-from configs.load import explain, read_yaml
-from configs.schema import Config, TenantSection, tenants_apart
-from configs.section import Section
-from engine.core.errors import StartupError
+from raydix.configs.load import explain, read_yaml
+from raydix.configs.schema import Config, TenantSection, tenants_apart
+from raydix.configs.section import Section
+from raydix.engine.core.errors import StartupError
 
 
 class _File(Section):

@@ -26,34 +26,34 @@ from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 from ray.util.metrics import Metric
 
-from actors.ingress.application import application
-from actors.ingress.cluster_metrics import UP
-from actors.ingress.routes import OPEN_ROUTES
-from actors.ingress.routes.api_document import api_document
-from actors.instruments import instruments_of
-from actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
-from cli.main import parser
-from configs.changes import KEYS, ROLE
-from configs.schema import Config
-from engine.api.anthropic.requests import MessagesRequest
-from engine.api.batches import BatchRequest
-from engine.api.chat_prompts import ChatPromptFields
-from engine.api.conversations import ConversationsRequest
-from engine.api.embeddings import EmbeddingsRequest, EmbedRequest, EmbedResponse
-from engine.api.fields import SamplingFields
-from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
-from engine.api.openai_responses.requests import ResponsesRequest
-from engine.api.prompts import Message
-from engine.api.reasoning import ReasoningFields
-from engine.api.requests import ChatCompletionRequest, CompletionRequest, HttpFields
-from engine.api.schema_words import Schema, bounds, default, resolve, type_of
-from engine.api.scoring import ScoringFields
-from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
-from engine.api.tools import ToolFields
-from engine.api.validation import IGNORED, Only
-from engine.core import errors
-from engine.core.errors import RaydixError
-from engine.core.types import Role
+from raydix.actors.ingress.application import application
+from raydix.actors.ingress.cluster_metrics import UP
+from raydix.actors.ingress.routes import OPEN_ROUTES
+from raydix.actors.ingress.routes.api_document import api_document
+from raydix.actors.instruments import instruments_of
+from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
+from raydix.cli.main import parser
+from raydix.configs.changes import KEYS, ROLE
+from raydix.configs.schema import Config
+from raydix.engine.api.anthropic.requests import MessagesRequest
+from raydix.engine.api.batches import BatchRequest
+from raydix.engine.api.chat_prompts import ChatPromptFields
+from raydix.engine.api.conversations import ConversationsRequest
+from raydix.engine.api.embeddings import EmbeddingsRequest, EmbedRequest, EmbedResponse
+from raydix.engine.api.fields import SamplingFields
+from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
+from raydix.engine.api.openai_responses.requests import ResponsesRequest
+from raydix.engine.api.prompts import Message
+from raydix.engine.api.reasoning import ReasoningFields
+from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, HttpFields
+from raydix.engine.api.schema_words import Schema, bounds, default, resolve, type_of
+from raydix.engine.api.scoring import ScoringFields
+from raydix.engine.api.tokenization import DetokenizeRequest, TokenizeRequest
+from raydix.engine.api.tools import ToolFields
+from raydix.engine.api.validation import IGNORED, Only
+from raydix.engine.core import errors
+from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.types import Role
 
 _TagValues: TypeAlias = defaultdict[str, defaultdict[str, dict[str, None]]]
 """Values by metric and tag, in the order in which they were seen."""
@@ -323,7 +323,7 @@ def _names(*models: type[BaseModel]) -> str:
 
 
 def _harmless_values(model: type[BaseModel], name: str) -> Sequence[object] | None:
-    """The values that `engine.api.validation.only` lets pass for a field; None for a field without it."""
+    """The values that `raydix.engine.api.validation.only` lets pass for a field; None for a field without it."""
     for item in model.model_fields[name].metadata:
         if isinstance(item, Only):
             return item.harmless
@@ -331,7 +331,7 @@ def _harmless_values(model: type[BaseModel], name: str) -> Sequence[object] | No
 
 
 def _is_ignored(field: Schema) -> bool:
-    """True for a field of type `engine.api.known.Ignored`."""
+    """True for a field of type `raydix.engine.api.known.Ignored`."""
     return field.get("description") == IGNORED
 
 

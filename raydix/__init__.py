@@ -12,28 +12,32 @@ answer = server.generate(raydix.GenerateRequest(prompt="One, two,", max_tokens=8
 server.batch("requests.jsonl", "answers.jsonl")
 """
 
-from engine.api.embeddings import EmbedRequest, EmbedResponse
-from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
-from engine.batches.offline import BatchSummary
-from engine.core.batches.batch_run import Progress
-from engine.core.errors import (
-    AnswerNotFoundError,
-    AuthenticationError,
-    ContextLengthError,
-    LateError,
-    ModelFailedError,
-    ModelNotFoundError,
-    NotFoundError,
-    NoWorkerError,
-    OverloadedError,
-    PermissionDeniedError,
-    RaydixError,
-    RequestError,
-    ServiceError,
-    StartupError,
-)
-from raydix.client import Client, connect
-from raydix.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raydix.client import Client, connect
+    from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse
+    from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
+    from raydix.engine.batches.offline import BatchSummary
+    from raydix.engine.core.batches.batch_run import Progress
+    from raydix.engine.core.errors import (
+        AnswerNotFoundError,
+        AuthenticationError,
+        ContextLengthError,
+        LateError,
+        ModelFailedError,
+        ModelNotFoundError,
+        NotFoundError,
+        NoWorkerError,
+        OverloadedError,
+        PermissionDeniedError,
+        RaydixError,
+        RequestError,
+        ServiceError,
+        StartupError,
+    )
+    from raydix.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",
@@ -64,3 +68,27 @@ __all__ = [
     "StartupError",
     "connect",
 ]
+
+HOMES = {
+    "raydix.client": ("Client", "connect"),
+    "raydix.engine.api.embeddings": ("EmbedRequest", "EmbedResponse"),
+    "raydix.engine.api.generate": ("GenerateChunk", "GenerateRequest", "GenerateResponse"),
+    "raydix.engine.batches.offline": ("BatchSummary",),
+    "raydix.engine.core.batches.batch_run": ("Progress",),
+    "raydix.llm": ("LLM", "CompletionOutput", "RequestOutput", "SamplingParams"),
+}
+"""Modules of the names above; those that stand in none of them are errors."""
+ERRORS = "raydix.engine.core.errors"
+
+
+def __getattr__(name: str) -> Any:
+    """A name above, when it is first used: each process of a server imports this package, and few need these names."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((module for module, names in HOMES.items() if name in names), ERRORS)
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

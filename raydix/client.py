@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.api.batches import LineAnswer, failed_answer
-from engine.api.embeddings import EmbedRequest, EmbedResponse
-from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
-from engine.batches.offline import BatchFiles, BatchSummary, run_batch
-from engine.core.batches.batch_run import Progress
-from engine.core.errors import RaydixError, ServiceError
+from raydix.engine.api.batches import LineAnswer, failed_answer
+from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse
+from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
+from raydix.engine.batches.offline import BatchFiles, BatchSummary, run_batch
+from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.errors import RaydixError, ServiceError
 
 CONCURRENCY = 32
 """Running lines of a batch at a server with other clients."""

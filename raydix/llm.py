@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, TypeVar
 
 from pydantic import Field
 
-from engine.api.embeddings import EmbedRequest, EmbedResponse
-from engine.api.fields import SamplingFields
-from engine.api.generate import CalledFunction, GenerateRequest, GenerateResponse
-from engine.api.prompts import OnePrompt
-from engine.api.reasoning import ReasoningFields
-from engine.api.tools import ToolFields
-from engine.api.validation import INTEGRAL
-from engine.batches.offline import BatchFiles, BatchSummary, run_batch
-from engine.core.batches.batch_run import Progress
-from engine.core.errors import RequestError
-from engine.core.tenants import EVERYONE
-from engine.core.types import FinishReason, TokenLogprobs
+from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse
+from raydix.engine.api.fields import SamplingFields
+from raydix.engine.api.generate import CalledFunction, GenerateRequest, GenerateResponse
+from raydix.engine.api.prompts import OnePrompt
+from raydix.engine.api.reasoning import ReasoningFields
+from raydix.engine.api.tools import ToolFields
+from raydix.engine.api.validation import INTEGRAL
+from raydix.engine.batches.offline import BatchFiles, BatchSummary, run_batch
+from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.tenants import EVERYONE
+from raydix.engine.core.types import FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
-    from actors.one_process import OneProcess
+    from raydix.actors.one_process import OneProcess
 
 T = TypeVar("T")
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
@@ -275,8 +275,8 @@ class LLM:
 
 
 def _server(configs: list[str], sections: Mapping[str, Mapping[str, Any]]) -> "OneProcess":
-    from actors.one_process import OneProcess
-    from cli.serve import of_one_process
+    from raydix.actors.one_process import OneProcess
+    from raydix.cli.serve import of_one_process
 
     ingress = {"max_queued_requests": MOST_QUEUED, **sections.get("ingress", {})}
     return OneProcess(of_one_process(configs, {**sections, "ingress": ingress, "batches": {"gib": 0}}))

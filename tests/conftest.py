@@ -40,8 +40,8 @@ def pytest_make_collect_report(
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Cluster]":
-    from engine.core.errors import StartupError
-    from engine.model.sources import DEFAULT_MODEL, resolve_model
+    from raydix.engine.core.errors import StartupError
+    from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
     from tests.integration.cluster import Cluster
 
     try:

@@ -1,4 +1,4 @@
-"""What stands in for CUDA at `engine.model.cuda`'s borders: the same promises, kept by a CPU."""
+"""What stands in for CUDA at `raydix.engine.model.cuda`'s borders: the same promises, kept by a CPU."""
 
 from collections.abc import Callable
 

@@ -20,8 +20,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from configs import Config
-from configs.changes import KEYS, Effect
+from raydix.configs import Config
+from raydix.configs.changes import KEYS, Effect
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "k8s/chart"

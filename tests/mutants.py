@@ -39,7 +39,8 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("actors", "cli", "configs", "engine", "kernels", "raydix", "tests")
+PACKAGES = ("actors", "cli", "configs", "engine", "kernels")
+PARTS = (*PACKAGES, "raydix", "tests")
 STILL_S = 20.0
 """Time without any progress after which a process counts as one that stands still."""
 SPARE_S = 10.0
@@ -408,7 +409,8 @@ def changed_lines(diff: str) -> dict[str, set[int]]:
 
 
 def module_of(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return f"raydix.{name}" if name.partition(".")[0] in PACKAGES else name
 
 
 def nearest_tests(modules: Iterable[str]) -> list[str]:

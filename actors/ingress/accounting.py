@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from actors.ingress.job import Job
-from actors.ingress.refusals import Refusals
-from actors.ingress.request_log import log_request
-from actors.metrics import FinishedRequest
-from engine.core.errors import RaydixError, ServiceError
-from engine.core.log_fields import about
+from raydix.actors.ingress.job import Job
+from raydix.actors.ingress.refusals import Refusals
+from raydix.actors.ingress.request_log import log_request
+from raydix.actors.metrics import FinishedRequest
+from raydix.engine.core.errors import RaydixError, ServiceError
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ OTHER_ROUTE, HANDLE, BATCH = "other", "handle", "batch"
 
 
 class RequestMetrics(Protocol):
-    """Metrics of ended requests (`actors.metrics.IngressMetrics`)."""
+    """Metrics of ended requests (`raydix.actors.metrics.IngressMetrics`)."""
 
     def finished(self, request: FinishedRequest) -> None: ...
 
@@ -97,7 +97,7 @@ class Accounting:
 
 
 def outcome_of(job: Job) -> str:
-    """The way in which a request ended (`actors.metrics.OUTCOMES`); of several choices the first's."""
+    """The way in which a request ended (`raydix.actors.metrics.OUTCOMES`); of several choices the first's."""
     finish = job.answers[0].finish
     if finish is not None and all(answer.finish is not None for answer in job.answers):
         return str(finish)

@@ -1,20 +1,20 @@
-"""From text to the answers of APIs that have one choice, whole and as streams (`engine.api.answers`)."""
+"""From text to the answers of APIs that have one choice, whole and as streams (`raydix.engine.api.answers`)."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 
-from actors.ingress.job import Job
-from actors.ingress.renderer import Body, Renderer
-from actors.ingress.rendering import Pieces, Rendering, is_large, stream_of
-from actors.ingress.stored_responses import StoredResponses
-from engine.api.answers import AnswerContext, AnswerWriter
-from engine.api.anthropic.answers import MessageWriter
-from engine.api.assembler import Piece
-from engine.api.openai_responses.answers import ResponseWriter
-from engine.api.responses import Choice, Json, Usage
-from engine.api.slices import whole
-from engine.api.spec import Api
-from engine.api.wire import WireFormat
+from raydix.actors.ingress.job import Job
+from raydix.actors.ingress.renderer import Body, Renderer
+from raydix.actors.ingress.rendering import Pieces, Rendering, is_large, stream_of
+from raydix.actors.ingress.stored_responses import StoredResponses
+from raydix.engine.api.answers import AnswerContext, AnswerWriter
+from raydix.engine.api.anthropic.answers import MessageWriter
+from raydix.engine.api.assembler import Piece
+from raydix.engine.api.openai_responses.answers import ResponseWriter
+from raydix.engine.api.responses import Choice, Json, Usage
+from raydix.engine.api.slices import whole
+from raydix.engine.api.spec import Api
+from raydix.engine.api.wire import WireFormat
 
 
 class AnswerRenderer:

@@ -8,18 +8,18 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from actors.changes import log_refused, when_changed
-from actors.ingress.application import application
-from actors.ingress.replica import IngressReplica
-from actors.logs import keep_refusals_out_of_serves_log, log_to_ray
-from actors.runtime import RayRuntime
-from configs.schema import Config
-from configs.sections import INGRESS, IngressArguments, ingress_arguments, live_part, read
-from configs.tenants import TenantsFile
-from engine.api.batches import LineAnswer
-from engine.api.embeddings import EmbedRequest, EmbedResponse
-from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
-from engine.core.errors import StartupError
+from raydix.actors.changes import log_refused, when_changed
+from raydix.actors.ingress.application import application
+from raydix.actors.ingress.replica import IngressReplica
+from raydix.actors.logs import keep_refusals_out_of_serves_log, log_to_ray
+from raydix.actors.runtime import RayRuntime
+from raydix.configs.schema import Config
+from raydix.configs.sections import INGRESS, IngressArguments, ingress_arguments, live_part, read
+from raydix.configs.tenants import TenantsFile
+from raydix.engine.api.batches import LineAnswer
+from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse
+from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
+from raydix.engine.core.errors import StartupError
 
 
 @serve.ingress()

@@ -9,11 +9,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from actors.ingress.accounting import internal_error
-from actors.ingress.cross_origin import CrossOrigin
-from actors.ingress.http import CLIENT_CLOSED_REQUEST, ClientGoneError, HeadAsGet, error_response
-from actors.ingress.recorder import Recorder, Recording
-from actors.ingress.routes import (
+from raydix.actors.ingress.accounting import internal_error
+from raydix.actors.ingress.cross_origin import CrossOrigin
+from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST, ClientGoneError, HeadAsGet, error_response
+from raydix.actors.ingress.recorder import Recorder, Recording
+from raydix.actors.ingress.routes import (
     OPEN_ROUTES,
     PROBED_ROUTES,
     UNSUPPORTED_ROUTES,
@@ -23,10 +23,10 @@ from actors.ingress.routes import (
     operation,
     tokens,
 )
-from actors.ingress.routes.replica import Replica, replica, route_of
-from engine.api.anthropic.errors import ANTHROPIC
-from engine.api.wire import OPENAI, WireFormat
-from engine.core.errors import RaydixError, RequestError, ServiceError
+from raydix.actors.ingress.routes.replica import Replica, replica, route_of
+from raydix.engine.api.anthropic.errors import ANTHROPIC
+from raydix.engine.api.wire import OPENAI, WireFormat
+from raydix.engine.core.errors import RaydixError, RequestError, ServiceError
 
 
 def application(of: Replica | None) -> FastAPI:

@@ -1,8 +1,8 @@
 """Files and batches of one ingress replica, and the running of open batches.
 
-The folder is the only state (`engine.batches`), so every replica answers for every file and batch. Each replica looks
-for open batches every `POLL_S`, and runs a batch after getting the lock: after the death of a replica another one goes
-on.
+The folder is the only state (`raydix.engine.batches`), so every replica answers for every file and batch. Each replica
+looks for open batches every `POLL_S`, and runs a batch after getting the lock: after the death of a replica another one
+goes on.
 """
 
 import asyncio
@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from actors.calls import Background
-from engine.api.batches import LineAnswer
-from engine.api.routes import Route
-from engine.batches.batch_store import BatchStore, StoredBatch
-from engine.batches.execution import Execution
-from engine.batches.file_store import FileStore, StoreLimits
-from engine.batches.lines import LineLimits
-from engine.core.batches.allowance import Allowance
-from engine.core.batches.batch_run import Progress
-from engine.core.errors import OverloadedError, RequestError
-from engine.core.log_fields import about
-from engine.core.shares import Shares
-from engine.core.tenants import Tenant, Tenants
+from raydix.actors.calls import Background
+from raydix.engine.api.batches import LineAnswer
+from raydix.engine.api.routes import Route
+from raydix.engine.batches.batch_store import BatchStore, StoredBatch
+from raydix.engine.batches.execution import Execution
+from raydix.engine.batches.file_store import FileStore, StoreLimits
+from raydix.engine.batches.lines import LineLimits
+from raydix.engine.core.batches.allowance import Allowance
+from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.errors import OverloadedError, RequestError
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.shares import Shares
+from raydix.engine.core.tenants import Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ ROUTES: dict[str, Route] = {
 
 
 class LineServer(Protocol):
-    """Answers lines (`actors.ingress.frontend.Frontend`)."""
+    """Answers lines (`raydix.actors.ingress.frontend.Frontend`)."""
 
     @property
     def num_under_way(self) -> int: ...

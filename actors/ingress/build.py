@@ -5,47 +5,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.ingress.accounting import Accounting
-from actors.ingress.answer_rendering import renderers
-from actors.ingress.batches import ROUTES, Batches, BatchSettings
-from actors.ingress.cache_control import CacheControl
-from actors.ingress.chats import Chats
-from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
-from actors.ingress.dispatcher import Dispatcher
-from actors.ingress.frontend import Frontend, FrontendParts, Limits
-from actors.ingress.manager_link import ManagerLink
-from actors.ingress.output import OutputProcessor
-from actors.ingress.preparation import Preparation, PreparationFacts
-from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reader_work import ReadingFacts
-from actors.ingress.refusals import Refusals
-from actors.ingress.render_thread import RenderThread
-from actors.ingress.rendering import Rendering
-from actors.ingress.served_model import ServedModel
-from actors.ingress.stored_responses import StoredResponses
-from actors.ingress.tokenization import Tokenization
-from actors.ingress.transcripts import Transcripts
-from actors.ingress.vocabulary import Vocabulary
-from actors.instruments import families_of
-from actors.metrics import HoldMetrics, IngressMetrics
-from actors.runtime import Runtime
-from configs.schema import Config
-from configs.settings import tenants
-from engine.api.validation import BodyRules
-from engine.batches.file_store import StoreLimits
-from engine.batches.lines import LineLimits
-from engine.core.errors import RequestError, StartupError
-from engine.core.hashing import root_hash
-from engine.core.ingress.answer_room import AnswerRoom
-from engine.core.ingress.cluster_view import ModelFacts
-from engine.core.ingress.parsers import TOOL_FORMATS, ToolFormat
-from engine.core.ingress.room import Room
-from engine.core.settings import GIB
-from engine.core.types import DraftSource, Pooling
-from engine.model.chats import reasoning_format, tool_format
-from engine.model.identity import ModelIdentity, identify
-from engine.model.sources import cache_folder, model_name
-from engine.model.tokenizer import Tokenizer
+from raydix.actors.ingress.accounting import Accounting
+from raydix.actors.ingress.answer_rendering import renderers
+from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
+from raydix.actors.ingress.cache_control import CacheControl
+from raydix.actors.ingress.chats import Chats
+from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.frontend import Frontend, FrontendParts, Limits
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.ingress.output import OutputProcessor
+from raydix.actors.ingress.preparation import Preparation, PreparationFacts
+from raydix.actors.ingress.reader_pool import RequestReader
+from raydix.actors.ingress.reader_work import ReadingFacts
+from raydix.actors.ingress.refusals import Refusals
+from raydix.actors.ingress.render_thread import RenderThread
+from raydix.actors.ingress.rendering import Rendering
+from raydix.actors.ingress.served_model import ServedModel
+from raydix.actors.ingress.stored_responses import StoredResponses
+from raydix.actors.ingress.tokenization import Tokenization
+from raydix.actors.ingress.transcripts import Transcripts
+from raydix.actors.ingress.vocabulary import Vocabulary
+from raydix.actors.instruments import families_of
+from raydix.actors.metrics import HoldMetrics, IngressMetrics
+from raydix.actors.runtime import Runtime
+from raydix.configs.schema import Config
+from raydix.configs.settings import tenants
+from raydix.engine.api.validation import BodyRules
+from raydix.engine.batches.file_store import StoreLimits
+from raydix.engine.batches.lines import LineLimits
+from raydix.engine.core.errors import RequestError, StartupError
+from raydix.engine.core.hashing import root_hash
+from raydix.engine.core.ingress.answer_room import AnswerRoom
+from raydix.engine.core.ingress.cluster_view import ModelFacts
+from raydix.engine.core.ingress.parsers import TOOL_FORMATS, ToolFormat
+from raydix.engine.core.ingress.room import Room
+from raydix.engine.core.settings import GIB
+from raydix.engine.core.types import DraftSource, Pooling
+from raydix.engine.model.chats import reasoning_format, tool_format
+from raydix.engine.model.identity import ModelIdentity, identify
+from raydix.engine.model.sources import cache_folder, model_name
+from raydix.engine.model.tokenizer import Tokenizer
 
 DAY_S = 86_400
 

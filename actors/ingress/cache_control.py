@@ -6,11 +6,11 @@ from functools import partial
 
 import orjson
 
-from actors.ingress.manager_link import ManagerLink
-from actors.rpc import ManagerClient
-from engine.api.responses import ID_PREFIXES, Json
-from engine.core.errors import NotFoundError, OverloadedError, PermissionDeniedError
-from engine.core.tenants import Tenant
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.rpc import ManagerClient
+from raydix.engine.api.responses import ID_PREFIXES, Json
+from raydix.engine.core.errors import NotFoundError, OverloadedError, PermissionDeniedError
+from raydix.engine.core.tenants import Tenant
 
 POLL_S = 0.2
 MAX_FOLLOWERS = 16

@@ -1,8 +1,8 @@
 """Token ids of chats: the ids of a prompt, and the ids that an answer leaves behind for the next turn.
 
 A prompt's ids are a function of the request's body: its text is tokenized, except for messages whose ids the client
-names (`engine.core.answers.transcripts`). An answer's text may tokenize to other ids than the model generated; then the
-KV of the next turn's ids is computed at idle priority on the worker that has the answer's KV.
+names (`raydix.engine.core.answers.transcripts`). An answer's text may tokenize to other ids than the model generated;
+then the KV of the next turn's ids is computed at idle priority on the worker that has the answer's KV.
 """
 
 import asyncio
@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from actors.calls import Background
-from actors.ingress.reader_pool import RequestReader, size_of
-from actors.ingress.reader_work import NextTurn, Reading
-from actors.ingress.transcripts import Transcripts
-from engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec, require_token_ids
-from engine.core.answers.prompt_form import ChatEnd, ChatTemplate
-from engine.core.answers.transcripts import EncodedText, first_difference, num_shown, with_answers
-from engine.core.errors import AnswerNotFoundError, ContextLengthError, RequestError, ServiceError
-from engine.core.ingress.detokenizer import Detokenizer
-from engine.core.ingress.generation import Generation
-from engine.model.tokenizer import Tokenizer
+from raydix.actors.calls import Background
+from raydix.actors.ingress.reader_pool import RequestReader, size_of
+from raydix.actors.ingress.reader_work import NextTurn, Reading
+from raydix.actors.ingress.transcripts import Transcripts
+from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec, require_token_ids
+from raydix.engine.core.answers.prompt_form import ChatEnd, ChatTemplate
+from raydix.engine.core.answers.transcripts import EncodedText, first_difference, num_shown, with_answers
+from raydix.engine.core.errors import AnswerNotFoundError, ContextLengthError, RequestError, ServiceError
+from raydix.engine.core.ingress.detokenizer import Detokenizer
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.model.tokenizer import Tokenizer
 
 MANY_IDS = 4096
 """Number of named ids above which the check of their text runs beside the event loop."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 from ray.exceptions import RayError
 
-from actors.calls import answer, run_detached
-from actors.ingress.exposition import exposition
-from actors.ingress.manager_link import ManagerLink
-from actors.metric_values import Family, labels_of, merged
-from actors.rpc import WorkerClient
-from configs.sections import MANAGER
-from engine.core.errors import ServiceError
-from engine.core.types import WorkerInfo
+from raydix.actors.calls import answer, run_detached
+from raydix.actors.ingress.exposition import exposition
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.metric_values import Family, labels_of, merged
+from raydix.actors.rpc import WorkerClient
+from raydix.configs.sections import MANAGER
+from raydix.engine.core.errors import ServiceError
+from raydix.engine.core.types import WorkerInfo
 
 TIMEOUT_S = 2.0
 """Limit of one process's answer, with the search for the process."""

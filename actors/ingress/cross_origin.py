@@ -6,8 +6,8 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.ingress.http import IGNORED_HEADER
-from engine.api.guards import is_allowed_origin
+from raydix.actors.ingress.http import IGNORED_HEADER
+from raydix.engine.api.guards import is_allowed_origin
 
 METHODS = ("GET", "POST", "DELETE")
 SHOWN_HEADERS = ("retry-after", IGNORED_HEADER)

@@ -1,4 +1,5 @@
-"""Carries out for one ingress replica what `engine.core.ingress.dispatch.Dispatch` decides, and tells it what happens.
+"""Carries out for one ingress replica what `raydix.engine.core.ingress.dispatch.Dispatch` decides, and tells it what
+happens.
 
 Calls that gather in one turn of the event loop go out as one call for each receiver.
 """
@@ -13,18 +14,18 @@ from functools import partial
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from actors.calls import Background, quietly, run_detached, sleep
-from actors.ingress.incidents import log_incident
-from actors.ingress.manager_link import ManagerLink
-from actors.names import incarnation_name
-from actors.processes import ProcessWatch, own_process
-from actors.rpc import WorkerClient
-from actors.runtime import Runtime
-from engine.core.errors import ServiceError
-from engine.core.ingress.cluster_view import ModelFacts, Timeouts
-from engine.core.ingress.dispatch import Dispatch
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.instructions import (
+from raydix.actors.calls import Background, quietly, run_detached, sleep
+from raydix.actors.ingress.incidents import log_incident
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.names import incarnation_name
+from raydix.actors.processes import ProcessWatch, own_process
+from raydix.actors.rpc import WorkerClient
+from raydix.actors.runtime import Runtime
+from raydix.engine.core.errors import ServiceError
+from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from raydix.engine.core.ingress.dispatch import Dispatch
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.instructions import (
     Abort,
     Admit,
     AskWorkers,
@@ -45,8 +46,8 @@ from engine.core.ingress.instructions import (
     WorkerLost,
     WorkerSilent,
 )
-from engine.core.log_fields import about
-from engine.core.types import AdmitRequest, Attempt, BlockHash, TokenEvent, WorkerInfo
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.types import AdmitRequest, Attempt, BlockHash, TokenEvent, WorkerInfo
 
 logger = logging.getLogger(__name__)
 

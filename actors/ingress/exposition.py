@@ -7,7 +7,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from actors.metric_values import Distribution, Family
+from raydix.actors.metric_values import Distribution, Family
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

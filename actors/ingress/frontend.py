@@ -1,7 +1,7 @@
 """One request from its bytes to its answer, for the HTTP routes and the Python handle.
 
 A request goes down once, through `Preparation`, and its answer comes up once, through `OutputProcessor` and
-`Rendering`; `Accounting` sees its end. `actors.ingress.build` puts these together.
+`Rendering`; `Accounting` sees its end. `raydix.actors.ingress.build` puts these together.
 """
 
 import asyncio
@@ -11,30 +11,30 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contex
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
-from actors.ingress.accounting import BATCH, Accounting, internal_error
-from actors.ingress.cache_control import CacheControl
-from actors.ingress.cluster_metrics import ClusterMetrics
-from actors.ingress.dispatcher import Dispatcher
-from actors.ingress.job import Job
-from actors.ingress.output import OutputProcessor
-from actors.ingress.preparation import Preparation
-from actors.ingress.reader_pool import RequestReader
-from actors.ingress.renderer import Body, Renderer, joined
-from actors.ingress.rendering import Rendering
-from actors.ingress.served_model import ServedModel
-from actors.ingress.stored_responses import StoredResponses
-from actors.ingress.tokenization import Tokenization
-from engine.api.batches import LineAnswer, failed_answer
-from engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
-from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
-from engine.api.responses import Json, model_object
-from engine.api.routes import Route
-from engine.api.spec import Api
-from engine.core.errors import RaydixError, ServiceError
-from engine.core.ingress.answer_room import AnswerRoom, Claim
-from engine.core.ingress.room import Room
-from engine.core.objectives import NO_OBJECTIVES, Objectives
-from engine.core.tenants import Tenant, Tenants
+from raydix.actors.ingress.accounting import BATCH, Accounting, internal_error
+from raydix.actors.ingress.cache_control import CacheControl
+from raydix.actors.ingress.cluster_metrics import ClusterMetrics
+from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.job import Job
+from raydix.actors.ingress.output import OutputProcessor
+from raydix.actors.ingress.preparation import Preparation
+from raydix.actors.ingress.reader_pool import RequestReader
+from raydix.actors.ingress.renderer import Body, Renderer, joined
+from raydix.actors.ingress.rendering import Rendering
+from raydix.actors.ingress.served_model import ServedModel
+from raydix.actors.ingress.stored_responses import StoredResponses
+from raydix.actors.ingress.tokenization import Tokenization
+from raydix.engine.api.batches import LineAnswer, failed_answer
+from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
+from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
+from raydix.engine.api.responses import Json, model_object
+from raydix.engine.api.routes import Route
+from raydix.engine.api.spec import Api
+from raydix.engine.core.errors import RaydixError, ServiceError
+from raydix.engine.core.ingress.answer_room import AnswerRoom, Claim
+from raydix.engine.core.ingress.room import Room
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
+from raydix.engine.core.tenants import Tenant, Tenants
 
 SMALL_BYTES = 1 << 20
 """Answers below this size claim no memory: the limit of requests bounds them."""

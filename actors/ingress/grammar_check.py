@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.api.schemas import Schema, children
-from engine.core.errors import RequestError
-from engine.core.types import Grammar, GrammarKind
-from engine.model.grammar_source import NO_TOKENS, GrammarError, canonical, first_words, limits, native_source
-from engine.model.grammar_tokens import Tokens
+from raydix.engine.api.schemas import Schema, children
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.types import Grammar, GrammarKind
+from raydix.engine.model.grammar_source import NO_TOKENS, GrammarError, canonical, first_words, limits, native_source
+from raydix.engine.model.grammar_tokens import Tokens
 
 SEARCH_S = 0.5
 """Longest search for the place of a finding; what is found until then is named."""

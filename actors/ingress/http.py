@@ -11,11 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.api.guards import IDENTITY
-from engine.api.prompts import MAX_LABEL_LEN
-from engine.api.spec import MAX_OBJECTIVE_MS
-from engine.api.wire import OPENAI, WireFormat
-from engine.core.errors import (
+from raydix.engine.api.guards import IDENTITY
+from raydix.engine.api.prompts import MAX_LABEL_LEN
+from raydix.engine.api.spec import MAX_OBJECTIVE_MS
+from raydix.engine.api.wire import OPENAI, WireFormat
+from raydix.engine.core.errors import (
     AuthenticationError,
     BodyTimeoutError,
     BodyTooLargeError,
@@ -24,8 +24,8 @@ from engine.core.errors import (
     RequestError,
     ServiceError,
 )
-from engine.core.ingress.body_room import BodyRoom
-from engine.core.objectives import Objectives
+from raydix.engine.core.ingress.body_room import BodyRoom
+from raydix.engine.core.objectives import Objectives
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 import logging
 from typing import TypeAlias
 
-from engine.core.ingress.instructions import (
+from raydix.engine.core.ingress.instructions import (
     AttemptLost,
     FailedOver,
     ModelDiffers,
@@ -12,7 +12,7 @@ from engine.core.ingress.instructions import (
     WorkerLost,
     WorkerSilent,
 )
-from engine.core.log_fields import about
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 

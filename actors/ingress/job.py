@@ -5,16 +5,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from actors.ingress.chats import Chat
-from engine.api.assembler import ChoiceAssembler, Piece
-from engine.api.responses import ResponseHead, Usage, message_parts, total_usage
-from engine.api.resuming import EventIds
-from engine.api.spec import ChatMessage, GenerationSpec
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.parsers.answer import AnswerMessage
-from engine.core.ingress.room import Permit
-from engine.core.tenants import Tenant
-from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
+from raydix.actors.ingress.chats import Chat
+from raydix.engine.api.assembler import ChoiceAssembler, Piece
+from raydix.engine.api.responses import ResponseHead, Usage, message_parts, total_usage
+from raydix.engine.api.resuming import EventIds
+from raydix.engine.api.spec import ChatMessage, GenerationSpec
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage
+from raydix.engine.core.ingress.room import Permit
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 
 MANY_LISTED = 128
 """Log-probabilities of a position above which they are most of an answer's memory."""

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from ray.exceptions import ActorDiedError, RayError
 
-from actors.calls import answer
-from actors.messages import RetiredError
-from actors.rpc import ManagerClient
-from actors.runtime import Runtime
-from engine.core.errors import NoWorkerError, ServiceError
-from engine.core.log_fields import about
+from raydix.actors.calls import answer
+from raydix.actors.messages import RetiredError
+from raydix.actors.rpc import ManagerClient
+from raydix.actors.runtime import Runtime
+from raydix.engine.core.errors import NoWorkerError, ServiceError
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 

@@ -13,31 +13,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, zip_longest
 
-from actors.ingress.chats import Chat, Chats
-from actors.ingress.job import Answer, Job
-from actors.ingress.reader_pool import RequestReader, size_of
-from actors.ingress.reader_work import Conversations, Reading, Request
-from actors.ingress.resuming import StreamStart
-from actors.ingress.served_model import ServedModel
-from actors.ingress.stored_responses import StoredResponses
-from actors.ingress.vocabulary import Vocabulary
-from engine.api.assembler import ChoiceAssembler
-from engine.api.fields import REQUEST_ID_PATTERN
-from engine.api.responses import ResponseHead, response_id, system_fingerprint
-from engine.api.resuming import Origin
-from engine.api.routes import Route
-from engine.api.spec import GenerationSpec, sampling_params
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.errors import RequestError
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
-from engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
-from engine.core.ingress.parsers.bare import BareCalls
-from engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
-from engine.core.ingress.room import Permit, Room
-from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
-from engine.core.tenants import Tenant, num_public_tokens, salt_of
-from engine.core.types import BlockHash, CacheHints, CacheMark, Pooling, Salt
+from raydix.actors.ingress.chats import Chat, Chats
+from raydix.actors.ingress.job import Answer, Job
+from raydix.actors.ingress.reader_pool import RequestReader, size_of
+from raydix.actors.ingress.reader_work import Conversations, Reading, Request
+from raydix.actors.ingress.resuming import StreamStart
+from raydix.actors.ingress.served_model import ServedModel
+from raydix.actors.ingress.stored_responses import StoredResponses
+from raydix.actors.ingress.vocabulary import Vocabulary
+from raydix.engine.api.assembler import ChoiceAssembler
+from raydix.engine.api.fields import REQUEST_ID_PATTERN
+from raydix.engine.api.responses import ResponseHead, response_id, system_fingerprint
+from raydix.engine.api.resuming import Origin
+from raydix.engine.api.routes import Route
+from raydix.engine.api.spec import GenerationSpec, sampling_params
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
+from raydix.engine.core.ingress.parsers.bare import BareCalls
+from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
+from raydix.engine.core.ingress.room import Permit, Room
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
+from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
+from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, Pooling, Salt
 
 MARKED_PRIORITY = 1
 """`cache_priority` of the KV before a mark, unless the request has a higher one."""
@@ -158,7 +158,7 @@ class Preparation:
 
         `session` and `objectives` count where the body names none. `name` is an id for requests whose body has none,
         and need not be unique; in place of a name of invalid form there is a new one. With `last_event_id` the events
-        of the answer's stream have ids (`engine.api.resuming`).
+        of the answer's stream have ids (`raydix.engine.api.resuming`).
 
         Raises:
             RequestError: the request is not valid; names the field.

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple, Self
 
-from actors.ingress import confinement, reader_process
-from actors.ingress.reader_process import READ_S
-from actors.ingress.reader_work import (
+from raydix.actors.ingress import confinement, reader_process
+from raydix.actors.ingress.reader_process import READ_S
+from raydix.actors.ingress.reader_work import (
     Conversations,
     GrammarQuestion,
     NextTurn,
@@ -39,11 +39,11 @@ from actors.ingress.reader_work import (
     TokenRequest,
     Work,
 )
-from actors.ingress.reading import Reader, template_error
-from engine.api.spec import GenerationSpec
-from engine.core.errors import OverloadedError, RaydixError, RequestError, ServiceError
-from engine.core.types import Grammar
-from engine.model.tokenizer import Tokenizer
+from raydix.actors.ingress.reading import Reader, template_error
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.core.errors import OverloadedError, RaydixError, RequestError, ServiceError
+from raydix.engine.core.types import Grammar
+from raydix.engine.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import psutil
 
 if TYPE_CHECKING:
-    from actors.ingress.reading import Reader
+    from raydix.actors.ingress.reading import Reader
 
 FORK, WAIT = b"F", b"W"
 """Messages to the template. The reply to the first is the reader's process id; behind the second stands such an id, and
@@ -98,11 +98,11 @@ def limited(seconds: float) -> Iterator[None]:
 
 def main() -> None:
     """Be the template of readers, driven by the socket whose number is the first argument, until it is closed."""
-    import actors.ingress.grammar_check  # noqa: F401  (loaded once for all readers)
-    from actors.ingress.confinement import confined
-    from actors.ingress.reader_work import ReadingFacts
-    from actors.ingress.reading import Reader
-    from engine.model.tokenizer import Tokenizer, forgo_torch
+    import raydix.actors.ingress.grammar_check  # noqa: F401  (loaded once for all readers)
+    from raydix.actors.ingress.confinement import confined
+    from raydix.actors.ingress.reader_work import ReadingFacts
+    from raydix.actors.ingress.reading import Reader
+    from raydix.engine.model.tokenizer import Tokenizer, forgo_torch
 
     forgo_torch()
     os.nice(NICENESS)
@@ -183,7 +183,7 @@ def _serve(connection: socket.socket, reader: "Reader") -> None:
 
 def _answer(data: bytes, reader: "Reader") -> bytes:
     """Return the frame with the answer to the request of this pickle, or with the error that it ends with."""
-    from engine.core.errors import RaydixError, ServiceError
+    from raydix.engine.core.errors import RaydixError, ServiceError
 
     try:
         return encode_frame(reader.answer(pickle.loads(data)))

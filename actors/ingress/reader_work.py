@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from actors.ingress.served_model import ServedModel
-from engine.api.routes import Route
-from engine.api.spec import ChatMessage, GenerationSpec
-from engine.api.validation import NO_RULES, BodyRules
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
-from engine.core.answers.transcripts import EncodedText
-from engine.core.ingress.parsers import HERMES, ToolFormat
-from engine.core.types import Grammar
+from raydix.actors.ingress.served_model import ServedModel
+from raydix.engine.api.routes import Route
+from raydix.engine.api.spec import ChatMessage, GenerationSpec
+from raydix.engine.api.validation import NO_RULES, BodyRules
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
+from raydix.engine.core.answers.transcripts import EncodedText
+from raydix.engine.core.ingress.parsers import HERMES, ToolFormat
+from raydix.engine.core.types import Grammar
 
 Request: TypeAlias = tuple[Route, bytes] | GenerationSpec
 """A route and a body, or a request of the Python handle."""
@@ -55,7 +55,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """An answered chat, and a question for its next turn's first tokens (`engine.model.chats.next_turn`)."""
+    """An answered chat, and a question for its next turn's first tokens (`raydix.engine.model.chats.next_turn`)."""
 
     messages: tuple[ChatMessage, ...]
     prompt: EncodedText

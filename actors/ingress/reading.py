@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from actors.ingress.reader_work import (
+from raydix.actors.ingress.reader_work import (
     Conversations,
     GrammarQuestion,
     NextTurn,
@@ -20,20 +20,20 @@ from actors.ingress.reader_work import (
     TokenRequest,
     Work,
 )
-from engine.api.conversations import naming, parse_conversations
-from engine.api.reasoning import effort_arguments, with_lead, with_limit
-from engine.api.routes import Route, parse
-from engine.api.spec import GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
-from engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
-from engine.api.tools import AnswerForm, with_calls
-from engine.core.answers.prompt_form import ChatTemplate
-from engine.core.answers.reasoning_limit import tag_pieces
-from engine.core.answers.transcripts import EncodedText
-from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
-from engine.core.ingress.parsers.reasoning import REASONING_TAGS
-from engine.core.types import Grammar
-from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
-from engine.model.tokenizer import Tokenizer
+from raydix.engine.api.conversations import naming, parse_conversations
+from raydix.engine.api.reasoning import effort_arguments, with_lead, with_limit
+from raydix.engine.api.routes import Route, parse
+from raydix.engine.api.spec import GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
+from raydix.engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
+from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.core.answers.prompt_form import ChatTemplate
+from raydix.engine.core.answers.reasoning_limit import tag_pieces
+from raydix.engine.core.answers.transcripts import EncodedText
+from raydix.engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
+from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS
+from raydix.engine.core.types import Grammar
+from raydix.engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
+from raydix.engine.model.tokenizer import Tokenizer
 
 MIN_SLICE = 16_384
 """Length of a slice in characters: so long that the cuts hardly change the number of tokens."""
@@ -99,7 +99,7 @@ class Reader:
 
     def check(self, question: GrammarQuestion) -> Grammar:
         """Return a grammar in canonical form. Raises RequestError naming the place where it cannot be compiled."""
-        from actors.ingress.grammar_check import check_in_small_stack
+        from raydix.actors.ingress.grammar_check import check_in_small_stack
 
         return check_in_small_stack(question.grammar, question.param, self._tokenizer.plain_added_tokens())
 
@@ -250,7 +250,8 @@ class Reader:
         return tuple(dict.fromkeys(sequences))
 
     def _encode_chat(self, spec: GenerationSpec) -> EncodedText:
-        """Encode the prompt of a chat; `actors.ingress.chats` puts in answers that the client names by their ids."""
+        """Encode the prompt of a chat; `raydix.actors.ingress.chats` puts in answers that the client names by their
+        ids."""
         if spec.given_prompt is None:
             chat = self._chat_ids(spec, self._facts.model.max_model_len)
         else:

@@ -7,7 +7,8 @@ A recording is a file of JSON lines, which `raydix replay` sends again:
 * A request has a number (`request`), `at` in seconds since the beginning, `path`, the `headers` that count, and the
   `body` as it was read.
 * An answer has the number of its request (`answer`), `at`, `status`, the request's `name`, its own `id`, the `seed` of
-  a body that had none, and `parts` (`engine.api.answer_digest`), or the reason `why` there is nothing to compare.
+  a body that had none, and `parts` (`raydix.engine.api.answer_digest`), or the reason `why` there is nothing to
+  compare.
 
 A request's line is written before the request is served, in one write, so SIGKILL loses no request that explains the
 failure. When the file is full, the recording ends. Neither an API key nor a tenant's name is in the file.
@@ -31,12 +32,12 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.ingress.http import CLIENT_CLOSED_REQUEST, TPOT_HEADER, TTFT_HEADER
-from actors.ingress.job import Job
-from configs.schema import Config
-from engine.api.answer_digest import LEFT, digest_of, name_in
-from engine.api.reconnecting import HEADER
-from engine.core.log_fields import about
+from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST, TPOT_HEADER, TTFT_HEADER
+from raydix.actors.ingress.job import Job
+from raydix.configs.schema import Config
+from raydix.engine.api.answer_digest import LEFT, digest_of, name_in
+from raydix.engine.api.reconnecting import HEADER
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections import Counter
 
-from engine.core.errors import RaydixError
-from engine.core.log_fields import about
+from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol, TypeAlias
 
-from engine.api.wire import WireFormat
+from raydix.engine.api.wire import WireFormat
 
 Body: TypeAlias = bytes | AsyncGenerator[bytes]
 """A whole answer, or the slices of a large one, each made when the one before has been taken."""

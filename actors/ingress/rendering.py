@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from actors.ingress.job import Answer, Job
-from actors.ingress.render_thread import RenderThread
-from actors.ingress.renderer import Body, Renderer
-from actors.ingress.vectors import embedding_of, shown
-from engine.api.assembler import Piece
-from engine.api.embeddings import EmbedResponse, embeddings_slices
-from engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
-from engine.api.logprobs import (
+from raydix.actors.ingress.job import Answer, Job
+from raydix.actors.ingress.render_thread import RenderThread
+from raydix.actors.ingress.renderer import Body, Renderer
+from raydix.actors.ingress.vectors import embedding_of, shown
+from raydix.engine.api.assembler import Piece
+from raydix.engine.api.embeddings import EmbedResponse, embeddings_slices
+from raydix.engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
+from raydix.engine.api.logprobs import (
     SMALL,
     CompletionLogprobs,
     TokenBytes,
@@ -23,12 +23,12 @@ from engine.api.logprobs import (
     num_listed,
     prompt_logprobs,
 )
-from engine.api.responses import Choice, Json, response_body, response_slices, total_usage
-from engine.api.scoring import scores, scores_body
-from engine.api.spec import GenerationSpec
-from engine.api.stream import DONE, ChunkWriter, usage_event
-from engine.api.wire import OPENAI, WireFormat
-from engine.core.types import TokenLogprobs
+from raydix.engine.api.responses import Choice, Json, response_body, response_slices, total_usage
+from raydix.engine.api.scoring import scores, scores_body
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.stream import DONE, ChunkWriter, usage_event
+from raydix.engine.api.wire import OPENAI, WireFormat
+from raydix.engine.core.types import TokenLogprobs
 
 LogprobsRenderer: TypeAlias = Callable[[Sequence[int], Sequence[TokenLogprobs | None]], Json]
 Pieces: TypeAlias = Callable[[Answer], AsyncGenerator[Piece]]

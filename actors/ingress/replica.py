@@ -8,25 +8,25 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from actors.ingress.batches import ROUTES, Batches
-from actors.ingress.build import batch_settings, build_batches, build_frontend, replica_limits
-from actors.ingress.frontend import Frontend
-from actors.ingress.http import read_body
-from actors.ingress.recorder import Recorder, recorder_of
-from actors.logs import set_level
-from actors.metrics import HoldMetrics
-from actors.runtime import Runtime
-from configs.schema import Config
-from configs.settings import configured_tenants, names_of_keys
-from engine.api.batches import LineAnswer
-from engine.api.embeddings import EmbedRequest, EmbedResponse
-from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
-from engine.api.guards import require_host, require_json, require_trusted_origin, require_unencoded
-from engine.core.errors import RaydixError, RequestError
-from engine.core.ingress.body_room import BodyRoom
-from engine.core.log_fields import about
-from engine.core.tenants import Tenant
-from engine.model.tokenizer import forgo_torch
+from raydix.actors.ingress.batches import ROUTES, Batches
+from raydix.actors.ingress.build import batch_settings, build_batches, build_frontend, replica_limits
+from raydix.actors.ingress.frontend import Frontend
+from raydix.actors.ingress.http import read_body
+from raydix.actors.ingress.recorder import Recorder, recorder_of
+from raydix.actors.logs import set_level
+from raydix.actors.metrics import HoldMetrics
+from raydix.actors.runtime import Runtime
+from raydix.configs.schema import Config
+from raydix.configs.settings import configured_tenants, names_of_keys
+from raydix.engine.api.batches import LineAnswer
+from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse
+from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
+from raydix.engine.api.guards import require_host, require_json, require_trusted_origin, require_unencoded
+from raydix.engine.core.errors import RaydixError, RequestError
+from raydix.engine.core.ingress.body_room import BodyRoom
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.model.tokenizer import forgo_torch
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 import logging
 from typing import TYPE_CHECKING
 
-from engine.core.log_fields import about
+from raydix.engine.core.log_fields import about
 
 if TYPE_CHECKING:
-    from actors.ingress.job import Job
-    from actors.metrics import FinishedRequest
+    from raydix.actors.ingress.job import Job
+    from raydix.actors.metrics import FinishedRequest
 
 logger = logging.getLogger(__name__)
 

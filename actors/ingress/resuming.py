@@ -1,13 +1,13 @@
-"""Streams with ids of events: from a request's header to the ids of its answer (`engine.api.resuming`)."""
+"""Streams with ids of events: from a request's header to the ids of its answer (`raydix.engine.api.resuming`)."""
 
 from dataclasses import dataclass
 from typing import Self
 
-from actors.ingress.job import Job
-from engine.api.reconnecting import BEGINNING, HEADER
-from engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
-from engine.api.spec import GenerationSpec
-from engine.core.errors import RequestError
+from raydix.actors.ingress.job import Job
+from raydix.engine.api.reconnecting import BEGINNING, HEADER
+from raydix.engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.core.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)

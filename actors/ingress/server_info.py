@@ -9,8 +9,8 @@ from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from configs.schema import Config
-from engine.api.responses import Json
+from raydix.configs.schema import Config
+from raydix.engine.api.responses import Json
 
 PACKAGES = ("raydix", "ray", "torch", "transformers", "tokenizers", "pydantic")
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from actors.calls import Background
+from raydix.actors.calls import Background
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
-from actors.ingress.job import Job
-from actors.ingress.manager_link import ManagerLink
-from engine.api.openai_responses.items import with_ids
-from engine.api.openai_responses.stored import StoredResponse, encoded, going_on
-from engine.api.responses import ID_PREFIXES
-from engine.api.spec import GenerationSpec
-from engine.core.answers.transcripts import transcript_name
-from engine.core.errors import ResponseNotFoundError, ServiceError
-from engine.core.tenants import Tenant, salt_of
-from engine.core.types import BlockHash
+from raydix.actors.ingress.job import Job
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.engine.api.openai_responses.items import with_ids
+from raydix.engine.api.openai_responses.stored import StoredResponse, encoded, going_on
+from raydix.engine.api.responses import ID_PREFIXES
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.core.answers.transcripts import transcript_name
+from raydix.engine.core.errors import ResponseNotFoundError, ServiceError
+from raydix.engine.core.tenants import Tenant, salt_of
+from raydix.engine.core.types import BlockHash
 
 Shown = Callable[[Sequence[int], str], Sequence[int] | None]
 
@@ -21,7 +21,7 @@ class StoredResponses:
 
     def __init__(self, manager: ManagerLink, root: BlockHash, shown: Shown) -> None:
         """`root` stands for the model; `shown` turns an answer's ids and text into ids for a later prompt
-        (`actors.ingress.chats.Chats.shown`)."""
+        (`raydix.actors.ingress.chats.Chats.shown`)."""
         self._manager = manager
         self._root = root
         self._shown = shown

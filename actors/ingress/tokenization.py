@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import orjson
 
-from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reader_work import TokenRequest, TokenRoute
-from engine.core.errors import NotFoundError
-from engine.core.ingress.room import Room
-from engine.core.tenants import Tenant
+from raydix.actors.ingress.reader_pool import RequestReader
+from raydix.actors.ingress.reader_work import TokenRequest, TokenRoute
+from raydix.engine.core.errors import NotFoundError
+from raydix.engine.core.ingress.room import Room
+from raydix.engine.core.tenants import Tenant
 
 
 class Tokenization:

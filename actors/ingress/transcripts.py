@@ -4,11 +4,11 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 
-from actors.ingress.manager_link import ManagerLink
-from actors.ingress.shared_call import SharedCall
-from engine.core.answers.transcripts import REFERENCE_PREFIX, transcript_name
-from engine.core.errors import ServiceError
-from engine.core.types import BlockHash
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.ingress.shared_call import SharedCall
+from raydix.engine.core.answers.transcripts import REFERENCE_PREFIX, transcript_name
+from raydix.engine.core.errors import ServiceError
+from raydix.engine.core.types import BlockHash
 
 REFERENCE_BYTES = 24
 """Random bytes of a reference: too many to guess."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from engine.core.errors import MediaTypeError, RequestError
+from raydix.engine.core.errors import MediaTypeError, RequestError
 
 MULTIPART = b"multipart/form-data"
 MAX_PARTS = 16

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from engine.api.spec import EmbeddingUse
+from raydix.engine.api.spec import EmbeddingUse
 
 Vector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
 

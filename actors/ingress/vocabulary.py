@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-from engine.core.ingress.detokenizer import ByteDetokenizer, Detokenizer, PrefixDetokenizer, ShowingDetokenizer
-from engine.model.tokenizer import Tokenizer
+from raydix.engine.core.ingress.detokenizer import ByteDetokenizer, Detokenizer, PrefixDetokenizer, ShowingDetokenizer
+from raydix.engine.model.tokenizer import Tokenizer
 
 
 class Vocabulary:

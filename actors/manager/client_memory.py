@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.manager.response_disk import ResponseDisk
-from actors.messages import Memory, RetiredError
-from engine.core.log_fields import about
-from engine.core.manager.answer_store import AnswerStore
-from engine.core.manager.response_store import KeptEntry, ResponseStore
-from engine.core.manager.transcript_store import TranscriptStore
-from engine.core.tenants import ANONYMOUS
-from engine.core.types import Admission, AdmitRequest, Ended
+from raydix.actors.manager.response_disk import ResponseDisk
+from raydix.actors.messages import Memory, RetiredError
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.manager.answer_store import AnswerStore
+from raydix.engine.core.manager.response_store import KeptEntry, ResponseStore
+from raydix.engine.core.manager.transcript_store import TranscriptStore
+from raydix.engine.core.tenants import ANONYMOUS
+from raydix.engine.core.types import Admission, AdmitRequest, Ended
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Reports of the manager's directory to operators and clients."""
 
-from engine.core.manager.cache_events import CacheUpdate
-from engine.core.manager.cache_report import cache_report
-from engine.core.manager.directory import Directory
+from raydix.engine.core.manager.cache_events import CacheUpdate
+from raydix.engine.core.manager.cache_report import cache_report
+from raydix.engine.core.manager.directory import Directory
 
 
 class DirectoryReports:

@@ -12,11 +12,11 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.runtime import Runtime
-from engine.core.errors import StartupError
-from engine.core.manager.block_index import Segment
-from engine.core.manager.disk_instructions import DamagedFileError
-from engine.core.types import SegmentHeader
+from raydix.actors.runtime import Runtime
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.manager.disk_instructions import DamagedFileError
+from raydix.engine.core.types import SegmentHeader
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,9 @@ class DiskTier:
     """Moves segments between the object store and files, in threads."""
 
     def __init__(self, folder: str | None, runtime: Runtime) -> None:
-        from engine.model.segment_files import SegmentFiles  # with numpy, which a manager without a disk can spare
+        from raydix.engine.model.segment_files import (
+            SegmentFiles,  # with numpy, which a manager without a disk can spare
+        )
 
         self._files = SegmentFiles(folder)
         self._runtime = runtime

@@ -7,14 +7,20 @@ from collections.abc import Iterable
 
 from ray.exceptions import RayError
 
-from actors.calls import Background, quietly
-from actors.manager.disk_tier import DiskTier
-from actors.messages import Imported
-from actors.rpc import WorkerClient
-from engine.core.manager.block_index import Segment
-from engine.core.manager.directory import Directory
-from engine.core.manager.disk_instructions import DamagedFileError, DiskInstruction, EraseFile, ReadFile, WriteFile
-from engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
+from raydix.actors.calls import Background, quietly
+from raydix.actors.manager.disk_tier import DiskTier
+from raydix.actors.messages import Imported
+from raydix.actors.rpc import WorkerClient
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.disk_instructions import (
+    DamagedFileError,
+    DiskInstruction,
+    EraseFile,
+    ReadFile,
+    WriteFile,
+)
+from raydix.engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
 
 logger = logging.getLogger(__name__)
 

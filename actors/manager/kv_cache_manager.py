@@ -1,6 +1,6 @@
 """The central actor: admits requests, follows every worker's blocks, owns the exported KV and sends it to workers.
 
-A thin shell around `engine.core.manager.directory.Directory`: messages become events, instructions become calls.
+A thin shell around `raydix.engine.core.manager.directory.Directory`: messages become events, instructions become calls.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from actors.calls import Background, sleep
-from actors.instruments import families_of
-from actors.logs import DEFAULTS, log_to_ray, set_level
-from actors.manager.directory_reports import DirectoryReports
-from actors.manager.disk_tier import DiskTier
-from actors.manager.load_watch import LoadWatch
-from actors.manager.pool_resets import UNDER_WAY_S, PoolResets
-from actors.manager.succession import Succession
-from actors.messages import (
+from raydix.actors.calls import Background, sleep
+from raydix.actors.instruments import families_of
+from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
+from raydix.actors.manager.directory_reports import DirectoryReports
+from raydix.actors.manager.disk_tier import DiskTier
+from raydix.actors.manager.load_watch import LoadWatch
+from raydix.actors.manager.pool_resets import UNDER_WAY_S, PoolResets
+from raydix.actors.manager.succession import Succession
+from raydix.actors.messages import (
     DOUBTED_SILENCE_S,
     INGRESS_SILENCE_S,
     STARTING_SILENCE_S,
@@ -28,25 +28,25 @@ from actors.messages import (
     Registration,
     WorkerState,
 )
-from actors.metric_values import Family
-from actors.metrics import HoldMetrics, ManagerMetrics
-from actors.processes import ProcessWatch
-from actors.rpc import Handle, WorkerClient
-from actors.runtime import Runtime
-from configs.schema import LoggingSection
-from configs.sections import MANAGER
-from engine.core.costs import WorkerCosts
-from engine.core.errors import LateError, NoWorkerError
-from engine.core.log_fields import about
-from engine.core.manager.block_index import GC_THRESHOLDS
-from engine.core.manager.directory import Directory
-from engine.core.manager.elastic import ONE_WORKER, PoolLimits
-from engine.core.manager.placement import CostModel
-from engine.core.objectives import NO_OBJECTIVES, Late, Objectives
-from engine.core.shares import weights_of
-from engine.core.signs_of_life import SignsOfLife
-from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, ProcessName, WorkerInfo
+from raydix.actors.metric_values import Family
+from raydix.actors.metrics import HoldMetrics, ManagerMetrics
+from raydix.actors.processes import ProcessWatch
+from raydix.actors.rpc import Handle, WorkerClient
+from raydix.actors.runtime import Runtime
+from raydix.configs.schema import LoggingSection
+from raydix.configs.sections import MANAGER
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import LateError, NoWorkerError
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.manager.block_index import GC_THRESHOLDS
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.elastic import ONE_WORKER, PoolLimits
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.objectives import NO_OBJECTIVES, Late, Objectives
+from raydix.engine.core.shares import weights_of
+from raydix.engine.core.signs_of_life import SignsOfLife
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import Admission, AdmitRequest, Ended, FirstToken, Membership, ProcessName, WorkerInfo
 
 logger = logging.getLogger(__name__)
 

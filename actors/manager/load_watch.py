@@ -5,10 +5,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from actors.metrics import ManagerMetrics
-from engine.core.log_fields import about
-from engine.core.manager.directory import Directory
-from engine.core.manager.elastic import Plan, PoolLimits, Wanted
+from raydix.actors.metrics import ManagerMetrics
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.elastic import Plan, PoolLimits, Wanted
 
 logger = logging.getLogger(__name__)
 

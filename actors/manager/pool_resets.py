@@ -9,8 +9,8 @@ import contextlib
 import itertools
 from collections.abc import Mapping
 
-from actors.calls import quietly
-from actors.rpc import WorkerClient
+from raydix.actors.calls import quietly
+from raydix.actors.rpc import WorkerClient
 
 UNDER_WAY_S = 5.0
 """Time that a reset waits for exports and deliveries which began before it."""

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from actors.manager.response_files import FOLDER, KeptResponse, ResponseFiles
+from raydix.actors.manager.response_files import FOLDER, KeptResponse, ResponseFiles
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from engine.core.manager.response_store import ENTRY_BYTES
-from engine.core.tenants import ANONYMOUS
+from raydix.engine.core.manager.response_store import ENTRY_BYTES
+from raydix.engine.core.tenants import ANONYMOUS
 
 logger = logging.getLogger(__name__)
 

@@ -23,14 +23,14 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.calls import answer, quietly
-from actors.manager.client_memory import ClientMemory
-from actors.manager.execution import Execution
-from actors.messages import Memory
-from actors.rpc import Handle, ManagerClient, WorkerClient
-from engine.core.errors import StartupError
-from engine.core.log_fields import about
-from engine.core.manager.succession import Offer, Terms, batches, chosen, disagreement, terms
+from raydix.actors.calls import answer, quietly
+from raydix.actors.manager.client_memory import ClientMemory
+from raydix.actors.manager.execution import Execution
+from raydix.actors.messages import Memory
+from raydix.actors.rpc import Handle, ManagerClient, WorkerClient
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.manager.succession import Offer, Terms, batches, chosen, disagreement, terms
 
 logger = logging.getLogger(__name__)
 

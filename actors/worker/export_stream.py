@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from actors.messages import ExportItem
-from engine.core.types import SegmentHeader
+from raydix.actors.messages import ExportItem
+from raydix.engine.core.types import SegmentHeader
 
 if TYPE_CHECKING:
-    from engine.model.engine import ExportedSegment
+    from raydix.engine.model.engine import ExportedSegment
 
 logger = logging.getLogger(__name__)
 

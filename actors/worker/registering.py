@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, TypeVarTuple
 
 from ray.exceptions import RayError
 
-from actors.calls import answer
-from actors.messages import Registration, WorkerState
-from actors.processes import own_process
-from actors.rpc import ManagerClient
-from actors.runtime import Runtime
-from actors.worker.export_stream import ExportStream
-from actors.worker.token_streams import TokenStreams
-from engine.core.log_fields import about
-from engine.core.types import Attempt, BlockHash, Role
+from raydix.actors.calls import answer
+from raydix.actors.messages import Registration, WorkerState
+from raydix.actors.processes import own_process
+from raydix.actors.rpc import ManagerClient
+from raydix.actors.runtime import Runtime
+from raydix.actors.worker.export_stream import ExportStream
+from raydix.actors.worker.token_streams import TokenStreams
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.types import Attempt, BlockHash, Role
 
 if TYPE_CHECKING:
-    from engine.model.engine import Engine
-    from engine.model.loop import EngineLoop
+    from raydix.engine.model.engine import Engine
+    from raydix.engine.model.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
 
-from actors.calls import answer
-from actors.messages import Imported, ImportReport
-from engine.core.types import SegmentHeader
+from raydix.actors.calls import answer
+from raydix.actors.messages import Imported, ImportReport
+from raydix.engine.core.types import SegmentHeader
 
 if TYPE_CHECKING:
     import ray
 
-    from engine.model.engine import Engine
+    from raydix.engine.model.engine import Engine
 
 logger = logging.getLogger(__name__)
 

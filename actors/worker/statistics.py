@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the engine imports torch, which only a worker's process needs
-    from engine.model.engine import Engine
+    from raydix.engine.model.engine import Engine
 
 
 def engine_statistics(engine: "Engine") -> dict[str, Any]:

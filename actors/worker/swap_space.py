@@ -6,11 +6,11 @@ nothing else to do before the next step.
 
 from typing import Any
 
-from actors.runtime import Runtime
+from raydix.actors.runtime import Runtime
 
 
 class ObjectStoreSwap:
-    """An `engine.model.swap_space.SwapSpace` on the worker's own node."""
+    """An `raydix.engine.model.swap_space.SwapSpace` on the worker's own node."""
 
     TAKE_TIMEOUT_S = 2.0
     """Limit of reading KV back, from a disk after spilling, say; after it the KV is recomputed."""

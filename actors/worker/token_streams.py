@@ -5,10 +5,10 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from actors.processes import ProcessWatch
-from engine.core.signs_of_life import SignsOfLife
-from engine.core.types import Assignment, Attempt, ProcessName, PromptEvent, StreamEvent, TokenEvent
-from engine.core.worker.attempts import Attempts
+from raydix.actors.processes import ProcessWatch
+from raydix.engine.core.signs_of_life import SignsOfLife
+from raydix.engine.core.types import Assignment, Attempt, ProcessName, PromptEvent, StreamEvent, TokenEvent
+from raydix.engine.core.worker.attempts import Attempts
 
 
 @dataclass(slots=True)

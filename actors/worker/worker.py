@@ -21,27 +21,27 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
 
-from actors.calls import Background, sleep
-from actors.instruments import families_of
-from actors.logs import DEFAULTS, log_to_ray, set_level
-from actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
-from actors.metric_values import Family
-from actors.metrics import HoldMetrics, WorkerMetrics
-from actors.names import incarnation_name
-from actors.processes import ProcessWatch
-from actors.runtime import Runtime, Words
-from actors.worker.export_stream import ExportStream
-from actors.worker.registering import Registering
-from actors.worker.segment_import import import_segment
-from actors.worker.statistics import engine_statistics
-from actors.worker.swap_space import ObjectStoreSwap
-from actors.worker.token_streams import TokenStreams
-from configs.schema import LoggingSection
-from engine.core.costs import CostFit, WorkerCosts
-from engine.core.log_fields import about
-from engine.core.settings import EngineSettings, SchedulerLimits
-from engine.core.tenants import Tenant
-from engine.core.types import (
+from raydix.actors.calls import Background, sleep
+from raydix.actors.instruments import families_of
+from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
+from raydix.actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
+from raydix.actors.metric_values import Family
+from raydix.actors.metrics import HoldMetrics, WorkerMetrics
+from raydix.actors.names import incarnation_name
+from raydix.actors.processes import ProcessWatch
+from raydix.actors.runtime import Runtime, Words
+from raydix.actors.worker.export_stream import ExportStream
+from raydix.actors.worker.registering import Registering
+from raydix.actors.worker.segment_import import import_segment
+from raydix.actors.worker.statistics import engine_statistics
+from raydix.actors.worker.swap_space import ObjectStoreSwap
+from raydix.actors.worker.token_streams import TokenStreams
+from raydix.configs.schema import LoggingSection
+from raydix.engine.core.costs import CostFit, WorkerCosts
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.settings import EngineSettings, SchedulerLimits
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import (
     Assignment,
     Attempt,
     BlockHash,
@@ -54,8 +54,8 @@ from engine.core.types import (
 )
 
 if TYPE_CHECKING:
-    from engine.model.engine import Engine, StepResult
-    from engine.model.loop import LoopOutput
+    from raydix.engine.model.engine import Engine, StepResult
+    from raydix.engine.model.loop import LoopOutput
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ REPORT_S = 0.5
 
 def compute_with(num_threads: int) -> None:
     """Set the number of threads that this process computes with, which Ray has set to one; before torch is imported, or
-    after a template of workers has imported torch (`cli.worker_template`).
+    after a template of workers has imported torch (`raydix.cli.worker_template`).
 
     The threads of torch's own operations sleep between them, because workers on one machine share its cores; the
     kernels have threads of their own. Ray's `runtime_env` would say the same to a process that is started for it, while
@@ -106,8 +106,8 @@ class Worker(Registering):
         self._holds = HoldMetrics(worker_id)
 
         # torch is imported here, in the worker's own process, and not in that of the host that starts it.
-        from engine.model.build import build_engine
-        from engine.model.loop import EngineLoop
+        from raydix.engine.model.build import build_engine
+        from raydix.engine.model.loop import EngineLoop
 
         self._engine = build_engine(settings, ObjectStoreSwap(runtime), on_tensor)
         self._device = settings.device
@@ -283,8 +283,8 @@ class Worker(Registering):
 
     def _take_on(self, engine: "Engine", assignments: Sequence[Assignment], now: float) -> None:
         """Called in the engine's thread."""
-        from engine.model.engine import error_event
-        from engine.model.loop import LoopOutput
+        from raydix.engine.model.engine import error_event
+        from raydix.engine.model.loop import LoopOutput
 
         for assignment in assignments:
             try:

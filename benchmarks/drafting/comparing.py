@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
+from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 
 Step: TypeAlias = tuple[int | None, TokenLogprobs | None, FinishReason | None]
 """A token with its log-probabilities and whether it is the last."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from benchmarks.drafting.comparing import Answer
-from engine.core.settings import DraftLimits
-from engine.core.types import DraftSource
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.model.grammars import Grammars
+from raydix.engine.core.settings import DraftLimits
+from raydix.engine.core.types import DraftSource
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.model.grammars import Grammars
 
 ANY = 1 << 20
 """More than any vocabulary has; ids are brought into the vocabulary at last."""

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from configs import load_config
-from configs.settings import engine_settings
-from engine.core.costs import CostFit, WorkerCosts
-from engine.core.settings import GIB, DraftLimits, EngineSettings
-from engine.core.types import Assignment, DraftSource, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.drafter import Drafter
-from engine.model.build import make_drafter, make_pool, make_runner
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine, StepResult
-from engine.model.grammars import Grammars
-from engine.model.sizes import kv_block_bytes
-from engine.model.sources import resolve_model
+from raydix.configs import load_config
+from raydix.configs.settings import engine_settings
+from raydix.engine.core.costs import CostFit, WorkerCosts
+from raydix.engine.core.settings import GIB, DraftLimits, EngineSettings
+from raydix.engine.core.types import Assignment, DraftSource, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.model.build import make_drafter, make_pool, make_runner
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine, StepResult
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.sizes import kv_block_bytes
+from raydix.engine.model.sources import resolve_model
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -103,7 +103,7 @@ class Workshop:
         )
 
     def _load_tokenizer(self) -> "LLTokenizer":
-        from engine.model.grammar_tokenizer import load_tokenizer
+        from raydix.engine.model.grammar_tokenizer import load_tokenizer
 
         return load_tokenizer(self.folder, self.vocab_size)
 

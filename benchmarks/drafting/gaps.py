@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.drafting.engines import Worker
 from benchmarks.drafting.questions import Question
-from engine.core.types import SamplingParams
+from raydix.engine.core.types import SamplingParams
 
 QUIET_STEPS = 20
 STREAM_TOKENS = 2000

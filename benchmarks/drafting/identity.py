@@ -20,10 +20,10 @@ from benchmarks.drafting.comparing import Answer, Step, Tally, take
 from benchmarks.drafting.drafters import Kind, kinds
 from benchmarks.drafting.engines import Workshop
 from benchmarks.drafting.questions import Question
-from engine.core.answers.continuations import packed
-from engine.core.costs import WorkerCosts
-from engine.core.types import Assignment, Stage
-from engine.model.engine import Engine, ExportedSegment, StepResult
+from raydix.engine.core.answers.continuations import packed
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.types import Assignment, Stage
+from raydix.engine.model.engine import Engine, ExportedSegment, StepResult
 
 GROUP = 16
 """Requests answered together."""

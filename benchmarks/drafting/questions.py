@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.drafting.workloads import Body, Workload, encoded
-from engine.api.requests import parse_chat
-from engine.api.spec import GenerationSpec, sampling_params
-from engine.api.tools import AnswerForm, with_calls
-from engine.core.ingress.parsers import HERMES
-from engine.core.types import Assignment, Salt, SamplingParams, Stage
-from engine.model.chats import encode_chat, render_chat
-from engine.model.grammar_source import canonical
-from engine.model.tokenizer import Tokenizer
+from raydix.engine.api.requests import parse_chat
+from raydix.engine.api.spec import GenerationSpec, sampling_params
+from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.core.ingress.parsers import HERMES
+from raydix.engine.core.types import Assignment, Salt, SamplingParams, Stage
+from raydix.engine.model.chats import encode_chat, render_chat
+from raydix.engine.model.grammar_source import canonical
+from raydix.engine.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

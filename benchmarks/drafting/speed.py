@@ -15,8 +15,8 @@ from itertools import pairwise
 from benchmarks.drafting.engines import Worker, Workshop
 from benchmarks.drafting.questions import Question
 from benchmarks.drafting.statistics import Turn, since
-from engine.core.types import Assignment, DraftSource
-from engine.core.worker.drafts.draft import DraftCounts
+from raydix.engine.core.types import Assignment, DraftSource
+from raydix.engine.core.worker.drafts.draft import DraftCounts
 
 MODES = ("off", "auto")
 Client = list[Assignment]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from engine.core.types import DraftSource
-from engine.core.worker.drafts.draft import DraftCounts
+from raydix.engine.core.types import DraftSource
+from raydix.engine.core.worker.drafts.draft import DraftCounts
 
 Counts: TypeAlias = Mapping[DraftSource, DraftCounts]
 

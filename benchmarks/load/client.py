@@ -14,7 +14,7 @@ import orjson
 
 from benchmarks.load.options import BenchmarkError, Options
 from benchmarks.load.sse import Stream, error_message
-from engine.api.reconnecting import AWAY, Reconnecting
+from raydix.engine.api.reconnecting import AWAY, Reconnecting
 
 JSON_HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 PREFLIGHT_S = 10.0

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from engine.api.reconnecting import Reconnecting
+from raydix.engine.api.reconnecting import Reconnecting
 
 # What follows the last token comes as at most three events (finish reason, usage, [DONE]), each perhaps its own read.
 TAIL_READS = 4

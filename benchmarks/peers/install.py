@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from benchmarks.peers.roster import DEFAULT_HOME, environment_python, ir_folder
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 TORCH = "torch==2.13.0"
 OPENVINO = ("openvino-genai==2026.4.1.0", "openvino==2026.4.1")

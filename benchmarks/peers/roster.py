@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.model.sources import cache_folder
+from raydix.engine.model.sources import cache_folder
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_HOME = cache_folder() / "peers"
@@ -64,7 +64,7 @@ class Peer:
 
 
 def gguf_file(spec: str) -> Path | None:
-    """The GGUF file that a model's name (see `engine.model.sources`) stands for; None for any other model."""
+    """The GGUF file that a model's name (see `raydix.engine.model.sources`) stands for; None for any other model."""
     package, _, inside = spec.removeprefix("package:").partition("/")
     found = importlib.util.find_spec(package) if spec.startswith("package:") else None
     folders = (found.submodule_search_locations if found else None) or []

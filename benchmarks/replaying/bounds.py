@@ -9,10 +9,10 @@ import heapq
 from collections.abc import Sequence
 
 from benchmarks.replaying.traces import TraceRequest
-from engine.core.eviction.policies import EvictionPolicy, make_queue
-from engine.core.eviction.queue import EvictionQueue
-from engine.core.eviction.ranking import LeastRecent, Visit
-from engine.core.types import BlockHash
+from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
+from raydix.engine.core.eviction.queue import EvictionQueue
+from raydix.engine.core.eviction.ranking import LeastRecent, Visit
+from raydix.engine.core.types import BlockHash
 
 NEVER = 1 << 50
 

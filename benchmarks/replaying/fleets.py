@@ -13,9 +13,9 @@ from functools import partial
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.worker import ReplayWorker
-from engine.core.manager.reservations import US_PER_S, WorkerRecord
-from engine.core.objectives import Objectives
-from engine.core.types import Role
+from raydix.engine.core.manager.reservations import US_PER_S, WorkerRecord
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.types import Role
 
 START_S = 30.0
 """From the order to start a worker until it takes requests: loading a model, not waiting for a machine."""

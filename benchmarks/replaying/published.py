@@ -15,8 +15,8 @@ from random import Random
 from benchmarks.replaying.rules import Rule
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS
 from benchmarks.replaying.worker import Job, ReplayWorker
-from engine.core.hashing import preferred
-from engine.core.types import BlockHash
+from raydix.engine.core.hashing import preferred
+from raydix.engine.core.types import BlockHash
 
 
 class Counted(Rule):

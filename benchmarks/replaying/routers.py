@@ -10,13 +10,13 @@ from benchmarks.replaying.rules import LongestPrefix, RoundRobin, Router, Rule, 
 from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import ReplayError
 from benchmarks.replaying.worker import Job, ReplayWorker
-from engine.core.costs import WorkerCosts
-from engine.core.manager.directory import Directory
-from engine.core.manager.elastic import Plan
-from engine.core.manager.instructions import Export, Instruction
-from engine.core.manager.reservations import WorkerRecord
-from engine.core.objectives import NO_OBJECTIVES, Objectives
-from engine.core.types import AdmitRequest, SegmentHeader
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.elastic import Plan
+from raydix.engine.core.manager.instructions import Export, Instruction
+from raydix.engine.core.manager.reservations import WorkerRecord
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
+from raydix.engine.core.types import AdmitRequest, SegmentHeader
 
 
 class Managed:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from benchmarks.replaying.worker import Job, ReplayWorker
-from engine.core.hashing import preferred
-from engine.core.types import Role
+from raydix.engine.core.hashing import preferred
+from raydix.engine.core.types import Role
 
 
 class Router(Protocol):

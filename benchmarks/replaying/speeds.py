@@ -12,8 +12,8 @@ from random import Random
 from typing import Literal, Protocol
 
 from benchmarks.replaying.traces import ReplayError
-from engine.core.costs import WorkerCosts
-from engine.core.manager.placement import CostModel
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.placement import CostModel
 
 DECODES_PER_STEP = 256
 """So many decodes make a step twice as long, the directory thinks; at constant rates they do not, but a choice between
@@ -98,7 +98,7 @@ class ConstantSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class FittedSpeeds:
-    """The sums of `engine.core.costs`, for the workers as for the directory."""
+    """The sums of `raydix.engine.core.costs`, for the workers as for the directory."""
 
     costs: WorkerCosts
     token_budget: int

@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from random import Random
 
 from benchmarks.replaying.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
-from engine.core.types import BlockHash
+from raydix.engine.core.types import BlockHash
 
 NUM_REQUESTS = 10_000
 _Use = tuple[float, list[int]]

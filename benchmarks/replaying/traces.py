@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from engine.core.types import BlockHash
+from raydix.engine.core.types import BlockHash
 
 MOONCAKE_BLOCK_TOKENS = 512
 

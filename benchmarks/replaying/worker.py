@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.replaying.speeds import Speeds
 from benchmarks.replaying.traces import TraceRequest
-from engine.core.types import BlockHash, Role
-from engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.types import BlockHash, Role
+from raydix.engine.core.worker.block_pool import BlockPool
 
 
 @dataclass(slots=True, eq=False)

@@ -1,19 +1,19 @@
 """The interface between an answer and an API whose answers have one choice.
 
-Such an API is a package beside this module with a parser of its bodies (`engine.api.routes`) and a writer of its
-answers. OpenAI's completions and chats may have several choices, and their writer is `engine.api.stream`.
+Such an API is a package beside this module with a parser of its bodies (`raydix.engine.api.routes`) and a writer of its
+answers. OpenAI's completions and chats may have several choices, and their writer is `raydix.engine.api.stream`.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from engine.api.assembler import Piece
-from engine.api.logprobs import TokenBytes
-from engine.api.responses import Choice, Json, ResponseHead, Usage
-from engine.api.spec import GenerationSpec
-from engine.api.wire import WireFormat
-from engine.core.ingress.parsers.answer import AnswerMessage
+from raydix.engine.api.assembler import Piece
+from raydix.engine.api.logprobs import TokenBytes
+from raydix.engine.api.responses import Choice, Json, ResponseHead, Usage
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.wire import WireFormat
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from engine.core.ingress.detokenizer import Detokenizer
-from engine.core.ingress.parsers.answer import AnswerParser
-from engine.core.ingress.parsers.events import AnswerEvent
-from engine.core.ingress.stop_strings import StopStrings
-from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
+from raydix.engine.core.ingress.detokenizer import Detokenizer
+from raydix.engine.core.ingress.parsers.answer import AnswerParser
+from raydix.engine.core.ingress.parsers.events import AnswerEvent
+from raydix.engine.core.ingress.stop_strings import StopStrings
+from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,17 @@
-"""Shapes of files and batches, for `/openapi.json`; `engine.api.batches` writes the objects."""
+"""Shapes of files and batches, for `/openapi.json`; `raydix.engine.api.batches` writes the objects."""
 
 from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from engine.api.batches import Endpoint, UploadFields
-from engine.api.response_models import Shape
+from raydix.engine.api.batches import Endpoint, UploadFields
+from raydix.engine.api.response_models import Shape
 
 Time: TypeAlias = int | None
 StatusName: TypeAlias = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-"""The values of `engine.core.batches.records.Status`."""
+"""The values of `raydix.engine.core.batches.records.Status`."""
 
 
 class UploadForm(UploadFields):

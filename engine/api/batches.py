@@ -9,11 +9,11 @@ from typing import Annotated, Literal, TypeAlias, get_args
 import orjson
 from pydantic import Field, StringConstraints, ValidationError
 
-from engine.api.responses import Json, error_body
-from engine.api.validation import StrictModel, request_error
-from engine.core.batches.batch_run import Progress
-from engine.core.batches.records import Problem, Status
-from engine.core.errors import RaydixError, RequestError, ServiceError
+from raydix.engine.api.responses import Json, error_body
+from raydix.engine.api.validation import StrictModel, request_error
+from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.batches.records import Problem, Status
+from raydix.engine.core.errors import RaydixError, RequestError, ServiceError
 
 Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)

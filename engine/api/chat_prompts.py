@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from engine.api.fields import ChatFields
-from engine.api.prompts import GivenPrompt, Message, TextPart, chat_end, join_content
-from engine.api.validation import StrictModel
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.errors import RequestError
+from raydix.engine.api.fields import ChatFields
+from raydix.engine.api.prompts import GivenPrompt, Message, TextPart, chat_end, join_content
+from raydix.engine.api.validation import StrictModel
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.errors import RequestError
 
 
 class Prediction(StrictModel):

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from engine.api.normal_form import refuse_contradictions
-from engine.api.prompts import Messages, continued_answers
-from engine.api.requests import ChatCompletionRequest
-from engine.api.spec import GenerationSpec
-from engine.api.validation import parse_body, request_error
-from engine.core.errors import RequestError
+from raydix.engine.api.normal_form import refuse_contradictions
+from raydix.engine.api.prompts import Messages, continued_answers
+from raydix.engine.api.requests import ChatCompletionRequest
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.validation import parse_body, request_error
+from raydix.engine.core.errors import RequestError
 
 MAX_CONVERSATIONS = 128
 FOR_ONE_CHAT = ("stream", "tools", "prompt_logprobs", "input_ids", "kv_transfer_params")

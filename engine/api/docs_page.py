@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from re import sub
 
-from engine.api.schema_words import Schema, bounds, resolve, type_of
+from raydix.engine.api.schema_words import Schema, bounds, resolve, type_of
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #222 }

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.api.inputs import InputsFields
-from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
-from engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
-from engine.api.responses import ResponseHead, Usage
-from engine.api.slices import array_of, document
-from engine.api.spec import EmbeddingUse, GenerationSpec
-from engine.api.validation import (
+from raydix.engine.api.inputs import InputsFields
+from raydix.engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
+from raydix.engine.api.prompts import MAX_TOKEN_ID, Inputs, Label
+from raydix.engine.api.responses import ResponseHead, Usage
+from raydix.engine.api.slices import array_of, document
+from raydix.engine.api.spec import EmbeddingUse, GenerationSpec
+from raydix.engine.api.validation import (
     INTEGRAL,
     NO_RULES,
     BodyRules,
@@ -25,7 +25,7 @@ from engine.api.validation import (
     parse_body,
     request_error,
 )
-from engine.core.errors import RequestError
+from raydix.engine.core.errors import RequestError
 
 
 class EmbeddingFields(InputsFields):

@@ -18,17 +18,17 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from engine.api.formats import FormatFields
-from engine.api.prompts import MAX_TOKEN_ID, Label, require_unicode
-from engine.api.spec import (
+from raydix.engine.api.formats import FormatFields
+from raydix.engine.api.prompts import MAX_TOKEN_ID, Label, require_unicode
+from raydix.engine.api.spec import (
     DEFAULT_SAMPLING,
     MAX_OBJECTIVE_MS,
     Truncation,
 )
-from engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
-from engine.core.objectives import Objectives
-from engine.core.types import Grammar, SamplingParams
+from raydix.engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.types import Grammar, SamplingParams
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@
 | `json_schema`, `regex`, `ebnf`, `structural_tag` | SGLang | one of these, each a string |
 
 A request has one form at most. Sizes and OpenAI's rules for `strict` are checked here; the grammar itself is checked
-where its library is (`actors.ingress.grammar_check`).
+where its library is (`raydix.actors.ingress.grammar_check`).
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from engine.api.grammars import (
+from raydix.engine.api.grammars import (
     MAX_GRAMMAR_CHARS,
     object_of,
     require,
@@ -25,11 +25,11 @@ from engine.api.grammars import (
     unicode_of,
     written_grammar,
 )
-from engine.api.known import GuidedFields
-from engine.api.structural_tags import TAG_KEYS, tag_grammar
-from engine.api.validation import StrictModel
-from engine.core.errors import RequestError
-from engine.core.types import Grammar, GrammarKind
+from raydix.engine.api.known import GuidedFields
+from raydix.engine.api.structural_tags import TAG_KEYS, tag_grammar
+from raydix.engine.api.validation import StrictModel
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.types import Grammar, GrammarKind
 
 MAX_CHOICES = 1000
 

@@ -17,20 +17,20 @@ from pydantic import (
     WrapValidator,
 )
 
-from engine.api.chat_prompts import ChatPromptFields
-from engine.api.fields import RequestId, SamplingFields
-from engine.api.normal_form import build_spec
-from engine.api.prompts import Label, Messages, OnePrompt, unicode_text
-from engine.api.reasoning import ReasoningFields
-from engine.api.responses import Usage
-from engine.api.spec import GenerationSpec
-from engine.api.tools import ToolFields
-from engine.api.validation import INTEGRAL, describe, request_error
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.errors import RequestError
-from engine.core.ingress.parsers.answer import AnswerMessage
-from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
-from engine.core.types import FinishReason, TokenLogprobs
+from raydix.engine.api.chat_prompts import ChatPromptFields
+from raydix.engine.api.fields import RequestId, SamplingFields
+from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.prompts import Label, Messages, OnePrompt, unicode_text
+from raydix.engine.api.reasoning import ReasoningFields
+from raydix.engine.api.responses import Usage
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.tools import ToolFields
+from raydix.engine.api.validation import INTEGRAL, describe, request_error
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage
+from raydix.engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
+from raydix.engine.core.types import FinishReason, TokenLogprobs
 
 _OF_CHATS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("store", "continue_final_message", "echo"), (False,)),

@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from engine.api.schemas import Schema, closed, shape_finding, strict_finding, subschemas
-from engine.api.validation import describe
-from engine.core.errors import RequestError
-from engine.core.types import Grammar, GrammarKind
+from raydix.engine.api.schemas import Schema, closed, shape_finding, strict_finding, subschemas
+from raydix.engine.api.validation import describe
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.types import Grammar, GrammarKind
 
 MAX_GRAMMAR_CHARS = 120_000
 OPTIONS_KEY = "x-guidance"

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from engine.core.errors import ContentEncodingError, MediaTypeError, PermissionDeniedError
+from raydix.engine.core.errors import ContentEncodingError, MediaTypeError, PermissionDeniedError
 
 JSON = "application/json"
 IDENTITY = "identity"

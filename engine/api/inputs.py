@@ -2,9 +2,9 @@
 
 from pydantic import Field
 
-from engine.api.fields import PromptFields, RequestId
-from engine.api.prompts import Label
-from engine.api.spec import GenerationSpec, Prompt
+from raydix.engine.api.fields import PromptFields, RequestId
+from raydix.engine.api.prompts import Label
+from raydix.engine.api.spec import GenerationSpec, Prompt
 
 
 class InputsFields(PromptFields):

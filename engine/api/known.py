@@ -7,7 +7,7 @@ its effect. A field of type `Ignored` is a hint: an answer without its effect is
 
 from typing import Annotated, Any
 
-from engine.api.validation import LenientModel, StrictModel, dropped, hint, only, renamed
+from raydix.engine.api.validation import LenientModel, StrictModel, dropped, hint, only, renamed
 
 Unsupported = Annotated[Any, only()]
 UnlessEmpty = Annotated[Any, only("", [], {})]

@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import orjson
 
-from engine.api.responses import Json
-from engine.api.slices import Sliced, array_of
-from engine.core.types import TokenLogprobs
+from raydix.engine.api.responses import Json
+from raydix.engine.api.slices import Sliced, array_of
+from raydix.engine.core.types import TokenLogprobs
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
 """The bytes a token id stands for."""

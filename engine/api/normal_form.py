@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from engine.api.fields import SamplingFields
-from engine.api.prompts import Message, continued_answers
-from engine.api.spec import GenerationSpec, Prompt, ReasoningUse, ToolUse
-from engine.api.validation import ignored_fields
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
-from engine.core.errors import RequestError
+from raydix.engine.api.fields import SamplingFields
+from raydix.engine.api.prompts import Message, continued_answers
+from raydix.engine.api.spec import GenerationSpec, Prompt, ReasoningUse, ToolUse
+from raydix.engine.api.validation import ignored_fields
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
+from raydix.engine.core.errors import RequestError
 
 MAX_CHOICES = 1024
 """Choices of one response: prompts times `n`."""

@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from engine.api.response_models import ErrorResponse
-from engine.api.responses import Json
-from engine.api.schema_words import Schema
-from engine.core.errors import AuthenticationError, PermissionDeniedError, RaydixError, ServiceError
+from raydix.engine.api.response_models import ErrorResponse
+from raydix.engine.api.responses import Json
+from raydix.engine.api.schema_words import Schema
+from raydix.engine.core.errors import AuthenticationError, PermissionDeniedError, RaydixError, ServiceError
 
 REF = "#/components/schemas/{model}"
 JSON = "application/json"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from engine.core.errors import RequestError
+from raydix.engine.core.errors import RequestError
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, StringConstraints
 
-from engine.api.known import KnownMessageFields
-from engine.api.spec import ChatMessage, ContinuedAnswer, Prompt
-from engine.api.validation import LenientModel, describe, name_all, problem
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.answers.transcripts import REFERENCE_PREFIX
-from engine.core.errors import RequestError
+from raydix.engine.api.known import KnownMessageFields
+from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, Prompt
+from raydix.engine.api.validation import LenientModel, describe, name_all, problem
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.answers.transcripts import REFERENCE_PREFIX
+from raydix.engine.core.errors import RequestError
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 1024

@@ -6,13 +6,13 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from engine.api.spec import GenerationSpec, ReasoningUse
-from engine.api.validation import INTEGRAL, StrictModel
-from engine.core.answers.lead import Lead
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.answers.reasoning_limit import ReasoningLimit
-from engine.core.errors import RequestError
-from engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_inside, ends_reasoning
+from raydix.engine.api.spec import GenerationSpec, ReasoningUse
+from raydix.engine.api.validation import INTEGRAL, StrictModel
+from raydix.engine.core.answers.lead import Lead
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.answers.reasoning_limit import ReasoningLimit
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, begins_inside, ends_reasoning
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -1,4 +1,5 @@
-"""A client's side of streams whose events have ids (`engine.api.resuming`): the place to go on from, and when to try.
+"""A client's side of streams whose events have ids (`raydix.engine.api.resuming`): the place to go on from, and when to
+try.
 
 No I/O and no clock: lines come from the client's connection, and times are arguments.
 """

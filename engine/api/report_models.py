@@ -1,10 +1,10 @@
-"""Shapes of reports about the server, for `/openapi.json`; as `engine.api.response_models`."""
+"""Shapes of reports about the server, for `/openapi.json`; as `raydix.engine.api.response_models`."""
 
 from typing import Any, Literal
 
 from pydantic import Field
 
-from engine.api.response_models import Model, Seconds, Shape
+from raydix.engine.api.response_models import Model, Seconds, Shape
 
 
 class Health(Shape):

@@ -1,24 +1,32 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions`.
 
 A field is supported, or harmless and ignored, or refused by name: nothing that would change the answer is dropped
-silently. Beside OpenAI's fields some of vLLM's are supported, under vLLM's names; `engine.api.known` has the others.
+silently. Beside OpenAI's fields some of vLLM's are supported, under vLLM's names; `raydix.engine.api.known` has the
+others.
 """
 
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
-from engine.api.chat_prompts import ChatPromptFields
-from engine.api.fields import RequestId, SamplingFields
-from engine.api.known import KnownChatFields, KnownCompletionFields, KnownFields, UnlessEmpty, UnlessFalse, Unsupported
-from engine.api.normal_form import build_spec
-from engine.api.prompts import GivenPrompt, Label, Message, Prompts, few_messages, unicode_text
-from engine.api.reasoning import ReasoningFields
-from engine.api.spec import GenerationSpec
-from engine.api.tools import ToolFields
-from engine.api.validation import INTEGRAL, NO_RULES, BodyRules, StrictModel, only, parse_body
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.errors import RequestError
+from raydix.engine.api.chat_prompts import ChatPromptFields
+from raydix.engine.api.fields import RequestId, SamplingFields
+from raydix.engine.api.known import (
+    KnownChatFields,
+    KnownCompletionFields,
+    KnownFields,
+    UnlessEmpty,
+    UnlessFalse,
+    Unsupported,
+)
+from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.prompts import GivenPrompt, Label, Message, Prompts, few_messages, unicode_text
+from raydix.engine.api.reasoning import ReasoningFields
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.tools import ToolFields
+from raydix.engine.api.validation import INTEGRAL, NO_RULES, BodyRules, StrictModel, only, parse_body
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.errors import RequestError
 
 
 class StreamOptions(StrictModel):

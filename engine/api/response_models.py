@@ -1,6 +1,7 @@
 """Shapes of responses, for `/openapi.json`.
 
-`engine.api.responses` and its neighbours write responses as bytes; a test holds those of the routes against the shapes.
+`raydix.engine.api.responses` and its neighbours write responses as bytes; a test holds those of the routes against the
+shapes.
 """
 
 from typing import Annotated, Literal, TypeAlias

@@ -1,8 +1,8 @@
 """OpenAI's response objects, as JSON bytes: whole answers, lists of models, errors.
 
-All objects of one response share a `ResponseHead`; `engine.api.stream` renders the same response in pieces. As vLLM's,
-each choice has a `stop_reason` and `token_ids`; `prompt_token_ids` and `prompt_logprobs` are in each choice of a
-completion and at the top level of a chat. A whole answer has null in place of what was not asked for.
+All objects of one response share a `ResponseHead`; `raydix.engine.api.stream` renders the same response in pieces. As
+vLLM's, each choice has a `stop_reason` and `token_ids`; `prompt_token_ids` and `prompt_logprobs` are in each choice of
+a completion and at the top level of a chat. A whole answer has null in place of what was not asked for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import Literal, TypeAlias
 
 import orjson
 
-from engine.api.slices import Sliced, array_of, document, ids_of, whole
-from engine.api.spec import GenerationSpec
-from engine.core.errors import RaydixError
-from engine.core.ingress.parsers.answer import AnswerMessage, Call
-from engine.core.types import BlockHash, FinishReason
+from raydix.engine.api.slices import Sliced, array_of, document, ids_of, whole
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage, Call
+from raydix.engine.core.types import BlockHash, FinishReason
 
 Json: TypeAlias = dict[str, object]
 
@@ -128,7 +128,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished answer. `logprobs` is an object of `engine.api.logprobs`; ids are given where asked for."""
+    """One finished answer. `logprobs` is an object of `raydix.engine.api.logprobs`; ids are given where asked for."""
 
     index: int
     text: str

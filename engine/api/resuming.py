@@ -25,12 +25,12 @@ from hashlib import blake2b
 from typing import NamedTuple
 from zlib import crc32
 
-from engine.api.fields import REQUEST_ID_PATTERN
-from engine.api.reconnecting import BEGINNING, HEADER
-from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
-from engine.core.answers.prompt_form import MODEL_TEMPLATE
-from engine.core.errors import AnswerChangedError, RequestError
-from engine.core.objectives import NO_OBJECTIVES
+from raydix.engine.api.fields import REQUEST_ID_PATTERN
+from raydix.engine.api.reconnecting import BEGINNING, HEADER
+from raydix.engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE
+from raydix.engine.core.errors import AnswerChangedError, RequestError
+from raydix.engine.core.objectives import NO_OBJECTIVES
 
 MAX_CHOICES = 64
 """Choices of a stream with ids: each id has a place of every choice."""

@@ -5,14 +5,14 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, RootModel
 
-from engine.api.anthropic.requests import parse_count, parse_messages
-from engine.api.embeddings import EmbeddingsRequest, parse_embeddings
-from engine.api.openai_responses.requests import parse_responses
-from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from engine.api.scoring import parse_generative_scoring, parse_score
-from engine.api.spec import GenerationSpec
-from engine.api.validation import NO_RULES, BodyRules, LenientModel, parse_body
-from engine.core.errors import RequestError
+from raydix.engine.api.anthropic.requests import parse_count, parse_messages
+from raydix.engine.api.embeddings import EmbeddingsRequest, parse_embeddings
+from raydix.engine.api.openai_responses.requests import parse_responses
+from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
+from raydix.engine.api.scoring import parse_generative_scoring, parse_score
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.validation import NO_RULES, BodyRules, LenientModel, parse_body
+from raydix.engine.core.errors import RequestError
 
 Route: TypeAlias = Literal[
     "completion",

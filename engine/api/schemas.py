@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from engine.api.validation import describe
+from raydix.engine.api.validation import describe
 
 MAX_DEPTH = 64
 """Nesting of a schema's JSON."""

@@ -16,15 +16,15 @@ from typing import Annotated, ClassVar
 import orjson
 from pydantic import Field
 
-from engine.api.fields import TokenId
-from engine.api.inputs import InputsFields
-from engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
-from engine.api.prompts import Inputs, OnePrompt
-from engine.api.responses import Json, ResponseHead, Usage
-from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, LabelScoring, Prompt, ScoreForm
-from engine.api.validation import NO_RULES, BodyRules, ignored_fields, parse_body
-from engine.core.errors import RequestError
-from engine.core.types import TokenLogprobs
+from raydix.engine.api.fields import TokenId
+from raydix.engine.api.inputs import InputsFields
+from raydix.engine.api.known import Ignored, UnlessEmpty, UnlessFalse, Unsupported
+from raydix.engine.api.prompts import Inputs, OnePrompt
+from raydix.engine.api.responses import Json, ResponseHead, Usage
+from raydix.engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, LabelScoring, Prompt, ScoreForm
+from raydix.engine.api.validation import NO_RULES, BodyRules, ignored_fields, parse_body
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.types import TokenLogprobs
 
 MAX_LABELS = 128
 MAX_JOINED = 1 << 22

@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from engine.api.validation import name_all
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
-from engine.core.errors import ContextLengthError, RequestError
-from engine.core.objectives import NO_OBJECTIVES, Objectives
-from engine.core.types import SamplingParams
+from raydix.engine.api.validation import name_all
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
+from raydix.engine.core.errors import ContextLengthError, RequestError
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
+from raydix.engine.core.types import SamplingParams
 
 Prompt: TypeAlias = str | tuple[int, ...]
 Api: TypeAlias = Literal["openai", "messages", "responses"]

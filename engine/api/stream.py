@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import orjson
 
-from engine.api.responses import Json, ResponseHead, Usage, error_body, wire_finish_reason
-from engine.api.slices import ids_of, whole
-from engine.core.errors import RaydixError
-from engine.core.ingress.parsers.answer import AnswerMessage
-from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
-from engine.core.types import FinishReason
+from raydix.engine.api.responses import Json, ResponseHead, Usage, error_body, wire_finish_reason
+from raydix.engine.api.slices import ids_of, whole
+from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage
+from raydix.engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
+from raydix.engine.core.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
 

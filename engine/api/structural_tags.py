@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.api.grammars import require, schema_grammar, short, source_of, unicode_of, written_grammar
-from engine.api.validation import describe
-from engine.core.types import Grammar, GrammarKind
+from raydix.engine.api.grammars import require, schema_grammar, short, source_of, unicode_of, written_grammar
+from raydix.engine.api.validation import describe
+from raydix.engine.core.types import Grammar, GrammarKind
 
 MAX_STRUCTURES = 128
 MAX_NESTED = 16

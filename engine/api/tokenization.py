@@ -7,13 +7,13 @@ from typing import Annotated, Any
 import orjson
 from pydantic import ConfigDict, Field
 
-from engine.api.fields import TemplateFields
-from engine.api.known import UnlessEmpty, Unsupported
-from engine.api.prompts import Label, Messages, TokenIds, chat_end
-from engine.api.spec import GenerationSpec
-from engine.api.tools import OfferedTools
-from engine.api.validation import StrictModel, only, parse_body
-from engine.core.errors import RequestError
+from raydix.engine.api.fields import TemplateFields
+from raydix.engine.api.known import UnlessEmpty, Unsupported
+from raydix.engine.api.prompts import Label, Messages, TokenIds, chat_end
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.tools import OfferedTools
+from raydix.engine.api.validation import StrictModel, only, parse_body
+from raydix.engine.core.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)

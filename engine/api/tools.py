@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
-from engine.api.grammars import schema_grammar
-from engine.api.spec import ToolUse
-from engine.api.validation import LenientModel, StrictModel, describe, problem
-from engine.core.errors import RequestError
-from engine.core.ingress.parsers.forms import CallForm, CallGrammar
-from engine.core.types import Grammar, GrammarKind
+from raydix.engine.api.grammars import schema_grammar
+from raydix.engine.api.spec import ToolUse
+from raydix.engine.api.validation import LenientModel, StrictModel, describe, problem
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers.forms import CallForm, CallGrammar
+from raydix.engine.core.types import Grammar, GrammarKind
 
 MAX_TOOLS = 1024
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]

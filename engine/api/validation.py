@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
-from engine.core.errors import RequestError
+from raydix.engine.core.errors import RequestError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

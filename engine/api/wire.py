@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from engine.api.responses import error_body
-from engine.api.stream import error_event
-from engine.core.errors import RaydixError
+from raydix.engine.api.responses import error_body
+from raydix.engine.api.stream import error_event
+from raydix.engine.core.errors import RaydixError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Batches of tenants, in folders beside the files (`engine.batches.file_store`).
+"""Batches of tenants, in folders beside the files (`raydix.engine.batches.file_store`).
 
     open/<tenant>~<batch id>/                 a batch under way
         batch.json                            the request; never changed
@@ -25,12 +25,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.api.batches import BatchRecord, BatchRequest
-from engine.batches.disk import make_folder, move, sync_folder, write
-from engine.batches.file_store import OPEN, FileStore, entries, new_file_id
-from engine.core.batches.batch_run import Progress
-from engine.core.batches.records import Problem, Status
-from engine.core.errors import NotFoundError, RequestError
+from raydix.engine.api.batches import BatchRecord, BatchRequest
+from raydix.engine.batches.disk import make_folder, move, sync_folder, write
+from raydix.engine.batches.file_store import OPEN, FileStore, entries, new_file_id
+from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.batches.records import Problem, Status
+from raydix.engine.core.errors import NotFoundError, RequestError
 
 BATCH_ID = re.compile("batch_[0-9a-f]{32}")
 BATCH, PROGRESS, INPUT, JOURNAL, CANCEL, LOCK = "batch.json", "progress.json", "input", "journal", "cancel", "lock"

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from engine.api.batches import FileRecord
-from engine.batches.batch_store import INPUT, JOURNAL, BatchStore, StoredBatch
-from engine.batches.file_store import FileStore
-from engine.batches.journal import Journal
-from engine.batches.lines import Input, LineLimits, read_beside
-from engine.batches.output import answers, errors
-from engine.batches.runner import Answer, Runner, Slots
-from engine.core.batches.batch_run import BatchRun, Progress
-from engine.core.batches.records import Problem, Record
+from raydix.engine.api.batches import FileRecord
+from raydix.engine.batches.batch_store import INPUT, JOURNAL, BatchStore, StoredBatch
+from raydix.engine.batches.file_store import FileStore
+from raydix.engine.batches.journal import Journal
+from raydix.engine.batches.lines import Input, LineLimits, read_beside
+from raydix.engine.batches.output import answers, errors
+from raydix.engine.batches.runner import Answer, Runner, Slots
+from raydix.engine.core.batches.batch_run import BatchRun, Progress
+from raydix.engine.core.batches.records import Problem, Record
 
 OBSERVE_S = 1.0
 """Pause between two looks at the disk: for a cancellation, and to show the progress."""

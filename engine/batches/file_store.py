@@ -22,14 +22,14 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
 
-from engine.api.batches import FileRecord
-from engine.batches.disk import create, make_folder, move, sync, write
-from engine.core.errors import BodyTooLargeError, NotFoundError, OverloadedError
+from raydix.engine.api.batches import FileRecord
+from raydix.engine.batches.disk import create, make_folder, move, sync, write
+from raydix.engine.core.errors import BodyTooLargeError, NotFoundError, OverloadedError
 
 FILE_ID = re.compile("file-[0-9a-f]{32}")
 RECORD, CONTENT = "record.json", "content"
 OPEN = "open"
-"""Folder of the batches under way (`engine.batches.batch_store`)."""
+"""Folder of the batches under way (`raydix.engine.batches.batch_store`)."""
 STALE_S = 86_400
 """Age of an unfinished file that nobody writes any more."""
 

@@ -1,4 +1,4 @@
-"""The journal of a batch: an append-only file of records (`engine.core.batches.records`), answers included.
+"""The journal of a batch: an append-only file of records (`raydix.engine.core.batches.records`), answers included.
 
 A record is the kernel's when `append` returns, so SIGKILL loses nothing. Changes of state are on the disk then;
 answers about a second later, so a crash of the machine costs the answers of the last second; their lines run again.
@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.batches.disk import sync_folder
-from engine.core.batches.records import Answered, Record, decode, encode
+from raydix.engine.batches.disk import sync_folder
+from raydix.engine.core.batches.records import Answered, Record, decode, encode
 
 SYNC_S = 1.0
 """Pause between two syncs of answers."""

@@ -17,9 +17,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.api.batches import Endpoint, Line, body_place, parse_line
-from engine.core.batches.ordering import PrefixOrder
-from engine.core.batches.records import Problem
+from raydix.engine.api.batches import Endpoint, Line, body_place, parse_line
+from raydix.engine.core.batches.ordering import PrefixOrder
+from raydix.engine.core.batches.records import Problem
 
 MAX_PROBLEMS = 100
 """Most problems told of one file."""
@@ -132,7 +132,7 @@ def _read_and_answer() -> None:
     os.nice(NICENESS)
     path, endpoint, limits = pickle.load(sys.stdin.buffer)
     # As this module is imported by others: classes of a main module cannot be unpickled elsewhere.
-    from engine.batches.lines import read_input
+    from raydix.engine.batches.lines import read_input
 
     try:
         found: Input | list[Problem] | OSError = read_input(path, endpoint, limits, rest=None)

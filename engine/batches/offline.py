@@ -19,14 +19,14 @@ from pathlib import Path
 
 import orjson
 
-from engine.batches.disk import replaced
-from engine.batches.journal import Journal
-from engine.batches.lines import Input, read_input
-from engine.batches.output import answers, errors
-from engine.batches.runner import Answer, FixedSlots, Runner
-from engine.core.batches.batch_run import BatchRun, Progress
-from engine.core.batches.records import Problem, Record
-from engine.core.errors import RequestError
+from raydix.engine.batches.disk import replaced
+from raydix.engine.batches.journal import Journal
+from raydix.engine.batches.lines import Input, read_input
+from raydix.engine.batches.output import answers, errors
+from raydix.engine.batches.runner import Answer, FixedSlots, Runner
+from raydix.engine.core.batches.batch_run import BatchRun, Progress
+from raydix.engine.core.batches.records import Problem, Record
+from raydix.engine.core.errors import RequestError
 
 SHOWN_PROBLEMS = 10
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from hashlib import blake2b
 
-from engine.api.batches import unanswered_line
-from engine.batches.journal import Journal
-from engine.batches.lines import Input
-from engine.core.batches.batch_run import BatchRun
-from engine.core.batches.records import Status
+from raydix.engine.api.batches import unanswered_line
+from raydix.engine.batches.journal import Journal
+from raydix.engine.batches.lines import Input
+from raydix.engine.core.batches.batch_run import BatchRun
+from raydix.engine.core.batches.records import Status
 
 
 def line_id(batch_id: str, number: int) -> str:

@@ -5,12 +5,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from engine.api.batches import LineAnswer, output_line
-from engine.batches.journal import Journal
-from engine.batches.lines import Input
-from engine.batches.output import line_id
-from engine.core.batches.batch_run import BatchRun
-from engine.core.batches.records import Record
+from raydix.engine.api.batches import LineAnswer, output_line
+from raydix.engine.batches.journal import Journal
+from raydix.engine.batches.lines import Input
+from raydix.engine.batches.output import line_id
+from raydix.engine.core.batches.batch_run import BatchRun
+from raydix.engine.core.batches.records import Record
 
 Answer: TypeAlias = Callable[[str, bytes], Awaitable[LineAnswer]]
 """Gives the response to a body at a route; never raises."""

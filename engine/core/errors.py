@@ -9,7 +9,7 @@ Both carry an HTTP status and a stable `code`; one handler in the ingress turns 
 import math
 from typing import Self
 
-from engine.core.objectives import Late
+from raydix.engine.core.objectives import Late
 
 
 class RaydixError(Exception):

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engine.core.types import BlockHash, Salt
+from raydix.engine.core.types import BlockHash, Salt
 
 DIGEST_BYTES = 16
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from engine.core.eviction.policies import EvictionPolicy
-from engine.core.tenants import Tenant
-from engine.core.types import DraftSource
+from raydix.engine.core.eviction.policies import EvictionPolicy
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import DraftSource
 
 GIB = 1 << 30
 """Bytes."""

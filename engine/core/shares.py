@@ -7,7 +7,7 @@ and what one leaves goes to the others.
 
 from collections.abc import Iterable, Mapping
 
-from engine.core.tenants import Tenant
+from raydix.engine.core.tenants import Tenant
 
 
 class Shares:

@@ -1,7 +1,7 @@
 """Last signs of life of other processes, to notice silent ones.
 
 A process that is slow is not dead: one that answers nothing but was seen to compute (its node's kernel can tell, see
-`actors.processes`) is not silent for `COMPUTING_S` behind its last answer.
+`raydix.actors.processes`) is not silent for `COMPUTING_S` behind its last answer.
 """
 
 from collections.abc import Iterator

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 
-from engine.core.errors import AuthenticationError, RequestError
-from engine.core.eviction.queue import Quota
-from engine.core.hashing import DIGEST_BYTES
-from engine.core.types import Salt
+from raydix.engine.core.errors import AuthenticationError, RequestError
+from raydix.engine.core.eviction.queue import Quota
+from raydix.engine.core.hashing import DIGEST_BYTES
+from raydix.engine.core.types import Salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Tenant:
     min_priority: int | None = None
     """Lowest, most urgent `priority` of its requests; None: any."""
     weight: float = 1.0
-    """Its part of what tenants share, in the ratio of all weights: memory (`engine.core.shares`) and computing."""
+    """Its part of what tenants share, in the ratio of all weights: memory (`raydix.engine.core.shares`) and
+    computing."""
 
     def require_priority(self, priority: int) -> None:
         """Raise RequestError for a priority with which a request would go before more urgent tenants' requests."""

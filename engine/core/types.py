@@ -6,13 +6,13 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
-from engine.core.answers.continuations import BegunAnswer
-from engine.core.answers.lead import Lead
-from engine.core.answers.reasoning_limit import ReasoningLimit
-from engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
+from raydix.engine.core.answers.continuations import BegunAnswer
+from raydix.engine.core.answers.lead import Lead
+from raydix.engine.core.answers.reasoning_limit import ReasoningLimit
+from raydix.engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
 
 BlockHash: TypeAlias = bytes
-"""16-byte digest of a block: its tokens, all tokens before them, and the model (`engine.core.hashing`)."""
+"""16-byte digest of a block: its tokens, all tokens before them, and the model (`raydix.engine.core.hashing`)."""
 
 GRAMMAR_DIGEST_BYTES = 16
 
@@ -95,8 +95,8 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar as the client wrote it, until reading its request (`actors.ingress.grammar_check`) has checked it and
-    brought it into canonical form (`engine.model.grammar_source`)."""
+    """A grammar as the client wrote it, until reading its request (`raydix.actors.ingress.grammar_check`) has checked
+    it and brought it into canonical form (`raydix.engine.model.grammar_source`)."""
 
     kind: GrammarKind
     source: str
@@ -127,7 +127,7 @@ class DraftSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Rules for choosing tokens and ending generation. Validated where requests enter (`engine.api`)."""
+    """Rules for choosing tokens and ending generation. Validated where requests enter (`raydix.engine.api`)."""
 
     max_tokens: int
     """0: the request ends when its prompt is computed."""
@@ -188,7 +188,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Salt:
-    """Sharing domain of a sequence's KV; the ingress derives it from the tenant (`engine.core.tenants`)."""
+    """Sharing domain of a sequence's KV; the ingress derives it from the tenant (`raydix.engine.core.tenants`)."""
 
     private: bytes = b""
     """Blocks are shared among sequences of the same value."""
@@ -198,7 +198,8 @@ class Salt:
 
 @dataclass(frozen=True, slots=True)
 class CacheMark:
-    """A place in a prompt: the KV before it is to be kept longer than the rest (`engine.core.eviction.retention`)."""
+    """A place in a prompt: the KV before it is to be kept longer than the rest
+    (`raydix.engine.core.eviction.retention`)."""
 
     num_blocks: int
     """Blocks up to the mark, with the one in which the mark lies."""
@@ -273,7 +274,8 @@ class Assignment:
     continuations: tuple[bytes, ...] = ()
     """As `Admission.continuations`, for drafts, too."""
     is_suspect: bool = False
-    """True if a worker may have died or fallen silent by this request: it begins alone (`engine.model.isolation`)."""
+    """True if a worker may have died or fallen silent by this request: it begins alone
+    (`raydix.engine.model.isolation`)."""
 
 
 class TokenEvent(NamedTuple):
@@ -472,7 +474,7 @@ class Ended:
 
 
 NoteWork: TypeAlias = Callable[[Sequence[str]], None]
-"""Notes the ids of the requests that the calling thread computes for from now on (`actors.last_words`)."""
+"""Notes the ids of the requests that the calling thread computes for from now on (`raydix.actors.last_words`)."""
 
 
 def note_nothing(request_ids: Sequence[str]) -> None:

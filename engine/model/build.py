@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.errors import StartupError
-from engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
-from engine.core.worker.block_pool import pool_of
-from engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
-from engine.core.worker.drafts.drafter import Drafter
-from engine.model.config import ModelConfig
-from engine.model.cuda import CudaGraphs
-from engine.model.cuda_kv_pool import CudaKVPool
-from engine.model.cuda_runner import CudaRunner, graph_shapes
-from engine.model.decoder import Decoder
-from engine.model.device_memory import CudaMemory, measured_pool_bytes, unplanned_pool_bytes
-from engine.model.engine import Engine
-from engine.model.grammars import Grammars
-from engine.model.identity import ModelIdentity, identify, model_len
-from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner, NullRunner, Runner, made_up_step
-from engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes
-from engine.model.sources import NULL
-from engine.model.swap_space import SwapSpace
-from kernels.cpp import arithmetic
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import GIB, DraftLimits, EngineSettings, SchedulerLimits
+from raydix.engine.core.worker.block_pool import pool_of
+from raydix.engine.core.worker.drafts.budget import MAX_TOKENS as MAX_DRAFT_TOKENS
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.cuda import CudaGraphs
+from raydix.engine.model.cuda_kv_pool import CudaKVPool
+from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.device_memory import CudaMemory, measured_pool_bytes, unplanned_pool_bytes
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.identity import ModelIdentity, identify, model_len
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.runner import ModelRunner, NullRunner, Runner, made_up_step
+from raydix.engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes
+from raydix.engine.model.sources import NULL
+from raydix.engine.model.swap_space import SwapSpace
+from raydix.kernels.cpp import arithmetic
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -99,7 +99,7 @@ def make_grammars(folder: Path, vocab_size: int) -> Grammars:
     """The grammars of a model's worker; the library and the tokenizer are loaded with the first one."""
 
     def load() -> "LLTokenizer":
-        from engine.model.grammar_tokenizer import load_tokenizer
+        from raydix.engine.model.grammar_tokenizer import load_tokenizer
 
         return load_tokenizer(folder, vocab_size)
 

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
-from engine.core.answers.transcripts import EncodedText
-from engine.core.errors import RequestError
-from engine.model.tokenizer import RenderedChat, Tokenizer
-from engine.model.tool_texts import as_text
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
+from raydix.engine.core.answers.transcripts import EncodedText
+from raydix.engine.core.errors import RequestError
+from raydix.engine.model.tokenizer import RenderedChat, Tokenizer
+from raydix.engine.model.tool_texts import as_text
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -230,7 +230,8 @@ def renders_tools(tokenizer: Tokenizer, template: ChatTemplate = MODEL_TEMPLATE)
 
 
 def tool_format(tokenizer: Tokenizer) -> str:
-    """Name of the format in which the model writes calls, by its chat template (`engine.core.ingress.parsers`)."""
+    """Name of the format in which the model writes calls, by its chat template
+    (`raydix.engine.core.ingress.parsers`)."""
     if not tokenizer.has_chat_template or not renders_tools(tokenizer):
         return "hermes"  # as `tool_texts` asks for
     found = (name for mark, name in TOOL_MARKS if mark in tokenizer.chat_template)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from engine.core.errors import StartupError
+from raydix.engine.core.errors import StartupError
 
 JsonObject: TypeAlias = Mapping[str, Any]
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig
-from engine.model.cuda import CopyQueue, CudaCopyQueue
-from engine.model.kv_pool import ByteArray, KVPool, as_tensor
-from kernels.kv_pack import kv_pack
-from kernels.kv_unpack import kv_unpack
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.cuda import CopyQueue, CudaCopyQueue
+from raydix.engine.model.kv_pool import ByteArray, KVPool, as_tensor
+from raydix.kernels.kv_pack import kv_pack
+from raydix.kernels.kv_unpack import kv_unpack
 
 PIECE_BYTES = 16 << 20
 

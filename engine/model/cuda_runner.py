@@ -21,12 +21,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
-from engine.model.cuda import Graphs
-from engine.model.decoder import Decoder, ForwardBatch
-from engine.model.grammars import Grammars
-from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner, made_up_step
+from raydix.engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
+from raydix.engine.model.cuda import Graphs
+from raydix.engine.model.decoder import Decoder, ForwardBatch
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.runner import ModelRunner, made_up_step
 
 MAX_ROWS = 512
 MIN_TOKENS = 1024

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.core.settings import Quantization
-from engine.model.config import ModelConfig, RopeConfig
-from engine.model.families import read_config
-from engine.model.kv_pool import KVPool
-from engine.model.weights import Checkpoint, TensorSource
-from kernels.decoder_pass import DecoderPass, LayerWeights
-from kernels.linear import Layout, PackedLinear, linear, pack_weight
-from kernels.paged_attention import paged_attention
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotary_tables
-from kernels.rotary_kv_store import rotary_kv_store
-from kernels.silu_and_mul import silu_and_mul
+from raydix.engine.core.settings import Quantization
+from raydix.engine.model.config import ModelConfig, RopeConfig
+from raydix.engine.model.families import read_config
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.weights import Checkpoint, TensorSource
+from raydix.kernels.decoder_pass import DecoderPass, LayerWeights
+from raydix.kernels.linear import Layout, PackedLinear, linear, pack_weight
+from raydix.kernels.paged_attention import paged_attention
+from raydix.kernels.rms_norm import rms_norm
+from raydix.kernels.rotary import rotary_tables
+from raydix.kernels.rotary_kv_store import rotary_kv_store
+from raydix.kernels.silu_and_mul import silu_and_mul
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Decoder:
 
     @property
     def runs_in_one_call(self) -> bool:
-        """True if a batch goes through all layers in one call of the kernels, see `kernels.decoder_pass`."""
+        """True if a batch goes through all layers in one call of the kernels, see `raydix.kernels.decoder_pass`."""
         return self._pass is not None
 
     @property

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from engine.model.host_memory import host_memory
+from raydix.engine.model.host_memory import host_memory
 
 SHARE = 0.9
 """Share of a GPU's memory that may be used."""

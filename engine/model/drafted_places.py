@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from engine.core.answers.lead import Inside
-from engine.model.lead_masks import LeadMasks
-from engine.model.masks import Mask
+from raydix.engine.core.answers.lead import Inside
+from raydix.engine.model.lead_masks import LeadMasks
+from raydix.engine.model.masks import Mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from engine.model.matcher import Matcher
+    from raydix.engine.model.matcher import Matcher
 
     MaskJob: TypeAlias = tuple[LLMatcher, int, list[int]]
     """A matcher, the number of its mask, and the tokens behind each of which another mask is wanted."""

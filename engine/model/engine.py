@@ -12,12 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.costs import StepShape
-from engine.core.hashing import root_hash
-from engine.core.log_fields import about
-from engine.core.settings import SchedulerLimits
-from engine.core.tenants import Tenant
-from engine.core.types import (
+from raydix.engine.core.costs import StepShape
+from raydix.engine.core.hashing import root_hash
+from raydix.engine.core.log_fields import about
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import (
     Assignment,
     BlockHash,
     FinishReason,
@@ -27,25 +27,25 @@ from engine.core.types import (
     TokenEvent,
     note_nothing,
 )
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.step import ExportedBlocks, SchedulerOutput
-from engine.core.worker.swap_policy import SwapPolicy
-from engine.core.worker.transfers import IncomingBlocks
-from engine.model.grammars import Grammars
-from engine.model.isolation import run_isolated, still_runs
-from engine.model.runner import Runner
-from engine.model.segments import Bytes, checksum
-from engine.model.swap_space import ProcessMemory, SwapSpace
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.step import ExportedBlocks, SchedulerOutput
+from raydix.engine.core.worker.swap_policy import SwapPolicy
+from raydix.engine.core.worker.transfers import IncomingBlocks
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.isolation import run_isolated, still_runs
+from raydix.engine.model.runner import Runner
+from raydix.engine.model.segments import Bytes, checksum
+from raydix.engine.model.swap_space import ProcessMemory, SwapSpace
 
 logger = logging.getLogger(__name__)
 
 
 class BlockStore(Protocol):
-    """The bytes of the blocks; `engine.model.kv_pool.KVPool` is the implementation with a model behind it."""
+    """The bytes of the blocks; `raydix.engine.model.kv_pool.KVPool` is the implementation with a model behind it."""
 
     block_bytes: int
 

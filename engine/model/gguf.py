@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.core.errors import StartupError
-from engine.model.config import unsupported
-from engine.model.families import FAMILIES
-from engine.model.gguf_settings import ArrayOf, read_settings
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import unsupported
+from raydix.engine.model.families import FAMILIES
+from raydix.engine.model.gguf_settings import ArrayOf, read_settings
 
 if TYPE_CHECKING:
     import torch  # nobody waits for it who only reads a description
@@ -269,7 +269,7 @@ def write_tokenizer(path: Path, folder: Path, *, pre_tokenizer: str) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    from engine.model.tokenizer import quiet_transformers
+    from raydix.engine.model.tokenizer import quiet_transformers
 
     with quiet_transformers():
         try:

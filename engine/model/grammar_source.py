@@ -17,9 +17,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.core.ingress.parsers.forms import with_white_space
-from engine.core.types import Grammar, GrammarKind
-from engine.model.grammar_tokens import (
+from raydix.engine.core.ingress.parsers.forms import with_white_space
+from raydix.engine.core.types import Grammar, GrammarKind
+from raydix.engine.model.grammar_tokens import (
     Tokens,
     begins_with_token,
     lark_with_tokens,

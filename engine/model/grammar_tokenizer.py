@@ -4,9 +4,9 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
-from engine.core.errors import StartupError
-from engine.model.grammar_source import GrammarError, first_words
-from engine.model.tokenizer import Tokenizer
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.grammar_source import GrammarError, first_words
+from raydix.engine.model.tokenizer import Tokenizer
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:

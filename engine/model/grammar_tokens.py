@@ -6,7 +6,7 @@ what it never writes. So the text is replaced by the token's id, `<[151657]>` in
 
 | of | replaced |
 |---|---|
-| structural tags | everywhere (`engine.model.grammar_source`) |
+| structural tags | everywhere (`raydix.engine.model.grammar_source`) |
 | Lark and EBNF | in the quoted texts of rules; those of terminals are parts of a regular expression |
 | regular expressions | outside groups and classes, in an expression without alternatives there |
 """

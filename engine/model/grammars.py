@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from engine.core.types import Grammar, NoteWork, note_nothing
-from engine.core.worker.drafts.forms import Choose, FormToken
-from engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
-from engine.model.drafted_places import DraftedPlace, led_place
-from engine.model.lead_masks import LeadMasks
-from engine.model.masks import Mask, Masks, early_stops, num_words, restrict
-from engine.model.time_share import Stopwatch, TimeShare
+from raydix.engine.core.types import Grammar, NoteWork, note_nothing
+from raydix.engine.core.worker.drafts.forms import Choose, FormToken
+from raydix.engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
+from raydix.engine.model.drafted_places import DraftedPlace, led_place
+from raydix.engine.model.lead_masks import LeadMasks
+from raydix.engine.model.masks import Mask, Masks, early_stops, num_words, restrict
+from raydix.engine.model.time_share import Stopwatch, TimeShare
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-    from engine.model.drafted_places import MaskJob
-    from engine.model.matcher import Matcher
+    from raydix.engine.model.drafted_places import MaskJob
+    from raydix.engine.model.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Grammars:
         GrammarError if it cannot be compiled."""
         from llguidance import LLMatcher
 
-        from engine.model.grammar_source import GrammarError, first_words, limits, native_source
+        from raydix.engine.model.grammar_source import GrammarError, first_words, limits, native_source
 
         with self._loading:
             if self._tokenizer is None:
@@ -313,7 +313,7 @@ class Grammars:
 
     def _followed_or_renewed(self, request: Row) -> "Matcher":
         """Return the matcher of a request, moved on, or a new one if the old one fails. Raises GrammarError."""
-        from engine.model.grammar_source import GrammarError
+        from raydix.engine.model.grammar_source import GrammarError
 
         try:
             return self._followed(request)
@@ -439,7 +439,7 @@ class Grammars:
         return matcher
 
     def _begin_matcher(self, request: Row, grammar: Grammar, compiled: "LLMatcher") -> "Matcher":
-        from engine.model.matcher import Matcher
+        from raydix.engine.model.matcher import Matcher
 
         matcher = Matcher(compiled, grammar.lead, self._table or ())
         matcher.is_hard = grammar.digest in self._hard

@@ -11,13 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.core.errors import StartupError
-from engine.core.settings import Quantization
-from engine.model.config import ModelConfig
-from engine.model.families import read_config
-from engine.model.sources import NULL, resolve_model
-from engine.model.stored_tensors import StoredTensor, read_headers
-from engine.model.token_ids import num_token_ids
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import Quantization
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.families import read_config
+from raydix.engine.model.sources import NULL, resolve_model
+from raydix.engine.model.stored_tensors import StoredTensor, read_headers
+from raydix.engine.model.token_ids import num_token_ids
 
 _SAMPLE_BYTES = 4096
 

@@ -7,7 +7,7 @@ depend on each other, so the other requests get the same tokens as without the f
 
 Some requests do not raise: they end the process, or keep it to themselves for ever. A *suspect* is a request for which
 a worker perhaps did so. It is run alone in its first steps, so that the last words of this worker would name it and
-nobody else (`engine.core.ingress.dispatch`). A failure comes again at the same place, so a few tokens suffice.
+nobody else (`raydix.engine.core.ingress.dispatch`). A failure comes again at the same place, so a few tokens suffice.
 """
 
 import logging
@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from engine.core.types import NoteWork, note_nothing
-from engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
-from engine.model.runner import Runner
+from raydix.engine.core.types import NoteWork, note_nothing
+from raydix.engine.core.worker.step import RunnerOutput, ScheduledChunk, SchedulerOutput
+from raydix.engine.model.runner import Runner
 
 logger = logging.getLogger(__name__)
 

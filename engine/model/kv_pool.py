@@ -1,7 +1,7 @@
 """The paged KV cache: one tensor of blocks.
 
 This module knows positions in memory only; the block pool knows the request or prefix of a block
-(`engine.core.worker.block_pool`).
+(`raydix.engine.core.worker.block_pool`).
 """
 
 import ctypes
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig
-from kernels.cpp import prefer_huge_pages
-from kernels.kv_pack import kv_pack
-from kernels.kv_unpack import kv_unpack
+from raydix.engine.model.config import ModelConfig
+from raydix.kernels.cpp import prefer_huge_pages
+from raydix.kernels.kv_pack import kv_pack
+from raydix.kernels.kv_unpack import kv_unpack
 
 ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 

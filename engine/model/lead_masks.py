@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from engine.core.answers.lead import Before, Behind, Inside, Lead
-from engine.model.masks import Mask, mask_of
+from raydix.engine.core.answers.lead import Before, Behind, Inside, Lead
+from raydix.engine.model.masks import Mask, mask_of
 
 
 class LeadMasks:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.types import BlockHash, EvictionReason, Role, TokenEvent
-from engine.model.engine import Engine, StepResult
+from raydix.engine.core.types import BlockHash, EvictionReason, Role, TokenEvent
+from raydix.engine.model.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from engine.core.answers.reasoning_limit import MAX_BEFORE
-from engine.core.worker.drafts.rows import Row
+from raydix.engine.core.answers.reasoning_limit import MAX_BEFORE
+from raydix.engine.core.worker.drafts.rows import Row
 
 Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 """[num_words]"""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher
 
-from engine.core.answers.lead import Before, Behind, Inside, Lead
-from engine.core.worker.drafts.forms import CERTAIN, Choose, FormToken
-from engine.model.grammar_source import GrammarError, first_words
+from raydix.engine.core.answers.lead import Before, Behind, Inside, Lead
+from raydix.engine.core.worker.drafts.forms import CERTAIN, Choose, FormToken
+from raydix.engine.model.grammar_source import GrammarError, first_words
 
 FEW = 256
 """Most tokens of which one is chosen. Between two texts more are allowed: every token that begins one of them."""

@@ -1,12 +1,12 @@
-"""From hidden states to a prompt's pooled one: sums in float64, row after row (`engine.core.worker.pooling`)."""
+"""From hidden states to a prompt's pooled one: sums in float64, row after row (`raydix.engine.core.worker.pooling`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.types import Pooling
-from engine.core.worker.step import ScheduledChunk
+from raydix.engine.core.types import Pooling
+from raydix.engine.core.worker.step import ScheduledChunk
 
 
 def sums_of(chunk: ScheduledChunk, rows: npt.NDArray[np.float32]) -> list[bytes]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable
 
-from engine.core.settings import EngineSettings
-from engine.model.sources import resolve_model
-from kernels.cpp.loader import cpu_ops, is_at_hand
+from raydix.engine.core.settings import EngineSettings
+from raydix.engine.model.sources import resolve_model
+from raydix.kernels.cpp.loader import cpu_ops, is_at_hand
 
 
 def prepare(engines: Iterable[EngineSettings], progress: Callable[[str], None]) -> None:

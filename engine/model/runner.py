@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.hashing import BlockChain, root_hash
-from engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
-from engine.core.worker.drafts.rows import rows_of, sampled_by_request
-from engine.core.worker.request import Request
-from engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
-from engine.model.cuda import upload
-from engine.model.decoder import Decoder, ForwardBatch
-from engine.model.grammars import Grammars
-from engine.model.kv_pool import KVPool
-from engine.model.pooling import pooled_states, sums_of
-from engine.model.sampler import sample_requests, score_tokens
-from engine.model.sizes import SCORED_ROWS
+from raydix.engine.core.hashing import BlockChain, root_hash
+from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
+from raydix.engine.core.worker.drafts.rows import rows_of, sampled_by_request
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput
+from raydix.engine.model.cuda import upload
+from raydix.engine.model.decoder import Decoder, ForwardBatch
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.pooling import pooled_states, sums_of
+from raydix.engine.model.sampler import sample_requests, score_tokens
+from raydix.engine.model.sizes import SCORED_ROWS
 
 
 class Runner(Protocol):

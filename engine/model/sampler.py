@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.core.types import SamplingParams, TokenLogprobs
-from engine.core.worker.drafts.rows import Row
-from engine.core.worker.step import SampledToken
-from engine.model.cuda import download, upload
-from engine.model.grammars import StepMasks
-from engine.model.masks import early_stops, num_words, own_mask
-from kernels.sample import Controls, LogitBias, Penalties, TokenMask, sample
-from kernels.sample.reference import adjusted_row
+from raydix.engine.core.types import SamplingParams, TokenLogprobs
+from raydix.engine.core.worker.drafts.rows import Row
+from raydix.engine.core.worker.step import SampledToken
+from raydix.engine.model.cuda import download, upload
+from raydix.engine.model.grammars import StepMasks
+from raydix.engine.model.masks import early_stops, num_words, own_mask
+from raydix.kernels.sample import Controls, LogitBias, Penalties, TokenMask, sample
+from raydix.kernels.sample.reference import adjusted_row
 
 MAX_RANKED = 20
 """Most tokens that the kernel ranks for one row."""

@@ -16,11 +16,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engine.core.errors import StartupError
-from engine.core.manager.disk_instructions import DamagedFileError
-from engine.core.types import Retention, SegmentHeader
-from engine.model.segments import Bytes, checksum
-from engine.model.sources import cache_folder
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.manager.disk_instructions import DamagedFileError
+from raydix.engine.core.types import Retention, SegmentHeader
+from raydix.engine.model.segments import Bytes, checksum
+from raydix.engine.model.sources import cache_folder
 
 logger = logging.getLogger(__name__)
 

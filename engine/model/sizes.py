@@ -6,9 +6,9 @@ Without torch, so that a model is checked before anything slow happens, its down
 import math
 from collections.abc import Iterable
 
-from engine.core.errors import StartupError
-from engine.core.settings import Quantization
-from engine.model.config import ModelConfig
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import Quantization
+from raydix.engine.model.config import ModelConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one number of each dtype that a model may compute in."""

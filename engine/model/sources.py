@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.core.errors import StartupError
-from engine.model.config import ModelConfig, read_json
-from engine.model.families import config_of, read_config
-from engine.model.sizes import check_names
-from engine.model.stored_tensors import WEIGHT_INDEX, text_names
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import ModelConfig, read_json
+from raydix.engine.model.families import config_of, read_config
+from raydix.engine.model.sizes import check_names
+from raydix.engine.model.stored_tensors import WEIGHT_INDEX, text_names
 
 _LOG = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def _gguf_description(path: Path) -> ModelConfig:
     folder = _converted_folder(path)
     if folder.is_dir():
         return read_config(folder)
-    from engine.model.gguf import GgufModel
+    from raydix.engine.model.gguf import GgufModel
 
     return config_of(GgufModel(path).config())
 
@@ -199,7 +199,7 @@ def _hub_file_description(repository: str, name: str, revision: str | None, *, p
     from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-    from engine.model.gguf import GgufBeginning
+    from raydix.engine.model.gguf import GgufBeginning
 
     if isinstance(held := try_to_load_from_cache(repository, name, revision=revision), str):
         return _gguf_description(Path(held))
@@ -319,7 +319,7 @@ def _converted_folder(path: Path) -> Path:
 
 
 def _convert(path: Path, folder: Path, progress: Progress) -> None:
-    from engine.model.gguf import write_model_folder
+    from raydix.engine.model.gguf import write_model_folder
 
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process: the holder of the lock owns it

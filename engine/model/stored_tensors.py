@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import StartupError
-from engine.model.config import read_json
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import read_json
 
 WEIGHT_INDEX = "model.safetensors.index.json"
 """The file of each tensor, where there are several files."""

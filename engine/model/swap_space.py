@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from engine.model.segments import Bytes
+from raydix.engine.model.segments import Bytes
 
 
 class SwapSpace(Protocol):

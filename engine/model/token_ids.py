@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import StartupError
-from engine.model.config import read_json
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import read_json
 
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 """Files of tokenizers in other formats than `tokenizers`'s own, which only transformers reads."""
@@ -29,7 +29,7 @@ def num_token_ids(folder: Path) -> int | None:
             raise StartupError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
     if any((folder / name).is_file() for name in OTHER_TOKENIZERS):
-        from engine.model.tokenizer import Tokenizer  # transformers comes with it
+        from raydix.engine.model.tokenizer import Tokenizer  # transformers comes with it
 
         return Tokenizer(folder).vocab_size
     return None

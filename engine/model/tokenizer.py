@@ -18,11 +18,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
-from engine.core.answers.transcripts import EncodedText
-from engine.core.errors import RequestError, StartupError
-from engine.model.config import read_json
-from engine.model.plain_text import mark_names, names_pattern
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
+from raydix.engine.core.answers.transcripts import EncodedText
+from raydix.engine.core.errors import RequestError, StartupError
+from raydix.engine.model.config import read_json
+from raydix.engine.model.plain_text import mark_names, names_pattern
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.core.errors import StartupError
-from engine.model.config import ModelConfig
-from engine.model.sizes import check_names, expected_shapes
-from engine.model.stored_tensors import StoredTensor, read_headers
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.sizes import check_names, expected_shapes
+from raydix.engine.model.stored_tensors import StoredTensor, read_headers
 
 _DTYPES = ("BF16", "F16", "F32")
 

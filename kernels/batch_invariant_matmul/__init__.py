@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.batch_invariant_matmul.reference import batch_invariant_matmul_reference
+from raydix.kernels.batch_invariant_matmul.reference import batch_invariant_matmul_reference
 
 __all__ = ["batch_invariant_matmul"]
 
@@ -12,8 +12,8 @@ def batch_invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None
 
     `weight`: [out_features, in_features]; `bias`: [out_features]. Float32 accumulation, rounded once. On a GPU each
     row's bits depend on the row, `weight` and `bias` only: the order of summation is fixed by the shape of `weight`. On
-    CPU this is the specification; `kernels.linear`, which has the same property, serves there. Raises `ValueError` on
-    wrong shapes and `TypeError` on wrong dtypes.
+    CPU this is the specification; `raydix.kernels.linear`, which has the same property, serves there. Raises
+    `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"cannot multiply {list(x.shape)} with the transpose of {list(weight.shape)}")
@@ -22,7 +22,7 @@ def batch_invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None
     if x.dtype != weight.dtype:
         raise TypeError(f"x is {x.dtype}, weight {weight.dtype}")
     if x.is_cuda:
-        from kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
+        from raydix.kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
 
         return batch_invariant_matmul_triton(x, weight, bias)
     return batch_invariant_matmul_reference(x, weight, bias)

@@ -3,7 +3,7 @@
 Without a compiler `cpu_ops` returns `None` and every operation runs on its PyTorch reference instead.
 """
 
-from kernels.cpp.loader import arithmetic, cpu_ops
-from kernels.cpp.memory import prefer_huge_pages
+from raydix.kernels.cpp.loader import arithmetic, cpu_ops
+from raydix.kernels.cpp.memory import prefer_huge_pages
 
 __all__ = ["arithmetic", "cpu_ops", "prefer_huge_pages"]

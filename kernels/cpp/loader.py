@@ -1,9 +1,9 @@
 """Builds the C++ kernels once per machine and loads them.
 
 The shared object lies in a per-user cache under a name that hashes sources, torch, Python and instruction set, so
-another version never meets it. A folder with objects built elsewhere (`kernels.cpp.prebuild`) is looked through first;
-their names hash the same facts, so an object of another version counts as absent. The build runs under a file lock in a
-temporary folder and is moved into place, so several processes may start at once and none sees half a file.
+another version never meets it. A folder with objects built elsewhere (`raydix.kernels.cpp.prebuild`) is looked through
+first; their names hash the same facts, so an object of another version counts as absent. The build runs under a file
+lock in a temporary folder and is moved into place, so several processes may start at once and none sees half a file.
 
 A finished build from elsewhere that does not load (another C library, another machine) is a warning, and the kernels
 are built here. `cpu_ops` raises nothing: an error is one warning, and every operation then runs on its PyTorch

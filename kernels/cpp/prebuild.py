@@ -1,6 +1,6 @@
 """Builds the C++ kernels for machines without a compiler.
 
-`python -m kernels.cpp.prebuild FOLDER [INSTRUCTION_SET ...]`, in an image's build for example. A process whose
+`python -m raydix.kernels.cpp.prebuild FOLDER [INSTRUCTION_SET ...]`, in an image's build for example. A process whose
 `RAYDIX_PREBUILT_KERNELS` names the folder takes its kernels from there. Building needs no CPU that has the
 instructions; it needs the same versions of torch and Python as the machine that loads the kernels.
 """
@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kernels.cpp import loader
+from raydix.kernels.cpp import loader
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build what the command line names; 1 if the compiler fails, after one line that says why."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.cpp.prebuild", description="Build the C++ kernels.")
+    parser = argparse.ArgumentParser(prog="python -m raydix.kernels.cpp.prebuild", description="Build the C++ kernels.")
     parser.add_argument("folder", type=Path, help="where the shared objects go")
     parser.add_argument(
         "instruction_sets", nargs="*", metavar="INSTRUCTION_SET", help=f"by default {', '.join(buildable())}"

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.linear import PackedLinear
-from kernels.linear.packing import Layout
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.linear import PackedLinear
+from raydix.kernels.linear.packing import Layout
 
 __all__ = ["DecoderPass", "LayerWeights"]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.kv_pack.reference import kv_pack_reference
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.kv_pack.reference import kv_pack_reference
 
 __all__ = ["kv_pack"]
 
@@ -25,7 +25,7 @@ def kv_pack(pool: Tensor, block_ids: Sequence[int] | Tensor, out: Tensor | None 
     elif out.dtype != torch.uint8 or out.numel() != ids.numel() * block_bytes:
         raise ValueError(f"out must be uint8 of {ids.numel() * block_bytes} bytes")
     if pool.is_cuda:
-        from kernels.kv_pack.triton import kv_pack_triton
+        from raydix.kernels.kv_pack.triton import kv_pack_triton
 
         return kv_pack_triton(pool, ids, out)
     ops = cpu_ops()

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.kv_unpack.reference import kv_unpack_reference
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.kv_unpack.reference import kv_unpack_reference
 
 __all__ = ["kv_unpack"]
 
@@ -21,7 +21,7 @@ def kv_unpack(buffer: Tensor, pool: Tensor, block_ids: Sequence[int] | Tensor) -
     if buffer.dtype != torch.uint8 or buffer.numel() != ids.numel() * pool.stride(0) * pool.element_size():
         raise ValueError(f"buffer must be uint8 of {ids.numel() * pool.stride(0) * pool.element_size()} bytes")
     if pool.is_cuda:
-        from kernels.kv_unpack.triton import kv_unpack_triton
+        from raydix.kernels.kv_unpack.triton import kv_unpack_triton
 
         kv_unpack_triton(buffer, pool, ids)
         return

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.kv_pack.triton import copy_blocks
+from raydix.kernels.kv_pack.triton import copy_blocks
 
 
 def kv_unpack_triton(buffer: Tensor, pool: Tensor, block_ids: Tensor) -> None:

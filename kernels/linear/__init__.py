@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.batch_invariant_matmul import batch_invariant_matmul
-from kernels.cpp import cpu_ops
-from kernels.linear.packing import Layout, PackedLinear, pack_weight
-from kernels.linear.quantize import quantize
-from kernels.linear.reference import linear_reference
+from raydix.kernels.batch_invariant_matmul import batch_invariant_matmul
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.linear.packing import Layout, PackedLinear, pack_weight
+from raydix.kernels.linear.quantize import quantize
+from raydix.kernels.linear.reference import linear_reference
 
 __all__ = ["Layout", "PackedLinear", "linear", "pack_weight", "quantize"]
 

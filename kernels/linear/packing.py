@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpp import cpu_ops, prefer_huge_pages
-from kernels.linear.quantize import quantize
+from raydix.kernels.cpp import cpu_ops, prefer_huge_pages
+from raydix.kernels.linear.quantize import quantize
 
 PANEL = 64
 

@@ -4,8 +4,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.paged_attention.reference import paged_attention_reference
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.paged_attention.reference import paged_attention_reference
 
 __all__ = ["paged_attention"]
 
@@ -79,7 +79,7 @@ def paged_attention(
     looking for more. Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
     """
     if query.is_cuda:
-        from kernels.paged_attention.triton import paged_attention_triton
+        from raydix.kernels.paged_attention.triton import paged_attention_triton
 
         return paged_attention_triton(
             query,

@@ -4,8 +4,8 @@ from typing import overload
 
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 
 __all__ = ["rms_norm"]
 
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     wrong dtypes.
     """
     if x.is_cuda:
-        from kernels.rms_norm.triton import rms_norm_triton
+        from raydix.kernels.rms_norm.triton import rms_norm_triton
 
         return rms_norm_triton(x, weight, eps, residual)
     ops = cpu_ops()

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.rotary.reference import inverse_frequencies
+from raydix.kernels.rotary.reference import inverse_frequencies
 
 __all__ = ["rotary_tables"]
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.rotary_kv_store.reference import rotary_kv_store_reference
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.rotary_kv_store.reference import rotary_kv_store_reference
 
 __all__ = ["rotary_kv_store"]
 
@@ -32,7 +32,7 @@ def rotary_kv_store(
     `ValueError` on wrong shapes, positions or slots, `TypeError` on wrong dtypes.
     """
     if qkv.is_cuda:
-        from kernels.rotary_kv_store.triton import rotary_kv_store_triton
+        from raydix.kernels.rotary_kv_store.triton import rotary_kv_store_triton
 
         return rotary_kv_store_triton(
             qkv,

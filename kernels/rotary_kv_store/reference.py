@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.rms_norm.reference import rms_norm_reference
+from raydix.kernels.rms_norm.reference import rms_norm_reference
 
 
 def rotary_kv_store_reference(

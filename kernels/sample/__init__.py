@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.sample.reference import Controls, adjusted_row, masked_row, ranks_of, sample_row
-from kernels.sample.types import LogitBias, Penalties, SampleOutput, TokenMask
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.sample.reference import Controls, adjusted_row, masked_row, ranks_of, sample_row
+from raydix.kernels.sample.types import LogitBias, Penalties, SampleOutput, TokenMask
 
 __all__ = ["Controls", "LogitBias", "Penalties", "SampleOutput", "TokenMask", "sample"]
 
@@ -36,7 +36,7 @@ def sample(
     if len(wanted) != batch:
         raise ValueError(f"num_logprobs has {len(wanted)} entries for {batch} rows")
     if logits.is_cuda:
-        from kernels.sample.triton import sample_triton
+        from raydix.kernels.sample.triton import sample_triton
 
         return sample_triton(logits, controls, penalties=penalties, bias=bias, mask=mask, wanted=wanted, given=given)
     ops = cpu_ops()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.sample.types import LogitBias, Penalties, TokenMask
+from raydix.kernels.sample.types import LogitBias, Penalties, TokenMask
 
 GROUP = 16
 """Tokens of one group: token 256 * (g // 16) + 16 * m + g % 16 is member m of group g."""

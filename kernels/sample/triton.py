@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sample.reference import Controls, ranks_of
-from kernels.sample.triton_noise import arrivals, first_arrivals, logarithm
-from kernels.sample.types import LogitBias, Penalties, SampleOutput, TokenMask
+from raydix.kernels.sample.reference import Controls, ranks_of
+from raydix.kernels.sample.triton_noise import arrivals, first_arrivals, logarithm
+from raydix.kernels.sample.types import LogitBias, Penalties, SampleOutput, TokenMask
 
 MAX_BLOCK = 4096
 ENTRIES = 256

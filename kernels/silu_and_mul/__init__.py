@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.silu_and_mul.reference import silu_and_mul_reference
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
 
 __all__ = ["silu_and_mul"]
 
@@ -16,7 +16,7 @@ def silu_and_mul(x: Tensor, kind: str = "silu") -> Tensor:
     if kind not in ("silu", "gelu_tanh"):
         raise ValueError(f"unknown activation {kind!r}; known are silu and gelu_tanh")
     if x.is_cuda:
-        from kernels.silu_and_mul.triton import silu_and_mul_triton
+        from raydix.kernels.silu_and_mul.triton import silu_and_mul_triton
 
         return silu_and_mul_triton(x, kind)
     ops = cpu_ops()

@@ -65,7 +65,7 @@ def serving(folder: Path) -> Iterator[Server]:
 
 def model_folder() -> Path:
     """The folder of the default model, with its tokenizer."""
-    script = "from engine.model.sources import DEFAULT_MODEL, resolve_model; print(resolve_model(DEFAULT_MODEL))"
+    script = "from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model; print(resolve_model(DEFAULT_MODEL))"
     command: list[str | Path] = [BIN / "python", "-c", script]
     found = subprocess.check_output(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True)
     return Path(found.strip().splitlines()[-1])

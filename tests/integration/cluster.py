@@ -25,9 +25,9 @@ import psutil
 import ray
 import yaml
 
-from actors.logs import log_folder
-from cli.cluster import APP_NAME, LocalCluster, free_port, named_local, wait_until_running
-from configs import Config
+from raydix.actors.logs import log_folder
+from raydix.cli.cluster import APP_NAME, LocalCluster, free_port, named_local, wait_until_running
+from raydix.configs import Config
 from tests.integration.conftest import Server, eventually
 
 PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker|MixedWorker)")
@@ -120,7 +120,7 @@ class Cluster:
     def _deploy(self, config: Config) -> None:
         from ray import serve
 
-        from serve_app import compose
+        from raydix.serve_app import compose
 
         self.remove()
         self._logged = {path: path.stat().st_size for path in log_files()}

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from actors.names import incarnation_name, namespace
-from actors.rpc import find_manager
-from cli.cluster import APP_NAME
-from configs.sections import MANAGER
+from raydix.actors.names import incarnation_name, namespace
+from raydix.actors.rpc import find_manager
+from raydix.cli.cluster import APP_NAME
+from raydix.configs.sections import MANAGER
 
 if TYPE_CHECKING:
     from tests.integration.cluster import Cluster

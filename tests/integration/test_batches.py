@@ -16,8 +16,8 @@ import pytest
 import yaml
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
 from tests.integration.conftest import MODEL, Server, eventually
 from tests.integration.test_serve_cli import READY_S
 

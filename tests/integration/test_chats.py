@@ -4,8 +4,8 @@ import json
 from functools import cache
 from typing import Any
 
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from engine.model.tokenizer import Tokenizer
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.tokenizer import Tokenizer
 from tests.integration.conftest import MODEL, Server, eventually
 
 BLOCK_SIZE = 16

@@ -20,10 +20,10 @@ import psutil
 import pytest
 import yaml
 
-from cli.cluster import SERVE_SWITCHES, free_port, own_places
-from engine.core.errors import StartupError
-from engine.core.tenants import key_hash
-from engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
+from raydix.cli.cluster import SERVE_SWITCHES, free_port, own_places
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.tenants import key_hash
+from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
 from tests import helm
 from tests.chaos.harness import Stream
 from tests.integration.cluster import PARTS

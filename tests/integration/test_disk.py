@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.model.segment_files import SegmentFiles
+from raydix.engine.model.segment_files import SegmentFiles
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import Server, eventually, random_prompt
 from tests.integration.test_serve_cli import Terminal

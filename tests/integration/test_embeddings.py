@@ -13,7 +13,7 @@ import pytest
 from ray import serve
 
 import raydix
-from cli.cluster import APP_NAME
+from raydix.cli.cluster import APP_NAME
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
 
 HIDDEN = 576

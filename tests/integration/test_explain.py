@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.cache_control import MAX_FOLLOWERS
+from raydix.actors.ingress.cache_control import MAX_FOLLOWERS
 from tests.integration.conftest import Server, eventually, random_prompt
 
 

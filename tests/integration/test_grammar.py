@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel
 from ray import serve
 
-from cli.cluster import APP_NAME
-from engine.api.generate import GenerateRequest
-from engine.core.types import FinishReason
+from raydix.cli.cluster import APP_NAME
+from raydix.engine.api.generate import GenerateRequest
+from raydix.engine.core.types import FinishReason
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
 from tests.integration.test_faults import is_replaced, num_attempts
 

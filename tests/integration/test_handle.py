@@ -11,10 +11,10 @@ import ray
 from pydantic import ValidationError
 from ray import serve
 
-from cli.cluster import APP_NAME
-from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
-from engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
-from engine.core.types import FinishReason
+from raydix.cli.cluster import APP_NAME
+from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
+from raydix.engine.core.errors import ContextLengthError, ModelNotFoundError, RequestError
+from raydix.engine.core.types import FinishReason
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
 
 TIMEOUT_S = 60

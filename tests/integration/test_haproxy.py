@@ -1,5 +1,5 @@
-"""HAProxy as Serve configures and `cli.haproxy` starts it, before a stand-in for the ingress: who is let through, who
-is not, and what they are told. No cluster, real sockets."""
+"""HAProxy as Serve configures and `raydix.cli.haproxy` starts it, before a stand-in for the ingress: who is let
+through, who is not, and what they are told. No cluster, real sockets."""
 
 import contextlib
 import http.client
@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from benchmarks.hostile import connections
-from cli.cluster import free_port, front
-from configs.schema import HttpSection
+from raydix.cli.cluster import free_port, front
+from raydix.configs.schema import HttpSection
 from tests.integration.conftest import eventually
 
 HEADER_TIMEOUT_S = 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.tenants import key_hash
+from raydix.engine.core.tenants import key_hash
 from tests.integration.cluster import Cluster, Live, paced
 from tests.integration.conftest import Server, eventually, random_prompt
 

@@ -14,9 +14,9 @@ from queue import Queue
 import psutil
 import pytest
 
-from cli.cluster import free_port
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.cli.cluster import free_port
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.integration.conftest import Server, random_prompt
 
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
@@ -27,7 +27,7 @@ class Process:
 
     def __init__(self, *options: str) -> None:
         self.port, self.options = free_port(), options
-        command = [sys.executable, "-m", "cli.main", "serve", "--local", "--port", str(self.port), *options]
+        command = [sys.executable, "-m", "raydix.cli.main", "serve", "--local", "--port", str(self.port), *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._new: Queue[str | None] = Queue()
@@ -129,7 +129,7 @@ def test_a_signal_ends_everything(local: Process) -> None:
 def test_the_recording_is_answered_the_same_by_another_process(local: Process) -> None:
     config = local.options[-1]
     [recording] = Path(config).parent.glob("requests-*.jsonl")
-    command = [sys.executable, "-m", "cli.main", "replay", str(recording), "--config", config, "--speed", "2"]
+    command = [sys.executable, "-m", "raydix.cli.main", "replay", str(recording), "--config", config, "--speed", "2"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search("[1-9][0-9]* answers the same as then", done.stderr), done.stderr

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from actors.logs import log_folder
+from raydix.actors.logs import log_folder
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
 
 Record = dict[str, Any]

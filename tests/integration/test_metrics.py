@@ -13,7 +13,7 @@ import ray
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.core.types import DraftSource
+from raydix.engine.core.types import DraftSource
 from tests.integration.conftest import MODEL, NUM_BLOCKS, Server, eventually, random_prompt
 
 PROMPT_TOKENS = 500

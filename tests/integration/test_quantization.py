@@ -2,10 +2,10 @@
 
 import time
 
-from engine.core.settings import EngineSettings, Quantization, SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage
-from engine.model.build import build_engine
-from engine.model.sources import DEFAULT_MODEL
+from raydix.engine.core.settings import EngineSettings, Quantization, SchedulerLimits
+from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.model.build import build_engine
+from raydix.engine.model.sources import DEFAULT_MODEL
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import random_prompt
 

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.api.reconnecting import AWAY, Reconnecting
-from engine.api.resuming import EventId
+from raydix.engine.api.reconnecting import AWAY, Reconnecting
+from raydix.engine.api.resuming import EventId
 from tests.integration.cluster import Cluster, paced, processes
 from tests.integration.conftest import MODEL, Server, eventually
 
@@ -264,7 +264,18 @@ def test_an_id_of_another_body_and_a_changed_answer_are_refused(two_replicas: Se
 
 def test_raydix_chat_goes_on(gate: Path, two_replicas: Server) -> None:
     url, question = two_replicas.url, QUESTION[0]["content"]
-    command = [sys.executable, "-m", "cli.main", "chat", "--url", url, "--temperature", "0", "--max-tokens", "160"]
+    command = [
+        sys.executable,
+        "-m",
+        "raydix.cli.main",
+        "chat",
+        "--url",
+        url,
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "160",
+    ]
     pipe = subprocess.PIPE  # without a buffer, which communicate() would not read
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
     assert process.stdin is not None and process.stdout is not None

@@ -21,11 +21,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.cluster import free_port
-from cli.machine import this_machine
-from configs.choose import choose
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
+from raydix.cli.cluster import free_port
+from raydix.cli.machine import this_machine
+from raydix.configs.choose import choose
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, NULL, resolve_model
 from tests.integration.conftest import MODEL, eventually
 
 READY_S = 280.0

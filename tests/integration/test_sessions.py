@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.hashing import preferred
+from raydix.engine.core.hashing import preferred
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL, Server, eventually, random_prompt
 

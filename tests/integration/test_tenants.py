@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.core.tenants import key_hash
+from raydix.engine.core.tenants import key_hash
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL, Server, random_prompt
 from tests.integration.test_examples import run_example

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from ray import serve
 
-from cli.cluster import APP_NAME
-from engine.api.generate import GenerateRequest
-from engine.core.errors import AnswerNotFoundError
+from raydix.cli.cluster import APP_NAME
+from raydix.engine.api.generate import GenerateRequest
+from raydix.engine.core.errors import AnswerNotFoundError
 from tests.integration.conftest import MODEL, Server, eventually
 from tests.integration.test_chats import BLOCK_SIZE, Messages, chat, spelled, text_of, tokenizer
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 import yaml
 
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.integration.conftest import MODEL, Server, eventually
 from tests.integration.test_batches import begin, client_of, ended, lines_in, many, num_completed
 from tests.integration.test_disk import LIMITS, PROMPT, ask, config, num_blocks_in

@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import CausalBias
 
 from benchmarks.kernel_peers import AttentionInputs, _chunk_mask, _sdpa, attention_peers
-from kernels.paged_attention.reference import paged_attention_reference
+from raydix.kernels.paged_attention.reference import paged_attention_reference
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 6, 2, 16
 

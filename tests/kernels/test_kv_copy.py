@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels.kv_pack import kv_pack
-from kernels.kv_pack.reference import kv_pack_reference
-from kernels.kv_unpack import kv_unpack
-from kernels.kv_unpack.reference import kv_unpack_reference
+from raydix.kernels.kv_pack import kv_pack
+from raydix.kernels.kv_pack.reference import kv_pack_reference
+from raydix.kernels.kv_unpack import kv_unpack
+from raydix.kernels.kv_unpack.reference import kv_unpack_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels.cpp import cpu_ops, loader, prefer_huge_pages
-from kernels.linear import linear, pack_weight, quantize
-from kernels.linear.packing import Layout
-from kernels.linear.reference import linear_reference
+from raydix.kernels.cpp import cpu_ops, loader, prefer_huge_pages
+from raydix.kernels.linear import linear, pack_weight, quantize
+from raydix.kernels.linear.packing import Layout
+from raydix.kernels.linear.reference import linear_reference
 from tests.kernels.kernel_cases import assert_close
 from tests.skips import NO_KERNELS, NO_PRODUCT
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpp import cpu_ops, loader
+from raydix.kernels.cpp import cpu_ops, loader
 from tests.skips import NO_KERNELS
 
 ROOT = Path(__file__).parents[2]
 USE = """
 import logging, torch
 logging.basicConfig(format="%(levelname)s %(message)s")
-from kernels.cpp import cpu_ops
-from kernels.rms_norm import rms_norm
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.rms_norm import rms_norm
 x = torch.ones(2, 32)
 assert torch.allclose(rms_norm(x, x[0], 0.0), x)
 assert torch.allclose(rms_norm(x, x[0], 0.0), x)
@@ -122,7 +122,7 @@ def test_prebuilt_kernels_that_do_not_load_are_built_here(tmp_path: Path) -> Non
 
 
 def prebuild(folder: Path, *sets: str, compiler: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "kernels.cpp.prebuild", str(folder), *sets]
+    command = [sys.executable, "-m", "raydix.kernels.cpp.prebuild", str(folder), *sets]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CXX": str(compiler)}
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
 
@@ -169,7 +169,7 @@ def test_the_reference_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_finished_kernels_are_found_without_torch(tmp_path: Path) -> None:
-    code = "import sys; from kernels.cpp import loader; print(loader.is_at_hand(), 'torch' in sys.modules)"
+    code = "import sys; from raydix.kernels.cpp import loader; print(loader.is_at_hand(), 'torch' in sys.modules)"
     out, complaint = start(tmp_path, code=code).communicate(timeout=120)
     assert (out, complaint) == ("False False\n", "")
 

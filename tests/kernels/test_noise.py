@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sample.reference import GROUP, exponential, gumbel_noise, philox
+from raydix.kernels.sample.reference import GROUP, exponential, gumbel_noise, philox
 
 KNOWN = {
     (0, 0): [1049444478, -1087765046, -1081764288, 1074720794, -1085125689, 1059721759],

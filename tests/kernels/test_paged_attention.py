@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.paged_attention import paged_attention
-from kernels.paged_attention.reference import paged_attention_reference
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.paged_attention import paged_attention
+from raydix.kernels.paged_attention.reference import paged_attention_reference
 from tests.kernels.kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
 from tests.skips import NO_KERNELS
 

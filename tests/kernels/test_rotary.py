@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kernels.rotary import rotary_tables
-from kernels.rotary_kv_store import rotary_kv_store
-from kernels.rotary_kv_store.reference import rotary_kv_store_reference
+from raydix.kernels.rotary import rotary_tables
+from raydix.kernels.rotary_kv_store import rotary_kv_store
+from raydix.kernels.rotary_kv_store.reference import rotary_kv_store_reference
 from tests.kernels.kernel_cases import assert_close
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels.rms_norm import rms_norm
-from kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
-from kernels.silu_and_mul import silu_and_mul
-from kernels.silu_and_mul.reference import silu_and_mul_reference
+from raydix.kernels.rms_norm import rms_norm
+from raydix.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+from raydix.kernels.silu_and_mul import silu_and_mul
+from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
 from tests.kernels.kernel_cases import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sample import Controls, LogitBias, Penalties, SampleOutput, TokenMask, sample
-from kernels.sample.reference import adjusted_row, masked_row, ranks_of, sample_row
+from raydix.kernels.sample import Controls, LogitBias, Penalties, SampleOutput, TokenMask, sample
+from raydix.kernels.sample.reference import adjusted_row, masked_row, ranks_of, sample_row
 
 FIXED = [146, 185, 278, 2, 19, 169, 30, 69]
 """Tokens of `test_a_seed_fixes_the_tokens`, on every path."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sample import Controls, Penalties, sample
-from kernels.sample.reference import adjusted_row, kept_probabilities
+from raydix.kernels.sample import Controls, Penalties, sample
+from raydix.kernels.sample.reference import adjusted_row, kept_probabilities
 
 VOCABULARY, DRAWS = 300, 20_000
 FILTERS: tuple[dict[str, float], ...] = (

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpp import cpu_ops
-from kernels.rms_norm import rms_norm
+from raydix.kernels.cpp import cpu_ops
+from raydix.kernels.rms_norm import rms_norm
 from tests.skips import NO_KERNELS
 
 

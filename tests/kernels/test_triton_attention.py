@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.paged_attention import triton as kernels
-from kernels.paged_attention.reference import paged_attention_reference
+from raydix.kernels.paged_attention import triton as kernels
+from raydix.kernels.paged_attention.reference import paged_attention_reference
 from tests.kernels.kernel_cases import Chunk, PagedCase, assert_close, batch_of, paged_case
 from tests.kernels.triton_cases import DEVICE, assert_relative, needs_gpu, on_device
 

@@ -8,34 +8,34 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.model.decoder
-import engine.model.sampler
-import kernels.linear
-import kernels.sample
-from engine.core.costs import WorkerCosts
-from engine.core.settings import DraftLimits, SchedulerLimits
-from engine.core.types import Assignment, DraftSource, SamplingParams, Stage
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.model.build import make_pool, make_runner
-from engine.model.cuda_runner import CudaRunner, graph_shapes
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine
-from engine.model.families import config_of
-from engine.model.runner import ModelRunner
-from engine.model.weights import RandomTensors
-from kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
-from kernels.linear import PackedLinear
-from kernels.linear.packing import Layout
-from kernels.paged_attention.triton import paged_attention_triton
-from kernels.rms_norm.triton import rms_norm_triton
-from kernels.rotary_kv_store.triton import rotary_kv_store_triton
-from kernels.sample import Controls
-from kernels.sample.triton import sample_triton
-from kernels.silu_and_mul.triton import silu_and_mul_triton
+import raydix.engine.model.decoder
+import raydix.engine.model.sampler
+import raydix.kernels.linear
+import raydix.kernels.sample
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.settings import DraftLimits, SchedulerLimits
+from raydix.engine.core.types import Assignment, DraftSource, SamplingParams, Stage
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.model.build import make_pool, make_runner
+from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.families import config_of
+from raydix.engine.model.runner import ModelRunner
+from raydix.engine.model.weights import RandomTensors
+from raydix.kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
+from raydix.kernels.linear import PackedLinear
+from raydix.kernels.linear.packing import Layout
+from raydix.kernels.paged_attention.triton import paged_attention_triton
+from raydix.kernels.rms_norm.triton import rms_norm_triton
+from raydix.kernels.rotary_kv_store.triton import rotary_kv_store_triton
+from raydix.kernels.sample import Controls
+from raydix.kernels.sample.triton import sample_triton
+from raydix.kernels.silu_and_mul.triton import silu_and_mul_triton
 from tests.cuda_stand_ins import Repetition
 from tests.kernels.triton_cases import DEVICE
 
@@ -78,13 +78,13 @@ def make_decoder(device: torch.device | str) -> Decoder:
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """A decoder on the GPU; without one, on the CPU with the kernels that a GPU would run."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(engine.model.decoder, "pack_weight", invariant)
-        monkeypatch.setattr(kernels.linear, "batch_invariant_matmul", batch_invariant_matmul_triton)
-        monkeypatch.setattr(engine.model.decoder, "rms_norm", rms_norm_triton)
-        monkeypatch.setattr(engine.model.decoder, "rotary_kv_store", rotary_kv_store_triton)
-        monkeypatch.setattr(engine.model.decoder, "paged_attention", paged_attention_triton)
-        monkeypatch.setattr(engine.model.decoder, "silu_and_mul", silu_and_mul_triton)
-        monkeypatch.setattr(engine.model.sampler, "sample", sample_on_device)
+        monkeypatch.setattr(raydix.engine.model.decoder, "pack_weight", invariant)
+        monkeypatch.setattr(raydix.kernels.linear, "batch_invariant_matmul", batch_invariant_matmul_triton)
+        monkeypatch.setattr(raydix.engine.model.decoder, "rms_norm", rms_norm_triton)
+        monkeypatch.setattr(raydix.engine.model.decoder, "rotary_kv_store", rotary_kv_store_triton)
+        monkeypatch.setattr(raydix.engine.model.decoder, "paged_attention", paged_attention_triton)
+        monkeypatch.setattr(raydix.engine.model.decoder, "silu_and_mul", silu_and_mul_triton)
+        monkeypatch.setattr(raydix.engine.model.sampler, "sample", sample_on_device)
     return make_decoder(DEVICE)
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.batch_invariant_matmul import batch_invariant_matmul
-from kernels.batch_invariant_matmul.reference import batch_invariant_matmul_reference
-from kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
+from raydix.kernels.batch_invariant_matmul import batch_invariant_matmul
+from raydix.kernels.batch_invariant_matmul.reference import batch_invariant_matmul_reference
+from raydix.kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
 from tests.kernels.kernel_cases import assert_close
 from tests.kernels.triton_cases import DEVICE, assert_relative, needs_gpu
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.kv_pack.reference import kv_pack_reference
-from kernels.kv_pack.triton import kv_pack_triton
-from kernels.kv_unpack.reference import kv_unpack_reference
-from kernels.kv_unpack.triton import kv_unpack_triton
-from kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
-from kernels.rms_norm.triton import rms_norm_triton
-from kernels.rotary import rotary_tables
-from kernels.rotary_kv_store.reference import rotary_kv_store_reference
-from kernels.rotary_kv_store.triton import rotary_kv_store_triton
-from kernels.silu_and_mul.reference import silu_and_mul_reference
-from kernels.silu_and_mul.triton import silu_and_mul_triton
+from raydix.kernels.kv_pack.reference import kv_pack_reference
+from raydix.kernels.kv_pack.triton import kv_pack_triton
+from raydix.kernels.kv_unpack.reference import kv_unpack_reference
+from raydix.kernels.kv_unpack.triton import kv_unpack_triton
+from raydix.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+from raydix.kernels.rms_norm.triton import rms_norm_triton
+from raydix.kernels.rotary import rotary_tables
+from raydix.kernels.rotary_kv_store.reference import rotary_kv_store_reference
+from raydix.kernels.rotary_kv_store.triton import rotary_kv_store_triton
+from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
+from raydix.kernels.silu_and_mul.triton import silu_and_mul_triton
 from tests.kernels.kernel_cases import assert_close
 from tests.kernels.triton_cases import DEVICE, assert_relative, needs_gpu
 

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sample import Controls, LogitBias, Penalties, SampleOutput, TokenMask
-from kernels.sample import triton as kernels
-from kernels.sample.reference import adjusted_row, gumbel_noise, masked_row, ranks_of
-from kernels.sample.triton import sample_triton
-from kernels.sample.triton_noise import arrivals, first_arrivals, logarithm
+from raydix.kernels.sample import Controls, LogitBias, Penalties, SampleOutput, TokenMask
+from raydix.kernels.sample import triton as kernels
+from raydix.kernels.sample.reference import adjusted_row, gumbel_noise, masked_row, ranks_of
+from raydix.kernels.sample.triton import sample_triton
+from raydix.kernels.sample.triton_noise import arrivals, first_arrivals, logarithm
 from tests.kernels.test_sample import FIXED, adjustments, controls, masks, mixed_controls, same, specified
 from tests.kernels.triton_cases import DEVICE, needs_gpu, on_device
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.model.decoder import Decoder, ForwardBatch
-from engine.model.kv_pool import KVPool
+from raydix.engine.model.decoder import Decoder, ForwardBatch
+from raydix.engine.model.kv_pool import KVPool
 
 BLOCK_SIZE = 16
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import torch
 
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, FinishReason, Grammar, SamplingParams, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.rows import Row, rows_of, sampled_by_request
-from engine.core.worker.step import RunnerOutput, SchedulerOutput
-from engine.model.engine import Engine
-from engine.model.grammars import Grammars
-from engine.model.sampler import sample_requests
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import Assignment, FinishReason, Grammar, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.drafts.rows import Row, rows_of, sampled_by_request
+from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.sampler import sample_requests
 from tests.unit.builders import FakeModel
 
 BLOCK_SIZE = 16

@@ -5,16 +5,16 @@ import random
 import pytest
 import torch
 
-from engine.core.errors import StartupError
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
-from engine.core.worker.block_pool import BlockPool
-from engine.model.config import ModelConfig
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine
-from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.runner import ModelRunner
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.model.logits import BLOCK_SIZE, logits_in_chunks
 
 MAX_LEN = 2400
@@ -31,7 +31,7 @@ def ours() -> Decoder:
 
 @pytest.fixture(scope="module")
 def theirs(ours: Decoder) -> torch.nn.Module:
-    from engine.model.tokenizer import quiet_transformers
+    from raydix.engine.model.tokenizer import quiet_transformers
 
     with quiet_transformers():
         from transformers import AutoModelForCausalLM

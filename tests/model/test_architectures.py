@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.core.settings import Quantization
-from engine.model.decoder import Decoder
-from engine.model.kv_pool import KVPool
-from engine.model.runner import build_batch, made_up_step
-from engine.model.tokenizer import quiet_transformers
-from kernels.decoder_pass import DecoderPass
+from raydix.engine.core.settings import Quantization
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.runner import build_batch, made_up_step
+from raydix.engine.model.tokenizer import quiet_transformers
+from raydix.kernels.decoder_pass import DecoderPass
 from tests.model.logits import logits_in_chunks
 from tests.skips import NO_PRODUCT
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.answers.transcripts import EncodedText, with_answers
-from engine.core.errors import RequestError, StartupError
-from engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
-from engine.model.sources import DEFAULT_MODEL, has_chat_template, resolve_model
-from engine.model.tokenizer import Tokenizer
+from raydix.engine.core.answers.transcripts import EncodedText, with_answers
+from raydix.engine.core.errors import RequestError, StartupError
+from raydix.engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
+from raydix.engine.model.sources import DEFAULT_MODEL, has_chat_template, resolve_model
+from raydix.engine.model.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 TEXT = st.text(st.sampled_from("ab \n1é🌊"), max_size=12) | st.sampled_from(["Hello there", "m0x", " two  words "])

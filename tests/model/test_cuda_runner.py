@@ -9,25 +9,25 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.core.costs import WorkerCosts
-from engine.core.settings import DraftLimits, SchedulerLimits
-from engine.core.types import Assignment, DraftSource, SamplingParams, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.step import RunnerOutput, SchedulerOutput
-from engine.model.build import make_pool
-from engine.model.cuda import CudaGraphs, Graphs
-from engine.model.cuda_kv_pool import PIECE_BYTES, CudaKVPool
-from engine.model.cuda_runner import CudaRunner, graph_shapes
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine
-from engine.model.families import config_of
-from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner
-from engine.model.weights import RandomTensors
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.settings import DraftLimits, SchedulerLimits
+from raydix.engine.core.types import Assignment, DraftSource, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
+from raydix.engine.model.build import make_pool
+from raydix.engine.model.cuda import CudaGraphs, Graphs
+from raydix.engine.model.cuda_kv_pool import PIECE_BYTES, CudaKVPool
+from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.families import config_of
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.runner import ModelRunner
+from raydix.engine.model.weights import RandomTensors
 from tests.cuda_stand_ins import Repetition
 from tests.skips import NO_GPU, NO_PRODUCT
 

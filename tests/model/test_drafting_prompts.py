@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.drafting.questions import Question, Reader
 from benchmarks.drafting.workloads import WORKLOADS
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 
 @pytest.fixture(scope="module")

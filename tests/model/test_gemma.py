@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from engine.model.decoder import Decoder
-from engine.model.sources import resolve_model
-from engine.model.tokenizer import Tokenizer, quiet_transformers
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.sources import resolve_model
+from raydix.engine.model.tokenizer import Tokenizer, quiet_transformers
 from tests.model.logits import logits_in_chunks
 
 GGUF = os.environ.get("RAYDIX_GEMMA3_GGUF", "")

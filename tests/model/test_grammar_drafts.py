@@ -8,22 +8,22 @@ from functools import cache
 
 import pytest
 
-from engine.core.answers.lead import Lead
-from engine.core.ingress.parsers import HERMES
-from engine.core.ingress.parsers.forms import CallGrammar
-from engine.core.settings import DraftLimits
-from engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
-from engine.core.worker.drafts.choices import Choices
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.form_guesser import FormGuesser
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.model.build import make_grammars
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine, ExportedSegment
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from engine.model.time_share import TimeShare
+from raydix.engine.core.answers.lead import Lead
+from raydix.engine.core.ingress.parsers import HERMES
+from raydix.engine.core.ingress.parsers.forms import CallGrammar
+from raydix.engine.core.settings import DraftLimits
+from raydix.engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.worker.drafts.choices import Choices
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.drafts.form_guesser import FormGuesser
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.model.build import make_grammars
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.time_share import TimeShare
 from tests.model import random_logits
 from tests.model.random_logits import assignment
 from tests.model.test_drafts import (
@@ -176,8 +176,8 @@ def test_forced_tokens_are_never_wrong(decoder: Decoder, plain: dict[str, Output
 def test_choices_of_real_tokens_are_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value can be spelt in many tokens, of which an answer takes few."""
     monkeypatch.setattr(TimeShare, "has_time", lambda share: True)
-    monkeypatch.setattr("engine.model.grammars.MAX_WALK_S", 60.0)
-    monkeypatch.setattr("engine.model.grammars.HARD_S", 60.0)
+    monkeypatch.setattr("raydix.engine.model.grammars.MAX_WALK_S", 60.0)
+    monkeypatch.setattr("raydix.engine.model.grammars.HARD_S", 60.0)
     schema = {
         "type": "object",
         "properties": {"paid": {"type": "boolean"}, "state": {"enum": ["sent", "kept", "lost"]}, "late": {"const": 1}},

@@ -9,23 +9,23 @@ from functools import cache, partial
 import jsonschema
 import pytest
 
-from actors.ingress.grammar_check import check_grammar
 from benchmarks.made_schemas import Schema, made_schema
-from engine.api.assembler import ChoiceAssembler
-from engine.api.requests import parse_completion
-from engine.api.spec import sampling_params
-from engine.core.answers.lead import Lead
-from engine.core.answers.reasoning_limit import ReasoningLimit
-from engine.core.errors import RequestError, StartupError
-from engine.core.ingress.detokenizer import ByteDetokenizer
-from engine.core.ingress.parsers.reasoning import Thinking
-from engine.core.types import Assignment, FinishReason, Grammar, GrammarKind
-from engine.model.build import make_grammars
-from engine.model.engine import Engine
-from engine.model.grammar_source import canonical
-from engine.model.grammars import Grammars
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from engine.model.tokenizer import Tokenizer
+from raydix.actors.ingress.grammar_check import check_grammar
+from raydix.engine.api.assembler import ChoiceAssembler
+from raydix.engine.api.requests import parse_completion
+from raydix.engine.api.spec import sampling_params
+from raydix.engine.core.answers.lead import Lead
+from raydix.engine.core.answers.reasoning_limit import ReasoningLimit
+from raydix.engine.core.errors import RequestError, StartupError
+from raydix.engine.core.ingress.detokenizer import ByteDetokenizer
+from raydix.engine.core.ingress.parsers.reasoning import Thinking
+from raydix.engine.core.types import Assignment, FinishReason, Grammar, GrammarKind
+from raydix.engine.model.build import make_grammars
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.grammar_source import canonical
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.tokenizer import Tokenizer
 from tests.model.random_logits import RandomModel, assignment, finish_of, make_engine, run, tokens_of
 
 VOCAB = 49152

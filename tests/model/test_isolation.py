@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.settings import SchedulerLimits
-from engine.core.types import TokenEvent, TokenLogprobs
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.rows import Row
-from engine.core.worker.step import SampledToken, ScheduledChunk
-from engine.model.build import make_pool
-from engine.model.cuda import CudaGraphs
-from engine.model.cuda_runner import CudaRunner, graph_shapes
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine
-from engine.model.grammars import StepMasks
-from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner
-from engine.model.sampler import sample_requests
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import TokenEvent, TokenLogprobs
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.rows import Row
+from raydix.engine.core.worker.step import SampledToken, ScheduledChunk
+from raydix.engine.model.build import make_pool
+from raydix.engine.model.cuda import CudaGraphs
+from raydix.engine.model.cuda_runner import CudaRunner, graph_shapes
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.grammars import StepMasks
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.runner import ModelRunner
+from raydix.engine.model.sampler import sample_requests
 from tests.cuda_stand_ins import Repetition
 from tests.model.test_cuda_runner import CONFIG as SMALL
 from tests.model.test_cuda_runner import make_decoder as make_small_decoder
@@ -87,7 +87,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, place: Place) -
         return sample_requests(logits, requests, masks)
 
     monkeypatch.setattr(runner, "hidden", hidden)
-    monkeypatch.setattr("engine.model.runner.sample_requests", sample)
+    monkeypatch.setattr("raydix.engine.model.runner.sample_requests", sample)
 
 
 def answers(

@@ -17,14 +17,14 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
-from actors.one_process import OneProcess, UnwantedError
-from cli.serve import of_one_process
-from configs.choose import Machine
-from engine.api.formats import StructuredOutputs
-from engine.core.errors import ContextLengthError, RequestError, StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from engine.model.weights import Checkpoint
 from raydix import LLM, SamplingParams
+from raydix.actors.one_process import OneProcess, UnwantedError
+from raydix.cli.serve import of_one_process
+from raydix.configs.choose import Machine
+from raydix.engine.api.formats import StructuredOutputs
+from raydix.engine.core.errors import ContextLengthError, RequestError, StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.weights import Checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -166,10 +166,10 @@ def test_an_interruption_ends_the_loading_of_a_model(monkeypatch: pytest.MonkeyP
 def test_sizes_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with little memory a request is as long as it holds, and on any machine there is one worker."""
     machine = Machine(num_cores=64, memory_gib=64.0, free_gib=6.0)
-    monkeypatch.setattr("cli.serve.this_machine", lambda: machine)
+    monkeypatch.setattr("raydix.cli.serve.this_machine", lambda: machine)
     small = of_one_process((), {})
     assert list(small.workers.sections) == ["mixed"] and small.cache.pool_gib is not None
-    monkeypatch.setattr("cli.serve.this_machine", lambda: replace(machine, free_gib=60.0))
+    monkeypatch.setattr("raydix.cli.serve.this_machine", lambda: replace(machine, free_gib=60.0))
     large = of_one_process((), {})
     assert large.cache.pool_gib is not None and large.cache.pool_gib > small.cache.pool_gib
     given = of_one_process((), {"cache": {"pool_gib": 1.0}, "model": {"max_model_len": 512}})

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, Pooling, SamplingParams, Stage
-from engine.core.worker.block_pool import BlockPool
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine
-from engine.model.kv_pool import KVPool
-from engine.model.runner import ModelRunner
-from engine.model.tokenizer import quiet_transformers
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import Assignment, Pooling, SamplingParams, Stage
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.runner import ModelRunner
+from raydix.engine.model.tokenizer import quiet_transformers
 from tests.model.logits import BLOCK_SIZE
 from tests.model.test_architectures import CASES, reference
 from tests.model.test_exactness import assignment, make_engine

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
-from engine.model import runner
-from engine.model.decoder import Decoder
-from engine.model.engine import Engine, StepResult
+from raydix.engine.core.types import Assignment, SamplingParams, Stage, TokenLogprobs
+from raydix.engine.model import runner
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.engine import Engine, StepResult
 from tests.model.test_exactness import decoder, make_engine, prompt
 
 __all__ = ["decoder"]

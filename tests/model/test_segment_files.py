@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.core.errors import StartupError
-from engine.core.manager.disk_instructions import DamagedFileError
-from engine.core.types import Handover, Retention, SegmentHeader
-from engine.model.segment_files import LOCK, SegmentFiles
-from engine.model.segments import Bytes, checksum
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.manager.disk_instructions import DamagedFileError
+from raydix.engine.core.types import Handover, Retention, SegmentHeader
+from raydix.engine.model.segment_files import LOCK, SegmentFiles
+from raydix.engine.model.segments import Bytes, checksum
 
 BLOCK_BYTES = 32
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.core.errors import StartupError
-from engine.model.families import read_config
-from engine.model.identity import fingerprint, identify
-from engine.model.sources import DEFAULT_MODEL, model_name, resolve_model
-from engine.model.tokenizer import Tokenizer, quiet_transformers
-from engine.model.weights import Checkpoint
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.families import read_config
+from raydix.engine.model.identity import fingerprint, identify
+from raydix.engine.model.sources import DEFAULT_MODEL, model_name, resolve_model
+from raydix.engine.model.tokenizer import Tokenizer, quiet_transformers
+from raydix.engine.model.weights import Checkpoint
 from tests.skips import NO_MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_a_gguf_is_dequantised_as_transformers_does_it() -> None:
 @needs_model
 def test_two_processes_convert_at_once_and_find_one_folder(tmp_path: Path) -> None:
     code = (
-        "import sys; from engine.model.sources import *; "
+        "import sys; from raydix.engine.model.sources import *; "
         f"lines = []; print(resolve_model({DEFAULT_MODEL!r}, lines.append)); print(len(lines), file=sys.stderr)"
     )
     processes = [

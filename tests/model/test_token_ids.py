@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from actors.ingress.build import _model
-from actors.ingress.vocabulary import Vocabulary
-from configs import load_config
-from engine.core.errors import StartupError
-from engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
-from engine.core.types import (
+from raydix.actors.ingress.build import _model
+from raydix.actors.ingress.vocabulary import Vocabulary
+from raydix.configs import load_config
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
+from raydix.engine.core.types import (
     Assignment,
     Grammar,
     GrammarKind,
@@ -32,12 +32,12 @@ from engine.core.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from engine.model.build import build_engine
-from engine.model.engine import Engine
-from engine.model.families import FAMILIES, config_of
-from engine.model.sizes import expected_shapes
-from engine.model.token_ids import num_token_ids
-from engine.model.tokenizer import Tokenizer
+from raydix.engine.model.build import build_engine
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.families import FAMILIES, config_of
+from raydix.engine.model.sizes import expected_shapes
+from raydix.engine.model.token_ids import num_token_ids
+from raydix.engine.model.tokenizer import Tokenizer
 from tests.model.random_logits import wait_for_grammars
 
 Event: TypeAlias = PromptEvent | TokenEvent

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, Unigram
 
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from engine.model.tokenizer import Tokenizer
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 TEXT = st.text(st.sampled_from("ab <|im_endstar>\n1é日🌊\u0301"), max_size=12)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.errors import RequestError
-from engine.core.ingress.parsers import TOOL_FORMATS
-from engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
-from engine.model.chats import encode_chat, next_turn, render_chat, renders_tools, tool_format
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers import TOOL_FORMATS
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
+from raydix.engine.model.chats import encode_chat, next_turn, render_chat, renders_tools, tool_format
 from tests.model.test_chats import TOOLS, template, tokenizer
 from tests.model.tool_templates import LLAMA3, MISTRAL, NO_SYSTEM, PYTHONIC, QWEN
 

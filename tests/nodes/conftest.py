@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from benchmarks.machine import describe
-from engine.core.errors import StartupError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.chaos.harness import NUM_STREAMS, Load
 from tests.integration.conftest import Server, eventually, random_prompt
 from tests.integration.test_serve_cli import READY_S, Terminal, terminate

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import yaml
 
-from cli.cluster import SERVE_SWITCHES
-from cli.ray_token import secure_token
+from raydix.cli.cluster import SERVE_SWITCHES
+from raydix.cli.ray_token import secure_token
 from tests.integration.cluster import PARTS
 from tests.integration.conftest import Server, eventually
 from tests.nodes.network import Machine, Network

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.api.batches import BatchRequest, Endpoint, LineAnswer
-from engine.batches.batch_store import BatchStore
-from engine.batches.file_store import FileStore, StoreLimits
+from raydix.engine.api.batches import BatchRequest, Endpoint, LineAnswer
+from raydix.engine.batches.batch_store import BatchStore
+from raydix.engine.batches.file_store import FileStore, StoreLimits
 
 PATIENCE_S = 120.0
 """Limit of waiting for what comes at once on a machine that is not busy."""

@@ -14,8 +14,8 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.hashing import BlockChain, root_hash
-from engine.core.types import (
+from raydix.engine.core.hashing import BlockChain, root_hash
+from raydix.engine.core.types import (
     Assignment,
     BlockHash,
     CacheHints,
@@ -30,11 +30,11 @@ from engine.core.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.rows import up_to_difference
-from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput, StepOutcome
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.rows import up_to_difference
+from raydix.engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput, StepOutcome
 
 FINGERPRINT = "test-model/cpu"
 ROOT = root_hash(FINGERPRINT)

@@ -14,19 +14,19 @@ from functools import partial
 from random import Random
 from typing import TypeAlias
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import NoWorkerError
-from engine.core.ingress import instructions as ingress
-from engine.core.ingress.cluster_view import ModelFacts, Timeouts
-from engine.core.ingress.dispatch import Dispatch
-from engine.core.ingress.generation import Generation
-from engine.core.manager.answer_store import AnswerStore
-from engine.core.manager.block_index import Segment
-from engine.core.manager.directory import Directory
-from engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
-from engine.core.manager.placement import CostModel
-from engine.core.settings import DraftLimits, SchedulerLimits
-from engine.core.types import (
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import NoWorkerError
+from raydix.engine.core.ingress import instructions as ingress
+from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from raydix.engine.core.ingress.dispatch import Dispatch
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.manager.answer_store import AnswerStore
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.settings import DraftLimits, SchedulerLimits
+from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,
@@ -41,10 +41,10 @@ from engine.core.types import (
     StreamEvent,
     WorkerInfo,
 )
-from engine.core.worker.attempts import Attempts
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.drafter import Drafter
-from engine.model.engine import Engine, ExportedSegment
+from raydix.engine.core.worker.attempts import Attempts
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.model.engine import Engine, ExportedSegment
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of, expected_answer
 
 PING_S = 2.0

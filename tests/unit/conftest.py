@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from engine.core.manager.directory import Directory
-from engine.core.manager.placement import CostModel
-from engine.core.settings import SchedulerLimits
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.scheduler import Scheduler
 from tests.unit.served_app import CURRENT
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from actors.ingress.replica import IngressReplica
+    from raydix.actors.ingress.replica import IngressReplica
     from tests.unit.ingress import Replica, Served
 
 settings.register_profile("unit", deadline=None)  # how long one example takes says more of the machine than of the code
@@ -67,7 +67,7 @@ than most tests, and only its state says which replica answers."""
 
 def take_application(of: "IngressReplica") -> "FastAPI":
     """The application of a replica; a used one where there is one."""
-    from actors.ingress.application import application
+    from raydix.actors.ingress.application import application
 
     app = APPLICATIONS.pop() if APPLICATIONS else application(of)
     app.state.replica = of
@@ -80,11 +80,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
 
     from ray import serve
 
-    from actors.ingress import app as app_module
-    from actors.ingress import replica as replica_module
-    from actors.ingress.app import Ingress  # all of Serve, which other tests can spare
-    from configs import Config
-    from configs.sections import INGRESS, parts
+    from raydix.actors.ingress import app as app_module
+    from raydix.actors.ingress import replica as replica_module
+    from raydix.actors.ingress.app import Ingress  # all of Serve, which other tests can spare
+    from raydix.configs import Config
+    from raydix.configs.sections import INGRESS, parts
 
     @asynccontextmanager
     async def serving(replica: "Replica", config: dict[str, Any]) -> AsyncGenerator[None]:

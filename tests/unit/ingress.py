@@ -12,47 +12,47 @@ from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp
 
-from actors.ingress.accounting import Accounting
-from actors.ingress.answer_rendering import renderers
-from actors.ingress.cache_control import CacheControl
-from actors.ingress.chats import Chats
-from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
-from actors.ingress.dispatcher import Dispatcher
-from actors.ingress.frontend import Frontend, FrontendParts
-from actors.ingress.manager_link import Call, ManagerLink
-from actors.ingress.output import OutputProcessor
-from actors.ingress.preparation import Preparation, PreparationFacts
-from actors.ingress.reader_pool import RequestReader
-from actors.ingress.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
-from actors.ingress.reading import Reader
-from actors.ingress.refusals import Refusals
-from actors.ingress.render_thread import RenderThread
-from actors.ingress.renderer import joined
-from actors.ingress.rendering import Rendering
-from actors.ingress.served_model import ServedModel
-from actors.ingress.stored_responses import StoredResponses
-from actors.ingress.tokenization import Tokenization
-from actors.ingress.transcripts import Transcripts
-from actors.ingress.vocabulary import Vocabulary
-from actors.local import LocalRuntime
-from actors.metric_values import Family
-from actors.metrics import FinishedRequest
-from actors.rpc import ManagerClient
-from engine.api.conversations import parse_conversations
-from engine.api.routes import parse
-from engine.api.spec import GenerationSpec, Prompt
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
-from engine.core.answers.transcripts import EncodedText
-from engine.core.errors import ModelNotFoundError, ServiceError
-from engine.core.hashing import root_hash
-from engine.core.ingress.answer_room import AnswerRoom
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.parsers import HERMES, ToolFormat
-from engine.core.ingress.room import Room
-from engine.core.manager.response_store import ResponseStore
-from engine.core.tenants import EVERYONE, Tenants
-from engine.core.types import FinishReason, PromptEvent, TokenEvent, TokenLogprobs
-from engine.model.tokenizer import RenderedChat, Tokenizer
+from raydix.actors.ingress.accounting import Accounting
+from raydix.actors.ingress.answer_rendering import renderers
+from raydix.actors.ingress.cache_control import CacheControl
+from raydix.actors.ingress.chats import Chats
+from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.frontend import Frontend, FrontendParts
+from raydix.actors.ingress.manager_link import Call, ManagerLink
+from raydix.actors.ingress.output import OutputProcessor
+from raydix.actors.ingress.preparation import Preparation, PreparationFacts
+from raydix.actors.ingress.reader_pool import RequestReader
+from raydix.actors.ingress.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
+from raydix.actors.ingress.reading import Reader
+from raydix.actors.ingress.refusals import Refusals
+from raydix.actors.ingress.render_thread import RenderThread
+from raydix.actors.ingress.renderer import joined
+from raydix.actors.ingress.rendering import Rendering
+from raydix.actors.ingress.served_model import ServedModel
+from raydix.actors.ingress.stored_responses import StoredResponses
+from raydix.actors.ingress.tokenization import Tokenization
+from raydix.actors.ingress.transcripts import Transcripts
+from raydix.actors.ingress.vocabulary import Vocabulary
+from raydix.actors.local import LocalRuntime
+from raydix.actors.metric_values import Family
+from raydix.actors.metrics import FinishedRequest
+from raydix.actors.rpc import ManagerClient
+from raydix.engine.api.conversations import parse_conversations
+from raydix.engine.api.routes import parse
+from raydix.engine.api.spec import GenerationSpec, Prompt
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
+from raydix.engine.core.answers.transcripts import EncodedText
+from raydix.engine.core.errors import ModelNotFoundError, ServiceError
+from raydix.engine.core.hashing import root_hash
+from raydix.engine.core.ingress.answer_room import AnswerRoom
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.parsers import HERMES, ToolFormat
+from raydix.engine.core.ingress.room import Room
+from raydix.engine.core.manager.response_store import ResponseStore
+from raydix.engine.core.tenants import EVERYONE, Tenants
+from raydix.engine.core.types import FinishReason, PromptEvent, TokenEvent, TokenLogprobs
+from raydix.engine.model.tokenizer import RenderedChat, Tokenizer
 
 MODEL = "letters"
 END = 0

@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-import actors.manager.kv_cache_manager as manager_module
-import actors.worker.registering as registering_module
-from actors.ingress.dispatcher import Dispatcher
-from actors.ingress.manager_link import ManagerLink
-from actors.local import LocalHandle, LocalRuntime
-from actors.manager.kv_cache_manager import KVCacheManager
-from actors.names import incarnation_name
-from actors.runtime import Runtime
-from actors.worker.worker import WORKER_CLASSES, Worker
-from engine.core.ingress.cluster_view import ModelFacts, Timeouts
-from engine.core.ingress.generation import Generation
-from engine.core.manager.placement import CostModel
-from engine.core.settings import EngineSettings, SchedulerLimits
-from engine.core.types import CacheHints, Role, Salt, SamplingParams
-from engine.core.worker.block_pool import pool_of
-from engine.model.engine import Engine
-from engine.model.swap_space import SwapSpace
+import raydix.actors.manager.kv_cache_manager as manager_module
+import raydix.actors.worker.registering as registering_module
+from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.local import LocalHandle, LocalRuntime
+from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.names import incarnation_name
+from raydix.actors.runtime import Runtime
+from raydix.actors.worker.worker import WORKER_CLASSES, Worker
+from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.settings import EngineSettings, SchedulerLimits
+from raydix.engine.core.types import CacheHints, Role, Salt, SamplingParams
+from raydix.engine.core.worker.block_pool import pool_of
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.swap_space import SwapSpace
 from tests.unit.builders import FINGERPRINT, FakeModel
 
 APP_NAME = "app"
@@ -112,7 +112,7 @@ class LocalWorkers(LocalRuntime):
         """By the name of the incarnation."""
         self._named: dict[str, tuple[str, ...]] = {}
         """The requests that stopped workers, by the name of the incarnation."""
-        monkeypatch.setattr("engine.model.build.build_engine", make_engine)
+        monkeypatch.setattr("raydix.engine.model.build.build_engine", make_engine)
         monkeypatch.setattr(registering_module, "HEARTBEAT_S", 0.02)
         monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.5)
 

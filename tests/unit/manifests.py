@@ -22,11 +22,11 @@ import jsonschema
 import pydantic
 import yaml
 
-from actors.scaling import number_of_workers, scaled
-from configs import Config, load_config
-from configs.changes import Effect, changes
-from configs.load import merge
-from configs.sections import base_for, live_part
+from raydix.actors.scaling import number_of_workers, scaled
+from raydix.configs import Config, load_config
+from raydix.configs.changes import Effect, changes
+from raydix.configs.load import merge
+from raydix.configs.sections import base_for, live_part
 
 with warnings.catch_warnings():
     # Ray's own modules use a deprecated spelling of pydantic's when they are imported.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.core.types import ProcessName
+from raydix.engine.core.types import ProcessName
 
 HOLDS_LOCK = """
 import re

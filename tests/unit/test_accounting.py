@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from actors.metrics import OUTCOMES, FinishedRequest
-from engine.api.generate import GenerateChunk, GenerateRequest
-from engine.core.errors import RequestError, ServiceError
-from engine.core.types import FinishReason
+from raydix.actors.metrics import OUTCOMES, FinishedRequest
+from raydix.engine.api.generate import GenerateChunk, GenerateRequest
+from raydix.engine.core.errors import RequestError, ServiceError
+from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, Replica
 
 NUM_TOKENS = len(ANSWER) + 1
@@ -22,7 +22,7 @@ def lines(caplog: pytest.LogCaptureFixture, event: str = "request") -> list[dict
 
 @pytest.fixture(autouse=True)
 def logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "actors")
+    caplog.set_level(logging.INFO, "raydix")
 
 
 def test_a_whole_answer(caplog: pytest.LogCaptureFixture) -> None:

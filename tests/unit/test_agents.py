@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.reader_work import ReadingFacts
-from actors.ingress.reading import Reader
-from actors.ingress.served_model import ServedModel
-from configs.schema import ModelSection
-from engine.api.anthropic.errors import error_body
-from engine.api.routes import Route
-from engine.api.validation import BodyRules
-from engine.core.answers.transcripts import EncodedText
-from engine.core.errors import ContextLengthError
-from engine.model.sources import DEFAULT_MODEL, resolve_model
-from engine.model.tokenizer import Tokenizer
+from raydix.actors.ingress.reader_work import ReadingFacts
+from raydix.actors.ingress.reading import Reader
+from raydix.actors.ingress.served_model import ServedModel
+from raydix.configs.schema import ModelSection
+from raydix.engine.api.anthropic.errors import error_body
+from raydix.engine.api.routes import Route
+from raydix.engine.api.validation import BodyRules
+from raydix.engine.core.answers.transcripts import EncodedText
+from raydix.engine.core.errors import ContextLengthError
+from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
+from raydix.engine.model.tokenizer import Tokenizer
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call
 from tests.unit.served_app import app
 

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.core.answers.continuations import MAX_BYTES, BegunAnswer, packed, unpacked
-from engine.core.hashing import BlockChain
-from engine.core.manager.answer_store import MAX_VARIANTS, NAME_BYTES, VARIANT_BYTES, AnswerStore
-from engine.core.types import Admission, AdmitRequest, Ended, Salt
+from raydix.engine.core.answers.continuations import MAX_BYTES, BegunAnswer, packed, unpacked
+from raydix.engine.core.hashing import BlockChain
+from raydix.engine.core.manager.answer_store import MAX_VARIANTS, NAME_BYTES, VARIANT_BYTES, AnswerStore
+from raydix.engine.core.types import Admission, AdmitRequest, Ended, Salt
 from tests.unit.builders import ROOT
 
 A, B, C = [1, 2, 3, 4], [1, 2, 9], [7]

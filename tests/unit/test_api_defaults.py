@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from engine.api.anthropic.requests import parse_count, parse_messages
-from engine.api.conversations import parse_conversations
-from engine.api.embeddings import parse_embeddings
-from engine.api.openai_responses.requests import parse_responses
-from engine.api.requests import parse_chat, parse_completion
-from engine.api.scoring import parse_generative_scoring, parse_score
-from engine.api.tokenization import parse_detokenize, parse_tokenize
-from engine.core.errors import RequestError
+from raydix.engine.api.anthropic.requests import parse_count, parse_messages
+from raydix.engine.api.conversations import parse_conversations
+from raydix.engine.api.embeddings import parse_embeddings
+from raydix.engine.api.openai_responses.requests import parse_responses
+from raydix.engine.api.requests import parse_chat, parse_completion
+from raydix.engine.api.scoring import parse_generative_scoring, parse_score
+from raydix.engine.api.tokenization import parse_detokenize, parse_tokenize
+from raydix.engine.core.errors import RequestError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SAMPLING: dict[str, Any] = {

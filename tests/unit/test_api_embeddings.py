@@ -6,10 +6,10 @@ from typing import Any
 import orjson
 import pytest
 
-from engine.api.embeddings import EmbedRequest, as_embed_request, parse_embeddings
-from engine.api.responses import response_id
-from engine.api.spec import EmbeddingUse, GenerationSpec, Truncation
-from engine.core.errors import RequestError
+from raydix.engine.api.embeddings import EmbedRequest, as_embed_request, parse_embeddings
+from raydix.engine.api.responses import response_id
+from raydix.engine.api.spec import EmbeddingUse, GenerationSpec, Truncation
+from raydix.engine.core.errors import RequestError
 
 
 def parsed(**fields: Any) -> GenerationSpec:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine.api.fields import SamplingFields
-from engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
-from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from engine.api.responses import Usage
-from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
-from engine.core.answers.prompt_form import ChatTemplate
-from engine.core.errors import RequestError
-from engine.core.types import FinishReason, TokenLogprobs
+from raydix.engine.api.fields import SamplingFields
+from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
+from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
+from raydix.engine.api.responses import Usage
+from raydix.engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
+from raydix.engine.core.answers.prompt_form import ChatTemplate
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.types import FinishReason, TokenLogprobs
 
 
 def test_prompt_and_messages() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from engine.api.anthropic.errors import ANTHROPIC
-from engine.api.anthropic.requests import parse_count, parse_messages
-from engine.api.spec import GenerationSpec, PromptMark, ReasoningUse, ToolUse
-from engine.api.tools import AnswerForm, with_calls
-from engine.api.validation import BodyRules
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.errors import (
+from raydix.engine.api.anthropic.errors import ANTHROPIC
+from raydix.engine.api.anthropic.requests import parse_count, parse_messages
+from raydix.engine.api.spec import GenerationSpec, PromptMark, ReasoningUse, ToolUse
+from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.api.validation import BodyRules
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.errors import (
     AuthenticationError,
     BodyTooLargeError,
     ModelFailedError,
@@ -23,7 +23,7 @@ from engine.core.errors import (
     RequestError,
     ServiceError,
 )
-from engine.core.ingress.parsers import HERMES
+from raydix.engine.core.ingress.parsers import HERMES
 
 USER = {"role": "user", "content": "hi"}
 SCHEMA: dict[str, Any] = {"type": "json_schema", "schema": {}}

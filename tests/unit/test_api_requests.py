@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import routes, validation
-from engine.api.normal_form import MAX_CHOICES
-from engine.api.prompts import MAX_PROMPTS
-from engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from engine.api.routes import Route
-from engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
-from engine.api.validation import BodyRules
-from engine.core.answers.prompt_form import ChatEnd, ChatTemplate
-from engine.core.errors import RequestError
-from engine.core.objectives import Objectives, WhenLate
+from raydix.engine.api import routes, validation
+from raydix.engine.api.normal_form import MAX_CHOICES
+from raydix.engine.api.prompts import MAX_PROMPTS
+from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
+from raydix.engine.api.routes import Route
+from raydix.engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
+from raydix.engine.api.validation import BodyRules
+from raydix.engine.core.answers.prompt_form import ChatEnd, ChatTemplate
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.objectives import Objectives, WhenLate
 
 USER = {"role": "user", "content": "hi"}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from engine.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from engine.api.responses import (
+from raydix.engine.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from raydix.engine.api.responses import (
     Choice,
     ResponseHead,
     Usage,
@@ -26,10 +26,10 @@ from engine.api.responses import (
     total_usage,
     version_body,
 )
-from engine.api.spec import GenerationSpec
-from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
-from engine.core.errors import ContextLengthError, OverloadedError, RequestError
-from engine.core.types import FinishReason, TokenLogprobs
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.stream import DONE, ChunkWriter, error_event, usage_event
+from raydix.engine.core.errors import ContextLengthError, OverloadedError, RequestError
+from raydix.engine.core.types import FinishReason, TokenLogprobs
 
 CHAT = ResponseHead("chat", response_id(GenerationSpec(kind="chat"), "abc"), 1_700_000_000, "m")
 COMPLETION = ResponseHead("completion", response_id(GenerationSpec(kind="completion"), "abc"), 1_700_000_000, "m")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, require_token_ids, sampling_params
-from engine.core.errors import ContextLengthError, RequestError
-from engine.core.types import SamplingParams
+from raydix.engine.api.spec import DEFAULT_SAMPLING, GenerationSpec, require_token_ids, sampling_params
+from raydix.engine.core.errors import ContextLengthError, RequestError
+from raydix.engine.core.types import SamplingParams
 
 
 def params(spec: GenerationSpec, **changes: Any) -> SamplingParams:

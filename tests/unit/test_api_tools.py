@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from engine.api.generate import GenerateRequest, as_generate_request
-from engine.api.requests import parse_chat
-from engine.api.spec import GenerationSpec, ToolUse
-from engine.api.tools import MAX_TOOLS
-from engine.core.errors import RequestError
+from raydix.engine.api.generate import GenerateRequest, as_generate_request
+from raydix.engine.api.requests import parse_chat
+from raydix.engine.api.spec import GenerationSpec, ToolUse
+from raydix.engine.api.tools import MAX_TOOLS
+from raydix.engine.core.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "The time.", "parameters": SCHEMA}}

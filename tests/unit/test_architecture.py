@@ -15,26 +15,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("actors", "benchmarks", "cli", "configs", "engine", "kernels", "raydix", "serve_app")
+PACKAGES = ("actors", "cli", "configs", "engine", "kernels")
+"""Folders of the tree that are packages of `raydix`, which links to them."""
+PARTS = ("benchmarks", "raydix")
 
 ROOMS = ("ingress", "manager", "worker")
 """The processes that `engine/core` and `actors` have a folder for."""
 
 MAY_IMPORT = {
-    "configs": {"configs", "engine.core", "pydantic", "yaml"},
-    "kernels": {"kernels", "numpy", "torch", "triton"},
-    "engine.core": {"engine.core"},
-    "engine.api": {"engine.api", "engine.core", "orjson", "pydantic", "pydantic_core"},
-    "engine.batches": {"engine.api", "engine.batches", "engine.core", "orjson"},
-    "engine.model": {
-        "engine.core",
-        "engine.model",
+    "raydix.configs": {"raydix.configs", "raydix.engine.core", "pydantic", "yaml"},
+    "raydix.kernels": {"raydix.kernels", "numpy", "torch", "triton"},
+    "raydix.engine.core": {"raydix.engine.core"},
+    "raydix.engine.api": {"raydix.engine.api", "raydix.engine.core", "orjson", "pydantic", "pydantic_core"},
+    "raydix.engine.batches": {"raydix.engine.api", "raydix.engine.batches", "raydix.engine.core", "orjson"},
+    "raydix.engine.model": {
+        "raydix.engine.core",
+        "raydix.engine.model",
         "gguf",
         "huggingface_hub",
         "jinja2",
-        "kernels",
         "llguidance",
         "numpy",
+        "raydix.kernels",
         "safetensors",
         "tokenizers",
         "torch",
@@ -45,21 +47,22 @@ MAY_IMPORT = {
 """What a part may import beside the standard library."""
 
 MUST_NOT_IMPORT = {
-    "actors": {"benchmarks", "cli", "kernels", "serve_app"},
-    "serve_app": {"benchmarks", "cli", "kernels"},
-    "cli": {"kernels"},
-    "raydix": {"benchmarks", "engine.model", "kernels", "serve_app"},
-    "benchmarks": {"actors", "serve_app"},
+    "raydix.actors": {"benchmarks", "raydix.cli", "raydix.kernels", "raydix.serve_app"},
+    "raydix.serve_app": {"benchmarks", "raydix.cli", "raydix.kernels"},
+    "raydix.cli": {"raydix.kernels"},
+    "raydix.client": {"benchmarks", "raydix.engine.model", "raydix.kernels", "raydix.serve_app"},
+    "raydix.llm": {"benchmarks", "raydix.engine.model", "raydix.kernels", "raydix.serve_app"},
+    "benchmarks": {"raydix.actors", "raydix.serve_app"},
 }
 
 DECIDES_ONLY = {"asyncio", "datetime", "multiprocessing", "random", "secrets", "socket", "threading", "time", "uuid"}
 """Parts of the standard library that bring a clock, chance or I/O into a decision."""
 
 WRITERS = {
-    "BlockRecord": "engine.core.manager.block_index",
-    "Segment": "engine.core.manager.segment_store",
+    "BlockRecord": "raydix.engine.core.manager.block_index",
+    "Segment": "raydix.engine.core.manager.segment_store",
 }
-"""The only module that writes to the fields of these records of `engine.core.manager.block_index`."""
+"""The only module that writes to the fields of these records of `raydix.engine.core.manager.block_index`."""
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -77,12 +80,13 @@ class Import:
 @cache
 def sources() -> dict[str, Path]:
     """Every module of the project by its dotted name."""
-    modules = {}
-    for part in PARTS:
-        files = [ROOT / f"{part}.py"] if (ROOT / f"{part}.py").is_file() else sorted((ROOT / part).rglob("*.py"))
-        for file in files:
+    modules = {"raydix.serve_app": ROOT / "serve_app.py"}
+    for folder in (*PACKAGES, *PARTS):
+        for file in sorted((ROOT / folder).rglob("*.py")):
             parts = file.relative_to(ROOT).with_suffix("").parts
-            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if not file.is_symlink():
+                modules[f"raydix.{name}" if folder in PACKAGES else name] = file
     return modules
 
 
@@ -175,7 +179,8 @@ def attributes_written(module: str) -> set[str]:
 
 def test_every_part_is_found() -> None:
     assert {module.split(".")[0] for module in sources()} == set(PARTS)
-    assert {f"engine.{part}" for part in ("api", "batches", "core", "model")} <= sources().keys()
+    assert {f"raydix.{package}" for package in PACKAGES} <= sources().keys()
+    assert {f"raydix.engine.{part}" for part in ("api", "batches", "core", "model")} <= sources().keys()
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
@@ -189,7 +194,7 @@ def test_does_not_import_what_stands_above(part: str) -> None:
 
 
 def test_core_has_no_clock_no_chance_and_no_io() -> None:
-    assert violations("engine.core", set(), DECIDES_ONLY) == []
+    assert violations("raydix.engine.core", set(), DECIDES_ONLY) == []
 
 
 def test_core_holds_no_mutable_module_state() -> None:
@@ -197,7 +202,7 @@ def test_core_holds_no_mutable_module_state() -> None:
     mutable = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
     found = [
         f"{sources()[module].relative_to(ROOT)}:{statement.lineno}"
-        for module in modules_of("engine.core")
+        for module in modules_of("raydix.engine.core")
         for statement in ast.parse(sources()[module].read_text()).body
         if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, mutable)
     ]
@@ -207,8 +212,8 @@ def test_core_holds_no_mutable_module_state() -> None:
 @pytest.mark.parametrize("record", WRITERS)
 def test_a_record_has_one_writer(record: str) -> None:
     """No other module of the manager assigns to an attribute with the name of a field, but to its own (`self`)."""
-    modules = [*modules_of("engine.core.manager"), *modules_of("actors.manager")]
-    fields = fields_of("engine.core.manager.block_index", record)
+    modules = [*modules_of("raydix.engine.core.manager"), *modules_of("raydix.actors.manager")]
+    fields = fields_of("raydix.engine.core.manager.block_index", record)
     found = {module: written for module in modules if (written := attributes_written(module) & fields)}
     assert WRITERS[record] in found and found.keys() == {WRITERS[record]}
 
@@ -216,20 +221,29 @@ def test_a_record_has_one_writer(record: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_do_not_import_each_other(room: str) -> None:
     """Each room is one process; what two of them need lies beside the rooms, in `engine/core` itself."""
-    others = {f"{part}.{other}" for part in ("actors", "engine.core") for other in ROOMS if other != room}
-    assert violations(f"engine.core.{room}", set(), others) == []
-    assert violations(f"actors.{room}", set(), others) == []
+    others = {f"{part}.{other}" for part in ("raydix.actors", "raydix.engine.core") for other in ROOMS if other != room}
+    assert violations(f"raydix.engine.core.{room}", set(), others) == []
+    assert violations(f"raydix.actors.{room}", set(), others) == []
 
 
 def test_what_rooms_share_knows_no_room() -> None:
-    rooms = [f"engine.core.{room}" for room in ROOMS]
-    shared = [module for module in modules_of("engine.core") if not is_within(module, rooms)]
+    rooms = [f"raydix.engine.core.{room}" for room in ROOMS]
+    shared = [module for module in modules_of("raydix.engine.core") if not is_within(module, rooms)]
     assert [module for module in shared for found in imports_of(module) if is_within(found.name, rooms)] == []
 
 
-@pytest.mark.parametrize("part", ["configs", "engine", "kernels"])
+@pytest.mark.parametrize("part", ["raydix.configs", "raydix.engine", "raydix.kernels"])
 def test_ray_stays_at_the_edge(part: str) -> None:
     assert violations(part, set(), {"ray"}) == []
+
+
+def test_everything_is_imported_as_raydix() -> None:
+    """Other distributions have packages of the names that the tree's folders have, such as `kernels`."""
+    assert sorted(path.name for path in (ROOT / "raydix").iterdir() if path.is_symlink()) == [*PACKAGES, "serve_app.py"]
+    assert [found for part in PARTS for found in violations(part, set(), {*PACKAGES, "serve_app"})] == []
+    tests = [path for folder in ("docs", "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+    imports = [found.name for path in tests for found in _walk(ast.parse(path.read_text()), "", runs=True)]
+    assert [name for name in imports if is_within(name, {*PACKAGES, "serve_app"})] == []
 
 
 def test_nothing_imports_its_tests() -> None:
@@ -244,35 +258,41 @@ def test_no_test_goes_untyped() -> None:
 
 
 def test_the_manager_starts_without_torch() -> None:
-    loaded = loaded_by("actors.manager.kv_cache_manager")
-    assert "engine.core.manager.directory" in loaded
+    loaded = loaded_by("raydix.actors.manager.kv_cache_manager")
+    assert "raydix.engine.core.manager.directory" in loaded
     assert not loaded & {"torch", "triton", "transformers", "numpy"}
 
 
 def test_workers_and_the_manager_start_without_serve() -> None:
     """Serve takes a second of CPU time to import, and a killed actor's successor is waited for."""
-    for module in ("actors.worker.worker", "actors.manager.kv_cache_manager"):
+    for module in ("raydix.actors.worker.worker", "raydix.actors.manager.kv_cache_manager"):
         assert not loaded_by(module) & {"fastapi", "starlette", "ray.serve"}
 
 
 def test_the_host_starts_without_torch() -> None:
     """A host of the manager is a process of its own, and should not load what only its workers need."""
-    assert not loaded_by("actors.host") & {"torch", "triton", "transformers"}
+    assert not loaded_by("raydix.actors.host") & {"torch", "triton", "transformers"}
 
 
-@pytest.mark.parametrize("module", ["serve_app", "actors.ingress.app", "actors.ingress.reader_process"])
+@pytest.mark.parametrize(
+    "module", ["raydix.serve_app", "raydix.actors.ingress.app", "raydix.actors.ingress.reader_process"]
+)
 def test_what_computes_nothing_starts_without_torch(module: str) -> None:
-    assert not loaded_by(module) & {"torch", "triton", "transformers"}
+    assert not loaded_by(f"raydix.{module}") & {"torch", "triton", "transformers"}
 
 
-@pytest.mark.parametrize("module", ["cli.serve", "cli.deploy", "cli.batch"])
+@pytest.mark.parametrize("module", ["raydix.cli.serve", "raydix.cli.deploy", "raydix.cli.batch"])
 def test_commands_read_a_configuration_before_they_load_ray_or_torch(module: str) -> None:
     assert not loaded_by(module) & {"ray", "torch", "transformers", "fastapi"}
 
 
 def test_whoever_deploys_does_not_load_what_runs_in_replicas() -> None:
-    loaded = loaded_by("serve_app")
-    assert not {name for name in loaded if name.startswith(("actors.ingress", "actors.host", "engine.model"))}
+    loaded = loaded_by("raydix.serve_app")
+    assert not {
+        name
+        for name in loaded
+        if name.startswith(("raydix.actors.ingress", "raydix.actors.host", "raydix.engine.model"))
+    }
 
 
 def test_other_programs_import_raydix_quickly() -> None:
@@ -281,7 +301,7 @@ def test_other_programs_import_raydix_quickly() -> None:
 
 def test_the_command_line_answers_without_ray_or_torch() -> None:
     """`raydix --help` must not take seconds."""
-    assert not loaded_by("cli.main") & {"ray", "torch", "transformers"}
+    assert not loaded_by("raydix.cli.main") & {"ray", "torch", "transformers"}
 
 
 def test_a_type_checking_import_is_not_loaded(tmp_path: Path) -> None:

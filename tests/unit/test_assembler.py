@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.assembler import ChoiceAssembler, Piece
-from engine.core.ingress.detokenizer import ByteDetokenizer
-from engine.core.types import FinishReason, TokenEvent, TokenLogprobs
+from raydix.engine.api.assembler import ChoiceAssembler, Piece
+from raydix.engine.core.ingress.detokenizer import ByteDetokenizer
+from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 
 LETTERS = [bytes([byte]) for byte in range(256)]
 """A vocabulary of one token per byte."""

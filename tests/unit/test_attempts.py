@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from engine.core.types import Assignment, Attempt
-from engine.core.worker.attempts import ORPHAN_S, Attempts
+from raydix.engine.core.types import Assignment, Attempt
+from raydix.engine.core.worker.attempts import ORPHAN_S, Attempts
 from tests.unit.builders import make_assignment
 
 INGRESS = "ingress"

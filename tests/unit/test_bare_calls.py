@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.ingress.parsers import HERMES, MISTRAL
-from engine.core.ingress.parsers.bare import BareCalls
-from engine.core.ingress.parsers.events import AnswerEvent
-from engine.core.ingress.parsers.fits import fits
-from engine.core.ingress.parsers.hermes import HermesCalls
+from raydix.engine.core.ingress.parsers import HERMES, MISTRAL
+from raydix.engine.core.ingress.parsers.bare import BareCalls
+from raydix.engine.core.ingress.parsers.events import AnswerEvent
+from raydix.engine.core.ingress.parsers.fits import fits
+from raydix.engine.core.ingress.parsers.hermes import HermesCalls
 from tests.unit.test_tool_parsers import FRAGMENTS, Summary, summary
 
 FUNCTIONS: dict[str, dict[str, Any]] = {

@@ -12,14 +12,14 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
-from cli import batch as command
-from cli import serve
-from cli.main import main
-from engine.api.batches import LineAnswer
-from engine.batches import runner as runner_module
-from engine.core.errors import RequestError, StartupError
 from raydix import client as client_module
+from raydix.cli import batch as command
+from raydix.cli import serve
+from raydix.cli.main import main
 from raydix.client import Client
+from raydix.engine.api.batches import LineAnswer
+from raydix.engine.batches import runner as runner_module
+from raydix.engine.core.errors import RequestError, StartupError
 from tests.unit.batch_files import Server, lines_of, objects_in, prompts_of
 
 
@@ -117,7 +117,7 @@ def test_there_is_no_server(source: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 class Cluster:
-    """Stands in for `cli.serve.run_with`: runs the work in a thread, as with a server of its own."""
+    """Stands in for `raydix.cli.serve.run_with`: runs the work in a thread, as with a server of its own."""
 
     def __init__(self, stop_when: Callable[[], bool] = lambda: False) -> None:
         self.overrides: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def test_a_line_waits_for_a_server_that_is_away(source: Path, tmp_path: Path, mo
             raise failures.pop()
         return await server.answer(url, body)
 
-    monkeypatch.setattr("engine.core.batches.line_queue.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("raydix.engine.core.batches.line_queue.FIRST_PAUSE_S", 0.01)
     summary = client_of(answer).batch(source, tmp_path / "out.jsonl", tenant="t")
     assert summary.num_completed == 3 and len(tenants) == 5 and set(tenants) == {"t"}
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from engine.batches import execution as execution_module
-from engine.batches import runner as runner_module
-from engine.batches.execution import CHANGED, Execution
-from engine.batches.journal import Journal
-from engine.batches.lines import LineLimits
-from engine.batches.runner import FixedSlots
-from engine.core.batches.line_queue import MAX_ATTEMPTS
-from engine.core.batches.records import Answered, Record, Status, Stopped
+from raydix.engine.batches import execution as execution_module
+from raydix.engine.batches import runner as runner_module
+from raydix.engine.batches.execution import CHANGED, Execution
+from raydix.engine.batches.journal import Journal
+from raydix.engine.batches.lines import LineLimits
+from raydix.engine.batches.runner import FixedSlots
+from raydix.engine.core.batches.line_queue import MAX_ATTEMPTS
+from raydix.engine.core.batches.records import Answered, Record, Status, Stopped
 from tests.unit.batch_files import LIMITS, PATIENCE_S, Server, Stores, line_of, lines_of, prompts_of
 
 
@@ -326,9 +326,9 @@ def test_an_input_that_was_changed_by_hand_fails_the_batch(tmp_path: Path) -> No
 RUNNER = """
 import asyncio, os, sys
 from pathlib import Path
-from engine.batches.execution import Execution
-from engine.batches.lines import LineLimits
-from engine.batches.runner import FixedSlots
+from raydix.engine.batches.execution import Execution
+from raydix.engine.batches.lines import LineLimits
+from raydix.engine.batches.runner import FixedSlots
 from tests.unit.batch_files import Server, Stores
 
 class ByLeave(Server):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.batches.journal import SYNC_S, Journal
-from engine.core.batches.records import Answered, Opened, Record, Status, Stopped, encode
+from raydix.engine.batches.journal import SYNC_S, Journal
+from raydix.engine.core.batches.records import Answered, Opened, Record, Status, Stopped, encode
 
 WRITER = """
 import sys
 from pathlib import Path
-from engine.batches.journal import Journal
-from engine.core.batches.records import Answered
+from raydix.engine.batches.journal import Journal
+from raydix.engine.core.batches.records import Answered
 
 journal = Journal(Path(sys.argv[1]))
 number = 0

@@ -7,13 +7,13 @@ from typing import Any, get_args
 
 import pytest
 
-from engine.api.batch_models import StatusName
-from engine.api.batches import Line, batch_object, page_body, parse_batch, parse_line, window_s
-from engine.batches import lines as lines_module
-from engine.batches.lines import MAX_PROBLEMS, Input, LineLimits, read_beside, read_input
-from engine.core.batches.batch_run import Progress
-from engine.core.batches.records import Problem, Status
-from engine.core.errors import RequestError
+from raydix.engine.api.batch_models import StatusName
+from raydix.engine.api.batches import Line, batch_object, page_body, parse_batch, parse_line, window_s
+from raydix.engine.batches import lines as lines_module
+from raydix.engine.batches.lines import MAX_PROBLEMS, Input, LineLimits, read_beside, read_input
+from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.batches.records import Problem, Status
+from raydix.engine.core.errors import RequestError
 from tests.unit.batch_files import ENDPOINT, Stores, line_of, lines_of
 
 CHAT = "/v1/chat/completions"

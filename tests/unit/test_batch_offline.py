@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.batches import offline as offline_module
-from engine.batches import runner as runner_module
-from engine.batches.offline import BatchFiles, BatchSummary, look_at, run_batch
-from engine.core.batches.batch_run import Progress
-from engine.core.errors import RequestError
+from raydix.engine.batches import offline as offline_module
+from raydix.engine.batches import runner as runner_module
+from raydix.engine.batches.offline import BatchFiles, BatchSummary, look_at, run_batch
+from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.errors import RequestError
 from tests.unit.batch_files import PATIENCE_S, Server, line_of, lines_of, objects_in, prompts_of
 
 CHAT = "/v1/chat/completions"

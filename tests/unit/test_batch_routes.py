@@ -15,14 +15,14 @@ import pytest
 from ray import serve
 from starlette.requests import Request
 
-from actors.ingress import batches as batches_module
-from actors.ingress.http import CLIENT_CLOSED_REQUEST
-from actors.ingress.routes import batches as batch_routes
-from engine.batches import execution as execution_module
-from engine.batches import runner as runner_module
-from engine.batches.batch_store import BatchStore
-from engine.batches.file_store import FileStore
-from engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.actors.ingress import batches as batches_module
+from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST
+from raydix.actors.ingress.routes import batches as batch_routes
+from raydix.engine.batches import execution as execution_module
+from raydix.engine.batches import runner as runner_module
+from raydix.engine.batches.batch_store import BatchStore
+from raydix.engine.batches.file_store import FileStore
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.batch_files import PATIENCE_S, line_of, lines_of, objects_in
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, call
 from tests.unit.served_app import app

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.batches.allowance import Allowance
-from engine.core.batches.batch_run import BatchRun
-from engine.core.batches.line_queue import FIRST_PAUSE_S, MAX_ATTEMPTS, MAX_PAUSE_S, LineQueue
-from engine.core.batches.records import Answered, Ended, Opened, Problem, Record, Status, Stopped, decode, encode
+from raydix.engine.core.batches.allowance import Allowance
+from raydix.engine.core.batches.batch_run import BatchRun
+from raydix.engine.core.batches.line_queue import FIRST_PAUSE_S, MAX_ATTEMPTS, MAX_PAUSE_S, LineQueue
+from raydix.engine.core.batches.records import Answered, Ended, Opened, Problem, Record, Status, Stopped, decode, encode
 
 RECORDS: list[Record] = [
     Opened(1.5, 3, "digest"),

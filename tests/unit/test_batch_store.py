@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.api.batches import FileRecord
-from engine.batches.disk import replaced
-from engine.batches.file_store import STALE_S
-from engine.core.batches.batch_run import Progress
-from engine.core.batches.records import Problem, Status
-from engine.core.errors import BodyTooLargeError, NotFoundError, OverloadedError, RequestError
+from raydix.engine.api.batches import FileRecord
+from raydix.engine.batches.disk import replaced
+from raydix.engine.batches.file_store import STALE_S
+from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.batches.records import Problem, Status
+from raydix.engine.core.errors import BodyTooLargeError, NotFoundError, OverloadedError, RequestError
 from tests.unit.batch_files import LIMITS, Stores, lines_of
 
 BATCH = lines_of("one", "two")

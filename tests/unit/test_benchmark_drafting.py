@@ -13,14 +13,14 @@ from benchmarks.drafting.identity import CIRCUMSTANCES, Bench
 from benchmarks.drafting.questions import Question
 from benchmarks.drafting.speed import MODES, Speed, counts_now
 from benchmarks.drafting.statistics import compared, since
-from engine.core.settings import SchedulerLimits
-from engine.core.types import DraftSource, SamplingParams
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
-from engine.model.engine import Engine
-from engine.model.grammars import Grammars
-from engine.model.sources import DEFAULT_MODEL
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import DraftSource, SamplingParams
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.sources import DEFAULT_MODEL
 from tests.unit.builders import FINGERPRINT, VOCAB, FakeModel
 
 BUDGET = 64

@@ -29,7 +29,7 @@ from benchmarks.load.runner import Outcome, Sender, run
 from benchmarks.load.sse import LineSplitter, Stream, count_events, payloads
 from benchmarks.load.workload import Shape
 from benchmarks.serve import NO_RUN, OK, SOME_FAILED, main
-from engine.api.reconnecting import Reconnecting
+from raydix.engine.api.reconnecting import Reconnecting
 
 RESULTS = Path(machine.__file__).parent / "results"
 

@@ -17,9 +17,9 @@ from benchmarks.drafting.statistics import compared as compared_turns
 from benchmarks.drafting.tables import identity_table, speed_table
 from benchmarks.drafting.workloads import WORKLOADS, chosen, encoded, load
 from benchmarks.speculation import differs
-from engine.api.requests import parse_chat
-from engine.core.types import DraftSource, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
-from engine.core.worker.drafts.draft import DraftCounts
+from raydix.engine.api.requests import parse_chat
+from raydix.engine.core.types import DraftSource, FinishReason, SamplingParams, TokenEvent, TokenLogprobs
+from raydix.engine.core.worker.drafts.draft import DraftCounts
 
 QUESTIONS = [Question("chats", (1, 2, number), SamplingParams(8, seed=5)) for number in range(3)]
 

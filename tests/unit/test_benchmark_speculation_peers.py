@@ -11,7 +11,7 @@ from benchmarks.drafting.questions import Question
 from benchmarks.peers.install import ARCTIC_INFERENCE, Environment, add_suffix_decoding
 from benchmarks.peers.roster import Site
 from benchmarks.speculation_peers import Found, contenders, figures, report, run, table
-from engine.core.types import SamplingParams
+from raydix.engine.core.types import SamplingParams
 
 SERVER = """
 import json, sys

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.stack import move_blocks
-from engine.core.settings import SchedulerLimits
-from engine.core.worker.block_pool import BlockPool
-from engine.model.engine import Engine
-from engine.model.segments import Bytes
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.segments import Bytes
 from tests.unit.builders import FINGERPRINT, FakeModel, hashes_of, make_assignment
 
 PROMPT = (1, 2, 3, 0, 1, 1, 2, 3)

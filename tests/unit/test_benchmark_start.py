@@ -17,7 +17,7 @@ from benchmarks.start import MARK, Seen, Watch, by_name, name_of
         (["ray::Worker.start()"], "ray::Worker.start"),
         (["/x/raylet/raylet", "--a"], "raylet"),
         (["/usr/bin/python3.11", "-u", "/x/dashboard/agent.py", "--b"], "agent.py"),
-        (["python", "-m", "cli.main", "serve"], "python -m cli.main"),
+        (["python", "-m", "raydix.cli.main", "serve"], "python -m raydix.cli.main"),
         (["python", "-c", "import x"], "python -c"),
         ([], "kthread"),
     ],

@@ -1,8 +1,8 @@
 """The benchmark of the cache's price: that both engines do what their names say."""
 
 from benchmarks.zero_hits import ANSWER, NUM_BLOCKS, PROMPT, NoStore, _compared, _engine, _run, bookkeeping
-from engine.core.eviction.policies import EvictionPolicy
-from engine.model.runner import NullRunner
+from raydix.engine.core.eviction.policies import EvictionPolicy
+from raydix.engine.model.runner import NullRunner
 
 
 def test_every_new_block_evicts_one_with_the_cache_and_none_is_kept_without() -> None:

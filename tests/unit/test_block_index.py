@@ -1,6 +1,6 @@
 """What is remembered of blocks and forgotten again; `test_directory` has the index at work."""
 
-from engine.core.manager.block_index import BlockNotes
+from raydix.engine.core.manager.block_index import BlockNotes
 
 A, B, C, D, E = (bytes([letter]) for letter in b"abcde")
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core.eviction.policies import EvictionPolicy, make_queue
-from engine.core.eviction.queue import EvictionQueue
-from engine.core.types import BlockHash, EvictionReason
-from engine.core.worker.block_pool import BlockContent, BlockPool, OutOfBlocksError
+from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
+from raydix.engine.core.eviction.queue import EvictionQueue
+from raydix.engine.core.types import BlockHash, EvictionReason
+from raydix.engine.core.worker.block_pool import BlockContent, BlockPool, OutOfBlocksError
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.costs import WorkerCosts
-from engine.core.manager.cache_report import cache_report
-from engine.core.manager.directory import Directory
-from engine.core.types import AdmitRequest, BlockHash, CacheHints, Role
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.cache_report import cache_report
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.types import AdmitRequest, BlockHash, CacheHints, Role
 
 OF_ADMINISTRATORS = {
     "known_blocks",

@@ -7,12 +7,12 @@ from typing import Any
 import llguidance
 import pytest
 
-from engine.api.spec import ToolUse
-from engine.api.tools import AnswerForm, with_calls
-from engine.core.errors import RequestError
-from engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
-from engine.core.ingress.parsers.forms import CallGrammar
-from engine.core.types import Grammar, GrammarKind
+from raydix.engine.api.spec import ToolUse
+from raydix.engine.api.tools import AnswerForm, with_calls
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
+from raydix.engine.core.ingress.parsers.forms import CallGrammar
+from raydix.engine.core.types import Grammar, GrammarKind
 from tests.unit.test_tool_parsers import summary
 
 ZONE = {

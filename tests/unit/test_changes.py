@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from configs.changes import KEYS, ROLE, Change, Effect, changes
-from configs.pools import WorkerSection, WorkersSection
-from configs.schema import Config
-from configs.sections import (
+from raydix.configs.changes import KEYS, ROLE, Change, Effect, changes
+from raydix.configs.pools import WorkerSection, WorkersSection
+from raydix.configs.schema import Config
+from raydix.configs.sections import (
     INGRESS,
     MANAGER,
     IngressArguments,
@@ -23,9 +23,9 @@ from configs.sections import (
     parts,
     read,
 )
-from configs.settings import settings_of
-from engine.core.errors import StartupError
-from engine.core.tenants import key_hash
+from raydix.configs.settings import settings_of
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.tenants import key_hash
 
 HASH = key_hash("rdx-secret")
 BASE: dict[str, Any] = {

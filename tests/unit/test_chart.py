@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs import Config
+from raydix.configs import Config
 from tests import helm
 from tests.skips import NO_HELM
 from tests.unit.manifests import (

@@ -7,19 +7,19 @@ from itertools import count
 import numpy as np
 import pytest
 
-from engine.core.settings import DraftLimits
-from engine.core.types import DraftSource, Grammar, GrammarKind, Salt
-from engine.core.worker.drafts.choices import MAX_COUNT, MAX_PLACES, Choices
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.form_guesser import FormGuesser
-from engine.core.worker.drafts.forms import Choice, Choose, FormToken
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.model import grammars as grammars_module
-from engine.model import matcher
-from engine.model.grammars import CHOICE_SHARE, Grammars
-from engine.model.time_share import TimeShare
+from raydix.engine.core.settings import DraftLimits
+from raydix.engine.core.types import DraftSource, Grammar, GrammarKind, Salt
+from raydix.engine.core.worker.drafts.choices import MAX_COUNT, MAX_PLACES, Choices
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.drafts.form_guesser import FormGuesser
+from raydix.engine.core.worker.drafts.forms import Choice, Choose, FormToken
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.model import grammars as grammars_module
+from raydix.engine.model import matcher
+from raydix.engine.model.grammars import CHOICE_SHARE, Grammars
+from raydix.engine.model.time_share import TimeShare
 from tests.unit.builders import submit
 from tests.unit.test_drafts import CHEAP
 from tests.unit.test_grammar_drafts import alone, compiled, step_masks

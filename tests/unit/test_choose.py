@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.cluster import free_port
-from cli.machine import num_cores, this_machine
-from configs import load_config
-from configs.choose import Machine, choose
-from engine.core.settings import GIB
+from raydix.cli.cluster import free_port
+from raydix.cli.machine import num_cores, this_machine
+from raydix.configs import load_config
+from raydix.configs.choose import Machine, choose
+from raydix.engine.core.settings import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -75,7 +75,17 @@ def test_serve_says_what_it_chose_and_nothing_of_what_was_named(tmp_path: Path, 
     model = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **dict.fromkeys(fields, 16)}
     (tmp_path / "config.json").write_text(json.dumps(model))
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "serve", "--model", str(tmp_path), "--port", str(free_port()), *named],
+        [
+            sys.executable,
+            "-m",
+            "raydix.cli.main",
+            "serve",
+            "--model",
+            str(tmp_path),
+            "--port",
+            str(free_port()),
+            *named,
+        ],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,

@@ -28,14 +28,14 @@ from aiohttp import web
 from fastapi import FastAPI
 from rich.console import Console
 
-from cli import chat, local
-from cli.cluster import free_port, who_may_use
-from cli.main import main, parser
-from configs import load_config
-from engine.api.responses import ResponseHead, Usage
-from engine.api.stream import DONE, ChunkWriter, error_event, usage_event
-from engine.core.errors import ServiceError, StartupError
-from engine.core.types import FinishReason
+from raydix.cli import chat, local
+from raydix.cli.cluster import free_port, who_may_use
+from raydix.cli.main import main, parser
+from raydix.configs import load_config
+from raydix.engine.api.responses import ResponseHead, Usage
+from raydix.engine.api.stream import DONE, ChunkWriter, error_event, usage_event
+from raydix.engine.core.errors import ServiceError, StartupError
+from raydix.engine.core.types import FinishReason
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WAIT_S = 10.0
@@ -325,7 +325,7 @@ class TestPipedChat:
     def test_a_reader_that_leaves_is_no_traceback(self, server: Server) -> None:
         read, write = os.pipe()
         os.close(read)
-        command = [sys.executable, "-m", "cli.main", "chat", "--url", server.url]
+        command = [sys.executable, "-m", "raydix.cli.main", "chat", "--url", server.url]
         done = subprocess.run(
             command, input=b"one\n", stdout=write, stderr=subprocess.PIPE, cwd=REPOSITORY, timeout=WAIT_S, check=False
         )
@@ -377,7 +377,7 @@ class Terminal:
         # A leader of a session gets the first terminal that it opens, and with it what Ctrl-C sends; that is ignored
         # where the tests themselves run in the background of a shell.
         start = (
-            "import os, signal, sys; os.open(os.ttyname(0), os.O_RDWR); from cli.main import main; "
+            "import os, signal, sys; os.open(os.ttyname(0), os.O_RDWR); from raydix.cli.main import main; "
             "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
         )
         self.process = subprocess.Popen(
@@ -542,7 +542,7 @@ class TestServeRefuses:
 
         def run(*arguments: str, before: str = "") -> str:
             """`before`: statements that run in the process before the command."""
-            command = f"import sys; from cli.main import main; {before or None}; sys.exit(main())"
+            command = f"import sys; from raydix.cli.main import main; {before or None}; sys.exit(main())"
             done = subprocess.run(
                 [sys.executable, "-c", command, "serve", *arguments],
                 capture_output=True,
@@ -571,7 +571,7 @@ class TestServeRefuses:
     def test_too_little_shared_memory_for_the_object_store(self, serve: Callable[..., str], tmp_path: Path) -> None:
         """Before anything is started. /proc stands in for a full /dev/shm: a file system without a free byte."""
         (tmp_path / "small.yaml").write_text("{cache: {segment_gib: 0.7}, workers: {mixed: {}}}")
-        before = "import pathlib; from cli import serve; serve.SHARED_MEMORY = pathlib.Path('/proc')"
+        before = "import pathlib; from raydix.cli import serve; serve.SHARED_MEMORY = pathlib.Path('/proc')"
         line = serve("--config", str(tmp_path / "small.yaml"), "--port", str(free_port()), before=before)
         assert line.startswith("raydix: /proc has 0.00 GiB free, and the object store needs 1.45 GiB")
         assert "--shm-size=2g" in line
@@ -623,7 +623,7 @@ class TestServeRefuses:
 
 
 def test_the_example_request_sends_a_key_where_one_is_needed(tmp_path: Path) -> None:
-    from cli.serve import example
+    from raydix.cli.serve import example
 
     assert "Authorization" not in example(load_config("cpu"), tmp_path)
     with_tenants = example(load_config("cpu", {"tenants": [{"name": "a"}]}), tmp_path)
@@ -643,7 +643,7 @@ def test_the_example_request_sends_a_key_where_one_is_needed(tmp_path: Path) -> 
 def test_the_example_is_a_chat_where_the_model_has_a_template(
     tmp_path: Path, file: str, content: str, is_chat: bool
 ) -> None:
-    from cli.serve import example
+    from raydix.cli.serve import example
 
     (tmp_path / file).write_text(content)
     shown = example(load_config("cpu"), tmp_path)
@@ -654,7 +654,8 @@ def test_the_example_is_a_chat_where_the_model_has_a_template(
 
 def test_the_age_of_a_process_has_its_imports_in_it() -> None:
     program = (
-        "import time; began = time.monotonic(); from cli.waiting import age_s; print(time.monotonic() - began, age_s())"
+        "import time; began = time.monotonic(); from raydix.cli.waiting import age_s; "
+        "print(time.monotonic() - began, age_s())"
     )
     asked = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)
@@ -663,7 +664,7 @@ def test_the_age_of_a_process_has_its_imports_in_it() -> None:
 
 
 def test_a_command_without_a_terminal_says_again_and_again_what_it_waits_for() -> None:
-    from cli.waiting import Waiting
+    from raydix.cli.waiting import Waiting
 
     class Written(io.StringIO):
         """A file of which each line is waited for."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.core.types import DraftSource, Role
+from raydix.engine.core.types import DraftSource, Role
 from tests.unit.cluster import AWAIT_TIMEOUT_S, PING_S, Cluster, Sizes
 
 pytestmark = pytest.mark.no_cover

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.types import DraftSource, Role
-from engine.core.worker.early import KEEP_S
+from raydix.engine.core.types import DraftSource, Role
+from raydix.engine.core.worker.early import KEEP_S
 from tests.unit.cluster import AWAIT_TIMEOUT_S, PING_S, Channel, Cluster, Sizes
 
 MAX_WORKERS = 4

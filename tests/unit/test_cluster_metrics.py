@@ -7,15 +7,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import ActorDiedError
 
-from actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
-from actors.ingress.exposition import CONTENT_TYPE
-from actors.instruments import families_of
-from actors.metric_values import Family
-from actors.metrics import FinishedRequest, HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
-from actors.rpc import WorkerClient
-from actors.watchdog import Hold
-from engine.core.tenants import Tenant, Tenants, key_hash
-from engine.core.types import DraftSource, Role, WorkerInfo
+from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
+from raydix.actors.ingress.exposition import CONTENT_TYPE
+from raydix.actors.instruments import families_of
+from raydix.actors.metric_values import Family
+from raydix.actors.metrics import FinishedRequest, HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
+from raydix.actors.rpc import WorkerClient
+from raydix.actors.watchdog import Hold
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.core.types import DraftSource, Role, WorkerInfo
 from tests.unit.ingress import FakeLink, Memory, Replica, Served, call
 from tests.unit.served_app import app
 from tests.unit.test_drafts import drafting_engine

@@ -8,15 +8,15 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs import Config, load_config
-from configs.load import CONFIG_FOLDER
-from configs.sections import manager_arguments
-from configs.settings import answer_bytes, engine_settings, objectives, tenants
-from engine.core.errors import StartupError
-from engine.core.objectives import Objectives, WhenLate
-from engine.core.settings import DraftLimits
-from engine.core.tenants import Tenant, key_hash
-from engine.core.types import DraftSource
+from raydix.configs import Config, load_config
+from raydix.configs.load import CONFIG_FOLDER
+from raydix.configs.sections import manager_arguments
+from raydix.configs.settings import answer_bytes, engine_settings, objectives, tenants
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.objectives import Objectives, WhenLate
+from raydix.engine.core.settings import DraftLimits
+from raydix.engine.core.tenants import Tenant, key_hash
+from raydix.engine.core.types import DraftSource
 
 with warnings.catch_warnings():
     # Ray's own modules use a deprecated spelling of pydantic's when they are imported.
@@ -97,7 +97,7 @@ def test_the_serve_file_is_what_serve_understands() -> None:
 
 def test_the_serve_file_deploys_a_configuration_of_ours() -> None:
     [application] = yaml.safe_load(SERVE.read_text())["applications"]
-    assert application["import_path"] == "serve_app:build"
+    assert application["import_path"] == "raydix.serve_app:build"
     arguments = application["args"]
     assert arguments.keys() <= {"config", "overrides"}
     assert load_config(arguments["config"], arguments.get("overrides")).workers

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.api.conversations import MAX_CONVERSATIONS, parse_conversations
-from engine.core.errors import RequestError
-from engine.core.tenants import Tenant, Tenants, key_hash
-from engine.core.types import FinishReason
+from raydix.engine.api.conversations import MAX_CONVERSATIONS, parse_conversations
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, END, MODEL, Replica, Reply, Served, call, objects_of
 from tests.unit.served_app import app
 

@@ -5,7 +5,7 @@ from math import ceil
 
 import pytest
 
-from engine.core.costs import MAX_CONTEXT_WEIGHT, CostFit, LinearFit, StepShape, WorkerCosts
+from raydix.engine.core.costs import MAX_CONTEXT_WEIGHT, CostFit, LinearFit, StepShape, WorkerCosts
 
 TRUE = WorkerCosts(3e-3, 2.5e-4, 6e-4, 2e-9, 1.5e-3, 4e-10)
 

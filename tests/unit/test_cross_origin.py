@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.schema import HttpSection
-from engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.configs.schema import HttpSection
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 

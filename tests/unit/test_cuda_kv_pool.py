@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.cuda_kv_pool import CudaKVPool, Staging
-from engine.model.families import config_of
+from raydix.engine.model.cuda_kv_pool import CudaKVPool, Staging
+from raydix.engine.model.families import config_of
 from tests.cuda_stand_ins import LateCopies
 
 PIECE = 64

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.core.worker.request import Request
-from engine.core.worker.step import ScheduledChunk
-from engine.model.cuda_runner import FIELDS, MAX_TOKENS, GraphShape, fill, graph_shapes, smallest_fitting
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import ScheduledChunk
+from raydix.engine.model.cuda_runner import FIELDS, MAX_TOKENS, GraphShape, fill, graph_shapes, smallest_fitting
 from tests.unit.builders import chain_of, make_assignment
 
 BLOCK_SIZE = 4

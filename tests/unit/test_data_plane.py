@@ -11,30 +11,30 @@ from typing import Any
 
 import pytest
 
-import actors.ingress.dispatcher as dispatcher_module
-import actors.manager.execution as execution_module
-import actors.manager.kv_cache_manager as manager_module
-import actors.worker.segment_import as segment_import_module
-import actors.worker.worker as worker_module
-import engine.core.manager.segment_events as segment_events_module
-from actors.calls import answer
-from actors.ingress.dispatcher import Dispatcher
-from actors.manager.kv_cache_manager import KVCacheManager
-from actors.rpc import ManagerClient, WorkerClient
-from actors.worker.export_stream import ExportStream
-from actors.worker.worker import Worker
-from engine.core.costs import WorkerCosts
-from engine.core.errors import StopsWorkersError
-from engine.core.hashing import BlockChain
-from engine.core.manager.elastic import PoolLimits
-from engine.core.objectives import Objectives
-from engine.core.settings import DraftLimits, SchedulerLimits
-from engine.core.tenants import Tenant
-from engine.core.types import Role, Salt, SamplingParams
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.past import Past
-from engine.core.worker.step import RunnerOutput, SchedulerOutput
-from engine.model.engine import Engine, StepResult
+import raydix.actors.ingress.dispatcher as dispatcher_module
+import raydix.actors.manager.execution as execution_module
+import raydix.actors.manager.kv_cache_manager as manager_module
+import raydix.actors.worker.segment_import as segment_import_module
+import raydix.actors.worker.worker as worker_module
+import raydix.engine.core.manager.segment_events as segment_events_module
+from raydix.actors.calls import answer
+from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.rpc import ManagerClient, WorkerClient
+from raydix.actors.worker.export_stream import ExportStream
+from raydix.actors.worker.worker import Worker
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import StopsWorkersError
+from raydix.engine.core.hashing import BlockChain
+from raydix.engine.core.manager.elastic import PoolLimits
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.settings import DraftLimits, SchedulerLimits
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import Role, Salt, SamplingParams
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.drafts.past import Past
+from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
+from raydix.engine.model.engine import Engine, StepResult
 from tests.unit.builders import ROOT, FakeModel, expected_answer
 from tests.unit.local_actors import MAX_MODEL_LEN, LocalWorkers, answer_of, make_dispatcher
 from tests.unit.processes import running

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from cli import deploy
-from cli.cluster import LOCAL_NAMES, free_port
-from cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, lacking, planned, require_stores
-from cli.main import main
-from configs import Config, load_config
-from configs.sections import INGRESS, MANAGER, parts
-from engine.core.errors import StartupError
-from engine.core.tenants import key_hash
+from raydix.cli import deploy
+from raydix.cli.cluster import LOCAL_NAMES, free_port
+from raydix.cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, lacking, planned, require_stores
+from raydix.cli.main import main
+from raydix.configs import Config, load_config
+from raydix.configs.sections import INGRESS, MANAGER, parts
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.tenants import key_hash
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -150,7 +150,7 @@ def test_the_cluster_is_asked_for_before_ray_is_imported(tmp_path: Path) -> None
     (tmp_path / "ray" / "__init__.py").write_text("import os\nos._exit(99)\n")
     address = f"127.0.0.1:{free_port()}"
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "deploy", "--config", "cpu", "--address", address],
+        [sys.executable, "-m", "raydix.cli.main", "deploy", "--config", "cpu", "--address", address],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,

@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from cli.descriptors import MOST_OF_CLIENTS, OWN, check_descriptors, connections
-from engine.core.errors import StartupError
+from raydix.cli.descriptors import MOST_OF_CLIENTS, OWN, check_descriptors, connections
+from raydix.engine.core.errors import StartupError
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.core.ingress.detokenizer import (
+from raydix.engine.core.ingress.detokenizer import (
     REPLACEMENT,
     ByteDetokenizer,
     Detokenizer,

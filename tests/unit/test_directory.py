@@ -6,13 +6,13 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import NoWorkerError
-from engine.core.manager.cache_report import cache_report
-from engine.core.manager.directory import Directory
-from engine.core.manager.explain import BlockSource
-from engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
-from engine.core.types import (
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import NoWorkerError
+from raydix.engine.core.manager.cache_report import cache_report
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.explain import BlockSource
+from raydix.engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
+from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Attempt,

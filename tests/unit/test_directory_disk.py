@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.manager.directory import Directory
-from engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
-from engine.core.manager.explain import BlockSource
-from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
-from engine.core.manager.saving import MIN_SAVED_BLOCKS
-from engine.core.types import AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
+from raydix.engine.core.manager.explain import BlockSource
+from raydix.engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from raydix.engine.core.manager.saving import MIN_SAVED_BLOCKS
+from raydix.engine.core.types import AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 
 MakeDirectory = Callable[..., Directory]
 

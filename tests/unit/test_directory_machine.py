@@ -12,16 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import NoWorkerError
-from engine.core.manager.block_index import Segment
-from engine.core.manager.directory import Directory
-from engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
-from engine.core.manager.instructions import Deliver, Export, Instruction, Lost
-from engine.core.manager.placement import CostModel
-from engine.core.objectives import Objectives
-from engine.core.tenants import Tenant
-from engine.core.types import (
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import NoWorkerError
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
+from raydix.engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     BlockHash,

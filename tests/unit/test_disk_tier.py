@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import actors.manager.disk_tier
-from actors.local import LocalRuntime
-from actors.manager.disk_tier import DiskTier
-from engine.core.manager.block_index import Segment
-from engine.core.types import SegmentHeader
-from engine.model.segments import checksum
+import raydix.actors.manager.disk_tier
+from raydix.actors.local import LocalRuntime
+from raydix.actors.manager.disk_tier import DiskTier
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.types import SegmentHeader
+from raydix.engine.model.segments import checksum
 
 HEADER = SegmentHeader("model", (b"1", b"2"), 64, 0)
 
@@ -22,7 +22,7 @@ HEADER = SegmentHeader("model", (b"1", b"2"), 64, 0)
 def test_who_waits_for_a_file_hears_in_time_that_it_does_not_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.manager.disk_tier, "READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(raydix.actors.manager.disk_tier, "READ_TIMEOUT_S", 0.01)
     disk, is_over = DiskTier(str(tmp_path), LocalRuntime()), threading.Event()
 
     def hang(header: SegmentHeader) -> None:

@@ -6,12 +6,12 @@ from typing import TypeVar
 
 import pytest
 
-from engine.core.answers.continuations import BegunAnswer, packed
-from engine.core.errors import LateError, NoWorkerError, ServiceError
-from engine.core.ingress.cluster_view import ModelFacts, Timeouts
-from engine.core.ingress.dispatch import MAX_ATTEMPTS, Dispatch
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.instructions import (
+from raydix.engine.core.answers.continuations import BegunAnswer, packed
+from raydix.engine.core.errors import LateError, NoWorkerError, ServiceError
+from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from raydix.engine.core.ingress.dispatch import MAX_ATTEMPTS, Dispatch
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.instructions import (
     Abort,
     Admit,
     AskWorkers,
@@ -30,9 +30,9 @@ from engine.core.ingress.instructions import (
     Submit,
     WorkerSilent,
 )
-from engine.core.objectives import LATE_PRIORITY, Late
-from engine.core.signs_of_life import COMPUTING_S
-from engine.core.types import (
+from raydix.engine.core.objectives import LATE_PRIORITY, Late
+from raydix.engine.core.signs_of_life import COMPUTING_S
+from raydix.engine.core.types import (
     Admission,
     Attempt,
     CacheHints,

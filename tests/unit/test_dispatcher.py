@@ -7,18 +7,18 @@ from typing import Any, TypeVar
 import pytest
 from ray.exceptions import ActorDiedError
 
-from actors.ingress import dispatcher
-from actors.ingress.dispatcher import Dispatcher
-from actors.ingress.manager_link import Call, ManagerLink
-from actors.local import LocalRuntime
-from actors.rpc import ManagerClient, WorkerClient
-from engine.core.errors import NoWorkerError, ServiceError
-from engine.core.ingress.cluster_view import ModelFacts, Timeouts
-from engine.core.ingress.dispatch import Dispatch
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.instructions import Instruction
-from engine.core.objectives import Late
-from engine.core.types import (
+from raydix.actors.ingress import dispatcher
+from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.manager_link import Call, ManagerLink
+from raydix.actors.local import LocalRuntime
+from raydix.actors.rpc import ManagerClient, WorkerClient
+from raydix.engine.core.errors import NoWorkerError, ServiceError
+from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
+from raydix.engine.core.ingress.dispatch import Dispatch
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.instructions import Instruction
+from raydix.engine.core.objectives import Late
+from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,

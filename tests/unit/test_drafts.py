@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.costs import CostFit, StepShape, WorkerCosts
-from engine.core.settings import DraftLimits, SchedulerLimits
-from engine.core.types import Assignment, DraftSource, FinishReason, SamplingParams, Stage
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.budget import MAX_TOKENS, Candidate, DecodeStep, share
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.guesser import INDEXED_PER_STEP
-from engine.core.worker.drafts.rows import DraftedRow, rows_of, sampled_by_request, up_to_difference, with_drafts
-from engine.core.worker.drafts.suffix import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, SuffixIndex
-from engine.core.worker.drafts.survival import MAX_WEIGHT, PRIORS, Survival
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.step import SampledToken, ScheduledChunk, SchedulerOutput, StepOutcome, chunk_of
-from engine.model.engine import Engine
+from raydix.engine.core.costs import CostFit, StepShape, WorkerCosts
+from raydix.engine.core.settings import DraftLimits, SchedulerLimits
+from raydix.engine.core.types import Assignment, DraftSource, FinishReason, SamplingParams, Stage
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.budget import MAX_TOKENS, Candidate, DecodeStep, share
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.drafts.guesser import INDEXED_PER_STEP
+from raydix.engine.core.worker.drafts.rows import DraftedRow, rows_of, sampled_by_request, up_to_difference, with_drafts
+from raydix.engine.core.worker.drafts.suffix import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, SuffixIndex
+from raydix.engine.core.worker.drafts.survival import MAX_WEIGHT, PRIORS, Survival
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.step import SampledToken, ScheduledChunk, SchedulerOutput, StepOutcome, chunk_of
+from raydix.engine.model.engine import Engine
 from tests.unit.builders import (
     FINGERPRINT,
     FakeModel,

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from engine.core.costs import WorkerCosts
-from engine.core.manager.cache_report import cache_report
-from engine.core.manager.directory import Directory
-from engine.core.manager.elastic import HOLD_S, SHRINK_S, WINDOW_S, Highest, Level, Rate
-from engine.core.manager.planner import Division
-from engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
-from engine.core.types import Admission, AdmitRequest, Role
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.cache_report import cache_report
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.elastic import HOLD_S, SHRINK_S, WINDOW_S, Highest, Level, Rate
+from raydix.engine.core.manager.planner import Division
+from raydix.engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
+from raydix.engine.core.types import Admission, AdmitRequest, Role
 
 MakeDirectory = Callable[..., Directory]
 COSTS = WorkerCosts(0.01, 1e-3, 1e-3, import_s=1e-3, import_byte_s=0.0, spread=0.0)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.costs import WorkerCosts
-from engine.core.objectives import Objectives
-from engine.core.types import Role
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.types import Role
 from tests.unit.cluster import Cluster, Sizes
 
 pytestmark = pytest.mark.no_cover

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.elastic import Machines, as_day, cheapest, joined, main, run
 from benchmarks.replaying.speeds import FittedSpeeds
 from benchmarks.replaying.traces import ReplayError, TraceRequest
-from engine.core.costs import WorkerCosts
-from engine.core.objectives import Objectives
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.objectives import Objectives
 
 # Simulations of hours, whose lines other tests run: tracing them would take longer than they do.
 pytestmark = pytest.mark.no_cover

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.costs import StepShape
-from engine.core.settings import SchedulerLimits
-from engine.core.types import (
+from raydix.engine.core.costs import StepShape
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import (
     CacheHints,
     CacheMark,
     FinishReason,
@@ -23,9 +23,9 @@ from engine.core.types import (
     Stage,
     TokenEvent,
 )
-from engine.core.worker.block_pool import BlockPool
-from engine.model.engine import Engine, ExportedSegment
-from engine.model.segments import checksum
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.model.engine import Engine, ExportedSegment
+from raydix.engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
 PROMPT = (1, 2, 3, 0, 1, 1, 2, 3, 2, 0)

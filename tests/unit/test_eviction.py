@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.eviction.duel import Duel, Ghost, once_first, recency
-from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, best_rates
-from engine.core.eviction.queue import EvictionQueue, Quota
-from engine.core.eviction.ranking import LeastRecent, Ranking, Visit
-from engine.core.eviction.survival import NUM_KINDS, Survival
-from engine.core.types import EvictionReason, Retention
+from raydix.engine.core.eviction.duel import Duel, Ghost, once_first, recency
+from raydix.engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable, best_rates
+from raydix.engine.core.eviction.queue import EvictionQueue, Quota
+from raydix.engine.core.eviction.ranking import LeastRecent, Ranking, Visit
+from raydix.engine.core.eviction.survival import NUM_KINDS, Survival
+from raydix.engine.core.types import EvictionReason, Retention
 
 QUOTAS = {"a": Quota(floor=2), "b": Quota(floor=1, ceiling=3)}
 Path = tuple[str, ...]

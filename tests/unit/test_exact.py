@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.exact import NUM_WORKERS, PLAIN, Result, split
-from configs import Config
+from raydix.configs import Config
 
 WELL = Result("in a crowd", answers=3, tokens=50, counts={"kills": 2})
 

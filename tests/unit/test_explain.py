@@ -1,8 +1,8 @@
 """What is said of a decision afterwards; `test_directory` has how decisions are kept."""
 
-from engine.core.manager.explain import Decision, Decisions
-from engine.core.manager.placement import Prediction
-from engine.core.types import DraftSource, DraftUse
+from raydix.engine.core.manager.explain import Decision, Decisions
+from raydix.engine.core.manager.placement import Prediction
+from raydix.engine.core.types import DraftSource, DraftUse
 
 
 def test_regret_is_of_the_best_other_candidate() -> None:

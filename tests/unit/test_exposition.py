@@ -2,8 +2,8 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.ingress.exposition import exposition
-from actors.metric_values import Distribution, Family, labels_of, merged
+from raydix.actors.ingress.exposition import exposition
+from raydix.actors.metric_values import Distribution, Family, labels_of, merged
 
 NASTY = 'a "quoted" \\ back\nslash'
 

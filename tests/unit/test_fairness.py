@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import fairness
-from engine.core.costs import WorkerCosts
-from engine.core.settings import SchedulerLimits
-from engine.core.tenants import Tenant
-from engine.core.types import CacheHints
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.step import chunk_of
-from engine.core.worker.virtual_time import VirtualTime, chunk_s
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import CacheHints
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.step import chunk_of
+from raydix.engine.core.worker.virtual_time import VirtualTime, chunk_s
 from tests.unit.builders import VOCAB, FakeModel, chain_of, make_assignment, run_all, step, submit
 
 MakeScheduler = Callable[..., Scheduler]

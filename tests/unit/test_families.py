@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.errors import StartupError
-from engine.model.families import FAMILIES, config_of
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.families import FAMILIES, config_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 200,

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from cli import restart
-from cli.flags import FLAGS, add_flags
-from cli.main import parser
-from cli.serve import chosen
-from configs import Config, load_config
-from configs.choose import Machine
-from engine.core.errors import StartupError
-from engine.core.tenants import key_hash
+from raydix.cli import restart
+from raydix.cli.flags import FLAGS, add_flags
+from raydix.cli.main import parser
+from raydix.cli.serve import chosen
+from raydix.configs import Config, load_config
+from raydix.configs.choose import Machine
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.tenants import key_hash
 
 SMALL, LARGE, GPU = Machine(2, 24), Machine(8, 32), Machine(8, 64, (80.0,))
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from engine.api.anthropic.requests import parse_messages
-from engine.api.generate import GenerateRequest, as_generate_request
-from engine.api.grammars import MAX_GRAMMAR_CHARS
-from engine.api.openai_responses.requests import parse_responses
-from engine.api.requests import parse_chat, parse_completion
-from engine.api.schemas import MAX_DEPTH, closed, strict_finding, subschemas
-from engine.api.spec import GenerationSpec
-from engine.core.errors import RequestError
-from engine.core.types import Grammar, GrammarKind
+from raydix.engine.api.anthropic.requests import parse_messages
+from raydix.engine.api.generate import GenerateRequest, as_generate_request
+from raydix.engine.api.grammars import MAX_GRAMMAR_CHARS
+from raydix.engine.api.openai_responses.requests import parse_responses
+from raydix.engine.api.requests import parse_chat, parse_completion
+from raydix.engine.api.schemas import MAX_DEPTH, closed, strict_finding, subschemas
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.types import Grammar, GrammarKind
 
 USER = {"role": "user", "content": "x"}
 POINT = {

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.answers.continuations import MAX_BYTES, BegunAnswer, packed
-from engine.core.errors import ModelFailedError, RequestError
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.outbox import Outbox
-from engine.core.types import (
+from raydix.engine.core.answers.continuations import MAX_BYTES, BegunAnswer, packed
+from raydix.engine.core.errors import ModelFailedError, RequestError
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.outbox import Outbox
+from raydix.engine.core.types import (
     Admission,
     CacheHints,
     DraftSource,

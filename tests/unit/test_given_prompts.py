@@ -6,8 +6,8 @@ from typing import Any
 import orjson
 import pytest
 
-from engine.api.requests import parse_chat
-from engine.core.errors import RequestError
+from raydix.engine.api.requests import parse_chat
+from raydix.engine.core.errors import RequestError
 from tests.unit.ingress import MODEL, VOCAB, Replica, Reply, Served, call
 from tests.unit.served_app import app
 

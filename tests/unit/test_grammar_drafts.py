@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 from llguidance import LLExecutor, LLMatcher
 
-from engine.core.costs import WorkerCosts
-from engine.core.settings import DraftLimits
-from engine.core.types import DraftSource, Grammar, GrammarKind, SamplingParams
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.forms import Choose, FormToken
-from engine.core.worker.drafts.rows import DraftedRow, Row
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
-from engine.model.grammars import Grammars, StepMasks
-from engine.model.matcher import Matcher
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.settings import DraftLimits
+from raydix.engine.core.types import DraftSource, Grammar, GrammarKind, SamplingParams
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.drafts.forms import Choose, FormToken
+from raydix.engine.core.worker.drafts.rows import DraftedRow, Row
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.model.grammars import Grammars, StepMasks
+from raydix.engine.model.matcher import Matcher
 from tests.unit.builders import chain_of
 from tests.unit.test_drafts import CHEAP, repeating
 from tests.unit.test_grammars import (

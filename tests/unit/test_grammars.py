@@ -14,21 +14,21 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.core.answers.lead import Lead
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, FinishReason, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.forms import Choice
-from engine.core.worker.request import Request
-from engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
-from engine.model import grammar_source
-from engine.model import grammars as grammars_module
-from engine.model.engine import Engine
-from engine.model.grammar_source import GrammarError
-from engine.model.grammars import GrammarNews, Grammars, StepMasks, forbid
-from engine.model.loop import EngineLoop, LoopOutput
-from engine.model.matcher import Matcher
-from engine.model.time_share import TimeShare
+from raydix.engine.core.answers.lead import Lead
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import Assignment, FinishReason, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.forms import Choice
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
+from raydix.engine.model import grammar_source
+from raydix.engine.model import grammars as grammars_module
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.grammar_source import GrammarError
+from raydix.engine.model.grammars import GrammarNews, Grammars, StepMasks, forbid
+from raydix.engine.model.loop import EngineLoop, LoopOutput
+from raydix.engine.model.matcher import Matcher
+from raydix.engine.model.time_share import TimeShare
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of
 
 EOS, OTHER_EOS, VOCAB = 256, 257, 300
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_cannot_be_used_is_tried_again() -> None:
 
 
 def test_grammars_pushed_out_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model.grammars.MAX_COMPILED", 1)
+    monkeypatch.setattr("raydix.engine.model.grammars.MAX_COMPILED", 1)
     grammars = make_grammars()
     for grammar in (ABC, Grammar(GrammarKind.REGEX, "x")):
         grammars.require(grammar)
@@ -144,7 +144,9 @@ def test_grammars_pushed_out_are_compiled_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_process_without_grammars_does_not_load_the_library() -> None:
-    program = "import sys, engine.model.build, actors.ingress.reading; sys.exit('llguidance' in sys.modules)"
+    program = (
+        "import sys, raydix.engine.model.build, raydix.actors.ingress.reading; sys.exit('llguidance' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.api.guards import is_allowed_origin, require_host, require_json, require_trusted_origin
-from engine.core.errors import MediaTypeError, PermissionDeniedError
+from raydix.engine.api.guards import is_allowed_origin, require_host, require_json, require_trusted_origin
+from raydix.engine.core.errors import MediaTypeError, PermissionDeniedError
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8"])

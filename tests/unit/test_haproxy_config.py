@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.haproxy import CONNECTIONS, DEFAULTS, ERRORS, HEADER_TIMEOUT, amended, write_errors
+from raydix.cli.haproxy import CONNECTIONS, DEFAULTS, ERRORS, HEADER_TIMEOUT, amended, write_errors
 
 SERVE = """global
     maxconn 4096

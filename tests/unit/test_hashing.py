@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.hashing import DIGEST_BYTES, BlockChain, hash_block, hash_blocks, root_hash
-from engine.core.tenants import salt_of
-from engine.core.types import Salt
+from raydix.engine.core.hashing import DIGEST_BYTES, BlockChain, hash_block, hash_blocks, root_hash
+from raydix.engine.core.tenants import salt_of
+from raydix.engine.core.types import Salt
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

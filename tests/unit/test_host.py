@@ -14,18 +14,18 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
-import actors.host as host_module
-from actors.host import MAX_FAILURES, ActorHost
-from actors.hosted import HostedManager, HostedWorker
-from actors.names import incarnation_name
-from actors.rpc import ActorClient, ManagerClient
-from actors.scaling import MAY_SHRINK, WANTED
-from configs import Config
-from configs.sections import MANAGER, DeploymentPart, parts
-from engine.core.errors import StartupError
-from engine.core.manager.elastic import PoolLimits, Wanted
-from engine.core.objectives import Objectives, WhenLate
-from engine.core.settings import SchedulerLimits
+import raydix.actors.host as host_module
+from raydix.actors.host import MAX_FAILURES, ActorHost
+from raydix.actors.hosted import HostedManager, HostedWorker
+from raydix.actors.names import incarnation_name
+from raydix.actors.rpc import ActorClient, ManagerClient
+from raydix.actors.scaling import MAY_SHRINK, WANTED
+from raydix.configs import Config
+from raydix.configs.sections import MANAGER, DeploymentPart, parts
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.manager.elastic import PoolLimits, Wanted
+from raydix.engine.core.objectives import Objectives, WhenLate
+from raydix.engine.core.settings import SchedulerLimits
 from tests.unit.local_actors import MortalHandle
 
 TASK_ERROR: Any = RayTaskError
@@ -463,7 +463,7 @@ def test_the_managers_host_ends_at_once(scene: Scene) -> None:
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_worker_computes_with_its_own_number_of_threads(num_threads: int) -> None:
     """In a process that Ray has started before it knew of the worker, and in which Ray has set another number."""
-    program = f"from actors.worker.worker import compute_with; compute_with({num_threads}); import torch; "
+    program = f"from raydix.actors.worker.worker import compute_with; compute_with({num_threads}); import torch; "
     done = subprocess.run(
         [sys.executable, "-c", program + "print(torch.get_num_threads())"],
         capture_output=True,

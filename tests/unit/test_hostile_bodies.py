@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.application import application
-from actors.ingress.routes.api_document import api_document
 from benchmarks.hostile_bodies import HostileBody, Sizes, fields_of, hostile_bodies
-from engine.api.requests import ChatCompletionRequest
+from raydix.actors.ingress.application import application
+from raydix.actors.ingress.routes.api_document import api_document
+from raydix.engine.api.requests import ChatCompletionRequest
 
 SMALL = Sizes(max_body_bytes=16 << 10)
 """A corpus of small bodies has the same cases."""

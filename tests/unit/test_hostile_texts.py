@@ -11,17 +11,17 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.api.batches import window_s
-from engine.api.fields import REQUEST_ID_PATTERN
-from engine.api.grammars import is_ebnf
-from engine.api.resuming import EventId
-from engine.core.errors import RequestError
-from engine.core.ingress.parsers.json_value import JsonValue, Step
-from engine.core.ingress.parsers.mistral import CALLS, MistralCalls
-from engine.core.ingress.parsers.python_literal import json_of
-from engine.core.ingress.stop_strings import StopStrings
-from engine.model.chats import _Mark
-from engine.model.plain_text import mark_names, names_pattern
+from raydix.engine.api.batches import window_s
+from raydix.engine.api.fields import REQUEST_ID_PATTERN
+from raydix.engine.api.grammars import is_ebnf
+from raydix.engine.api.resuming import EventId
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers.json_value import JsonValue, Step
+from raydix.engine.core.ingress.parsers.mistral import CALLS, MistralCalls
+from raydix.engine.core.ingress.parsers.python_literal import json_of
+from raydix.engine.core.ingress.stop_strings import StopStrings
+from raydix.engine.model.chats import _Mark
+from raydix.engine.model.plain_text import mark_names, names_pattern
 
 NUM = 3_000
 FACTOR = 4

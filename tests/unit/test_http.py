@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from actors.ingress import http
-from actors.ingress.http import (
+from raydix.actors.ingress import http
+from raydix.actors.ingress.http import (
     ClientGoneError,
     EventStreamResponse,
     error_response,
     read_body,
     while_connected,
 )
-from engine.api.wire import OPENAI
-from engine.core.errors import AuthenticationError, BodyTimeoutError, BodyTooLargeError, OverloadedError
-from engine.core.ingress.body_room import BodyRoom
+from raydix.engine.api.wire import OPENAI
+from raydix.engine.core.errors import AuthenticationError, BodyTimeoutError, BodyTooLargeError, OverloadedError
+from raydix.engine.core.ingress.body_room import BodyRoom
 
 
 async def messages_of(

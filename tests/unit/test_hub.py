@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cli.cluster import free_port
+from raydix.cli.cluster import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL_BYTES = 1 << 20
@@ -108,7 +108,7 @@ def serve(hub: Hub, tmp_path: Path, *arguments: str, model: str = "org/model") -
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("import os\nos._exit(99)\n")
     return subprocess.run(
-        [sys.executable, "-m", "cli.main", "serve", "--model", model, "--port", str(free_port()), *arguments],
+        [sys.executable, "-m", "raydix.cli.main", "serve", "--model", model, "--port", str(free_port()), *arguments],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -232,7 +232,7 @@ def test_a_gguf_file_that_is_not_there_is_named(hubs: list[Hub], tmp_path: Path)
     assert "it has no such file" in done.stderr
 
 
-RESOLVE = "import sys; from engine.model.sources import resolve_model; print(resolve_model(sys.argv[1]))"
+RESOLVE = "import sys; from raydix.engine.model.sources import resolve_model; print(resolve_model(sys.argv[1]))"
 
 
 def test_a_damaged_tokenizer_is_refused_before_the_weights_are_fetched(hubs: list[Hub], tmp_path: Path) -> None:

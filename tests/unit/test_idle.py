@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from engine.core.types import Assignment
-from engine.core.worker.idle import MAX_REQUESTS, MAX_TOKENS, IdleCounts
-from engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.types import Assignment
+from raydix.engine.core.worker.idle import MAX_REQUESTS, MAX_TOKENS, IdleCounts
+from raydix.engine.core.worker.scheduler import Scheduler
 from tests.unit.builders import FakeModel, hashes_of, make_assignment, run_all, step, submit, tokens_of
 
 MakeScheduler = Callable[..., Scheduler]

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from actors.ingress.incidents import log_incident
-from engine.core.ingress.instructions import WorkerLost
+from raydix.actors.ingress.incidents import log_incident
+from raydix.engine.core.ingress.instructions import WorkerLost
 
 
 @pytest.mark.parametrize(

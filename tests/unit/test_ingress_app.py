@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from ray import serve
 
-from actors.ingress.http import CLIENT_CLOSED_REQUEST
-from engine.api.responses import error_body
-from engine.core.errors import ServiceError
-from engine.core.objectives import Objectives
-from engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST
+from raydix.engine.api.responses import error_body
+from raydix.engine.core.errors import ServiceError
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call, objects_of
 from tests.unit.served_app import app
 

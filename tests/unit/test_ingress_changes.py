@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from ray import serve
 
-from actors.ingress.app import Ingress
-from configs import Config
-from configs.sections import INGRESS, parts
-from engine.core.tenants import key_hash
+from raydix.actors.ingress.app import Ingress
+from raydix.configs import Config
+from raydix.configs.sections import INGRESS, parts
+from raydix.engine.core.tenants import key_hash
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call
 from tests.unit.served_app import app
 

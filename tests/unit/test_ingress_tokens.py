@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.reader_work import ReadingFacts, TokenRequest
-from actors.ingress.reading import Reader
-from actors.ingress.served_model import ServedModel
-from engine.api.requests import parse_chat
-from engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
-from engine.core.tenants import Tenant, Tenants, key_hash
-from engine.model.tokenizer import RenderedChat
+from raydix.actors.ingress.reader_work import ReadingFacts, TokenRequest
+from raydix.actors.ingress.reading import Reader
+from raydix.actors.ingress.served_model import ServedModel
+from raydix.engine.api.requests import parse_chat
+from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.model.tokenizer import RenderedChat
 from tests.unit.ingress import CONTEXT, MODEL, VOCAB, LetterTokenizer, Replica, Reply, Served, call
 from tests.unit.served_app import app
 

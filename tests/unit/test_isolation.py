@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.settings import SchedulerLimits
-from engine.core.types import FinishReason, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.step import RunnerOutput, SchedulerOutput
-from engine.model.engine import Engine
-from engine.model.isolation import NUM_ALONE
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import FinishReason, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.isolation import NUM_ALONE
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, make_assignment, tokens_of
 
 

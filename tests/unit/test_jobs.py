@@ -5,17 +5,17 @@ from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
-from actors.ingress.http import EventStreamResponse
-from actors.ingress.job import Answer, Job
-from engine.api.assembler import ChoiceAssembler, Piece
-from engine.api.responses import ResponseHead
-from engine.api.spec import GenerationSpec
-from engine.core.errors import RaydixError
-from engine.core.ingress.detokenizer import ByteDetokenizer
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.room import Room
-from engine.core.tenants import Tenant
-from engine.core.types import CacheHints, FinishReason, Salt, SamplingParams
+from raydix.actors.ingress.http import EventStreamResponse
+from raydix.actors.ingress.job import Answer, Job
+from raydix.engine.api.assembler import ChoiceAssembler, Piece
+from raydix.engine.api.responses import ResponseHead
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.ingress.detokenizer import ByteDetokenizer
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.room import Room
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import CacheHints, FinishReason, Salt, SamplingParams
 
 ANYONE = Tenant("anyone")
 

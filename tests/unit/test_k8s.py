@@ -17,7 +17,7 @@ import pydantic
 import pytest
 import yaml
 
-from engine.core.errors import StartupError
+from raydix.engine.core.errors import StartupError
 from tests.skips import NO_KUBERAY_SCHEMA
 from tests.unit.manifests import (
     CHECKS,
@@ -88,7 +88,7 @@ def test_objects(check: Callable[[list[Json]], None], objects: list[Json]) -> No
 
 def test_application(objects: list[Json]) -> None:
     (app,) = serve_config(rayservice_in(objects))["applications"]
-    assert app["import_path"] == "serve_app:build"
+    assert app["import_path"] == "raydix.serve_app:build"
     assert (app["name"], app["route_prefix"]) == ("raydix", "/")
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from actors.last_words import condemn, named_requests
+from raydix.actors.last_words import condemn, named_requests
 from tests.unit.processes import Process, running
 
 NAME = "worker:1"
 BEGINNING = """
 import ctypes, faulthandler, re, sys, threading, time
 from pathlib import Path
-from actors.last_words import LastWords
+from raydix.actors.last_words import LastWords
 words = LastWords(Path(sys.argv[1]), sys.argv[2])
 begun = threading.Barrier(3)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import LateError
-from engine.core.manager.directory import Directory
-from engine.core.objectives import LATE_PRIORITY, Late, Objectives, WhenLate
-from engine.core.types import Admission, AdmitRequest, Role
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import LateError
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.objectives import LATE_PRIORITY, Late, Objectives, WhenLate
+from raydix.engine.core.types import Admission, AdmitRequest, Role
 
 MakeDirectory = Callable[..., Directory]
 COSTS = WorkerCosts(0.0, 1e-3, 0.0, import_s=1.0, spread=0.0)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.answers.lead import Before, Behind, Inside, Lead
-from engine.core.ingress.parsers.reasoning import Thinking
-from engine.model.lead_masks import LeadMasks
-from engine.model.masks import Mask
+from raydix.engine.core.answers.lead import Before, Behind, Inside, Lead
+from raydix.engine.core.ingress.parsers.reasoning import Thinking
+from raydix.engine.model.lead_masks import LeadMasks
+from raydix.engine.model.masks import Mask
 
 CLOSED = Lead(b"<think>", b"</think>")
 OPEN = Lead(b"<think>", b"</think>", is_open=True)

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.costs import WorkerCosts
-from engine.core.manager.directory import Directory
-from engine.core.manager.instructions import Deliver
-from engine.core.manager.links import FADE_S, LinkCosts, Links
-from engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerLoad, place
-from engine.core.manager.segment_events import PATIENCE, PATIENCE_S
-from engine.core.objectives import NO_OBJECTIVES
-from engine.core.types import Admission, AdmitRequest, BlockHash, Ended, Handover, Role, SegmentHeader
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.instructions import Deliver
+from raydix.engine.core.manager.links import FADE_S, LinkCosts, Links
+from raydix.engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerLoad, place
+from raydix.engine.core.manager.segment_events import PATIENCE, PATIENCE_S
+from raydix.engine.core.objectives import NO_OBJECTIVES
+from raydix.engine.core.types import Admission, AdmitRequest, BlockHash, Ended, Handover, Role, SegmentHeader
 
 BLOCK_BYTES = 368_640
 """16 positions of a model with 30 layers and 3 KV heads, in two bytes."""

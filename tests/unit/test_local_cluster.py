@@ -10,9 +10,9 @@ import psutil
 import pytest
 from ray._private.node import Node
 
-from cli.cluster import IRREPLACEABLE, ClusterDiedError, LocalCluster
-from cli.spare_processes import SPARED, without_spare_processes
-from configs import load_config
+from raydix.cli.cluster import IRREPLACEABLE, ClusterDiedError, LocalCluster
+from raydix.cli.spare_processes import SPARED, without_spare_processes
+from raydix.configs import load_config
 
 
 def test_only_while_a_cluster_starts_ray_starts_no_spare_processes() -> None:
@@ -39,7 +39,7 @@ def test_the_death_of_a_process_is_seen_that_was_listed_before_its_exec(
     starting_raylet: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "raylet" in IRREPLACEABLE
-    monkeypatch.setattr("cli.cluster.IRREPLACEABLE", ("raylet",))
+    monkeypatch.setattr("raydix.cli.cluster.IRREPLACEABLE", ("raylet",))
     cluster = LocalCluster(load_config("cpu_mixed"))
     cluster.check()  # lists the shell
 
@@ -57,7 +57,7 @@ def test_the_death_of_a_process_is_seen_that_was_listed_before_its_exec(
 
 def test_a_child_of_the_raylet_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that the raylet forks has its name until it begins another program, and may end soon."""
-    monkeypatch.setattr("cli.cluster.IRREPLACEABLE", ("raylet",))
+    monkeypatch.setattr("raydix.cli.cluster.IRREPLACEABLE", ("raylet",))
     shutil.copy("/bin/sleep", tmp_path / "raylet")
     parent = subprocess.Popen(
         ["sh", "-c", "./raylet 60 & echo $!; wait; read line"],

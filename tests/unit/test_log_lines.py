@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.logs import JsonFormatter, Origin, RotatedFile, TextFormatter
-from cli.log_lines import MAX_LINES, LogFollower
+from raydix.actors.logs import JsonFormatter, Origin, RotatedFile, TextFormatter
+from raydix.cli.log_lines import MAX_LINES, LogFollower
 
 
 class Writer:

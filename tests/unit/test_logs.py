@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from actors.ingress.refusals import Refusals
-from actors.logs import (
+from raydix.actors.ingress.refusals import Refusals
+from raydix.actors.logs import (
     JsonFormatter,
     Origin,
     RotatedFile,
@@ -23,8 +23,8 @@ from actors.logs import (
     keep_refusals_out_of_serves_log,
     log_to_ray,
 )
-from engine.core.errors import AuthenticationError, OverloadedError, RequestError, ServiceError
-from engine.core.log_fields import about
+from raydix.engine.core.errors import AuthenticationError, OverloadedError, RequestError, ServiceError
+from raydix.engine.core.log_fields import about
 
 SECRET = "the gardener did it"
 WORKER = Origin("decode", "10.0.0.7", 4711, worker="decode-a1")
@@ -34,7 +34,7 @@ INGRESS = Origin("ingress", "10.0.0.7", 4712, sees_text=True)
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
     """A logger of the project's, given back as it was found."""
-    logger = logging.getLogger("actors")
+    logger = logging.getLogger("raydix")
     level, handlers = logger.level, list(logger.handlers)
     yield logger
     logger.setLevel(level)
@@ -69,7 +69,7 @@ def fail() -> None:
 
 def test_a_record_says_when_who_what_and_about_what(write: Callable[..., RotatedFile]) -> None:
     path = write(JsonFormatter(WORKER)).path
-    log = logging.getLogger("actors.worker.worker")
+    log = logging.getLogger("raydix.actors.worker.worker")
     log.info("%d blocks", 3, extra=about("moved", request="r-1", attempt=2))
     log.debug("not written")
     [record] = records(path)
@@ -79,7 +79,7 @@ def test_a_record_says_when_who_what_and_about_what(write: Callable[..., Rotated
         "process": "decode",
         "pid": 4711,
         "node": "10.0.0.7",
-        "logger": "actors.worker.worker",
+        "logger": "raydix.actors.worker.worker",
         "worker": "decode-a1",
         "event": "moved",
         "request": "r-1",
@@ -94,7 +94,7 @@ def test_a_line_is_a_record_whatever_the_message_holds(
     monkeypatch.setattr(logger, "propagate", False)  # pytest keeps messages, and xdist can send no half pair
     path = write(JsonFormatter(WORKER)).path
     message = 'two\nlines, a "quote", \x1b[31m and half a pair \ud83d'
-    logging.getLogger("actors").warning(message, extra=about("odd", value=object()))
+    logging.getLogger("raydix.actors").warning(message, extra=about("odd", value=object()))
     assert len(path.read_bytes().splitlines()) == 1
 
 
@@ -106,7 +106,7 @@ def test_a_worker_tells_what_an_error_said_and_the_process_that_sees_text_does_n
         try:
             fail()
         except KeyError:
-            logging.getLogger("actors").exception("failed")
+            logging.getLogger("raydix.actors").exception("failed")
     told, kept = (record["exception"] for record in records(path))
     assert SECRET in told
     assert SECRET not in kept
@@ -119,7 +119,7 @@ def test_a_record_that_does_not_fit_on_the_disk_leaves_no_half_line(
     write: Callable[..., RotatedFile], tmp_path: Path
 ) -> None:
     """A limit of the size of files stands in for a full disk: the last write is cut short in the same way."""
-    handler, log = write(JsonFormatter(INGRESS)), logging.getLogger("actors.x")
+    handler, log = write(JsonFormatter(INGRESS)), logging.getLogger("raydix.actors.x")
     log.info("before")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (handler.path.stat().st_size + 20, limits[1]))
@@ -134,15 +134,15 @@ def test_a_record_that_does_not_fit_on_the_disk_leaves_no_half_line(
 
 def test_text_has_the_same_fields(write: Callable[..., RotatedFile]) -> None:
     path = write(TextFormatter(WORKER)).path
-    logging.getLogger("actors.worker.worker").warning("slow", extra=about("slow", request="r-1"))
+    logging.getLogger("raydix.actors.worker.worker").warning("slow", extra=about("slow", request="r-1"))
     [line] = path.read_text().splitlines()
-    assert line.endswith("Z WARNING decode 4711: slow [actors.worker.worker event=slow request=r-1]")
+    assert line.endswith("Z WARNING decode 4711: slow [raydix.actors.worker.worker event=slow request=r-1]")
 
 
 def test_files_rotate_by_size_and_lose_only_the_oldest(write: Callable[..., RotatedFile]) -> None:
     path = write(JsonFormatter(WORKER), max_bytes=1000, num_backups=2).path
     for number in range(50):
-        logging.getLogger("actors").info("%d", number)
+        logging.getLogger("raydix.actors").info("%d", number)
     files = [path.with_name(path.name + ending) for ending in (".2", ".1", "")]
     assert sorted(path.parent.iterdir()) == sorted(files)
     assert all(0 < file.stat().st_size <= 1000 for file in files)
@@ -154,8 +154,8 @@ def test_a_full_disk_stops_nobody(logger: logging.Logger, capsys: pytest.Capture
     handler = RotatedFile(Path("/dev/full"), 0, 0)
     handler.setFormatter(JsonFormatter(WORKER))
     install(handler, "INFO")
-    logging.getLogger("actors").error("lost")
-    logging.getLogger("actors").error("lost, too")
+    logging.getLogger("raydix.actors").error("lost")
+    logging.getLogger("raydix.actors").error("lost, too")
     assert capsys.readouterr() == ("", "")
 
 
@@ -164,12 +164,12 @@ def test_a_killed_process_has_written_all_that_it_logged(tmp_path: Path) -> None
     program = f"""
 import logging, os, signal
 from pathlib import Path
-from actors.logs import JsonFormatter, Origin, RotatedFile, install
+from raydix.actors.logs import JsonFormatter, Origin, RotatedFile, install
 handler = RotatedFile(Path({str(tmp_path)!r}) / "log", 0, 0)
 handler.setFormatter(JsonFormatter(Origin("x", "n", 1)))
 install(handler, "INFO")
 for number in range(100):
-    logging.getLogger("actors").info("%d", number)
+    logging.getLogger("raydix.actors").info("%d", number)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
@@ -206,7 +206,7 @@ def test_the_id_in_the_body_of_a_500_finds_the_record(
 ) -> None:
     from starlette.requests import Request
 
-    from actors.ingress.application import unexpected_error
+    from raydix.actors.ingress.application import unexpected_error
 
     path = write(JsonFormatter(INGRESS)).path
     request = Request({"type": "http", "method": "POST", "path": f"/v1/{SECRET}", "headers": [], "state": {}})
@@ -228,7 +228,7 @@ class TestRefusals:
     """The first is told at once, the others together."""
 
     def test_counts_by_code_and_at_most_one_line_in_an_interval(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO, "actors")
+        caplog.set_level(logging.INFO, "raydix")
 
         async def refuse() -> None:
             refusals = Refusals(interval_s=0.05)
@@ -255,7 +255,7 @@ class TestRefusals:
     def test_only_what_concerns_the_operator_is_a_warning(
         self, caplog: pytest.LogCaptureFixture, error: Any, level: int
     ) -> None:
-        caplog.set_level(logging.INFO, "actors")
+        caplog.set_level(logging.INFO, "raydix")
 
         async def refuse() -> None:
             Refusals().add(error)

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from engine.core.settings import SchedulerLimits
-from engine.core.types import EvictionReason, FinishReason, Role, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.step import RunnerOutput, SchedulerOutput
-from engine.model.engine import Engine
-from engine.model.loop import EngineLoop, LoopOutput
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import EvictionReason, FinishReason, Role, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.loop import EngineLoop, LoopOutput
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
 LIMIT_S = 20.0

@@ -10,19 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-import actors.manager.kv_cache_manager as manager_module
-import actors.manager.load_watch as load_watch
-from actors.local import LocalReference, LocalRuntime
-from actors.manager.kv_cache_manager import KVCacheManager
-from actors.messages import Imported, ImportReport, Registration, WorkerState
-from engine.core.answers.continuations import BegunAnswer
-from engine.core.costs import WorkerCosts
-from engine.core.manager.elastic import PoolLimits, Wanted
-from engine.core.manager.placement import CostModel
-from engine.core.objectives import Late, Objectives, WhenLate
-from engine.core.types import Admission, AdmitRequest, BlockHash, Ended, FirstToken, Retention, Role, SegmentHeader
-from engine.model.segment_files import SegmentFiles
-from engine.model.segments import checksum
+import raydix.actors.manager.kv_cache_manager as manager_module
+import raydix.actors.manager.load_watch as load_watch
+from raydix.actors.local import LocalReference, LocalRuntime
+from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.messages import Imported, ImportReport, Registration, WorkerState
+from raydix.engine.core.answers.continuations import BegunAnswer
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.elastic import PoolLimits, Wanted
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.objectives import Late, Objectives, WhenLate
+from raydix.engine.core.types import (
+    Admission,
+    AdmitRequest,
+    BlockHash,
+    Ended,
+    FirstToken,
+    Retention,
+    Role,
+    SegmentHeader,
+)
+from raydix.engine.model.segment_files import SegmentFiles
+from raydix.engine.model.segments import checksum
 from tests.unit.builders import FINGERPRINT
 from tests.unit.local_actors import MortalHandle
 

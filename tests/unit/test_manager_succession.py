@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import ray
 
-import actors.host as host_module
-import actors.manager.succession as succession_module
-from actors.host import ActorHost
-from actors.hosted import HostedManager
-from actors.ingress.dispatcher import Dispatcher
-from actors.ingress.manager_link import ManagerLink
-from actors.local import LocalRuntime
-from actors.manager.kv_cache_manager import KVCacheManager
-from actors.messages import RetiredError
-from actors.rpc import ManagerClient
-from actors.worker.worker import Worker
-from configs import Config
-from configs.sections import MANAGER, parts
-from engine.core.errors import ServiceError
-from engine.core.types import Role
+import raydix.actors.host as host_module
+import raydix.actors.manager.succession as succession_module
+from raydix.actors.host import ActorHost
+from raydix.actors.hosted import HostedManager
+from raydix.actors.ingress.dispatcher import Dispatcher
+from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.local import LocalRuntime
+from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.messages import RetiredError
+from raydix.actors.rpc import ManagerClient
+from raydix.actors.worker.worker import Worker
+from raydix.configs import Config
+from raydix.configs.sections import MANAGER, parts
+from raydix.engine.core.errors import ServiceError
+from raydix.engine.core.types import Role
 from tests.unit.local_actors import APP_NAME, LocalWorkers, MortalHandle, answer_of, make_dispatcher
 from tests.unit.test_data_plane import expected, prompt_of, until
 
@@ -170,7 +170,7 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
 def test_a_predecessor_that_dies_in_the_middle_leaves_what_has_come(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.manager.succession.MAX_BATCH_BYTES", 1)
+    monkeypatch.setattr("raydix.engine.core.manager.succession.MAX_BATCH_BYTES", 1)
 
     async def play() -> None:
         first, dispatcher = await scene.start()

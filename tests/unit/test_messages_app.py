@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.tenants import Tenant, Tenants, key_hash
-from engine.core.types import CacheHints, CacheMark, FinishReason
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.core.types import CacheHints, CacheMark, FinishReason
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 

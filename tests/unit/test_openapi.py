@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from actors.ingress.application import application
-from actors.ingress.routes.api_document import OPERATIONS, api_document
-from engine.api.anthropic.requests import CountRequest, MessagesRequest
-from engine.api.embeddings import EmbeddingsRequest
-from engine.api.openai_responses.requests import ResponsesRequest
-from engine.api.requests import ChatCompletionRequest, CompletionRequest
-from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
-from engine.api.validation import IGNORED, NOT_SUPPORTED
-from engine.core.manager.cache_report import cache_report
-from engine.core.manager.directory import Directory
-from engine.core.tenants import Tenant, Tenants, key_hash
-from engine.core.types import Role
+from raydix.actors.ingress.application import application
+from raydix.actors.ingress.routes.api_document import OPERATIONS, api_document
+from raydix.engine.api.anthropic.requests import CountRequest, MessagesRequest
+from raydix.engine.api.embeddings import EmbeddingsRequest
+from raydix.engine.api.openai_responses.requests import ResponsesRequest
+from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest
+from raydix.engine.api.tokenization import DetokenizeRequest, TokenizeRequest
+from raydix.engine.api.validation import IGNORED, NOT_SUPPORTED
+from raydix.engine.core.manager.cache_report import cache_report
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.core.types import Role
 from tests.unit.ingress import Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 

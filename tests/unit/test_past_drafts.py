@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from engine.core.answers.continuations import packed
-from engine.core.settings import DraftLimits
-from engine.core.types import Assignment, DraftSource, Salt, Stage
-from engine.core.worker.drafts.drafter import Drafter
-from engine.core.worker.drafts.past import VOLUME_TOKENS, VOLUMES, Past
-from engine.core.worker.drafts.suffix import MAX_MATCH
-from engine.core.worker.drafts.suffixes import Suffixes
-from engine.core.worker.drafts.survival import PRIORS, Survival
-from engine.core.worker.drafts.texts import END, MAX_COMPARED, RunningText, TextMatch
-from engine.core.worker.scheduler import Scheduler
-from engine.model.engine import Engine
+from raydix.engine.core.answers.continuations import packed
+from raydix.engine.core.settings import DraftLimits
+from raydix.engine.core.types import Assignment, DraftSource, Salt, Stage
+from raydix.engine.core.worker.drafts.drafter import Drafter
+from raydix.engine.core.worker.drafts.past import VOLUME_TOKENS, VOLUMES, Past
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
+from raydix.engine.core.worker.drafts.suffixes import Suffixes
+from raydix.engine.core.worker.drafts.survival import PRIORS, Survival
+from raydix.engine.core.worker.drafts.texts import END, MAX_COMPARED, RunningText, TextMatch
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.model.engine import Engine
 from tests.unit.builders import answer_to, make_assignment, submit
 from tests.unit.test_drafts import CHEAP, answers, drafting_engine
 

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from engine.core.costs import CostFit, StepShape, WorkerCosts
-from engine.core.manager.directory import Directory
-from engine.core.manager.peers import PeerCosts
-from engine.core.manager.placement import CostModel
-from engine.core.types import AdmitRequest, BlockHash, EvictionReason, Role
+from raydix.engine.core.costs import CostFit, StepShape, WorkerCosts
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.peers import PeerCosts
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.types import AdmitRequest, BlockHash, EvictionReason, Role
 
 PRIOR = WorkerCosts()
 KIND = (Role.MIXED, 512, "cpu")

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import NoWorkerError
-from engine.core.hashing import preferred
-from engine.core.manager.explain import MAX_CONSIDERED, best_considered
-from engine.core.manager.placement import (
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import NoWorkerError
+from raydix.engine.core.hashing import preferred
+from raydix.engine.core.manager.explain import MAX_CONSIDERED, best_considered
+from raydix.engine.core.manager.placement import (
     DECODE_HORIZON,
     MAX_DELAYED,
     MAX_SPREAD,
@@ -26,9 +26,9 @@ from engine.core.manager.placement import (
     place,
     predict,
 )
-from engine.core.manager.session_workers import SessionWorkers
-from engine.core.manager.worker_groups import WorkerGroups
-from engine.core.types import Role
+from raydix.engine.core.manager.session_workers import SessionWorkers
+from raydix.engine.core.manager.worker_groups import WorkerGroups
+from raydix.engine.core.types import Role
 
 MODEL = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)
 """Importing a block takes a millisecond."""

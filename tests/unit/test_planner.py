@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.costs import WorkerCosts
-from engine.core.manager.planner import (
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.planner import (
     IDLE,
     MARGIN,
     TARGET,
@@ -21,7 +21,7 @@ from engine.core.manager.planner import (
     prefill_load,
     wanted,
 )
-from engine.core.objectives import Objectives
+from raydix.engine.core.objectives import Objectives
 
 COSTS = WorkerCosts(step_s=0.01, prefill_token_s=1e-4, decode_token_s=1e-3)
 """A step of 512 prompt tokens takes 61 ms, a decode step of 10 streams 20 ms."""

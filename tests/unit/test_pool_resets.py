@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import actors.manager.pool_resets as pool_resets
-from actors.manager.pool_resets import PoolResets
-from actors.rpc import WorkerClient
+import raydix.actors.manager.pool_resets as pool_resets
+from raydix.actors.manager.pool_resets import PoolResets
+from raydix.actors.rpc import WorkerClient
 from tests.unit.local_actors import MortalHandle
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment, FinishReason, Pooling, Salt, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.sum_store import SumStore
-from engine.model.engine import Engine
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import Assignment, FinishReason, Pooling, Salt, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.sum_store import SumStore
+from raydix.engine.model.engine import Engine
 from tests.unit.builders import (
     FINGERPRINT,
     FakeModel,

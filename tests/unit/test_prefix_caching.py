@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs import Config
-from configs.settings import engine_settings
-from engine.core import hashing
-from engine.core.manager.directory import Directory
-from engine.core.manager.placement import CostModel
-from engine.core.settings import SchedulerLimits
-from engine.core.tenants import salt_of
-from engine.core.types import AdmitRequest, CacheHints, Role, Salt, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.model.engine import Engine, ExportedSegment
+from raydix.configs import Config
+from raydix.configs.settings import engine_settings
+from raydix.engine.core import hashing
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.tenants import salt_of
+from raydix.engine.core.types import AdmitRequest, CacheHints, Role, Salt, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.model.engine import Engine, ExportedSegment
 from tests.unit.builders import FINGERPRINT, ROOT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
 PROMPT = tuple(index % 4 for index in range(22))

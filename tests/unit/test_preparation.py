@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine.api.generate import GenerateRequest
-from engine.core.errors import ContextLengthError, OverloadedError, RaydixError, RequestError, ServiceError
-from engine.core.tenants import ANONYMOUS, EVERYONE, Tenant
+from raydix.engine.api.generate import GenerateRequest
+from raydix.engine.core.errors import ContextLengthError, OverloadedError, RaydixError, RequestError, ServiceError
+from raydix.engine.core.tenants import ANONYMOUS, EVERYONE, Tenant
 from tests.unit.ingress import END, FINGERPRINT, MODEL, Replica, body_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.processes import ProcessWatch, own_process
+from raydix.actors.processes import ProcessWatch, own_process
 from tests.unit.processes import WAITS, Process, running
 
 NODE = "node"

@@ -6,7 +6,7 @@ from types import FunctionType
 
 import pytest
 
-from cli.ray_threads import log_errors_of_rays_threads
+from raydix.cli.ray_threads import log_errors_of_rays_threads
 
 SOURCE = "def listen():\n    raise ConnectionError('the cluster has ended')\n"
 
@@ -30,7 +30,7 @@ def fail_in(module: str) -> None:
 
 def test_errors_of_rays_threads_are_logged(printed: list[str], caplog: pytest.LogCaptureFixture) -> None:
     log_errors_of_rays_threads()
-    with caplog.at_level(logging.INFO, "cli.ray_threads"):
+    with caplog.at_level(logging.INFO, "raydix.cli.ray_threads"):
         fail_in("ray._private.worker")
     assert printed == []
     [record] = caplog.records
@@ -41,9 +41,9 @@ def test_errors_of_rays_threads_are_logged(printed: list[str], caplog: pytest.Lo
 def test_errors_of_other_threads_are_printed(printed: list[str], caplog: pytest.LogCaptureFixture) -> None:
     log_errors_of_rays_threads()
     log_errors_of_rays_threads()
-    for module in ("rayon", "cli.log_lines"):
+    for module in ("rayon", "raydix.cli.log_lines"):
         fail_in(module)
-    assert printed == ["thread of rayon", "thread of cli.log_lines"], "each once"
+    assert printed == ["thread of rayon", "thread of raydix.cli.log_lines"], "each once"
     assert not caplog.records
 
 

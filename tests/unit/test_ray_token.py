@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.ray_token import TOKEN_FILE, secure_token
+from raydix.cli.ray_token import TOKEN_FILE, secure_token
 
 
 @pytest.fixture(autouse=True)

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.ingress.reader_work import ReadingFacts
-from actors.ingress.reading import Reader
-from actors.ingress.served_model import ServedModel
-from engine.api.generate import GenerateRequest
-from engine.api.reasoning import effort_arguments, with_lead
-from engine.api.requests import parse_chat
-from engine.api.spec import ReasoningUse
-from engine.core.answers.lead import Lead
-from engine.core.errors import RequestError
-from engine.core.ingress.cluster_view import ModelFacts
-from engine.core.ingress.parsers.reasoning import Thinking, begins_inside, ends_reasoning
-from engine.core.types import AdmitRequest, FinishReason, Grammar, GrammarKind
+from raydix.actors.ingress.reader_work import ReadingFacts
+from raydix.actors.ingress.reading import Reader
+from raydix.actors.ingress.served_model import ServedModel
+from raydix.engine.api.generate import GenerateRequest
+from raydix.engine.api.reasoning import effort_arguments, with_lead
+from raydix.engine.api.requests import parse_chat
+from raydix.engine.api.spec import ReasoningUse
+from raydix.engine.core.answers.lead import Lead
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.cluster_view import ModelFacts
+from raydix.engine.core.ingress.parsers.reasoning import Thinking, begins_inside, ends_reasoning
+from raydix.engine.core.types import AdmitRequest, FinishReason, Grammar, GrammarKind
 from tests.unit.ingress import CONTEXT, END, MODEL, VOCAB, LetterTokenizer, Replica
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is noon."

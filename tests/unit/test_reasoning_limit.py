@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.reasoning import with_limit
-from engine.api.requests import parse_chat, parse_completion
-from engine.core.answers.lead import Lead
-from engine.core.answers.reasoning_limit import MAX_BEFORE, ReasoningLimit, tag_pieces
-from engine.core.errors import RequestError
-from engine.core.ingress.parsers.reasoning import Thinking
-from engine.core.types import Assignment, SamplingParams, Stage
-from engine.core.worker.request import Request
-from engine.model.masks import forced_end, mask_of, own_mask, restrict
+from raydix.engine.api.reasoning import with_limit
+from raydix.engine.api.requests import parse_chat, parse_completion
+from raydix.engine.core.answers.lead import Lead
+from raydix.engine.core.answers.reasoning_limit import MAX_BEFORE, ReasoningLimit, tag_pieces
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers.reasoning import Thinking
+from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.core.worker.request import Request
+from raydix.engine.model.masks import forced_end, mask_of, own_mask, restrict
 from tests.unit.builders import chain_of
 
 OPENING, CLOSING = 60, 61

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.reconnecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, TRY_FOR_S, Reconnecting
+from raydix.engine.api.reconnecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, TRY_FOR_S, Reconnecting
 
 STREAM = b"id: a\ndata: 1\n\n: waiting\n\nid:b\nevent: x\ndata:2\n\ndata: [DONE]\n\n"
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from configs.pools import WorkersSection
-from configs.schema import Config
 from docs.generate import DOCUMENTS, ROOT, document_page, pages
-from engine.api.requests import ChatCompletionRequest, CompletionRequest
+from raydix.configs.pools import WorkersSection
+from raydix.configs.schema import Config
+from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest
 
 
 @pytest.fixture(scope="module")

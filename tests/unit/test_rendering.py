@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.errors import ServiceError
-from engine.core.types import FinishReason, TokenLogprobs
+from raydix.engine.core.errors import ServiceError
+from raydix.engine.core.types import FinishReason, TokenLogprobs
 from tests.unit.ingress import ANSWER, END, MODEL, Replica, objects_of
 
 

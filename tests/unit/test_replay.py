@@ -15,9 +15,9 @@ from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, read_costs
 from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
 from benchmarks.replaying.traces import ReplayError, TraceRequest, read_trace
 from benchmarks.replaying.worker import ReplayWorker
-from engine.core.eviction.policies import EvictionPolicy
-from engine.core.types import Role
-from engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.eviction.policies import EvictionPolicy
+from raydix.engine.core.types import Role
+from raydix.engine.core.worker.block_pool import BlockPool
 
 # Simulations of hours, whose lines other tests run: tracing them would take longer than they do.
 pytestmark = pytest.mark.no_cover

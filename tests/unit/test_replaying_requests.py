@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.ingress.recorder import RECORDED, WARNING
-from actors.ingress.routes import answers
-from cli.main import main
-from cli.replay import Answered, Recorded, read, report, send_again
-from engine.api.answer_digest import LEFT, digest_of, name_in
-from engine.core.errors import StartupError
-from engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.actors.ingress.recorder import RECORDED, WARNING
+from raydix.actors.ingress.routes import answers
+from raydix.cli.main import main
+from raydix.cli.replay import Answered, Recorded, read, report, send_again
+from raydix.engine.api.answer_digest import LEFT, digest_of, name_in
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import actors.manager.client_memory as client_memory
-import actors.manager.response_disk as response_disk
-from actors.manager.client_memory import ClientMemory
-from actors.manager.response_files import FOLDER, KeptResponse, ResponseFiles
-from engine.core.manager.response_store import ENTRY_BYTES
+import raydix.actors.manager.client_memory as client_memory
+import raydix.actors.manager.response_disk as response_disk
+from raydix.actors.manager.client_memory import ClientMemory
+from raydix.actors.manager.response_files import FOLDER, KeptResponse, ResponseFiles
+from raydix.engine.core.manager.response_store import ENTRY_BYTES
 
 BUDGET, TTL_S = 1 << 20, 1000.0
 NOW = time.time()

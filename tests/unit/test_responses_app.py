@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.api.openai_responses.requests import parse_responses
-from engine.core.errors import RequestError
-from engine.core.tenants import Tenant, Tenants, key_hash
-from engine.core.types import FinishReason
+from raydix.engine.api.openai_responses.requests import parse_responses
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, END, MODEL, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 

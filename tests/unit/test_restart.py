@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cli import restart
-from cli.restart import MAX_DELAY_S, MAX_FAILURES, WINDOW_S, Restarts
+from raydix.cli import restart
+from raydix.cli.restart import MAX_DELAY_S, MAX_FAILURES, WINDOW_S, Restarts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -80,7 +80,7 @@ file.write_text("x" * starts)
 """
         program = f"""
 import argparse, sys
-from cli import restart
+from raydix.cli import restart
 restart.FIRST_DELAY_S = 0.01
 restart._command = lambda options: [sys.executable, "-c", {server!r}]
 sys.exit(restart.run(argparse.Namespace()))

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.requests import parse_chat, parse_completion
-from engine.api.resuming import EventId, EventIds, Origin, Place, by_name, seal_of
-from engine.api.spec import GenerationSpec
-from engine.core.errors import AnswerChangedError, RequestError
-from engine.core.types import Role, SamplingParams
+from raydix.engine.api.requests import parse_chat, parse_completion
+from raydix.engine.api.resuming import EventId, EventIds, Origin, Place, by_name, seal_of
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.core.errors import AnswerChangedError, RequestError
+from raydix.engine.core.types import Role, SamplingParams
 from tests.unit.ingress import body_of
 
 ORIGIN = Origin("cmpl-1:a.b", 1_700_000_000, 2**62 - 1, "fp_0123456789")

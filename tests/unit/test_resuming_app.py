@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.api.resuming import EventId
-from engine.core.ingress.parsers import MISTRAL
-from engine.core.tenants import Tenant, Tenants, key_hash
+from raydix.engine.api.resuming import EventId
+from raydix.engine.core.ingress.parsers import MISTRAL
+from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import ANSWER, MODEL, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine.core.eviction.policies import EvictionPolicy, make_queue
-from engine.core.eviction.queue import Quota
-from engine.core.settings import SchedulerLimits
-from engine.core.types import CacheHints, CacheMark
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.eviction.policies import EvictionPolicy, make_queue
+from raydix.engine.core.eviction.queue import Quota
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import CacheHints, CacheMark
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.scheduler import Scheduler
 from tests.unit.builders import FakeModel, chain_of, hashes_of, import_blocks, keys_of, make_assignment, run_all, submit
 
 KEPT = (3, 1, 2, 3, 0, 1, 1, 2, 3, 2, 0, 0)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.core.manager.cache_statistics import NUM_PRIOR_BLOCKS, WINDOW
-from engine.core.manager.directory import Directory
-from engine.core.manager.placement import CostModel
-from engine.core.types import AdmitRequest, BlockHash, EvictionReason, Role
+from raydix.engine.core.manager.cache_statistics import NUM_PRIOR_BLOCKS, WINDOW
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.types import AdmitRequest, BlockHash, EvictionReason, Role
 
 
 def make_directory() -> Directory:

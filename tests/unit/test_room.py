@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core.errors import OverloadedError, RequestError
-from engine.core.ingress.room import Permit, Room
-from engine.core.tenants import Tenant
+from raydix.engine.core.errors import OverloadedError, RequestError
+from raydix.engine.core.ingress.room import Permit, Room
+from raydix.engine.core.tenants import Tenant
 
 ANYONE = Tenant("anyone")
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.manager.kv_cache_manager import KVCacheManager
-from actors.rpc import ActorClient, ManagerClient, WorkerClient
-from actors.worker.worker import Worker
+from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.rpc import ActorClient, ManagerClient, WorkerClient
+from raydix.actors.worker.worker import Worker
 
 METHODS = [
     (actor, client, name)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.types import Assignment, Grammar, GrammarKind, SamplingParams, Stage
-from engine.core.worker.drafts.rows import DraftedRow
-from engine.core.worker.request import Request
-from engine.model.grammars import StepMasks
-from engine.model.masks import mask_of
-from engine.model.sampler import MAX_RANKED, sample_requests
+from raydix.engine.core.types import Assignment, Grammar, GrammarKind, SamplingParams, Stage
+from raydix.engine.core.worker.drafts.rows import DraftedRow
+from raydix.engine.core.worker.request import Request
+from raydix.engine.model.grammars import StepMasks
+from raydix.engine.model.masks import mask_of
+from raydix.engine.model.sampler import MAX_RANKED, sample_requests
 from tests.unit.builders import chain_of
 
 VOCAB = 64

@@ -11,7 +11,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingContext
 
-from actors.scaling import MAY_SHRINK, STALE_S, WANTED, scaled
+from raydix.actors.scaling import MAY_SHRINK, STALE_S, WANTED, scaled
 
 NOW = 1000.0
 ID = DeploymentID("elastic", "raydix")
@@ -96,7 +96,7 @@ def test_the_controller_needs_nothing_of_raydix() -> None:
         "policy = pickle.loads(sys.stdin.buffer.read()); "
         "point = N(timestamp=9.0, value=4.0); "
         f"reports = {{{WANTED!r}: {{'a': [point]}}, {MAY_SHRINK!r}: {{}}}}; "
-        "print(policy(N(target_num_replicas=2, raw_metrics=reports, current_time=10.0)), 'actors' in sys.modules)"
+        "print(policy(N(target_num_replicas=2, raw_metrics=reports, current_time=10.0)), 'raydix' in sys.modules)"
     )
     data = policy.get_serialized_policy_def()
     assert pickle.loads(data) is not None

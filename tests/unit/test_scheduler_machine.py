@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.costs import WorkerCosts
-from engine.core.hashing import BlockChain, hash_block
-from engine.core.settings import SchedulerLimits
-from engine.core.tenants import Tenant, num_public_tokens
-from engine.core.types import (
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.hashing import BlockChain, hash_block
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.tenants import Tenant, num_public_tokens
+from raydix.engine.core.types import (
     Assignment,
     BlockHash,
     CacheHints,
@@ -30,13 +30,13 @@ from engine.core.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.idle import MAX_REQUESTS, SHARE
-from engine.core.worker.moves import CopyBlock, SwapIn, SwapOut
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.step import ExportedBlocks, RunnerOutput, SchedulerOutput, StepOutcome
-from engine.core.worker.swap_policy import SwapPolicy
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.idle import MAX_REQUESTS, SHARE
+from raydix.engine.core.worker.moves import CopyBlock, SwapIn, SwapOut
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.step import ExportedBlocks, RunnerOutput, SchedulerOutput, StepOutcome
+from raydix.engine.core.worker.swap_policy import SwapPolicy
 from tests.unit.builders import (
     ROOT,
     VOCAB,

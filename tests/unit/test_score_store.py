@@ -1,7 +1,7 @@
 """What is kept of scored prompts, and what goes first."""
 
-from engine.core.types import TokenLogprobs
-from engine.core.worker.score_store import ScoreStore
+from raydix.engine.core.types import TokenLogprobs
+from raydix.engine.core.worker.score_store import ScoreStore
 
 
 def scores(first: int, count: int) -> list[TokenLogprobs]:

@@ -7,12 +7,12 @@ from typing import Any
 import orjson
 import pytest
 
-from actors.ingress.preparation import INPUTS_AT_ONCE
-from engine.api.responses import ResponseHead, Usage
-from engine.api.scoring import parse_generative_scoring, parse_score, scores, scores_body
-from engine.api.spec import LabelScoring
-from engine.core.errors import RequestError
-from engine.core.types import TokenLogprobs
+from raydix.actors.ingress.preparation import INPUTS_AT_ONCE
+from raydix.engine.api.responses import ResponseHead, Usage
+from raydix.engine.api.scoring import parse_generative_scoring, parse_score, scores, scores_body
+from raydix.engine.api.spec import LabelScoring
+from raydix.engine.core.errors import RequestError
+from raydix.engine.core.types import TokenLogprobs
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call
 from tests.unit.served_app import app
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from engine.core.manager.block_index import BlockIndex, Segment
-from engine.core.manager.cache_statistics import CacheStatistics
-from engine.core.manager.disk_instructions import WriteFile
-from engine.core.manager.segment_store import SegmentStore
-from engine.core.tenants import Tenant
-from engine.core.types import BlockHash, CacheHints, CacheMark, Retention, SegmentHeader
+from raydix.engine.core.manager.block_index import BlockIndex, Segment
+from raydix.engine.core.manager.cache_statistics import CacheStatistics
+from raydix.engine.core.manager.disk_instructions import WriteFile
+from raydix.engine.core.manager.segment_store import SegmentStore
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, Retention, SegmentHeader
 
 NUM_BYTES = 10
 

@@ -12,10 +12,10 @@ from ray.serve._private.replica import _load_deployment_def_from_import_path
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
-from cli.cluster import SERVE_SWITCHES
-from configs import Config
-from configs.sections import INGRESS, MANAGER
-from serve_app import HOST_CLASS, INGRESS_CLASS, STREAM_S, compose, versions
+from raydix.cli.cluster import SERVE_SWITCHES
+from raydix.configs import Config
+from raydix.configs.sections import INGRESS, MANAGER
+from raydix.serve_app import HOST_CLASS, INGRESS_CLASS, STREAM_S, compose, versions
 
 BASE: dict[str, Any] = {"workers": {"prefill": {}, "decode": {}}}
 
@@ -89,7 +89,7 @@ def test_a_serve_config_keeps_the_policy_of_the_code() -> None:
         info = DeploymentInfo(sent, deployment._replica_config, start_time_ms=0, deployer_job_id="")
         options = [{"name": "elastic", "placement_group_bundles": [{"CPU": 4}], "graceful_shutdown_timeout_s": 120}]
         schema = ServeApplicationSchema.model_validate(
-            {"name": "raydix", "import_path": "serve_app:build", "deployments": options}
+            {"name": "raydix", "import_path": "raydix.serve_app:build", "deployments": options}
         )
         config = override_deployment_info({"elastic": info}, schema)["elastic"].deployment_config
     scaling: Any = config.autoscaling_config

@@ -1,10 +1,10 @@
 """Where sessions were last."""
 
-from engine.core.hashing import preferred
-from engine.core.manager.directory import Directory
-from engine.core.manager.placement import CostModel, Demand, place
-from engine.core.manager.session_workers import NO_WORKERS, Sessions, SessionWorkers
-from engine.core.types import AdmitRequest, CacheHints, Role
+from raydix.engine.core.hashing import preferred
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.placement import CostModel, Demand, place
+from raydix.engine.core.manager.session_workers import NO_WORKERS, Sessions, SessionWorkers
+from raydix.engine.core.types import AdmitRequest, CacheHints, Role
 from tests.unit.test_placement import MODEL, worker
 
 

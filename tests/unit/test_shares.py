@@ -4,14 +4,14 @@ from array import array
 
 import pytest
 
-from engine.core.batches.allowance import Allowance
-from engine.core.errors import OverloadedError
-from engine.core.ingress.room import Room
-from engine.core.manager import response_store, transcript_store
-from engine.core.manager.response_store import ResponseStore
-from engine.core.manager.transcript_store import TranscriptStore
-from engine.core.shares import Shares, weights_of
-from engine.core.tenants import Tenant, Tenants
+from raydix.engine.core.batches.allowance import Allowance
+from raydix.engine.core.errors import OverloadedError
+from raydix.engine.core.ingress.room import Room
+from raydix.engine.core.manager import response_store, transcript_store
+from raydix.engine.core.manager.response_store import ResponseStore
+from raydix.engine.core.manager.transcript_store import TranscriptStore
+from raydix.engine.core.shares import Shares, weights_of
+from raydix.engine.core.tenants import Tenant, Tenants
 
 COST = response_store.ENTRY_BYTES + 1
 A, B = Tenant("a"), Tenant("b")

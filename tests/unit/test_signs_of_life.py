@@ -1,6 +1,6 @@
 """Silent processes, and a listener standing still itself."""
 
-from engine.core.signs_of_life import COMPUTING_S, SignsOfLife
+from raydix.engine.core.signs_of_life import COMPUTING_S, SignsOfLife
 
 
 def test_a_process_is_silent_after_its_last_sign() -> None:

@@ -7,22 +7,31 @@ from typing import Any
 import pytest
 import torch
 
-from cli.machine import this_machine
-from cli.serve import chosen, fitting
-from cli.sizing import GPU_CONTEXT_GIB, INGRESS_GIB, SERVER_GIB, WORKER_GIB, described, runs_on_gpu, size_up, sized
-from configs import Config, load_config
-from configs.choose import Choice, Machine
-from configs.settings import engine_settings
-from engine.core.errors import StartupError
-from engine.core.settings import GIB, SchedulerLimits
-from engine.model.build import pool_blocks, run_largest_step
-from engine.model.config import ModelConfig
-from engine.model.decoder import Decoder
-from engine.model.device_memory import SHARE, measured_pool_bytes
-from engine.model.families import config_of
-from engine.model.host_memory import host_memory
-from engine.model.sizes import kv_block_bytes, step_bytes, weight_bytes
-from engine.model.weights import RandomTensors
+from raydix.cli.machine import this_machine
+from raydix.cli.serve import chosen, fitting
+from raydix.cli.sizing import (
+    GPU_CONTEXT_GIB,
+    INGRESS_GIB,
+    SERVER_GIB,
+    WORKER_GIB,
+    described,
+    runs_on_gpu,
+    size_up,
+    sized,
+)
+from raydix.configs import Config, load_config
+from raydix.configs.choose import Choice, Machine
+from raydix.configs.settings import engine_settings
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.settings import GIB, SchedulerLimits
+from raydix.engine.model.build import pool_blocks, run_largest_step
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.decoder import Decoder
+from raydix.engine.model.device_memory import SHARE, measured_pool_bytes
+from raydix.engine.model.families import config_of
+from raydix.engine.model.host_memory import host_memory
+from raydix.engine.model.sizes import kv_block_bytes, step_bytes, weight_bytes
+from raydix.engine.model.weights import RandomTensors
 
 
 def model(model_type: str, shape: tuple[int, ...], context: int, tied: bool, **more: Any) -> ModelConfig:

@@ -75,7 +75,7 @@ def test_a_reason_counts_for_the_tests_of_its_line_alone() -> None:
 
 def test_exactness_is_never_skipped_where_the_processor_has_the_product() -> None:
     """The list looks at the processor, the kernels say what they have: both must agree."""
-    from kernels.cpp import cpu_ops
+    from raydix.kernels.cpp import cpu_ops
 
     ops = cpu_ops()
     has_product = ops is not None and ops.has_linear()

@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
-from actors.ingress import frontend
-from engine.api.logprobs import SMALL, CompletionLogprobs, TokenNames, chat_logprobs, prompt_logprobs
-from engine.api.slices import SLICE_IDS, Sliced, array_of, document, ids_of, whole
-from engine.core.ingress.answer_room import AnswerRoom, Claim
-from engine.core.types import TokenLogprobs
+from raydix.actors.ingress import frontend
+from raydix.engine.api.logprobs import SMALL, CompletionLogprobs, TokenNames, chat_logprobs, prompt_logprobs
+from raydix.engine.api.slices import SLICE_IDS, Sliced, array_of, document, ids_of, whole
+from raydix.engine.core.ingress.answer_room import AnswerRoom, Claim
+from raydix.engine.core.types import TokenLogprobs
 from tests.unit.ingress import Replica, Reply, Served, body_of, call, objects_of
 from tests.unit.served_app import app
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.core.ingress.stop_strings import StopStrings
+from raydix.engine.core.ingress.stop_strings import StopStrings
 
 
 def naive(text: str, stops: tuple[str, ...], include_stop: bool) -> tuple[str, str | None]:

@@ -2,8 +2,8 @@
 
 import orjson
 
-from engine.api.openai_responses.stored import StoredResponse, encoded
-from engine.api.responses import Json
+from raydix.engine.api.openai_responses.stored import StoredResponse, encoded
+from raydix.engine.api.responses import Json
 
 ITEMS: tuple[Json, ...] = ({"type": "message", "id": "i", "content": "one\ntwo"},)
 MESSAGES = ({"role": "user", "content": "one\ntwo"},)

@@ -5,15 +5,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.core.answers.continuations import packed
-from engine.core.manager.answer_store import AnswerStore
-from engine.core.manager.block_index import BlockIndex, Segment
-from engine.core.manager.cache_statistics import CacheStatistics
-from engine.core.manager.response_store import ResponseStore
-from engine.core.manager.segment_store import SegmentStore
-from engine.core.manager.succession import MAX_BATCH_BYTES, Offer, batches, chosen, disagreement, terms
-from engine.core.manager.transcript_store import TranscriptStore
-from engine.core.types import BlockHash, CacheHints, Retention, SegmentHeader
+from raydix.engine.core.answers.continuations import packed
+from raydix.engine.core.manager.answer_store import AnswerStore
+from raydix.engine.core.manager.block_index import BlockIndex, Segment
+from raydix.engine.core.manager.cache_statistics import CacheStatistics
+from raydix.engine.core.manager.response_store import ResponseStore
+from raydix.engine.core.manager.segment_store import SegmentStore
+from raydix.engine.core.manager.succession import MAX_BATCH_BYTES, Offer, batches, chosen, disagreement, terms
+from raydix.engine.core.manager.transcript_store import TranscriptStore
+from raydix.engine.core.types import BlockHash, CacheHints, Retention, SegmentHeader
 
 
 def offer(*hashes: BlockHash, num_bytes: int = 10, model: str = "m", expires_at: float | None = None) -> Offer:

@@ -1,6 +1,6 @@
 """What is kept of pooled prompts, and what goes first."""
 
-from engine.core.worker.sum_store import SumStore
+from raydix.engine.core.worker.sum_store import SumStore
 
 
 def test_the_longest_prefix_is_found() -> None:

@@ -7,17 +7,17 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from engine.core.costs import WorkerCosts
-from engine.core.settings import SchedulerLimits
-from engine.core.types import Assignment
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.moves import SwapDrop, SwapIn, SwapOut
-from engine.core.worker.scheduler import Scheduler
-from engine.core.worker.step import SchedulerOutput
-from engine.core.worker.swap_policy import Swapped, SwapPolicy
-from engine.model.engine import Engine
-from engine.model.segments import Bytes
-from engine.model.swap_space import ProcessMemory
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.types import Assignment
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.moves import SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.worker.step import SchedulerOutput
+from raydix.engine.core.worker.swap_policy import Swapped, SwapPolicy
+from raydix.engine.model.engine import Engine
+from raydix.engine.model.segments import Bytes
+from raydix.engine.model.swap_space import ProcessMemory
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, make_assignment, run_all, step, submit, tokens_of
 
 FREE = WorkerCosts(swap_s=0.0, swap_byte_s=0.0)

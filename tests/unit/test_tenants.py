@@ -4,9 +4,18 @@ from itertools import combinations
 
 import pytest
 
-from engine.core.errors import AuthenticationError, RequestError
-from engine.core.eviction.queue import Quota
-from engine.core.tenants import ANONYMOUS, EVERYONE, Tenant, Tenants, key_hash, num_public_tokens, quotas, salt_of
+from raydix.engine.core.errors import AuthenticationError, RequestError
+from raydix.engine.core.eviction.queue import Quota
+from raydix.engine.core.tenants import (
+    ANONYMOUS,
+    EVERYONE,
+    Tenant,
+    Tenants,
+    key_hash,
+    num_public_tokens,
+    quotas,
+    salt_of,
+)
 
 ALICE, BOB = Tenant("alice", is_admin=True, cache_min=0.25), Tenant("bob", max_requests=2)
 TENANTS = Tenants([ALICE, BOB], {key_hash("rdx-a"): "alice", key_hash("rdx-a2"): "alice", key_hash("rdx-b"): "bob"})

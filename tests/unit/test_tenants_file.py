@@ -11,14 +11,14 @@ import pytest
 import yaml
 from ray import serve
 
-from actors import changes
-from cli.cluster import who_may_use
-from configs import Config
-from configs.load import read_yaml
-from configs.sections import INGRESS, parts
-from configs.tenants import TenantsFile
-from engine.core.errors import StartupError
-from engine.core.tenants import key_hash
+from raydix.actors import changes
+from raydix.cli.cluster import who_may_use
+from raydix.configs import Config
+from raydix.configs.load import read_yaml
+from raydix.configs.sections import INGRESS, parts
+from raydix.configs.tenants import TenantsFile
+from raydix.engine.core.errors import StartupError
+from raydix.engine.core.tenants import key_hash
 from tests.unit.ingress import Replica, Served, body_of, call
 from tests.unit.served_app import app
 
@@ -84,7 +84,7 @@ def test_a_changed_file_is_parsed_where_it_is_looked_at(tmp_path: Path, monkeypa
         parsed.append(threading.current_thread().name)
         return read_yaml(path)
 
-    monkeypatch.setattr("configs.tenants.read_yaml", read)
+    monkeypatch.setattr("raydix.configs.tenants.read_yaml", read)
     file, watched = tmp_path / "tenants.yaml", TenantsFile()
     write(file, "alice")
     watched.tenants(str(file))
@@ -140,7 +140,7 @@ def test_the_start_line_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_change_that_cannot_be_taken_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.changes.LOOK_S", 0.001)
+    monkeypatch.setattr("raydix.actors.changes.LOOK_S", 0.001)
 
     class Changing(TenantsFile):
         def has_changed(self) -> bool:

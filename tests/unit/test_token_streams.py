@@ -3,8 +3,8 @@
 import asyncio
 from dataclasses import replace
 
-from actors.worker.token_streams import TokenStreams
-from engine.core.types import Attempt, TokenEvent
+from raydix.actors.worker.token_streams import TokenStreams
+from raydix.engine.core.types import Attempt, TokenEvent
 from tests.unit.builders import make_assignment
 
 INGRESS = "ingress"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.api.generate import CalledFunction
-from engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, ToolFormat
-from engine.core.types import FinishReason
+from raydix.engine.api.generate import CalledFunction
+from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, ToolFormat
+from raydix.engine.core.types import FinishReason
 from tests.unit.ingress import ANSWER, END, Replica
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("clock", "weather")]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
-from engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, CallEnds, TextPart
-from engine.core.ingress.parsers.json_call import MAX_NAME, is_json
-from engine.core.ingress.parsers.python_literal import json_of
+from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, MISTRAL, PYTHONIC, TOOL_FORMATS, ToolFormat
+from raydix.engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, CallEnds, TextPart
+from raydix.engine.core.ingress.parsers.json_call import MAX_NAME, is_json
+from raydix.engine.core.ingress.parsers.python_literal import json_of
 
 NAMES = ("clock", "weather")
 Summary = list[Any]

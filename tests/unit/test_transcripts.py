@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.core.answers.transcripts import EncodedText, first_difference, num_shown, transcript_name, with_answers
-from engine.core.hashing import root_hash
-from engine.core.manager.transcript_store import ENTRY_BYTES, TranscriptStore
-from engine.core.tenants import salt_of
+from raydix.engine.core.answers.transcripts import (
+    EncodedText,
+    first_difference,
+    num_shown,
+    transcript_name,
+    with_answers,
+)
+from raydix.engine.core.hashing import root_hash
+from raydix.engine.core.manager.transcript_store import ENTRY_BYTES, TranscriptStore
+from raydix.engine.core.tenants import salt_of
 
 ROOT = root_hash("model")
 TEXTS = ("a", "bc", "", "é", "d")

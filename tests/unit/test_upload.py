@@ -2,8 +2,8 @@
 
 import pytest
 
-from actors.ingress.upload import MAX_FIELD_BYTES, MAX_NAME, MAX_PARTS, Form
-from engine.core.errors import MediaTypeError, RequestError
+from raydix.actors.ingress.upload import MAX_FIELD_BYTES, MAX_NAME, MAX_PARTS, Form
+from raydix.engine.core.errors import MediaTypeError, RequestError
 
 BOUNDARY = "----bound"
 TYPE = f"multipart/form-data; boundary={BOUNDARY}"

@@ -10,10 +10,10 @@ from typing import Literal
 
 import pytest
 
-from actors.ingress.vectors import embedding_of, shown
-from engine.api.embeddings import embeddings_slices
-from engine.api.responses import ResponseHead, Usage
-from engine.api.spec import EmbeddingUse
+from raydix.actors.ingress.vectors import embedding_of, shown
+from raydix.engine.api.embeddings import embeddings_slices
+from raydix.engine.api.responses import ResponseHead, Usage
+from raydix.engine.api.spec import EmbeddingUse
 
 HEAD = ResponseHead("completion", "embd-r", 7, "m")
 

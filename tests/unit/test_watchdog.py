@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.watchdog import LONG_S, Hold, Watchdog, lock_hold, work_for
+from raydix.actors.watchdog import LONG_S, Hold, Watchdog, lock_hold, work_for
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_long_turn_is_reported_with_its_request(
         finally:
             await asyncio.to_thread(watchdog.stop)
 
-    with caplog.at_level(logging.INFO, "actors.watchdog"):
+    with caplog.at_level(logging.INFO, "raydix.actors.watchdog"):
         asyncio.run(run())
     for record, about in zip(caplog.records, abouts(), strict=True):
         assert about["event"] == "held" and about["request"] in ("r1", None) and about["held_s"] > LONG_S

@@ -6,11 +6,11 @@ import logging
 import numpy as np
 import pytest
 
-from actors.local import LocalRuntime
-from actors.messages import ExportItem
-from engine.core.types import Handover, Role, SegmentHeader
-from engine.model.engine import ExportedSegment
-from engine.model.segments import checksum
+from raydix.actors.local import LocalRuntime
+from raydix.actors.messages import ExportItem
+from raydix.engine.core.types import Handover, Role, SegmentHeader
+from raydix.engine.model.engine import ExportedSegment
+from raydix.engine.model.segments import checksum
 from tests.unit.local_actors import make_engine, make_worker
 
 PAYLOAD = np.arange(64, dtype=np.uint8)
@@ -19,7 +19,7 @@ HEADER = SegmentHeader("model", (b"1", b"2"), PAYLOAD.nbytes, 0, Handover("r", 0
 
 @pytest.fixture(autouse=True)
 def fake_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model.build.build_engine", make_engine)
+    monkeypatch.setattr("raydix.engine.model.build.build_engine", make_engine)
 
 
 def exported(count: int, *segments: ExportedSegment) -> list[object]:

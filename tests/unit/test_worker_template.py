@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from cli import worker_start
-from cli.worker_template import FIRST_WORKER, PARTS, WorkerTemplate
+from raydix.cli import worker_start
+from raydix.cli.worker_template import FIRST_WORKER, PARTS, WorkerTemplate
 
 DEADLINE_S = 60
 SAYING = """

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from actors.ingress.http import (
+from raydix.actors.ingress.http import (
     EventStreamResponse,
     SlicedResponse,
     ignored_header,
@@ -18,16 +18,22 @@ from actors.ingress.http import (
     objective_headers,
     while_connected,
 )
-from actors.ingress.job import Job
-from actors.ingress.renderer import Body
-from actors.ingress.routes.replica import refusing, replica
-from actors.watchdog import work_for
-from engine.api.anthropic.answers import count_body
-from engine.api.openai_responses.stored import PageQuery, StoredQuery, StoredResponse, deleted_body, not_cancelled
-from engine.api.reconnecting import HEADER
-from engine.api.responses import model_body, models_body, version_body
-from engine.api.routes import Route
-from engine.core.errors import RequestError
+from raydix.actors.ingress.job import Job
+from raydix.actors.ingress.renderer import Body
+from raydix.actors.ingress.routes.replica import refusing, replica
+from raydix.actors.watchdog import work_for
+from raydix.engine.api.anthropic.answers import count_body
+from raydix.engine.api.openai_responses.stored import (
+    PageQuery,
+    StoredQuery,
+    StoredResponse,
+    deleted_body,
+    not_cancelled,
+)
+from raydix.engine.api.reconnecting import HEADER
+from raydix.engine.api.responses import model_body, models_body, version_body
+from raydix.engine.api.routes import Route
+from raydix.engine.core.errors import RequestError
 
 router = APIRouter()
 

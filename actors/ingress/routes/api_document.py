@@ -1,26 +1,26 @@
-"""Bodies, responses and errors of all routes, for their description (`engine.api.openapi`)."""
+"""Bodies, responses and errors of all routes, for their description (`raydix.engine.api.openapi`)."""
 
 from fastapi import FastAPI
 
-from actors.ingress.exposition import CONTENT_TYPE
-from actors.ingress.http import TPOT_HEADER, TTFT_HEADER
-from actors.ingress.routes import OPEN_ROUTES
-from engine.api.anthropic.errors import ANTHROPIC
-from engine.api.anthropic.requests import CountRequest, MessagesRequest
-from engine.api.anthropic.response_models import MessageError, MessageEvent, MessageResponse, TokenCount
-from engine.api.batch_models import Batch, BatchList, FileDeleted, FileList, FileObject, UploadForm
-from engine.api.batches import BatchRequest
-from engine.api.conversations import ConversationsRequest
-from engine.api.embeddings import EmbeddingsRequest
-from engine.api.openai_responses.requests import ResponsesRequest
-from engine.api.openai_responses.response_models import (
+from raydix.actors.ingress.exposition import CONTENT_TYPE
+from raydix.actors.ingress.http import TPOT_HEADER, TTFT_HEADER
+from raydix.actors.ingress.routes import OPEN_ROUTES
+from raydix.engine.api.anthropic.errors import ANTHROPIC
+from raydix.engine.api.anthropic.requests import CountRequest, MessagesRequest
+from raydix.engine.api.anthropic.response_models import MessageError, MessageEvent, MessageResponse, TokenCount
+from raydix.engine.api.batch_models import Batch, BatchList, FileDeleted, FileList, FileObject, UploadForm
+from raydix.engine.api.batches import BatchRequest
+from raydix.engine.api.conversations import ConversationsRequest
+from raydix.engine.api.embeddings import EmbeddingsRequest
+from raydix.engine.api.openai_responses.requests import ResponsesRequest
+from raydix.engine.api.openai_responses.response_models import (
     ResponseDeleted,
     ResponseEvent,
     ResponseItems,
     ResponseObject,
 )
-from engine.api.openapi import Operation, Parameter, document
-from engine.api.report_models import (
+from raydix.engine.api.openapi import Operation, Parameter, document
+from raydix.engine.api.report_models import (
     ApiDocument,
     CacheEvent,
     CacheReport,
@@ -31,8 +31,8 @@ from engine.api.report_models import (
     ServerInfo,
     Version,
 )
-from engine.api.requests import ChatCompletionRequest, CompletionRequest
-from engine.api.response_models import (
+from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest
+from raydix.engine.api.response_models import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -48,11 +48,11 @@ from engine.api.response_models import (
     Tokenized,
     TokenizerInfo,
 )
-from engine.api.responses import Json
-from engine.api.routes import Invocation
-from engine.api.scoring import GenerativeScoringRequest, ScoreRequest
-from engine.api.tokenization import DetokenizeRequest, TokenizeRequest
-from engine.core.errors import (
+from raydix.engine.api.responses import Json
+from raydix.engine.api.routes import Invocation
+from raydix.engine.api.scoring import GenerativeScoringRequest, ScoreRequest
+from raydix.engine.api.tokenization import DetokenizeRequest, TokenizeRequest
+from raydix.engine.core.errors import (
     AnswerChangedError,
     AnswerNotFoundError,
     BodyTimeoutError,

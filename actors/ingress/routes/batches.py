@@ -13,17 +13,25 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
-from actors.ingress.batches import Batches
-from actors.ingress.http import ClientGoneError, json_response
-from actors.ingress.routes.replica import replica
-from actors.ingress.upload import Form
-from engine.api.batches import MAX_LIFE_S, MIN_LIFE_S, UploadFields, batch_object, deleted_body, page_body, parse_batch
-from engine.api.responses import Json
-from engine.api.validation import request_error
-from engine.batches.batch_store import PURPOSE, StoredBatch
-from engine.batches.file_store import Upload
-from engine.core.errors import BodyTimeoutError, NotFoundError, RequestError, ServiceError
-from engine.core.log_fields import about
+from raydix.actors.ingress.batches import Batches
+from raydix.actors.ingress.http import ClientGoneError, json_response
+from raydix.actors.ingress.routes.replica import replica
+from raydix.actors.ingress.upload import Form
+from raydix.engine.api.batches import (
+    MAX_LIFE_S,
+    MIN_LIFE_S,
+    UploadFields,
+    batch_object,
+    deleted_body,
+    page_body,
+    parse_batch,
+)
+from raydix.engine.api.responses import Json
+from raydix.engine.api.validation import request_error
+from raydix.engine.batches.batch_store import PURPOSE, StoredBatch
+from raydix.engine.batches.file_store import Upload
+from raydix.engine.core.errors import BodyTimeoutError, NotFoundError, RequestError, ServiceError
+from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
 router = APIRouter()

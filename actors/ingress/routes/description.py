@@ -8,9 +8,9 @@ from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from actors.ingress.http import json_response
-from actors.ingress.routes.api_document import api_document
-from engine.api.docs_page import docs_page
+from raydix.actors.ingress.http import json_response
+from raydix.actors.ingress.routes.api_document import api_document
+from raydix.engine.api.docs_page import docs_page
 
 router = APIRouter()
 

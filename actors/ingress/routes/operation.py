@@ -5,12 +5,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from actors.ingress.cache_control import require_admin
-from actors.ingress.exposition import CONTENT_TYPE
-from actors.ingress.http import json_response, while_connected
-from actors.ingress.routes.replica import replica
-from actors.ingress.server_info import server_info
-from engine.api.parameters import flag, one_of, unsupported
+from raydix.actors.ingress.cache_control import require_admin
+from raydix.actors.ingress.exposition import CONTENT_TYPE
+from raydix.actors.ingress.http import json_response, while_connected
+from raydix.actors.ingress.routes.replica import replica
+from raydix.actors.ingress.server_info import server_info
+from raydix.engine.api.parameters import flag, one_of, unsupported
 
 router = APIRouter()
 

@@ -5,17 +5,17 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from actors.ingress.accounting import OTHER_ROUTE
-from actors.ingress.batches import Batches
-from actors.ingress.frontend import Frontend
-from actors.ingress.recorder import Recorder
-from configs.schema import Config
-from engine.core.errors import RaydixError
-from engine.core.tenants import Tenant
+from raydix.actors.ingress.accounting import OTHER_ROUTE
+from raydix.actors.ingress.batches import Batches
+from raydix.actors.ingress.frontend import Frontend
+from raydix.actors.ingress.recorder import Recorder
+from raydix.configs.schema import Config
+from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.tenants import Tenant
 
 
 class Replica(Protocol):
-    """The part of `actors.ingress.replica.IngressReplica` that routes and the checks of all requests use."""
+    """The part of `raydix.actors.ingress.replica.IngressReplica` that routes and the checks of all requests use."""
 
     config: Config
     frontend: Frontend

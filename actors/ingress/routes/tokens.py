@@ -4,9 +4,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from actors.ingress.http import json_response, while_connected
-from actors.ingress.reader_work import TokenRoute
-from actors.ingress.routes.replica import replica
+from raydix.actors.ingress.http import json_response, while_connected
+from raydix.actors.ingress.reader_work import TokenRoute
+from raydix.actors.ingress.routes.replica import replica
 
 router = APIRouter()
 

@@ -7,11 +7,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from engine.core.costs import CostFit, WorkerCosts
-from engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
-from engine.core.types import Assignment, SamplingParams, Stage
-from engine.model.build import build_engine
-from engine.model.engine import StepResult
+from raydix.engine.core.costs import CostFit, WorkerCosts
+from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
+from raydix.engine.core.types import Assignment, SamplingParams, Stage
+from raydix.engine.model.build import build_engine
+from raydix.engine.model.engine import StepResult
 
 LEARN_S = 0.5
 """Seconds between two looks at the costs, as in a worker."""

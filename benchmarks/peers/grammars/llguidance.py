@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.core.types import Grammar, GrammarKind
-from engine.model.grammars import Grammars
-from engine.model.masks import Mask, num_words
-from engine.model.matcher import Matcher
-from engine.model.tokenizer import Tokenizer, forgo_torch
+from raydix.engine.core.types import Grammar, GrammarKind
+from raydix.engine.model.grammars import Grammars
+from raydix.engine.model.masks import Mask, num_words
+from raydix.engine.model.matcher import Matcher
+from raydix.engine.model.tokenizer import Tokenizer, forgo_torch
 
 
 def load(options: dict[str, Any]) -> "LLGuidance":

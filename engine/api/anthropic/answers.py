@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import orjson
 
-from engine.api.answers import AnswerContext, named_event
-from engine.api.anthropic.blocks import TTLS
-from engine.api.anthropic.errors import ANTHROPIC, PING
-from engine.api.assembler import Piece
-from engine.api.responses import Choice, Json, Usage
-from engine.core.ingress.parsers.answer import AnswerMessage, Call
-from engine.core.ingress.parsers.events import (
+from raydix.engine.api.answers import AnswerContext, named_event
+from raydix.engine.api.anthropic.blocks import TTLS
+from raydix.engine.api.anthropic.errors import ANTHROPIC, PING
+from raydix.engine.api.assembler import Piece
+from raydix.engine.api.responses import Choice, Json, Usage
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage, Call
+from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
     ArgumentsPart,
     CallBegins,
@@ -22,7 +22,7 @@ from engine.core.ingress.parsers.events import (
     ReasoningPart,
     TextPart,
 )
-from engine.core.types import FinishReason
+from raydix.engine.core.types import FinishReason
 
 _STOP_REASONS = {
     FinishReason.STOP: "end_turn",

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from engine.api.prompts import MAX_PARTS, Message
-from engine.api.spec import PromptMark
-from engine.api.validation import LenientModel, describe, problem
+from raydix.engine.api.prompts import MAX_PARTS, Message
+from raydix.engine.api.spec import PromptMark
+from raydix.engine.api.validation import LenientModel, describe, problem
 
 TTLS = {"5m": 300.0, "1h": 3600.0}
 """Seconds by the name of a time to live."""

@@ -2,9 +2,9 @@
 
 import orjson
 
-from engine.api.answers import named_event
-from engine.api.wire import WireFormat
-from engine.core.errors import ContextLengthError, RaydixError
+from raydix.engine.api.answers import named_event
+from raydix.engine.api.wire import WireFormat
+from raydix.engine.core.errors import ContextLengthError, RaydixError
 
 _STATUSES = {503: 529}
 """A server that cannot serve now is overloaded in Anthropic's words, and clients try again."""

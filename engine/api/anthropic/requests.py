@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
-from engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn, without_lines
-from engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, server_tools, tool_use
-from engine.api.fields import SamplingFields, Stops, TemplateFields
-from engine.api.formats import Constraint
-from engine.api.grammars import schema_grammar
-from engine.api.known import Ignored, KnownEngineFields, ServiceTier, UnlessEmpty, UnlessFalse, Unsupported
-from engine.api.normal_form import build_spec
-from engine.api.prompts import Label, few_messages
-from engine.api.spec import GenerationSpec, ReasoningUse
-from engine.api.validation import (
+from raydix.engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn, without_lines
+from raydix.engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, server_tools, tool_use
+from raydix.engine.api.fields import SamplingFields, Stops, TemplateFields
+from raydix.engine.api.formats import Constraint
+from raydix.engine.api.grammars import schema_grammar
+from raydix.engine.api.known import Ignored, KnownEngineFields, ServiceTier, UnlessEmpty, UnlessFalse, Unsupported
+from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.prompts import Label, few_messages
+from raydix.engine.api.spec import GenerationSpec, ReasoningUse
+from raydix.engine.api.validation import (
     INTEGRAL,
     MAX_IGNORED,
     NO_RULES,
@@ -29,8 +29,8 @@ from engine.api.validation import (
     hint,
     parse_body,
 )
-from engine.core.answers.prompt_form import ChatEnd
-from engine.core.errors import RequestError
+from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.errors import RequestError
 
 MAX_MARKS = 4
 

@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from engine.api.anthropic.blocks import CacheControl
-from engine.api.anthropic.client_tools import client_tool
-from engine.api.responses import Json
-from engine.api.spec import ToolUse
-from engine.api.tools import FunctionName, ToolFields, ToolPaths, check_parameters, few_tools
-from engine.api.validation import LenientModel
-from engine.core.errors import RequestError
+from raydix.engine.api.anthropic.blocks import CacheControl
+from raydix.engine.api.anthropic.client_tools import client_tool
+from raydix.engine.api.responses import Json
+from raydix.engine.api.spec import ToolUse
+from raydix.engine.api.tools import FunctionName, ToolFields, ToolPaths, check_parameters, few_tools
+from raydix.engine.api.validation import LenientModel
+from raydix.engine.core.errors import RequestError
 
 __all__ = ["ToolChoice", "ToolDefinition", "few_tools", "server_tools", "tool_use"]
 

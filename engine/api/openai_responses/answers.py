@@ -13,14 +13,14 @@ from typing import TypeAlias
 
 import orjson
 
-from engine.api.answers import AnswerContext
-from engine.api.assembler import Piece
-from engine.api.responses import Choice, Json, Usage
-from engine.api.slices import array_of, document, ids_of
-from engine.api.wire import OPENAI, WireFormat
-from engine.core.errors import RaydixError
-from engine.core.ingress.parsers.answer import AnswerMessage, Call
-from engine.core.ingress.parsers.events import (
+from raydix.engine.api.answers import AnswerContext
+from raydix.engine.api.assembler import Piece
+from raydix.engine.api.responses import Choice, Json, Usage
+from raydix.engine.api.slices import array_of, document, ids_of
+from raydix.engine.api.wire import OPENAI, WireFormat
+from raydix.engine.core.errors import RaydixError
+from raydix.engine.core.ingress.parsers.answer import AnswerMessage, Call
+from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
     ArgumentsPart,
     CallBegins,
@@ -28,7 +28,7 @@ from engine.core.ingress.parsers.events import (
     ReasoningPart,
     TextPart,
 )
-from engine.core.types import FinishReason
+from raydix.engine.core.types import FinishReason
 
 
 @dataclass(slots=True)

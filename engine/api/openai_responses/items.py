@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from engine.api.openai_responses.tools import flat_name
-from engine.api.prompts import MAX_MESSAGES, MAX_PARTS, Message
-from engine.api.responses import Json
-from engine.api.validation import LenientModel, describe, problem
+from raydix.engine.api.openai_responses.tools import flat_name
+from raydix.engine.api.prompts import MAX_MESSAGES, MAX_PARTS, Message
+from raydix.engine.api.responses import Json
+from raydix.engine.api.validation import LenientModel, describe, problem
 
 TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 FIELDS: Mapping[str, tuple[str, ...]] = {

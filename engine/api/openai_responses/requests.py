@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
-from engine.api.fields import RequestId, SamplingFields, TemplateFields
-from engine.api.formats import Constraint
-from engine.api.grammars import schema_grammar
-from engine.api.known import (
+from raydix.engine.api.fields import RequestId, SamplingFields, TemplateFields
+from raydix.engine.api.formats import Constraint
+from raydix.engine.api.grammars import schema_grammar
+from raydix.engine.api.known import (
     Ignored,
     KnownEngineFields,
     ServiceTier,
@@ -24,15 +24,15 @@ from engine.api.known import (
     Unsupported,
     Verbosity,
 )
-from engine.api.normal_form import build_spec
-from engine.api.openai_responses.items import Item, as_items, messages_of
-from engine.api.openai_responses.tools import Tool, ToolChoice, namespaces_of, server_tools, tool_use
-from engine.api.prompts import Label, Message
-from engine.api.reasoning import Effort
-from engine.api.responses import ID_PREFIXES, Json
-from engine.api.spec import GenerationSpec, ReasoningUse, Turn
-from engine.api.tools import few_tools
-from engine.api.validation import (
+from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.openai_responses.items import Item, as_items, messages_of
+from raydix.engine.api.openai_responses.tools import Tool, ToolChoice, namespaces_of, server_tools, tool_use
+from raydix.engine.api.prompts import Label, Message
+from raydix.engine.api.reasoning import Effort
+from raydix.engine.api.responses import ID_PREFIXES, Json
+from raydix.engine.api.spec import GenerationSpec, ReasoningUse, Turn
+from raydix.engine.api.tools import few_tools
+from raydix.engine.api.validation import (
     INTEGRAL,
     MAX_IGNORED,
     NO_RULES,
@@ -44,7 +44,7 @@ from engine.api.validation import (
     parse_body,
     problem,
 )
-from engine.core.errors import RequestError
+from raydix.engine.core.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16

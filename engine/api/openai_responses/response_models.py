@@ -1,10 +1,10 @@
-"""Shapes of the Responses API's responses, for `/openapi.json` (as `engine.api.response_models`)."""
+"""Shapes of the Responses API's responses, for `/openapi.json` (as `raydix.engine.api.response_models`)."""
 
 from typing import Any, Literal
 
 from pydantic import Field
 
-from engine.api.response_models import Shape
+from raydix.engine.api.response_models import Shape
 
 
 class ResponseUsage(Shape):

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import Field, ValidationError
 
-from engine.api.known import Ignored, Unsupported
-from engine.api.responses import Json
-from engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec
-from engine.api.validation import StrictModel, only, request_error
-from engine.core.errors import RequestError
+from raydix.engine.api.known import Ignored, Unsupported
+from raydix.engine.api.responses import Json
+from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec
+from raydix.engine.api.validation import StrictModel, only, request_error
+from raydix.engine.core.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
-from engine.api.responses import Json
-from engine.api.spec import ToolUse
-from engine.api.tools import FunctionName, ToolFields, ToolPaths, check_parameters, few_tools
-from engine.api.validation import LenientModel, describe, problem
-from engine.core.errors import RequestError
+from raydix.engine.api.responses import Json
+from raydix.engine.api.spec import ToolUse
+from raydix.engine.api.tools import FunctionName, ToolFields, ToolPaths, check_parameters, few_tools
+from raydix.engine.api.validation import LenientModel, describe, problem
+from raydix.engine.core.errors import RequestError
 
 PATHS = ToolPaths(name="name", schema="parameters", chosen="tool_choice.name")
 

@@ -1,7 +1,8 @@
 """The lead of an answer: reasoning in front, which the answer's grammar does not bind, found in the bytes of tokens.
 
-A place in the lead is a function of the bytes before it alone. As in texts (`engine.core.ingress.parsers.reasoning`)
-white space may stand before the opening tag, and an answer that begins otherwise has no lead.
+A place in the lead is a function of the bytes before it alone. As in texts
+(`raydix.engine.core.ingress.parsers.reasoning`) white space may stand before the opening tag, and an answer that begins
+otherwise has no lead.
 """
 
 from dataclasses import dataclass

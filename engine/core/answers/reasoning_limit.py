@@ -7,7 +7,7 @@ where its readers see the tags.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.answers.lead import WHITESPACE, Before, Inside, Lead
+from raydix.engine.core.answers.lead import WHITESPACE, Before, Inside, Lead
 
 MAX_BEFORE = 64
 """Tokens of white space, and of the opening tag, in which reasoning has to begin."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engine.core.hashing import DIGEST_BYTES
-from engine.core.types import BlockHash
+from raydix.engine.core.hashing import DIGEST_BYTES
+from raydix.engine.core.types import BlockHash
 
 REFERENCE_PREFIX = "raydix-"
 """Prefix of every reference, to tell references from the ids of other servers."""

@@ -15,8 +15,8 @@ A validating batch can be cancelled and can expire, too.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.core.batches.line_queue import LineQueue
-from engine.core.batches.records import Answered, Ended, Opened, Problem, Record, Status, Stopped
+from raydix.engine.core.batches.line_queue import LineQueue
+from raydix.engine.core.batches.records import Answered, Ended, Opened, Problem, Record, Status, Stopped
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@
 
 from typing import Generic
 
-from engine.core.eviction.ranking import Key, Visit
-from engine.core.eviction.retention import later
-from engine.core.types import Retention
+from raydix.engine.core.eviction.ranking import Key, Visit
+from raydix.engine.core.eviction.retention import later
+from raydix.engine.core.types import Retention
 
 
 class CachedBlock(Generic[Key]):

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeAlias
 from zlib import crc32
 
-from engine.core.eviction.queue import EvictionQueue
-from engine.core.eviction.ranking import Key, Visit
-from engine.core.eviction.sampling import Sample
-from engine.core.eviction.survival import Survival
+from raydix.engine.core.eviction.queue import EvictionQueue
+from raydix.engine.core.eviction.ranking import Key, Visit
+from raydix.engine.core.eviction.sampling import Sample
+from raydix.engine.core.eviction.survival import Survival
 
 CLOCKS = ((2000, 1.5), (200, 2.5))
 """Clocks of the scores: requests after which a hit counts half, and standard deviations of chance that a lead must

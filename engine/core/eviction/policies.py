@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
-from engine.core.eviction.duel import Duel
-from engine.core.eviction.queue import EvictionQueue, Quota
-from engine.core.eviction.ranking import Key, LeastRecent, Ranking
+from raydix.engine.core.eviction.duel import Duel
+from raydix.engine.core.eviction.queue import EvictionQueue, Quota
+from raydix.engine.core.eviction.ranking import Key, LeastRecent, Ranking
 
 GHOST_BLOCKS = 512
 """Minimum of blocks in a ghost of a large pool."""

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
-from engine.core.eviction.cached_block import CachedBlock
-from engine.core.eviction.ranking import Key, Ranking, Visit
-from engine.core.types import DEFAULT_RETENTION, EvictionReason, Retention
+from raydix.engine.core.eviction.cached_block import CachedBlock
+from raydix.engine.core.eviction.ranking import Key, Ranking, Visit
+from raydix.engine.core.types import DEFAULT_RETENTION, EvictionReason, Retention
 
 
 @dataclass(frozen=True, slots=True)

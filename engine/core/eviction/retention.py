@@ -4,7 +4,7 @@ A mark raises the retention of the prompt's blocks up to the one in which the ma
 request's own hints the highest priority counts; of several marks, the longest time to live.
 """
 
-from engine.core.types import CacheHints, Retention
+from raydix.engine.core.types import CacheHints, Retention
 
 
 def retention(hints: CacheHints, now: float) -> Retention:

@@ -12,8 +12,8 @@ nearest sampled block before a trunk stands for the trunk.
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
-from engine.core.eviction.ranking import Key, Visit
-from engine.core.eviction.survival import MAX_VISITS, Survival
+from raydix.engine.core.eviction.ranking import Key, Visit
+from raydix.engine.core.eviction.survival import MAX_VISITS, Survival
 
 
 class Sample(Generic[Key]):

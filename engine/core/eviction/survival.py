@@ -21,8 +21,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeAlias
 
-from engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable
-from engine.core.eviction.ranking import Key, Visit
+from raydix.engine.core.eviction.life_table import EDGES, NUM_BINS, LifeTable
+from raydix.engine.core.eviction.ranking import Key, Visit
 
 MAX_TURN = 7
 MAX_ADDED = 10

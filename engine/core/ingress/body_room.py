@@ -6,7 +6,7 @@ always fits.
 
 from dataclasses import dataclass, field
 
-from engine.core.errors import OverloadedError
+from raydix.engine.core.errors import OverloadedError
 
 
 @dataclass(slots=True, eq=False)

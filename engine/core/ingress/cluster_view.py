@@ -13,9 +13,9 @@
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from engine.core.hashing import preferred, root_hash
-from engine.core.signs_of_life import SignsOfLife
-from engine.core.types import Admission, AdmitRequest, BlockHash, Membership, Role, WorkerInfo
+from raydix.engine.core.hashing import preferred, root_hash
+from raydix.engine.core.signs_of_life import SignsOfLife
+from raydix.engine.core.types import Admission, AdmitRequest, BlockHash, Membership, Role, WorkerInfo
 
 MAX_LOST = 1000
 """Dead incarnations of workers that are remembered."""

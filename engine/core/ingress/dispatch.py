@@ -17,16 +17,16 @@ and their tokens are delivered. What goes wrong on the way:
 * a worker is about to stop: its requests move to others, as at a failover, with the KV that the worker still holds;
 * the workers have another model than this replica: no request is admitted.
 
-`actors.ingress.dispatcher` carries the instructions out and reports the results; here is no Ray and no clock.
+`raydix.actors.ingress.dispatcher` carries the instructions out and reports the results; here is no Ray and no clock.
 """
 
 from collections.abc import Iterable, Sequence, Set
 
-from engine.core.errors import LateError, NoWorkerError, RaydixError, ServiceError, StopsWorkersError
-from engine.core.ingress.cluster_view import ClusterView, ModelFacts, Timeouts
-from engine.core.ingress.entry import Entries, Entry
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.instructions import (
+from raydix.engine.core.errors import LateError, NoWorkerError, RaydixError, ServiceError, StopsWorkersError
+from raydix.engine.core.ingress.cluster_view import ClusterView, ModelFacts, Timeouts
+from raydix.engine.core.ingress.entry import Entries, Entry
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.instructions import (
     Abort,
     Admit,
     AskWorkers,
@@ -45,10 +45,10 @@ from engine.core.ingress.instructions import (
     WorkerLost,
     WorkerSilent,
 )
-from engine.core.ingress.outbox import Outbox
-from engine.core.ingress.retries import Retries
-from engine.core.objectives import Late
-from engine.core.types import (
+from raydix.engine.core.ingress.outbox import Outbox
+from raydix.engine.core.ingress.retries import Retries
+from raydix.engine.core.objectives import Late
+from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.instructions import Ping
-from engine.core.types import Admission
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.instructions import Ping
+from raydix.engine.core.types import Admission
 
 UNTAKEN_S = 5.0
 """A submission that is not answered after so long counts as answered: either side may have lost it."""

@@ -13,12 +13,12 @@ retries do not change the text.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.answers.continuations import BegunAnswer, packed
-from engine.core.errors import ModelFailedError, RaydixError, RequestError
-from engine.core.hashing import BlockChain
-from engine.core.ingress.cluster_view import ModelFacts
-from engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
-from engine.core.types import (
+from raydix.engine.core.answers.continuations import BegunAnswer, packed
+from raydix.engine.core.errors import ModelFailedError, RaydixError, RequestError
+from raydix.engine.core.hashing import BlockChain
+from raydix.engine.core.ingress.cluster_view import ModelFacts
+from raydix.engine.core.objectives import LATE_PRIORITY, NO_OBJECTIVES, Objectives
+from raydix.engine.core.types import (
     Admission,
     AdmitRequest,
     Assignment,

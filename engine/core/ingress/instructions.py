@@ -1,8 +1,8 @@
-"""Instructions of `engine.core.ingress.dispatch.Dispatch` to the actor that carries them out."""
+"""Instructions of `raydix.engine.core.ingress.dispatch.Dispatch` to the actor that carries them out."""
 
 from typing import NamedTuple, TypeAlias
 
-from engine.core.types import AdmitRequest, Assignment, Attempt, Ended, FirstToken, TokenEvent
+from raydix.engine.core.types import AdmitRequest, Assignment, Attempt, Ended, FirstToken, TokenEvent
 
 
 class Admit(NamedTuple):

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
-from engine.core.answers.continuations import BegunAnswer
-from engine.core.ingress.generation import Generation
-from engine.core.ingress.instructions import Instruction, Settle, Submit
-from engine.core.types import Assignment, Ended, FirstToken, Outcome
+from raydix.engine.core.answers.continuations import BegunAnswer
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.ingress.instructions import Instruction, Settle, Submit
+from raydix.engine.core.types import Assignment, Ended, FirstToken, Outcome
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.core.errors import OverloadedError, RequestError
-from engine.core.shares import Shares
-from engine.core.tenants import Tenant, Tenants
+from raydix.engine.core.errors import OverloadedError, RequestError
+from raydix.engine.core.shares import Shares
+from raydix.engine.core.tenants import Tenant, Tenants
 
 
 @dataclass(slots=True, eq=False)

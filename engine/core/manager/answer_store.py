@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.core.answers.continuations import MAX_BYTES, TOKEN_BYTES
+from raydix.engine.core.answers.continuations import MAX_BYTES, TOKEN_BYTES
 
 MAX_VARIANTS = 4
 """Different answers kept under one name."""

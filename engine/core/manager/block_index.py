@@ -5,9 +5,9 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.core.manager.cache_events import CacheEvents, CacheUpdate
-from engine.core.manager.cache_statistics import ROOM_REASONS, CacheStatistics
-from engine.core.types import BlockHash, EvictionReason, SegmentHeader
+from raydix.engine.core.manager.cache_events import CacheEvents, CacheUpdate
+from raydix.engine.core.manager.cache_statistics import ROOM_REASONS, CacheStatistics
+from raydix.engine.core.types import BlockHash, EvictionReason, SegmentHeader
 
 MAX_REMEMBERED = 1 << 17
 """Limit of the evicted blocks, and of the notes about blocks, remembered to explain misses."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.core.types import BlockHash
+from raydix.engine.core.types import BlockHash
 
 CAPACITY = 1 << 16
 

@@ -2,8 +2,8 @@
 
 from dataclasses import asdict
 
-from engine.core.manager.directory import Directory
-from engine.core.manager.explain import HITS
+from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.explain import HITS
 
 NUM_HOTTEST = 10
 

@@ -4,8 +4,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.manager.explain import HITS, BlockSource
-from engine.core.types import BlockHash, EvictionReason
+from raydix.engine.core.manager.explain import HITS, BlockSource
+from raydix.engine.core.types import BlockHash, EvictionReason
 
 WINDOW = 1000
 """Number of recent admissions that `hit_rate` and `return_rate` cover."""

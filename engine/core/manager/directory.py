@@ -10,7 +10,7 @@ about to compute the block, or the worker asked to export it), and the workers a
 | worker or request gone, block evicted or lost | by `Supply`: `Export`, or `Lost` (the blocks will not come) |
 | worker silent or registered again | `HandoverLost` |
 
-`engine.core.manager.segment_store` decides about the retention of segments, in the object store and on disk.
+`raydix.engine.core.manager.segment_store` decides about the retention of segments, in the object store and on disk.
 
 Nothing here is needed for correctness. A worker with less KV than promised computes the rest, so the directory may
 forget anything at any time: a stale entry costs time, never a wrong token.
@@ -19,33 +19,33 @@ forget anything at any time: a stale entry costs time, never a wrong token.
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import NoWorkerError
-from engine.core.manager.block_index import BlockIndex, BlockRecord
-from engine.core.manager.cache_events import CacheUpdate
-from engine.core.manager.cache_statistics import CacheStatistics
-from engine.core.manager.elastic import SHRINK_S, Elastic, Plan
-from engine.core.manager.explain import Decision, Decisions
-from engine.core.manager.explanations import Explanations
-from engine.core.manager.handovers import handovers_lost
-from engine.core.manager.instructions import Export, Instruction, Lost
-from engine.core.manager.integrity import check_records
-from engine.core.manager.lateness import check_in_time
-from engine.core.manager.links import Links
-from engine.core.manager.matching import demand_of, match, sources_of
-from engine.core.manager.peers import PeerCosts
-from engine.core.manager.placement import Candidate, CostModel, Demand, Placement, place
-from engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
-from engine.core.manager.roles import with_roles
-from engine.core.manager.saving import ask_for_blocks, give_away
-from engine.core.manager.segment_events import SegmentEvents
-from engine.core.manager.segment_store import SegmentStore
-from engine.core.manager.session_workers import Sessions, SessionWorkers
-from engine.core.manager.supply import Supply
-from engine.core.manager.worker_groups import WorkerGroups
-from engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
-from engine.core.tenants import Tenant
-from engine.core.types import Admission, AdmitRequest, Attempt, BlockHash, EvictionReason, Role
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import NoWorkerError
+from raydix.engine.core.manager.block_index import BlockIndex, BlockRecord
+from raydix.engine.core.manager.cache_events import CacheUpdate
+from raydix.engine.core.manager.cache_statistics import CacheStatistics
+from raydix.engine.core.manager.elastic import SHRINK_S, Elastic, Plan
+from raydix.engine.core.manager.explain import Decision, Decisions
+from raydix.engine.core.manager.explanations import Explanations
+from raydix.engine.core.manager.handovers import handovers_lost
+from raydix.engine.core.manager.instructions import Export, Instruction, Lost
+from raydix.engine.core.manager.integrity import check_records
+from raydix.engine.core.manager.lateness import check_in_time
+from raydix.engine.core.manager.links import Links
+from raydix.engine.core.manager.matching import demand_of, match, sources_of
+from raydix.engine.core.manager.peers import PeerCosts
+from raydix.engine.core.manager.placement import Candidate, CostModel, Demand, Placement, place
+from raydix.engine.core.manager.reservations import Reservation, WorkerRecord, Workers, reservation_of
+from raydix.engine.core.manager.roles import with_roles
+from raydix.engine.core.manager.saving import ask_for_blocks, give_away
+from raydix.engine.core.manager.segment_events import SegmentEvents
+from raydix.engine.core.manager.segment_store import SegmentStore
+from raydix.engine.core.manager.session_workers import Sessions, SessionWorkers
+from raydix.engine.core.manager.supply import Supply
+from raydix.engine.core.manager.worker_groups import WorkerGroups
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
+from raydix.engine.core.tenants import Tenant
+from raydix.engine.core.types import Admission, AdmitRequest, Attempt, BlockHash, EvictionReason, Role
 
 
 class Directory(SegmentEvents):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from engine.core.manager.block_index import Segment
-from engine.core.types import SegmentHeader
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.types import SegmentHeader
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Duties of the elastic workers, which follow the load: prefill, decode, or both.
 
 `Elastic` measures how many seconds of prefill arrive per second, and says every second or so which workers should
-mainly prefill and which decode (`engine.core.manager.planner`). A duty is a preference for new requests: nothing under
-way moves, and `engine.core.manager.roles` makes exceptions of it for single requests.
+mainly prefill and which decode (`raydix.engine.core.manager.planner`). A duty is a preference for new requests: nothing
+under way moves, and `raydix.engine.core.manager.roles` makes exceptions of it for single requests.
 
 Duties follow the load of seconds, since another duty costs nothing. The number of workers follows the load of half a
 minute, and falls only where no load of the last minute needed more: a worker takes long to start. A
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
 
-from engine.core.costs import WorkerCosts
-from engine.core.manager.planner import TARGET, TOGETHER, Division, PoolLoad, divide, queue_load, wanted
-from engine.core.manager.reservations import US_PER_S, WorkerRecord
-from engine.core.objectives import Objectives
-from engine.core.types import Role
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.planner import TARGET, TOGETHER, Division, PoolLoad, divide, queue_load, wanted
+from raydix.engine.core.manager.reservations import US_PER_S, WorkerRecord
+from raydix.engine.core.objectives import Objectives
+from raydix.engine.core.types import Role
 
 WINDOW_S = 3.0
 """Time in which a second of prefill that arrived counts for 1/e of it."""

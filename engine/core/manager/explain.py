@@ -10,9 +10,9 @@ from enum import StrEnum
 from heapq import nsmallest
 from itertools import groupby
 
-from engine.core.manager.placement import Placement, Prediction
-from engine.core.objectives import WhenLate
-from engine.core.types import DraftUse, Ended, Outcome, Role
+from raydix.engine.core.manager.placement import Placement, Prediction
+from raydix.engine.core.objectives import WhenLate
+from raydix.engine.core.types import DraftUse, Ended, Outcome, Role
 
 MAX_CONSIDERED = 16
 """Workers kept per decision, the best ones."""

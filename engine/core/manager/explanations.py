@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from engine.core.manager.block_index import BlockIndex, BlockNotes, BlockRecord
-from engine.core.manager.cache_statistics import CacheStatistics
-from engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
-from engine.core.manager.placement import Placement, Prediction
-from engine.core.manager.reservations import WorkerRecord
-from engine.core.objectives import WhenLate
-from engine.core.types import AdmitRequest, BlockHash, Role
+from raydix.engine.core.manager.block_index import BlockIndex, BlockNotes, BlockRecord
+from raydix.engine.core.manager.cache_statistics import CacheStatistics
+from raydix.engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
+from raydix.engine.core.manager.placement import Placement, Prediction
+from raydix.engine.core.manager.reservations import WorkerRecord
+from raydix.engine.core.objectives import WhenLate
+from raydix.engine.core.types import AdmitRequest, BlockHash, Role
 
 
 class Explanations:

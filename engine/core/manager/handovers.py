@@ -2,9 +2,9 @@
 
 from collections.abc import Container, Mapping
 
-from engine.core.manager.instructions import HandoverLost
-from engine.core.manager.reservations import Reservation
-from engine.core.types import Attempt
+from raydix.engine.core.manager.instructions import HandoverLost
+from raydix.engine.core.manager.reservations import Reservation
+from raydix.engine.core.types import Attempt
 
 
 def handovers_lost(

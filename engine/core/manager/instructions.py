@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from engine.core.manager.block_index import Segment
-from engine.core.manager.disk_instructions import DiskInstruction
-from engine.core.types import BlockHash
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.manager.disk_instructions import DiskInstruction
+from raydix.engine.core.types import BlockHash
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Mapping
 
-from engine.core.manager.block_index import BlockIndex
-from engine.core.manager.reservations import Reservation, WorkerRecord, Workers
-from engine.core.manager.segment_store import SegmentStore
-from engine.core.manager.supply import Supply
-from engine.core.manager.worker_groups import WorkerGroups
+from raydix.engine.core.manager.block_index import BlockIndex
+from raydix.engine.core.manager.reservations import Reservation, WorkerRecord, Workers
+from raydix.engine.core.manager.segment_store import SegmentStore
+from raydix.engine.core.manager.supply import Supply
+from raydix.engine.core.manager.worker_groups import WorkerGroups
 
 
 def check_records(

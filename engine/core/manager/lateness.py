@@ -1,8 +1,8 @@
 """Requests that no worker is predicted to serve in time."""
 
-from engine.core.errors import LateError
-from engine.core.manager.placement import Placement
-from engine.core.objectives import Late, Objectives, WhenLate
+from raydix.engine.core.errors import LateError
+from raydix.engine.core.manager.placement import Placement
+from raydix.engine.core.objectives import Late, Objectives, WhenLate
 
 
 def check_in_time(placement: Placement, objectives: Objectives) -> WhenLate | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from engine.core.costs import KEPT, LinearFit, WorkerCosts
+from raydix.engine.core.costs import KEPT, LinearFit, WorkerCosts
 
 MAX_LINKS = 1 << 16
 """Remembered links, those of all pairs of 256 nodes, in 1.3 KiB each; the one without reports for longest is forgotten

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
-from engine.core.manager.block_index import BlockRecord
-from engine.core.manager.links import Sources
-from engine.core.manager.placement import Demand
-from engine.core.manager.reservations import US_PER_S, Reservation, Workers
-from engine.core.manager.session_workers import SessionWorkers
-from engine.core.objectives import NO_OBJECTIVES, Objectives
-from engine.core.types import AdmitRequest
+from raydix.engine.core.manager.block_index import BlockRecord
+from raydix.engine.core.manager.links import Sources
+from raydix.engine.core.manager.placement import Demand
+from raydix.engine.core.manager.reservations import US_PER_S, Reservation, Workers
+from raydix.engine.core.manager.session_workers import SessionWorkers
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
+from raydix.engine.core.types import AdmitRequest
 
 
 class Prefix(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import median_low
 
-from engine.core.costs import WorkerCosts
+from raydix.engine.core.costs import WorkerCosts
 
 FADE = 0.02
 """Share of the way to the peers' median that unused costs go with each report; with two a second, half in 17 s."""

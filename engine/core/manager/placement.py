@@ -33,13 +33,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from engine.core.costs import WorkerCosts
-from engine.core.errors import NoWorkerError
-from engine.core.hashing import preferred
-from engine.core.manager.links import Links, Sources
-from engine.core.manager.session_workers import NO_WORKERS, SessionWorkers
-from engine.core.objectives import NO_OBJECTIVES, Objectives
-from engine.core.types import Role
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.errors import NoWorkerError
+from raydix.engine.core.hashing import preferred
+from raydix.engine.core.manager.links import Links, Sources
+from raydix.engine.core.manager.session_workers import NO_WORKERS, SessionWorkers
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
+from raydix.engine.core.types import Role
 
 MAX_DELAYED = 3
 """Limit of the requests assumed to wait for one computation: behind a longer queue, requests go elsewhere."""
@@ -111,7 +111,7 @@ class WorkerLoad(NamedTuple):
     num_empty_blocks: int | None = None
     """Blocks to be filled without an eviction; None if unknown."""
     is_elastic: bool = False
-    """True if `role` is a duty, with exceptions (`engine.core.manager.roles`)."""
+    """True if `role` is a duty, with exceptions (`raydix.engine.core.manager.roles`)."""
     tpot_s: float | None = None
     """The strictest objective of the streams of an elastic worker; None without one."""
     node: str = ""

@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from math import ceil, inf
 from typing import NamedTuple
 
-from engine.core.costs import WorkerCosts
-from engine.core.objectives import Objectives
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.objectives import Objectives
 
 MARGIN = 0.15
 """Share by which the pressure of another division must be lower."""

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.core.costs import WorkerCosts
-from engine.core.manager.block_index import Segment
-from engine.core.manager.placement import Placement, WorkerLoad
-from engine.core.manager.worker_groups import WorkerGroups
-from engine.core.objectives import NO_OBJECTIVES, Objectives
-from engine.core.types import Admission, AdmitRequest, BlockHash, CacheHints, Role
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.manager.block_index import Segment
+from raydix.engine.core.manager.placement import Placement, WorkerLoad
+from raydix.engine.core.manager.worker_groups import WorkerGroups
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
+from raydix.engine.core.types import Admission, AdmitRequest, BlockHash, CacheHints, Role
 
 US_PER_S = 1_000_000
 

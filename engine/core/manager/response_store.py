@@ -1,8 +1,9 @@
 """Stored responses: bytes under names, each of which may go on from an earlier one. Never reads the bytes.
 
 A response and the responses before it are used together. When room is short, the tenant furthest above its share
-(`engine.core.shares`) loses its least recently used response; of responses used together, the last of the conversation
-goes first. So every response that an entry goes on from is kept as long as the entry, unless a client deletes it.
+(`raydix.engine.core.shares`) loses its least recently used response; of responses used together, the last of the
+conversation goes first. So every response that an entry goes on from is kept as long as the entry, unless a client
+deletes it.
 """
 
 from collections import OrderedDict
@@ -10,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.core.shares import Shares
-from engine.core.tenants import ANONYMOUS
+from raydix.engine.core.shares import Shares
+from raydix.engine.core.tenants import ANONYMOUS
 
 ENTRY_BYTES = 400
 """Bytes of an entry beside its data: names, times and place in the dictionary, some 350 bytes in CPython."""

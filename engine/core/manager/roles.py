@@ -1,6 +1,7 @@
 """Roles of elastic workers for one request.
 
-An elastic worker has a duty (`engine.core.manager.elastic`), which placement takes for its role, with two exceptions:
+An elastic worker has a duty (`raydix.engine.core.manager.elastic`), which placement takes for its role, with two
+exceptions:
 
 | duty | does both for a request if |
 |---|---|
@@ -13,9 +14,9 @@ The objective of a worker is the strictest one of its streams and the request.
 from collections.abc import Sequence
 from math import inf
 
-from engine.core.manager.placement import Candidate, CostModel, Demand
-from engine.core.manager.planner import chunk_step_s
-from engine.core.types import Role
+from raydix.engine.core.manager.placement import Candidate, CostModel, Demand
+from raydix.engine.core.manager.planner import chunk_step_s
+from raydix.engine.core.types import Role
 
 
 def with_roles(candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> Sequence[Candidate]:

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from itertools import islice
 
-from engine.core.manager.block_index import BlockIndex
-from engine.core.manager.instructions import Instruction
-from engine.core.manager.reservations import WorkerRecord
-from engine.core.manager.supply import Supply
-from engine.core.types import BlockHash
+from raydix.engine.core.manager.block_index import BlockIndex
+from raydix.engine.core.manager.instructions import Instruction
+from raydix.engine.core.manager.reservations import WorkerRecord
+from raydix.engine.core.manager.supply import Supply
+from raydix.engine.core.types import BlockHash
 
 MIN_SAVED_BLOCKS = 16
 """Minimum of blocks for which a busy worker is asked."""

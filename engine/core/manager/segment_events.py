@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from engine.core.manager.block_index import BlockIndex, Segment
-from engine.core.manager.disk_instructions import DiskInstruction
-from engine.core.manager.instructions import Deliver, Instruction
-from engine.core.manager.links import Links
-from engine.core.manager.reservations import Reservation, Workers
-from engine.core.manager.saving import ask_for_blocks
-from engine.core.manager.segment_store import SegmentStore
-from engine.core.manager.succession import Offer
-from engine.core.manager.supply import Supply
-from engine.core.types import BlockHash, SegmentHeader
+from raydix.engine.core.manager.block_index import BlockIndex, Segment
+from raydix.engine.core.manager.disk_instructions import DiskInstruction
+from raydix.engine.core.manager.instructions import Deliver, Instruction
+from raydix.engine.core.manager.links import Links
+from raydix.engine.core.manager.reservations import Reservation, Workers
+from raydix.engine.core.manager.saving import ask_for_blocks
+from raydix.engine.core.manager.segment_store import SegmentStore
+from raydix.engine.core.manager.succession import Offer
+from raydix.engine.core.manager.supply import Supply
+from raydix.engine.core.types import BlockHash, SegmentHeader
 
 PATIENCE_S = 0.25
 PATIENCE = 3.0

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from engine.core.manager.disk_instructions import DiskInstruction, EraseFile
-from engine.core.types import BlockHash, SegmentHeader
+from raydix.engine.core.manager.disk_instructions import DiskInstruction, EraseFile
+from raydix.engine.core.types import BlockHash, SegmentHeader
 
 
 class SegmentFileList:

@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from engine.core.eviction.queue import EvictionQueue
-from engine.core.eviction.ranking import LeastRecent
-from engine.core.eviction.retention import marked, retention
-from engine.core.manager.block_index import BlockIndex, Segment
-from engine.core.manager.disk_instructions import DiskInstruction, ReadFile, WriteFile
-from engine.core.manager.segment_file_list import SegmentFileList
-from engine.core.tenants import Tenant, quotas
-from engine.core.types import BlockHash, CacheHints, EvictionReason, Retention, SegmentHeader
+from raydix.engine.core.eviction.queue import EvictionQueue
+from raydix.engine.core.eviction.ranking import LeastRecent
+from raydix.engine.core.eviction.retention import marked, retention
+from raydix.engine.core.manager.block_index import BlockIndex, Segment
+from raydix.engine.core.manager.disk_instructions import DiskInstruction, ReadFile, WriteFile
+from raydix.engine.core.manager.segment_file_list import SegmentFileList
+from raydix.engine.core.tenants import Tenant, quotas
+from raydix.engine.core.types import BlockHash, CacheHints, EvictionReason, Retention, SegmentHeader
 
 MAX_WRITING_BYTES = 256 << 20
 """Limit of segments being written, which cannot leave the object store; when the disk falls behind, others stay off

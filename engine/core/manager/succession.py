@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from engine.core.types import BlockHash, SegmentHeader
+from raydix.engine.core.types import BlockHash, SegmentHeader
 
 SCHEMA = 1
 """Form of what is handed over. A manager of another form hands over nothing."""

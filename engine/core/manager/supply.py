@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from engine.core.manager.block_index import BlockIndex, BlockRecord, Segment
-from engine.core.manager.instructions import Export, Instruction, Lost
-from engine.core.types import BlockHash
+from raydix.engine.core.manager.block_index import BlockIndex, BlockRecord, Segment
+from raydix.engine.core.manager.instructions import Export, Instruction, Lost
+from raydix.engine.core.types import BlockHash
 
 
 @dataclass(slots=True, eq=False)

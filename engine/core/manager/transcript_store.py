@@ -4,8 +4,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from engine.core.shares import Shares
-from engine.core.tenants import ANONYMOUS
+from raydix.engine.core.shares import Shares
+from raydix.engine.core.tenants import ANONYMOUS
 
 ENTRY_BYTES = 256
 """Bytes of an entry beside its ids: key, array and place in the dictionary, some 210 bytes in CPython."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Set
 
-from engine.core.manager.placement import Candidate, WorkerLoad
+from raydix.engine.core.manager.placement import Candidate, WorkerLoad
 
 
 class WorkerGroups:

@@ -14,7 +14,7 @@ A replica that still waits for an attempt which the stream calls over has lost e
 
 from collections.abc import Iterable, Sequence
 
-from engine.core.types import Assignment, Attempt
+from raydix.engine.core.types import Assignment, Attempt
 
 ORPHAN_S = 2.0
 """Time without its name in its replica's pings after which an attempt runs for nobody. Longer than the time between two

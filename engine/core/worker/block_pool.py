@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from engine.core.eviction.policies import make_queue
-from engine.core.eviction.queue import EvictionQueue, Quota
-from engine.core.eviction.ranking import LeastRecent
-from engine.core.settings import EngineSettings
-from engine.core.tenants import quotas
-from engine.core.types import DEFAULT_RETENTION, BlockHash, EvictionReason, Retention
+from raydix.engine.core.eviction.policies import make_queue
+from raydix.engine.core.eviction.queue import EvictionQueue, Quota
+from raydix.engine.core.eviction.ranking import LeastRecent
+from raydix.engine.core.settings import EngineSettings
+from raydix.engine.core.tenants import quotas
+from raydix.engine.core.types import DEFAULT_RETENTION, BlockHash, EvictionReason, Retention
 
 
 class OutOfBlocksError(Exception):

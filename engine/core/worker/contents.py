@@ -1,11 +1,11 @@
 """Contents of running requests' blocks: taken over or copied at the start, sealed and exported after a step."""
 
-from engine.core.eviction.retention import most_generous
-from engine.core.types import BlockHash, Handover, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockContent, BlockPool
-from engine.core.worker.request import Request
-from engine.core.worker.step import ExportedBlocks
-from engine.core.worker.swaps import Swaps
+from raydix.engine.core.eviction.retention import most_generous
+from raydix.engine.core.types import BlockHash, Handover, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockContent, BlockPool
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import ExportedBlocks
+from raydix.engine.core.worker.swaps import Swaps
 
 
 class Contents:

@@ -7,7 +7,7 @@ submission of its request. Early messages are kept for a moment, and `Scheduler.
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from engine.core.types import BlockHash, Handover
+from raydix.engine.core.types import BlockHash, Handover
 
 KEEP_S = 1.0
 """Messages overtake each other by milliseconds; the request of an older message will not come."""

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.request import Request
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.request import Request
 
 MAX_REQUESTS = 16
 """Limit of waiting idle requests."""

@@ -13,10 +13,10 @@ so waiting for one has no deadline.
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from engine.core.types import BlockHash, Handover
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.early import EarlyMessages
-from engine.core.worker.request import Request
+from raydix.engine.core.types import BlockHash, Handover
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.early import EarlyMessages
+from raydix.engine.core.worker.request import Request
 
 
 class Imports:

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from engine.core.types import BlockHash
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.idle import IdleWork
-from engine.core.worker.request import Request
+from raydix.engine.core.types import BlockHash
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.idle import IdleWork
+from raydix.engine.core.worker.request import Request
 
 
 def check_places(

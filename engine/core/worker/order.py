@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
 
-from engine.core.costs import WorkerCosts
-from engine.core.worker.request import Request
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.worker.request import Request
 
 
 def rank(request: Request, places: Mapping[str, int] | None = None) -> tuple[int, int, int]:

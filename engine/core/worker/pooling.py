@@ -10,10 +10,10 @@ on from the sum of a prefix whose KV is cached.
 
 from collections.abc import Sequence
 
-from engine.core.types import Pooling
-from engine.core.worker.request import Request
-from engine.core.worker.step import ScheduledChunk
-from engine.core.worker.sum_store import SumStore
+from raydix.engine.core.types import Pooling
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import ScheduledChunk
+from raydix.engine.core.worker.sum_store import SumStore
 
 
 def take_sum(store: SumStore, request: Request) -> None:

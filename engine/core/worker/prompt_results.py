@@ -1,12 +1,12 @@
 """Results of prompts beside their KV: log-probabilities of tokens (`scoring`), sums of hidden states (`pooling`)."""
 
-from engine.core.types import PromptEvent
-from engine.core.worker.pooling import keep_sums, take_sum
-from engine.core.worker.request import Request
-from engine.core.worker.score_store import ScoreStore
-from engine.core.worker.scoring import report_scores, take_scores
-from engine.core.worker.step import RunnerOutput, ScheduledChunk
-from engine.core.worker.sum_store import SumStore
+from raydix.engine.core.types import PromptEvent
+from raydix.engine.core.worker.pooling import keep_sums, take_sum
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.score_store import ScoreStore
+from raydix.engine.core.worker.scoring import report_scores, take_scores
+from raydix.engine.core.worker.step import RunnerOutput, ScheduledChunk
+from raydix.engine.core.worker.sum_store import SumStore
 
 
 class PromptResults:

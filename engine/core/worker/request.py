@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.eviction.retention import marked, retention
-from engine.core.hashing import BlockChain
-from engine.core.types import Assignment, BlockHash, Pooling, Retention, Stage, TokenLogprobs
-from engine.core.worker.drafts.suffixes import Suffixes
-from engine.core.worker.swap_policy import Swapped
+from raydix.engine.core.eviction.retention import marked, retention
+from raydix.engine.core.hashing import BlockChain
+from raydix.engine.core.types import Assignment, BlockHash, Pooling, Retention, Stage, TokenLogprobs
+from raydix.engine.core.worker.drafts.suffixes import Suffixes
+from raydix.engine.core.worker.swap_policy import Swapped
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class Request:
     num_to_pool: int = field(init=False)
     """Positions from 0 on of a prompt that is pooled; 0 for none."""
     pooled_sum: bytes = b""
-    """Sum of the hidden states of all pooled positions so far (`engine.core.worker.pooling`)."""
+    """Sum of the hidden states of all pooled positions so far (`raydix.engine.core.worker.pooling`)."""
     has_prompt_results: bool = field(init=False)
     """True if the prompt is scored or pooled."""
     num_preemptions: int = 0

@@ -8,7 +8,7 @@ One token budget covers a step:
    prompt does not wait for a long one and a long one always moves. Beside decodes a token behind many others counts as
    several, as many as its computation takes by the fitted costs;
 3. drafts of the decodes (`drafts`), as far as they make decoding quicker;
-4. idle work (`engine.core.worker.idle`), if no request waits or prefills.
+4. idle work (`raydix.engine.core.worker.idle`), if no request waits or prefills.
 
 Waiting requests start as soon as their blocks fit, preempted ones first. When blocks run out, the latest request is
 preempted: its blocks are released, and their contents are kept outside the pool where that is predicted to be quicker
@@ -39,25 +39,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from engine.core.costs import WorkerCosts
-from engine.core.hashing import BlockChain
-from engine.core.settings import SchedulerLimits
-from engine.core.shares import weights_of
-from engine.core.tenants import Tenant, quotas
-from engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.contents import Contents
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.drafting import Drafting
-from engine.core.worker.early import EarlyMessages
-from engine.core.worker.idle import IdleWork
-from engine.core.worker.imports import Imports, is_ready
-from engine.core.worker.integrity import check_places, check_references
-from engine.core.worker.moves import SwapIn
-from engine.core.worker.order import rank, share_budget, start_order, weigh_contexts
-from engine.core.worker.prompt_results import PromptResults
-from engine.core.worker.request import Request
-from engine.core.worker.step import (
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.hashing import BlockChain
+from raydix.engine.core.settings import SchedulerLimits
+from raydix.engine.core.shares import weights_of
+from raydix.engine.core.tenants import Tenant, quotas
+from raydix.engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.contents import Contents
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.drafting import Drafting
+from raydix.engine.core.worker.early import EarlyMessages
+from raydix.engine.core.worker.idle import IdleWork
+from raydix.engine.core.worker.imports import Imports, is_ready
+from raydix.engine.core.worker.integrity import check_places, check_references
+from raydix.engine.core.worker.moves import SwapIn
+from raydix.engine.core.worker.order import rank, share_budget, start_order, weigh_contexts
+from raydix.engine.core.worker.prompt_results import PromptResults
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import (
     ExportedBlocks,
     RunnerOutput,
     ScheduledChunk,
@@ -67,10 +67,10 @@ from engine.core.worker.step import (
     event_of,
     events_of,
 )
-from engine.core.worker.swap_policy import SwapPolicy
-from engine.core.worker.swaps import Swaps, num_swapped_blocks
-from engine.core.worker.transfers import Transfers
-from engine.core.worker.virtual_time import Turns, VirtualTime
+from raydix.engine.core.worker.swap_policy import SwapPolicy
+from raydix.engine.core.worker.swaps import Swaps, num_swapped_blocks
+from raydix.engine.core.worker.transfers import Transfers
+from raydix.engine.core.worker.virtual_time import Turns, VirtualTime
 
 
 class Scheduler:

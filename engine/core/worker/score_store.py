@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from engine.core.types import BlockHash, TokenLogprobs
+from raydix.engine.core.types import BlockHash, TokenLogprobs
 
 CAPACITY = 1 << 19
 """Limit of log-probabilities: 40 to 85 MB, the less the more alternatives each token has."""

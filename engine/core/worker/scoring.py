@@ -5,9 +5,9 @@ Position *i* of a prompt scores token *i* + 1, from the KV of cached blocks as f
 
 from collections.abc import Sequence
 
-from engine.core.types import PromptEvent, TokenLogprobs
-from engine.core.worker.request import Request
-from engine.core.worker.score_store import ScoreStore
+from raydix.engine.core.types import PromptEvent, TokenLogprobs
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.score_store import ScoreStore
 
 
 def take_scores(store: ScoreStore, request: Request) -> None:

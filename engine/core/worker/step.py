@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.types import (
+from raydix.engine.core.types import (
     DEFAULT_RETENTION,
     BlockHash,
     DraftSource,
@@ -14,8 +14,8 @@ from engine.core.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from engine.core.worker.moves import Move
-from engine.core.worker.request import Request
+from raydix.engine.core.worker.moves import Move
+from raydix.engine.core.worker.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class RunnerOutput:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Requests that can have no next token, by no fault of the model's, each with the reason."""
     sums: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
-    """For each chunk with `pooled` positions the sums (`engine.core.worker.pooling`) up to each end of a block among
-    these, and up to the last of these if no block ends there."""
+    """For each chunk with `pooled` positions the sums (`raydix.engine.core.worker.pooling`) up to each end of a block
+    among these, and up to the last of these if no block ends there."""
     pooled: Mapping[str, bytes] = field(default_factory=dict)
     """One for each chunk that `ends_pooled`: as `TokenEvent.pooled`."""
 

@@ -1,4 +1,4 @@
-"""Sums of hidden states up to the ends of blocks (`engine.core.worker.pooling`): a shared prefix is pooled once.
+"""Sums of hidden states up to the ends of blocks (`raydix.engine.core.worker.pooling`): a shared prefix is pooled once.
 
 A block's hash names its tokens and all tokens before them, and their hidden states depend on nothing else. So the sum
 under a hash is right for every sequence with this block.
@@ -7,7 +7,7 @@ under a hash is right for every sequence with this block.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine.core.types import BlockHash
+from raydix.engine.core.types import BlockHash
 
 CAPACITY = 64 << 20
 """Limit of bytes: of a model with hidden states of 1,024 values some 8,000 blocks."""

@@ -6,7 +6,7 @@ preempted because the pool has nothing else to give.
 
 from dataclasses import dataclass, field
 
-from engine.core.costs import WorkerCosts
+from raydix.engine.core.costs import WorkerCosts
 
 
 @dataclass(frozen=True, slots=True)

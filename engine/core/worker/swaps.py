@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
-from engine.core.worker.request import Request
-from engine.core.worker.swap_policy import Swapped, SwapPolicy
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.swap_policy import Swapped, SwapPolicy
 
 
 class Swaps:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from engine.core.types import BlockHash, Retention, SegmentHeader
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.request import Request
-from engine.core.worker.step import ExportedBlocks
+from raydix.engine.core.types import BlockHash, Retention, SegmentHeader
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import ExportedBlocks
 
 
 @dataclass(frozen=True, slots=True)

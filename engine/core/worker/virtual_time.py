@@ -13,9 +13,9 @@ nothing is counted.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from engine.core.costs import WorkerCosts
-from engine.core.worker.request import Request
-from engine.core.worker.step import ScheduledChunk
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import ScheduledChunk
 
 
 class VirtualTime:

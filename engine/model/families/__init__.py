@@ -8,16 +8,16 @@ describes.
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.core.errors import StartupError
-from engine.model.config import JsonObject, ModelConfig, read_json, unsupported
-from engine.model.families.family import Family, Settings
-from engine.model.families.gemma import GEMMA
-from engine.model.families.gemma2 import GEMMA2
-from engine.model.families.gemma3 import GEMMA3
-from engine.model.families.llama import LLAMA
-from engine.model.families.mistral import MISTRAL
-from engine.model.families.qwen2 import QWEN2
-from engine.model.families.qwen3 import QWEN3
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import JsonObject, ModelConfig, read_json, unsupported
+from raydix.engine.model.families.family import Family, Settings
+from raydix.engine.model.families.gemma import GEMMA
+from raydix.engine.model.families.gemma2 import GEMMA2
+from raydix.engine.model.families.gemma3 import GEMMA3
+from raydix.engine.model.families.llama import LLAMA
+from raydix.engine.model.families.mistral import MISTRAL
+from raydix.engine.model.families.qwen2 import QWEN2
+from raydix.engine.model.families.qwen3 import QWEN3
 
 FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3)}
 """Supported families by model type."""

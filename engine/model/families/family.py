@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.model.config import JsonObject, ModelConfig
+from raydix.engine.model.config import JsonObject, ModelConfig
 
 _DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.model.config import ModelConfig
-from engine.model.families.family import Family, Settings
-from engine.model.families.parts import decoder
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.families.family import Family, Settings
+from raydix.engine.model.families.parts import decoder
 
 DEFAULTS: Mapping[str, Any] = {
     "head_dim": 256,

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.model.config import ModelConfig
-from engine.model.families import gemma
-from engine.model.families.family import Family, Settings
-from engine.model.families.parts import layer_windows, optional_float
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.families import gemma
+from raydix.engine.model.families.family import Family, Settings
+from raydix.engine.model.families.parts import layer_windows, optional_float
 
 DEFAULTS: Mapping[str, Any] = {
     **gemma.DEFAULTS,

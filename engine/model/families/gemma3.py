@@ -5,10 +5,10 @@ It ignores `attn_logit_softcapping`.
 
 from dataclasses import replace
 
-from engine.model.config import ModelConfig
-from engine.model.families import gemma2
-from engine.model.families.family import Family, Settings
-from engine.model.families.parts import optional_float, rope_of, rope_parameters
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.families import gemma2
+from raydix.engine.model.families.family import Family, Settings
+from raydix.engine.model.families.parts import optional_float, rope_of, rope_parameters
 
 
 def _describe(settings: Settings) -> ModelConfig:

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from engine.model.config import ModelConfig
-from engine.model.families.family import Family, Settings
-from engine.model.families.parts import decoder
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.families.family import Family, Settings
+from raydix.engine.model.families.parts import decoder
 
 
 def _describe(settings: Settings) -> ModelConfig:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from engine.core.errors import StartupError
-from engine.model.config import Activation, JsonObject, ModelConfig, RopeConfig, unsupported
-from engine.model.families.family import Settings
+from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import Activation, JsonObject, ModelConfig, RopeConfig, unsupported
+from raydix.engine.model.families.family import Settings
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from engine.model.config import ModelConfig
-from engine.model.families.family import Family, Settings
-from engine.model.families.parts import decoder, layer_windows
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.families.family import Family, Settings
+from raydix.engine.model.families.parts import decoder, layer_windows
 
 DEFAULTS = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "max_window_layers": 28}
 

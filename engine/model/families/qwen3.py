@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from engine.model.config import ModelConfig
-from engine.model.families import qwen2
-from engine.model.families.family import Family, Settings
+from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.families import qwen2
+from raydix.engine.model.families.family import Family, Settings
 
 
 def _describe(settings: Settings) -> ModelConfig:

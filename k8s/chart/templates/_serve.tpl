@@ -76,7 +76,7 @@ http_options:
   port: 8000
 applications:
   - name: raydix
-    import_path: serve_app:build
+    import_path: raydix.serve_app:build
     route_prefix: /
     args:
       config: {{ include "raydix.config" . }}
@@ -114,7 +114,7 @@ applications:
           upscale_delay_s: 0.0
           downscale_delay_s: 0.0
           policy:
-            policy_function: actors.scaling:number_of_workers
+            policy_function: raydix.actors.scaling:number_of_workers
         {{- end }}
         user_config:
 {{ $userConfig }}

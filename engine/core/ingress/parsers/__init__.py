@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from engine.core.ingress.parsers.events import CallParser
-from engine.core.ingress.parsers.forms import CallForm
-from engine.core.ingress.parsers.hermes import CLOSE, OPEN, HermesCalls
-from engine.core.ingress.parsers.llama3 import PYTHON_TAG, Llama3Calls
-from engine.core.ingress.parsers.mistral import ARGS, CALL_ID, CALLS, MistralCalls
-from engine.core.ingress.parsers.pythonic import END, START, PythonicCalls
+from raydix.engine.core.ingress.parsers.events import CallParser
+from raydix.engine.core.ingress.parsers.forms import CallForm
+from raydix.engine.core.ingress.parsers.hermes import CLOSE, OPEN, HermesCalls
+from raydix.engine.core.ingress.parsers.llama3 import PYTHON_TAG, Llama3Calls
+from raydix.engine.core.ingress.parsers.mistral import ARGS, CALL_ID, CALLS, MistralCalls
+from raydix.engine.core.ingress.parsers.pythonic import END, START, PythonicCalls
 
 
 @dataclass(frozen=True, slots=True)

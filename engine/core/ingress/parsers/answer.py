@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.ingress.parsers.events import (
+from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
     ArgumentsPart,
     CallBegins,
@@ -12,7 +12,7 @@ from engine.core.ingress.parsers.events import (
     ReasoningPart,
     TextPart,
 )
-from engine.core.ingress.parsers.reasoning import Part, Thinking
+from raydix.engine.core.ingress.parsers.reasoning import Part, Thinking
 
 
 class AnswerParser:

@@ -9,7 +9,7 @@ arguments that fit the function's schema; any other answer goes to the parser of
 import json
 from collections.abc import Mapping, Sequence
 
-from engine.core.ingress.parsers.events import (
+from raydix.engine.core.ingress.parsers.events import (
     WHITESPACE,
     AnswerEvent,
     ArgumentsPart,
@@ -18,9 +18,9 @@ from engine.core.ingress.parsers.events import (
     CallParser,
     Collector,
 )
-from engine.core.ingress.parsers.fits import Schema, fits
-from engine.core.ingress.parsers.json_call import ARGUMENTS_KEYS, NAME_KEYS, JsonCall
-from engine.core.ingress.parsers.json_value import Step
+from raydix.engine.core.ingress.parsers.fits import Schema, fits
+from raydix.engine.core.ingress.parsers.json_call import ARGUMENTS_KEYS, NAME_KEYS, JsonCall
+from raydix.engine.core.ingress.parsers.json_value import Step
 
 KEYS = NAME_KEYS | ARGUMENTS_KEYS | {"type", "id"}
 """Keys of such an object; one with any other key is data."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.core.types import Grammar, GrammarKind
+from raydix.engine.core.types import Grammar, GrammarKind
 
 Schema = Mapping[str, object]
 

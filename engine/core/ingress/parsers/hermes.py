@@ -7,10 +7,10 @@
 
 from collections.abc import Collection, Sequence
 
-from engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
-from engine.core.ingress.parsers.json_call import JsonCall
-from engine.core.ingress.parsers.json_value import Step
-from engine.core.ingress.parsers.markers import Marker
+from raydix.engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
+from raydix.engine.core.ingress.parsers.json_call import JsonCall
+from raydix.engine.core.ingress.parsers.json_value import Step
+from raydix.engine.core.ingress.parsers.markers import Marker
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Collection
 from enum import Enum
 
-from engine.core.ingress.parsers.events import WHITESPACE, Collector
-from engine.core.ingress.parsers.json_value import JsonValue, Step
+from raydix.engine.core.ingress.parsers.events import WHITESPACE, Collector
+from raydix.engine.core.ingress.parsers.json_value import JsonValue, Step
 
 NAME_KEYS = frozenset(("name",))
 ARGUMENTS_KEYS = frozenset(("arguments", "parameters"))

@@ -3,7 +3,7 @@
 import re
 from enum import Enum
 
-from engine.core.ingress.parsers.events import WHITESPACE
+from raydix.engine.core.ingress.parsers.events import WHITESPACE
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = frozenset(("true", "false", "null"))

@@ -8,10 +8,10 @@ request has are called.
 
 from collections.abc import Collection, Sequence
 
-from engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
-from engine.core.ingress.parsers.json_call import JsonCall
-from engine.core.ingress.parsers.json_value import Step
-from engine.core.ingress.parsers.markers import Prefix
+from raydix.engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
+from raydix.engine.core.ingress.parsers.json_call import JsonCall
+from raydix.engine.core.ingress.parsers.json_value import Step
+from raydix.engine.core.ingress.parsers.markers import Prefix
 
 PYTHON_TAG = "<|python_tag|>"
 SEPARATOR = ";"

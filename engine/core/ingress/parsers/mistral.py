@@ -8,10 +8,10 @@ import re
 from collections.abc import Collection, Sequence
 from enum import Enum
 
-from engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
-from engine.core.ingress.parsers.json_call import MAX_NAME, JsonArguments, JsonCall
-from engine.core.ingress.parsers.json_value import Step
-from engine.core.ingress.parsers.markers import Marker
+from raydix.engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
+from raydix.engine.core.ingress.parsers.json_call import MAX_NAME, JsonArguments, JsonCall
+from raydix.engine.core.ingress.parsers.json_value import Step
+from raydix.engine.core.ingress.parsers.markers import Marker
 
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _HEAD = re.compile(rf"\s*([^\s\[\]{{}}]{{1,{MAX_NAME}}})\s*(\[CALL_ID\][^\[\]]*)?(\[ARGS\])?\s*")

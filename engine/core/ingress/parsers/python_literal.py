@@ -3,7 +3,7 @@
 import json
 import re
 
-from engine.core.ingress.parsers.json_call import is_json, is_unicode
+from raydix.engine.core.ingress.parsers.json_call import is_json, is_unicode
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+)

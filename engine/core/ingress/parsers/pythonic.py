@@ -10,10 +10,10 @@ import json
 from collections.abc import Collection, Sequence
 from enum import Enum
 
-from engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
-from engine.core.ingress.parsers.json_call import MAX_NAME
-from engine.core.ingress.parsers.markers import Prefix
-from engine.core.ingress.parsers.python_literal import json_of
+from raydix.engine.core.ingress.parsers.events import WHITESPACE, AnswerEvent, Collector
+from raydix.engine.core.ingress.parsers.json_call import MAX_NAME
+from raydix.engine.core.ingress.parsers.markers import Prefix
+from raydix.engine.core.ingress.parsers.python_literal import json_of
 
 START, END = "<|python_start|>", "<|python_end|>"
 _OPENING, _CLOSING = "([{", ")]}"

@@ -6,8 +6,8 @@ Some chat templates end the prompt with the opening tag, so that the answer begi
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.core.ingress.parsers.events import WHITESPACE
-from engine.core.ingress.parsers.markers import Marker, Prefix
+from raydix.engine.core.ingress.parsers.events import WHITESPACE
+from raydix.engine.core.ingress.parsers.markers import Marker, Prefix
 
 OPEN, CLOSE = REASONING_TAGS = "<think>", "</think>"
 

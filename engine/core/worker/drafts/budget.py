@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from engine.core.costs import WorkerCosts
-from engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.worker.drafts.draft import Draft
 
 MARGIN = 1.1
 """A draft token must be so many times as good as needed, since costs and chances are estimates."""

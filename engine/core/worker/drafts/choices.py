@@ -7,7 +7,7 @@ grammars differ, and their choices repeat.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from engine.core.worker.drafts.forms import Choice, FormToken
+from raydix.engine.core.worker.drafts.forms import Choice, FormToken
 
 MAX_PLACES = 1024
 """Places kept, of all salts together; the least recently used one is forgotten first."""

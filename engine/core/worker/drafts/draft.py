@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from engine.core.types import DraftSource
+from raydix.engine.core.types import DraftSource
 
 DEPTHS = MappingProxyType({"1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9+": (9, 1 << 30)})
 """Places in a draft by name, from the first to the last of each."""

@@ -4,18 +4,18 @@ salt, and its grammar.
 A draft ends before the first token that the request's grammar forbids, and its forced tokens are certain.
 """
 
-from engine.core.settings import DraftLimits
-from engine.core.types import DraftSource, Stage
-from engine.core.worker.drafts.budget import decode_step
-from engine.core.worker.drafts.choices import Choices
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.form_guesser import FormGuesser
-from engine.core.worker.drafts.forms import CERTAIN, Forms
-from engine.core.worker.drafts.guesser import Guesser
-from engine.core.worker.drafts.past import Past
-from engine.core.worker.drafts.suffix import MAX_MATCH
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.settings import DraftLimits
+from raydix.engine.core.types import DraftSource, Stage
+from raydix.engine.core.worker.drafts.budget import decode_step
+from raydix.engine.core.worker.drafts.choices import Choices
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.form_guesser import FormGuesser
+from raydix.engine.core.worker.drafts.forms import CERTAIN, Forms
+from raydix.engine.core.worker.drafts.guesser import Guesser
+from raydix.engine.core.worker.drafts.past import Past
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
 
 SURE = 0.8
 """Beside many decodes, where a draft token must be as likely as this, only the guesses of grammars are looked for."""

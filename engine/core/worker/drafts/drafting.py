@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.core.types import DraftSource, Stage, TokenEvent
-from engine.core.worker.block_pool import BlockPool
-from engine.core.worker.drafts.budget import Candidate, decode_step, share
-from engine.core.worker.drafts.draft import Draft, DraftCounts
-from engine.core.worker.order import weigh_contexts
-from engine.core.worker.request import Request
-from engine.core.worker.step import SampledToken, ScheduledChunk
-from engine.core.worker.swap_policy import SwapPolicy
+from raydix.engine.core.types import DraftSource, Stage, TokenEvent
+from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.drafts.budget import Candidate, decode_step, share
+from raydix.engine.core.worker.drafts.draft import Draft, DraftCounts
+from raydix.engine.core.worker.order import weigh_contexts
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import SampledToken, ScheduledChunk
+from raydix.engine.core.worker.swap_policy import SwapPolicy
 
 
 class Drafting:

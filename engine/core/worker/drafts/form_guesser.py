@@ -3,12 +3,12 @@ most often in answers of the salt."""
 
 from collections.abc import Iterable, Sequence
 
-from engine.core.types import DraftSource, SamplingParams
-from engine.core.worker.drafts.choices import Choices
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.forms import CERTAIN, Choice, Forms, FormToken
-from engine.core.worker.drafts.guesser import draft_of, is_better
-from engine.core.worker.request import Request
+from raydix.engine.core.types import DraftSource, SamplingParams
+from raydix.engine.core.worker.drafts.choices import Choices
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.forms import CERTAIN, Choice, Forms, FormToken
+from raydix.engine.core.worker.drafts.guesser import draft_of, is_better
+from raydix.engine.core.worker.request import Request
 
 
 class FormGuesser:

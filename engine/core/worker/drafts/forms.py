@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from engine.core.worker.drafts.rows import Row
+from raydix.engine.core.worker.drafts.rows import Row
 
 CERTAIN = 1.0
 """Chance of a forced token."""

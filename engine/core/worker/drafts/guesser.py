@@ -7,17 +7,17 @@ promises most tokens.
 
 from collections.abc import Collection, Sequence
 
-from engine.core.answers.continuations import unpacked
-from engine.core.settings import DraftLimits
-from engine.core.types import DraftSource
-from engine.core.worker.drafts.budget import DecodeStep
-from engine.core.worker.drafts.draft import Draft
-from engine.core.worker.drafts.past import Past
-from engine.core.worker.drafts.suffix import MAX_MATCH
-from engine.core.worker.drafts.suffixes import OwnTexts, Suffixes, num_wanted
-from engine.core.worker.drafts.texts import MAX_COMPARED, Text, TextMatch
-from engine.core.worker.request import Request
-from engine.core.worker.scheduler import Scheduler
+from raydix.engine.core.answers.continuations import unpacked
+from raydix.engine.core.settings import DraftLimits
+from raydix.engine.core.types import DraftSource
+from raydix.engine.core.worker.drafts.budget import DecodeStep
+from raydix.engine.core.worker.drafts.draft import Draft
+from raydix.engine.core.worker.drafts.past import Past
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
+from raydix.engine.core.worker.drafts.suffixes import OwnTexts, Suffixes, num_wanted
+from raydix.engine.core.worker.drafts.texts import MAX_COMPARED, Text, TextMatch
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.scheduler import Scheduler
 
 INDEXED_PER_STEP = 1024
 """Tokens of prompts indexed before one step, about a millisecond's work; a longer prompt takes several steps."""

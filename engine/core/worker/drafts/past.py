@@ -10,8 +10,8 @@ Adding an answer copies its tokens; `index` makes them findable, a bounded numbe
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from engine.core.worker.drafts.suffix import MAX_MATCH
-from engine.core.worker.drafts.texts import Volume
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
+from raydix.engine.core.worker.drafts.texts import Volume
 
 VOLUMES = 8
 """Full volumes for which there is memory."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from engine.core.types import Assignment
-from engine.core.worker.request import Request
-from engine.core.worker.step import SampledToken, ScheduledChunk
+from raydix.engine.core.types import Assignment
+from raydix.engine.core.worker.request import Request
+from raydix.engine.core.worker.step import SampledToken, ScheduledChunk
 
 
 class Row(Protocol):

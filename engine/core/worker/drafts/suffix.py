@@ -11,7 +11,7 @@ Each token takes O(1) time: an entry for its pair with the token before, and a b
 from array import array
 from collections.abc import Sequence
 
-from engine.core.worker.drafts.survival import Survival
+from raydix.engine.core.worker.drafts.survival import Survival
 
 MIN_MATCH = 2
 MAX_MATCH = 32

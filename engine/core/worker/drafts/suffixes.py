@@ -7,10 +7,10 @@ finds it already.
 
 from collections.abc import Mapping, Sequence
 
-from engine.core.types import DraftSource
-from engine.core.worker.drafts.suffix import MAX_MATCH, SuffixIndex
-from engine.core.worker.drafts.survival import Survival
-from engine.core.worker.drafts.texts import RunningText, TextMatch, Volume
+from raydix.engine.core.types import DraftSource
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, SuffixIndex
+from raydix.engine.core.worker.drafts.survival import Survival
+from raydix.engine.core.worker.drafts.texts import RunningText, TextMatch, Volume
 
 OwnTexts = Mapping[DraftSource, Sequence[Sequence[int]]]
 """Guesses of the whole answer by source, the likeliest last."""

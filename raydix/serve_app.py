@@ -1,0 +1,1 @@
+../serve_app.py
