@@ -1,7 +1,7 @@
 """Declarations of all metrics. Ray exports them under these names with the prefix `ray_`, `/metrics` without it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ray.util import metrics as ray_metrics
@@ -22,6 +22,7 @@ from raydix.engine.core.types import DraftSource, Role
 from raydix.engine.core.worker.drafts.draft import DEPTHS, DraftCounts, by_depth
 
 if TYPE_CHECKING:
+    from raydix.actors.ingress.accounting import FinishedRequest
     from raydix.engine.core.manager.explain import Decision
     from raydix.engine.core.worker.request import Request
     from raydix.engine.model.engine import Engine
@@ -40,22 +41,6 @@ HOLDS = ("loop", "lock")
 """Of what a process's watchdog finds holds: a turn of the event loop, the interpreter's lock."""
 DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """A client's request at its end, with tokens of all prompts and choices."""
-
-    tenant: str
-    """A configured name, so there are few."""
-    outcome: str
-    """One of `OUTCOMES`."""
-    num_prompt: int
-    num_generated: int
-    hits: Mapping[str, int]
-    """Cached tokens of the prompt by source."""
-    ttft_s: float | None
-    tpot_s: float | None
 
 
 class WorkerMetrics:
@@ -285,7 +270,7 @@ class IngressMetrics:
         self._generated.begin(tenant=names)
         self._hits.begin(tenant=names, source=("local", "imported"))
 
-    def finished(self, request: FinishedRequest) -> None:
+    def finished(self, request: "FinishedRequest") -> None:
         """Count one request at its end."""
         tenant = request.tenant
         self._requests.inc(tags={"tenant": tenant, "outcome": request.outcome})

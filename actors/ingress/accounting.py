@@ -1,20 +1,115 @@
 """Accounts for requests: a log line and metrics at the end of each; a count, a log line and a message for a failure."""
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from raydix.actors.ingress.job import Job
-from raydix.actors.ingress.refusals import Refusals
-from raydix.actors.ingress.request_log import log_request
-from raydix.actors.metrics import FinishedRequest
 from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
+
+INTERVAL_S = 60.0
+AUTHENTICATION_STATUS = 401
+OVERLOADED_STATUS = 429
+SERVER_ERROR_STATUS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A client's request at its end, with tokens of all prompts and choices."""
+
+    tenant: str
+    """A configured name, so there are few."""
+    outcome: str
+    """One of `raydix.actors.metrics.OUTCOMES`."""
+    num_prompt: int
+    num_generated: int
+    hits: Mapping[str, int]
+    """Cached tokens of the prompt by source."""
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+class Refusals:
+    """Logs the first refusal at once, and the refusals of each interval after it at the interval's end.
+
+    The line is a warning if an operator may have to act: wrong keys, too much load, failures. Invalid requests are
+    their senders' concern. Called in an event loop.
+    """
+
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._counts: Counter[str] = Counter()
+        self._is_serious = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, error: RaydixError) -> None:
+        """Count one error sent to a client."""
+        self._counts[error.code] += 1
+        self._is_serious |= (
+            error.status in (AUTHENTICATION_STATUS, OVERLOADED_STATUS) or error.status >= SERVER_ERROR_STATUS
+        )
+        if self._timer is None:
+            self._report()
+
+    def _report(self) -> None:
+        """Log the counts since the last report; the next report follows after the interval, if there is any refusal."""
+        self._timer = None
+        if not self._counts:
+            return
+        counts, self._counts = dict(self._counts), Counter()
+        level = logging.WARNING if self._is_serious else logging.INFO
+        self._is_serious = False
+        listed = ", ".join(f"{count} {code}" for code, count in sorted(counts.items()))
+        logger.log(level, "requests refused or failed: %s", listed, extra=about("refusals", counts=counts))
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._report)
+
+
+def log_request(job: Job, finished: FinishedRequest, *, num_cached: int, duration_s: float) -> None:
+    """Log a request by the id known to its client; in other lines this id is the beginning of its choices' ids.
+
+    `workers` are the workers of the last attempt.
+    """
+    ttft_s = finished.ttft_s
+    generations = [answer.generation for answer in job.answers]
+    workers = {worker for each in generations for worker in (each.prefill, each.decode) if worker is not None}
+    failure = next((each.failure for each in generations if each.failure is not None), None)
+    logger.info(
+        "%s %s: %d prompt tokens (%d cached), %d generated, first after %s, %.3f s in all",
+        job.request_id,
+        finished.outcome,
+        finished.num_prompt,
+        num_cached,
+        finished.num_generated,
+        "-" if ttft_s is None else f"{ttft_s:.3f} s",
+        duration_s,
+        extra=about(
+            "request",
+            request=job.request_id,
+            tenant=finished.tenant,
+            outcome=finished.outcome,
+            error=None if failure is None else failure.code,
+            choices=len(generations),
+            attempts=1 + max(each.attempt for each in generations),
+            workers=sorted(workers),
+            prompt_tokens=finished.num_prompt,
+            hits=finished.hits,
+            completion_tokens=finished.num_generated,
+            preemptions=sum(each.num_preemptions for each in generations),
+            ttft_s=None if ttft_s is None else round(ttft_s, 4),
+            duration_s=round(duration_s, 4),
+            ignored=list(job.spec.ignored),
+        ),
+    )
+
 
 OTHER_ROUTE, HANDLE, BATCH = "other", "handle", "batch"
 """Places in the metrics of errors that are no route: paths without one, the Python handle, and lines of batches."""

@@ -4,8 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import aclosing
 
 from raydix.actors.ingress.job import Job
-from raydix.actors.ingress.renderer import Body, Renderer
-from raydix.actors.ingress.rendering import Pieces, Rendering, is_large, stream_of
+from raydix.actors.ingress.rendering import Body, Pieces, Renderer, Rendering, is_large, stream_of
 from raydix.actors.ingress.stored_responses import StoredResponses
 from raydix.engine.api.answers import AnswerContext, AnswerWriter
 from raydix.engine.api.anthropic.answers import MessageWriter

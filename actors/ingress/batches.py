@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from raydix.actors.calls import Background
 from raydix.engine.api.batches import LineAnswer
 from raydix.engine.api.routes import Route
+from raydix.engine.background import Background
 from raydix.engine.batches.batch_store import BatchStore, StoredBatch
 from raydix.engine.batches.execution import Execution
 from raydix.engine.batches.file_store import FileStore, StoreLimits

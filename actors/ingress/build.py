@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydix.actors.ingress.accounting import Accounting
+from raydix.actors.ingress.accounting import Accounting, Refusals
 from raydix.actors.ingress.answer_rendering import renderers
 from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
 from raydix.actors.ingress.cache_control import CacheControl
@@ -13,14 +13,12 @@ from raydix.actors.ingress.chats import Chats
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts, Limits
-from raydix.actors.ingress.manager_link import ManagerLink
+from raydix.actors.ingress.manager_link import ManagerAnswers, ManagerLink
 from raydix.actors.ingress.output import OutputProcessor
 from raydix.actors.ingress.preparation import Preparation, PreparationFacts
 from raydix.actors.ingress.reader_pool import RequestReader
 from raydix.actors.ingress.reader_work import ReadingFacts
-from raydix.actors.ingress.refusals import Refusals
-from raydix.actors.ingress.render_thread import RenderThread
-from raydix.actors.ingress.rendering import Rendering
+from raydix.actors.ingress.rendering import Rendering, RenderThread
 from raydix.actors.ingress.served_model import ServedModel
 from raydix.actors.ingress.stored_responses import StoredResponses
 from raydix.actors.ingress.tokenization import Tokenization
@@ -77,9 +75,9 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     ingress_id = f"{replica_id}-{secrets.token_hex(4)}"
     dispatcher = _dispatcher(config, model.identity, manager, metrics, name=ingress_id, runtime=runtime)
 
-    root = root_hash(model.identity.fingerprint)
-    chats = _chats(model, Transcripts(manager, root, metrics.looked_up), reader=reader, dispatcher=dispatcher)
-    responses = StoredResponses(manager, root, chats.shown)
+    answers, root = ManagerAnswers(manager), root_hash(model.identity.fingerprint)
+    chats = _chats(model, Transcripts(answers, root, metrics.looked_up), reader=reader, dispatcher=dispatcher)
+    responses = StoredResponses(answers, root, chats.shown)
     output = OutputProcessor(dispatcher.generate, dispatcher.stopped, chats, prefix_caching=config.cache.prefix_caching)
     rendering = Rendering(output.pieces, model.vocabulary.bytes_of, RenderThread())
     parts = FrontendParts(

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from raydix.actors.calls import Background
 from raydix.actors.ingress.reader_pool import RequestReader, size_of
 from raydix.actors.ingress.reader_work import NextTurn, Reading
 from raydix.actors.ingress.transcripts import Transcripts
 from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec, require_token_ids
+from raydix.engine.background import Background
 from raydix.engine.core.answers.prompt_form import ChatEnd, ChatTemplate
 from raydix.engine.core.answers.transcripts import EncodedText, first_difference, num_shown, with_answers
 from raydix.engine.core.errors import AnswerNotFoundError, ContextLengthError, RequestError, ServiceError

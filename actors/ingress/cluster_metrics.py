@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 from ray.exceptions import RayError
 
-from raydix.actors.calls import answer, run_detached
+from raydix.actors.calls import answer
 from raydix.actors.ingress.exposition import exposition
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.metric_values import Family, labels_of, merged
 from raydix.actors.rpc import WorkerClient
 from raydix.configs.sections import MANAGER
+from raydix.engine.background import run_detached
 from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.types import WorkerInfo
 

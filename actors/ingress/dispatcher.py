@@ -14,13 +14,14 @@ from functools import partial
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from raydix.actors.calls import Background, quietly, run_detached, sleep
+from raydix.actors.calls import quietly, sleep
 from raydix.actors.ingress.incidents import log_incident
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.names import incarnation_name
 from raydix.actors.processes import ProcessWatch, own_process
 from raydix.actors.rpc import WorkerClient
 from raydix.actors.runtime import Runtime
+from raydix.engine.background import Background, run_detached
 from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from raydix.engine.core.ingress.dispatch import Dispatch

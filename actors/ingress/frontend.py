@@ -19,8 +19,7 @@ from raydix.actors.ingress.job import Job
 from raydix.actors.ingress.output import OutputProcessor
 from raydix.actors.ingress.preparation import Preparation
 from raydix.actors.ingress.reader_pool import RequestReader
-from raydix.actors.ingress.renderer import Body, Renderer, joined
-from raydix.actors.ingress.rendering import Rendering
+from raydix.actors.ingress.rendering import Body, Renderer, Rendering, joined
 from raydix.actors.ingress.served_model import ServedModel
 from raydix.actors.ingress.stored_responses import StoredResponses
 from raydix.actors.ingress.tokenization import Tokenization

@@ -6,7 +6,8 @@ at once.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from ray.exceptions import ActorDiedError, RayError
@@ -101,6 +102,28 @@ class ManagerLink:
         if not self._is_silent:
             logger.warning("the manager does not answer", extra=about("manager_lost", reason="TimeoutError"))
         self._is_silent = True
+
+
+class ManagerAnswers:
+    """The answers that the manager keeps (`AnswerStore`)."""
+
+    def __init__(self, manager: ManagerLink) -> None:
+        self._manager = manager
+
+    async def remember(self, transcripts: "Sequence[tuple[bytes, array[int], str]]") -> list[bool]:
+        return await self._manager.ask(lambda manager: manager.remember(transcripts))
+
+    async def recall(self, names: Sequence[bytes]) -> "list[array[int] | None]":
+        return await self._manager.ask(lambda manager: manager.recall(names))
+
+    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str) -> bool:
+        return await self._manager.ask(lambda manager: manager.keep_response(name, parent, data, tenant))
+
+    async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
+        return await self._manager.ask(lambda manager: manager.find_response(name, with_earlier))
+
+    async def delete_response(self, name: bytes) -> bool:
+        return await self._manager.ask(lambda manager: manager.delete_response(name))
 
 
 def _out_of_reach() -> ServiceError:

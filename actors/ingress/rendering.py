@@ -1,16 +1,18 @@
-"""From text to responses: OpenAI's completions and chats, whole and as streams, and the Python handle's."""
+"""From text to responses: OpenAI's completions, chats and embeddings, whole and as streams, and the Python handle's."""
 
 import asyncio
+import base64
+import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 from raydix.actors.ingress.job import Answer, Job
-from raydix.actors.ingress.render_thread import RenderThread
-from raydix.actors.ingress.renderer import Body, Renderer
-from raydix.actors.ingress.vectors import embedding_of, shown
 from raydix.engine.api.assembler import Piece
 from raydix.engine.api.embeddings import EmbedResponse, embeddings_slices
 from raydix.engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
@@ -25,13 +27,103 @@ from raydix.engine.api.logprobs import (
 )
 from raydix.engine.api.responses import Choice, Json, response_body, response_slices, total_usage
 from raydix.engine.api.scoring import scores, scores_body
-from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.spec import EmbeddingUse, GenerationSpec
 from raydix.engine.api.stream import DONE, ChunkWriter, usage_event
 from raydix.engine.api.wire import OPENAI, WireFormat
 from raydix.engine.core.types import TokenLogprobs
 
+T = TypeVar("T")
+
+SLICE_BYTES = 1 << 18
+"""Bytes that a turn of an answer ends with."""
+SLICE_PARTS = 512
+"""Parts of the text after which a turn of an answer ends."""
 LogprobsRenderer: TypeAlias = Callable[[Sequence[int], Sequence[TokenLogprobs | None]], Json]
 Pieces: TypeAlias = Callable[[Answer], AsyncGenerator[Piece]]
+Body: TypeAlias = bytes | AsyncGenerator[bytes]
+"""A whole answer, or the slices of a large one, each made when the one before has been taken."""
+Vector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
+"""An embedding. Vectors stay arrays until they are text: as Python's floats those of the largest request take four
+times the memory."""
+
+
+async def joined(body: Body) -> bytes:
+    """A whole answer in one piece."""
+    return body if isinstance(body, bytes) else b"".join([data async for data in body])
+
+
+class Renderer(Protocol):
+    """Renders the answer to one request over HTTP."""
+
+    @property
+    def wire(self) -> WireFormat:
+        """Form of errors in the answer's stream."""
+
+    async def body(self) -> Body:
+        """The response of a job that has been collected."""
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """Run the job; yields the server-sent events of its choices, each as it comes.
+
+        Raises:
+            ServiceError: the generation failed.
+        """
+
+    def end(self) -> AsyncGenerator[bytes]:
+        """The last events of a stream whose choices are finished."""
+
+
+class RenderThread:
+    """A thread beside the event loop in which the answers are rendered whose size clients choose; begun with its first
+    work.
+
+    The thread's work comes in slices that hold the interpreter's lock for some milliseconds at most, and the slices of
+    all large answers take turns in the order in which they were asked for. So the event loop, which needs the lock for
+    every token of every stream, waits for less than one slice, and a large answer waits for a slice of each other one.
+    Small answers stay on the loop: a turn of the thread would take longer than rendering them.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "render")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done in the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def slices(self, parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
+        """The same text in slices, each made when the one before has been taken."""
+        while data := await self.run(lambda: _next(parts)):
+            yield data
+
+
+def _next(parts: Iterator[bytes]) -> bytes:
+    """The next slice; nothing at the end."""
+    taken: list[bytes] = []
+    num_bytes = 0
+    for part in parts:
+        taken.append(part)
+        num_bytes += len(part)
+        if num_bytes >= SLICE_BYTES or (len(taken) == SLICE_PARTS and num_bytes):
+            break
+    return b"".join(taken)
+
+
+def embedding_of(state: bytes, use: EmbeddingUse) -> Vector:
+    """The embedding that a pooled hidden state (`TokenEvent.pooled`) stands for: the same values on every machine,
+    since the squares are exact and their sum is rounded once."""
+    values = np.frombuffer(state, "<f4")
+    if not use.is_normalized:
+        return values
+    wide = values.astype(np.float64)
+    length = math.sqrt(math.fsum((wide * wide).tolist())) or 1.0
+    return (wide / length).astype("<f4")
+
+
+def written_vector(vector: Vector, use: EmbeddingUse) -> object:
+    """A vector as a response of `/v1/embeddings` has it. Numbers are written as Python writes the same values."""
+    if use.encoding == "base64":
+        return base64.b64encode(vector.tobytes()).decode()
+    return vector.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +203,7 @@ class Rendering:
     def _slices(self, job: Job) -> Iterator[bytes]:
         if (use := job.spec.embedding) is not None:
             yield from embeddings_slices(
-                job.head, lambda: (shown(embedding_of(state, use), use) for state in job.pooled()), job.usage()
+                job.head, lambda: (written_vector(embedding_of(state, use), use) for state in job.pooled()), job.usage()
             )
         elif job.spec.scoring is not None:
             found = [scores(job.spec.scoring, answer.logprobs[0]) for answer in job.answers]

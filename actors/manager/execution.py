@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 from ray.exceptions import RayError
 
-from raydix.actors.calls import Background, quietly
+from raydix.actors.calls import quietly
 from raydix.actors.manager.disk_tier import DiskTier
 from raydix.actors.messages import Imported
 from raydix.actors.rpc import WorkerClient
+from raydix.engine.background import Background
 from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.disk_instructions import (

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raydix.actors.calls import Background, sleep
+from raydix.actors.calls import sleep
 from raydix.actors.instruments import families_of
 from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
 from raydix.actors.manager.directory_reports import DirectoryReports
@@ -35,6 +35,7 @@ from raydix.actors.rpc import Handle, WorkerClient
 from raydix.actors.runtime import Runtime
 from raydix.configs.schema import LoggingSection
 from raydix.configs.sections import MANAGER
+from raydix.engine.background import Background
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import LateError, NoWorkerError
 from raydix.engine.core.log_fields import about

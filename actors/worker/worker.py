@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
 
-from raydix.actors.calls import Background, sleep
+from raydix.actors.calls import sleep
 from raydix.actors.instruments import families_of
 from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
 from raydix.actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
@@ -37,6 +37,7 @@ from raydix.actors.worker.statistics import engine_statistics
 from raydix.actors.worker.swap_space import ObjectStoreSwap
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.configs.schema import LoggingSection
+from raydix.engine.background import Background
 from raydix.engine.core.costs import CostFit, WorkerCosts
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits

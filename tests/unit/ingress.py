@@ -12,23 +12,20 @@ from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp
 
-from raydix.actors.ingress.accounting import Accounting
+from raydix.actors.ingress.accounting import Accounting, FinishedRequest, Refusals
 from raydix.actors.ingress.answer_rendering import renderers
 from raydix.actors.ingress.cache_control import CacheControl
 from raydix.actors.ingress.chats import Chats
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts
-from raydix.actors.ingress.manager_link import Call, ManagerLink
+from raydix.actors.ingress.manager_link import Call, ManagerAnswers, ManagerLink
 from raydix.actors.ingress.output import OutputProcessor
 from raydix.actors.ingress.preparation import Preparation, PreparationFacts
 from raydix.actors.ingress.reader_pool import RequestReader
 from raydix.actors.ingress.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
 from raydix.actors.ingress.reading import Reader
-from raydix.actors.ingress.refusals import Refusals
-from raydix.actors.ingress.render_thread import RenderThread
-from raydix.actors.ingress.renderer import joined
-from raydix.actors.ingress.rendering import Rendering
+from raydix.actors.ingress.rendering import Rendering, RenderThread, joined
 from raydix.actors.ingress.served_model import ServedModel
 from raydix.actors.ingress.stored_responses import StoredResponses
 from raydix.actors.ingress.tokenization import Tokenization
@@ -36,7 +33,6 @@ from raydix.actors.ingress.transcripts import Transcripts
 from raydix.actors.ingress.vocabulary import Vocabulary
 from raydix.actors.local import LocalRuntime
 from raydix.actors.metric_values import Family
-from raydix.actors.metrics import FinishedRequest
 from raydix.actors.rpc import ManagerClient
 from raydix.engine.api.conversations import parse_conversations
 from raydix.engine.api.routes import parse
@@ -396,11 +392,11 @@ class Replica:
             vocab_size=VOCAB,
             max_model_len=max_model_len,
             new_detokenizer=vocabulary.detokenizer,
-            transcripts=Transcripts(self.manager, b"root", lambda hit: None),
+            transcripts=Transcripts(ManagerAnswers(self.manager), b"root", lambda hit: None),
             reader=self.reader,
             prepare=self.dispatcher.prepare,
         )
-        self.responses = StoredResponses(self.manager, b"root", self.chats.shown)
+        self.responses = StoredResponses(ManagerAnswers(self.manager), b"root", self.chats.shown)
         model = ServedModel(MODEL, max_model_len, VOCAB, HIDDEN, created=1)
         facts = PreparationFacts(
             model=model,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.metrics import OUTCOMES, FinishedRequest
+from raydix.actors.ingress.accounting import FinishedRequest
+from raydix.actors.metrics import OUTCOMES
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest
 from raydix.engine.core.errors import RequestError, ServiceError
 from raydix.engine.core.types import FinishReason

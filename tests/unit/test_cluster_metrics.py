@@ -7,11 +7,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import ActorDiedError
 
+from raydix.actors.ingress.accounting import FinishedRequest
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.exposition import CONTENT_TYPE
 from raydix.actors.instruments import families_of
 from raydix.actors.metric_values import Family
-from raydix.actors.metrics import FinishedRequest, HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
+from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
 from raydix.actors.rpc import WorkerClient
 from raydix.actors.watchdog import Hold
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash

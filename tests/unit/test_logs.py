@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.ingress.refusals import Refusals
+from raydix.actors.ingress.accounting import Refusals
 from raydix.actors.logs import (
     JsonFormatter,
     Origin,

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from raydix.actors.ingress.vectors import embedding_of, shown
+from raydix.actors.ingress.rendering import embedding_of, written_vector
 from raydix.engine.api.embeddings import embeddings_slices
 from raydix.engine.api.responses import ResponseHead, Usage
 from raydix.engine.api.spec import EmbeddingUse
@@ -20,7 +20,7 @@ HEAD = ResponseHead("completion", "embd-r", 7, "m")
 
 def slices(states: Sequence[bytes], encoding: Literal["float", "base64"]) -> Iterator[bytes]:
     use = EmbeddingUse(encoding)
-    vectors = (shown(embedding_of(state, use), use) for state in states)
+    vectors = (written_vector(embedding_of(state, use), use) for state in states)
     return embeddings_slices(HEAD, lambda: vectors, Usage(9, 0, 4))
 
 

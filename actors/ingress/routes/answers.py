@@ -19,7 +19,7 @@ from raydix.actors.ingress.http import (
     while_connected,
 )
 from raydix.actors.ingress.job import Job
-from raydix.actors.ingress.renderer import Body
+from raydix.actors.ingress.rendering import Body
 from raydix.actors.ingress.routes.replica import refusing, replica
 from raydix.actors.watchdog import work_for
 from raydix.engine.api.anthropic.answers import count_body
