@@ -22,10 +22,10 @@ from raydix.engine.core.types import DraftSource, Role
 from raydix.engine.core.worker.drafts.draft import DEPTHS, DraftCounts, by_depth
 
 if TYPE_CHECKING:
-    from raydix.actors.ingress.accounting import FinishedRequest
     from raydix.engine.core.manager.explain import Decision
     from raydix.engine.core.worker.request import Request
     from raydix.engine.model.engine import Engine
+    from raydix.engine.serving.accounting import FinishedRequest
 
 OUTCOMES = ("stop", "length", "aborted", "failed")
 """Ways in which a request may end."""

@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raydix.actors.ingress.accounting import internal_error
 from raydix.actors.ingress.cross_origin import CrossOrigin
 from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST, ClientGoneError, HeadAsGet, error_response
 from raydix.actors.ingress.recorder import Recorder, Recording
@@ -27,6 +26,7 @@ from raydix.actors.ingress.routes.replica import Replica, replica, route_of
 from raydix.engine.api.anthropic.errors import ANTHROPIC
 from raydix.engine.api.wire import OPENAI, WireFormat
 from raydix.engine.core.errors import RaydixError, RequestError, ServiceError
+from raydix.engine.serving.accounting import internal_error
 
 
 def application(of: Replica | None) -> FastAPI:

@@ -5,25 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydix.actors.ingress.accounting import Accounting, Refusals
-from raydix.actors.ingress.answer_rendering import renderers
 from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
 from raydix.actors.ingress.cache_control import CacheControl
-from raydix.actors.ingress.chats import Chats
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts, Limits
 from raydix.actors.ingress.manager_link import ManagerAnswers, ManagerLink
-from raydix.actors.ingress.output import OutputProcessor
-from raydix.actors.ingress.preparation import Preparation, PreparationFacts
-from raydix.actors.ingress.reader_pool import RequestReader
-from raydix.actors.ingress.reader_work import ReadingFacts
-from raydix.actors.ingress.rendering import Rendering, RenderThread
-from raydix.actors.ingress.served_model import ServedModel
-from raydix.actors.ingress.stored_responses import StoredResponses
-from raydix.actors.ingress.tokenization import Tokenization
-from raydix.actors.ingress.transcripts import Transcripts
-from raydix.actors.ingress.vocabulary import Vocabulary
 from raydix.actors.instruments import families_of
 from raydix.actors.metrics import HoldMetrics, IngressMetrics
 from raydix.actors.runtime import Runtime
@@ -44,6 +31,19 @@ from raydix.engine.model.chats import reasoning_format, tool_format
 from raydix.engine.model.identity import ModelIdentity, identify
 from raydix.engine.model.sources import cache_folder, model_name
 from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.accounting import Accounting, Refusals
+from raydix.engine.serving.answer_rendering import renderers
+from raydix.engine.serving.chats import Chats
+from raydix.engine.serving.output import OutputProcessor
+from raydix.engine.serving.preparation import Preparation, PreparationFacts
+from raydix.engine.serving.reader_pool import RequestReader
+from raydix.engine.serving.reader_work import ReadingFacts
+from raydix.engine.serving.rendering import Rendering, RenderThread
+from raydix.engine.serving.served_model import ServedModel
+from raydix.engine.serving.stored_responses import StoredResponses
+from raydix.engine.serving.tokenization import Tokenization
+from raydix.engine.serving.transcripts import Transcripts
+from raydix.engine.serving.vocabulary import Vocabulary
 
 DAY_S = 86_400
 

@@ -11,18 +11,9 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contex
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
-from raydix.actors.ingress.accounting import BATCH, Accounting, internal_error
 from raydix.actors.ingress.cache_control import CacheControl
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
-from raydix.actors.ingress.job import Job
-from raydix.actors.ingress.output import OutputProcessor
-from raydix.actors.ingress.preparation import Preparation
-from raydix.actors.ingress.reader_pool import RequestReader
-from raydix.actors.ingress.rendering import Body, Renderer, Rendering, joined
-from raydix.actors.ingress.served_model import ServedModel
-from raydix.actors.ingress.stored_responses import StoredResponses
-from raydix.actors.ingress.tokenization import Tokenization
 from raydix.engine.api.batches import LineAnswer, failed_answer
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
@@ -34,6 +25,15 @@ from raydix.engine.core.ingress.answer_room import AnswerRoom, Claim
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.tenants import Tenant, Tenants
+from raydix.engine.serving.accounting import BATCH, Accounting, internal_error
+from raydix.engine.serving.job import Job
+from raydix.engine.serving.output import OutputProcessor
+from raydix.engine.serving.preparation import Preparation
+from raydix.engine.serving.reader_pool import RequestReader
+from raydix.engine.serving.rendering import Body, Renderer, Rendering, joined
+from raydix.engine.serving.served_model import ServedModel
+from raydix.engine.serving.stored_responses import StoredResponses
+from raydix.engine.serving.tokenization import Tokenization
 
 SMALL_BYTES = 1 << 20
 """Answers below this size claim no memory: the limit of requests bounds them."""

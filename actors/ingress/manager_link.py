@@ -105,7 +105,7 @@ class ManagerLink:
 
 
 class ManagerAnswers:
-    """The answers that the manager keeps (`AnswerStore`)."""
+    """The answers that the manager keeps (`AnswerKeeper`)."""
 
     def __init__(self, manager: ManagerLink) -> None:
         self._manager = manager

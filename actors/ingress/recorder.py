@@ -33,11 +33,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST, TPOT_HEADER, TTFT_HEADER
-from raydix.actors.ingress.job import Job
 from raydix.configs.schema import Config
 from raydix.engine.api.answer_digest import LEFT, digest_of, name_in
 from raydix.engine.api.reconnecting import HEADER
 from raydix.engine.core.log_fields import about
+from raydix.engine.serving.job import Job
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@
 | `json_schema`, `regex`, `ebnf`, `structural_tag` | SGLang | one of these, each a string |
 
 A request has one form at most. Sizes and OpenAI's rules for `strict` are checked here; the grammar itself is checked
-where its library is (`raydix.actors.ingress.grammar_check`).
+where its library is (`raydix.engine.serving.grammar_check`).
 """
 
 import json

@@ -95,7 +95,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar as the client wrote it, until reading its request (`raydix.actors.ingress.grammar_check`) has checked
+    """A grammar as the client wrote it, until reading its request (`raydix.engine.serving.grammar_check`) has checked
     it and brought it into canonical form (`raydix.engine.model.grammar_source`)."""
 
     kind: GrammarKind

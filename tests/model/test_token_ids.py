@@ -18,7 +18,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from raydix.actors.ingress.build import _model
-from raydix.actors.ingress.vocabulary import Vocabulary
 from raydix.configs import load_config
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
@@ -38,6 +37,7 @@ from raydix.engine.model.families import FAMILIES, config_of
 from raydix.engine.model.sizes import expected_shapes
 from raydix.engine.model.token_ids import num_token_ids
 from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.vocabulary import Vocabulary
 from tests.model.random_logits import wait_for_grammars
 
 Event: TypeAlias = PromptEvent | TokenEvent

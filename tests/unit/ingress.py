@@ -12,25 +12,11 @@ from typing import Any, TypeAlias
 
 from starlette.types import ASGIApp
 
-from raydix.actors.ingress.accounting import Accounting, FinishedRequest, Refusals
-from raydix.actors.ingress.answer_rendering import renderers
 from raydix.actors.ingress.cache_control import CacheControl
-from raydix.actors.ingress.chats import Chats
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.frontend import Frontend, FrontendParts
 from raydix.actors.ingress.manager_link import Call, ManagerAnswers, ManagerLink
-from raydix.actors.ingress.output import OutputProcessor
-from raydix.actors.ingress.preparation import Preparation, PreparationFacts
-from raydix.actors.ingress.reader_pool import RequestReader
-from raydix.actors.ingress.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
-from raydix.actors.ingress.reading import Reader
-from raydix.actors.ingress.rendering import Rendering, RenderThread, joined
-from raydix.actors.ingress.served_model import ServedModel
-from raydix.actors.ingress.stored_responses import StoredResponses
-from raydix.actors.ingress.tokenization import Tokenization
-from raydix.actors.ingress.transcripts import Transcripts
-from raydix.actors.ingress.vocabulary import Vocabulary
 from raydix.actors.local import LocalRuntime
 from raydix.actors.metric_values import Family
 from raydix.actors.rpc import ManagerClient
@@ -49,6 +35,20 @@ from raydix.engine.core.manager.response_store import ResponseStore
 from raydix.engine.core.tenants import EVERYONE, Tenants
 from raydix.engine.core.types import FinishReason, PromptEvent, TokenEvent, TokenLogprobs
 from raydix.engine.model.tokenizer import RenderedChat, Tokenizer
+from raydix.engine.serving.accounting import Accounting, FinishedRequest, Refusals
+from raydix.engine.serving.answer_rendering import renderers
+from raydix.engine.serving.chats import Chats
+from raydix.engine.serving.output import OutputProcessor
+from raydix.engine.serving.preparation import Preparation, PreparationFacts
+from raydix.engine.serving.reader_pool import RequestReader
+from raydix.engine.serving.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
+from raydix.engine.serving.reading import Reader
+from raydix.engine.serving.rendering import Rendering, RenderThread, joined
+from raydix.engine.serving.served_model import ServedModel
+from raydix.engine.serving.stored_responses import StoredResponses
+from raydix.engine.serving.tokenization import Tokenization
+from raydix.engine.serving.transcripts import Transcripts
+from raydix.engine.serving.vocabulary import Vocabulary
 
 MODEL = "letters"
 END = 0

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.ingress.accounting import FinishedRequest
 from raydix.actors.metrics import OUTCOMES
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest
 from raydix.engine.core.errors import RequestError, ServiceError
 from raydix.engine.core.types import FinishReason
+from raydix.engine.serving.accounting import FinishedRequest
 from tests.unit.ingress import ANSWER, Replica
 
 NUM_TOKENS = len(ANSWER) + 1

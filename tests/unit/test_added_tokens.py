@@ -11,14 +11,14 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from raydix.actors.ingress.reader_work import GrammarQuestion, ReadingFacts
-from raydix.actors.ingress.reading import Reader
-from raydix.actors.ingress.served_model import ServedModel
 from raydix.engine.core.types import Grammar
 from raydix.engine.model.grammar_source import canonical, native_source
 from raydix.engine.model.grammar_tokenizer import load_tokenizer
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.reader_work import GrammarQuestion, ReadingFacts
+from raydix.engine.serving.reading import Reader
+from raydix.engine.serving.served_model import ServedModel
 
 TAGS = ("<tool_call>", "</tool_call>")
 CLOCK = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.ingress.reader_work import ReadingFacts
-from raydix.actors.ingress.reading import Reader
-from raydix.actors.ingress.served_model import ServedModel
 from raydix.configs.schema import ModelSection
 from raydix.engine.api.anthropic.errors import error_body
 from raydix.engine.api.routes import Route
@@ -20,6 +17,9 @@ from raydix.engine.core.answers.transcripts import EncodedText
 from raydix.engine.core.errors import ContextLengthError
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.reader_work import ReadingFacts
+from raydix.engine.serving.reading import Reader
+from raydix.engine.serving.served_model import ServedModel
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call
 from tests.unit.served_app import app
 

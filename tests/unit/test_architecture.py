@@ -28,6 +28,17 @@ MAY_IMPORT = {
     "raydix.engine.core": {"raydix.engine.core"},
     "raydix.engine.api": {"raydix.engine.api", "raydix.engine.core", "orjson", "pydantic", "pydantic_core"},
     "raydix.engine.batches": {"raydix.engine.api", "raydix.engine.batches", "raydix.engine.core", "orjson"},
+    "raydix.engine.serving": {
+        "raydix.engine.api",
+        "raydix.engine.background",
+        "raydix.engine.core",
+        "raydix.engine.model",
+        "raydix.engine.serving",
+        "llguidance",
+        "numpy",
+        "orjson",
+        "psutil",
+    },
     "raydix.engine.model": {
         "raydix.engine.core",
         "raydix.engine.model",
@@ -180,7 +191,7 @@ def attributes_written(module: str) -> set[str]:
 def test_every_part_is_found() -> None:
     assert {module.split(".")[0] for module in sources()} == set(PARTS)
     assert {f"raydix.{package}" for package in PACKAGES} <= sources().keys()
-    assert {f"raydix.engine.{part}" for part in ("api", "batches", "core", "model")} <= sources().keys()
+    assert {f"raydix.engine.{part}" for part in ("api", "batches", "core", "model", "serving")} <= sources().keys()
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
@@ -275,7 +286,7 @@ def test_the_host_starts_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["raydix.serve_app", "raydix.actors.ingress.app", "raydix.actors.ingress.reader_process"]
+    "module", ["raydix.serve_app", "raydix.actors.ingress.app", "raydix.engine.serving.reader_process"]
 )
 def test_what_computes_nothing_starts_without_torch(module: str) -> None:
     assert not loaded_by(f"raydix.{module}") & {"torch", "triton", "transformers"}

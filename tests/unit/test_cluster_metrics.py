@@ -7,7 +7,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import ActorDiedError
 
-from raydix.actors.ingress.accounting import FinishedRequest
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.exposition import CONTENT_TYPE
 from raydix.actors.instruments import families_of
@@ -17,6 +16,7 @@ from raydix.actors.rpc import WorkerClient
 from raydix.actors.watchdog import Hold
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.core.types import DraftSource, Role, WorkerInfo
+from raydix.engine.serving.accounting import FinishedRequest
 from tests.unit.ingress import FakeLink, Memory, Replica, Served, call
 from tests.unit.served_app import app
 from tests.unit.test_drafts import drafting_engine

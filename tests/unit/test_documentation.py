@@ -98,7 +98,7 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
     assert [(path, anchor) for path, anchor in known if anchor and anchor not in anchors(path)] == []
 
 
-@pytest.mark.parametrize(("name", "most_lines"), [("README.md", 200), ("ARCHITECTURE.md", 200)])
+@pytest.mark.parametrize(("name", "most_lines"), [("README.md", 200), ("ARCHITECTURE.md", 300)])
 def test_the_first_documents_stay_short(name: str, most_lines: int) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= most_lines
 

@@ -10,11 +10,11 @@ import pytest
 from ray import serve
 
 from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST
-from raydix.actors.ingress.preparation import INPUTS_AT_ONCE, LINE_PRIORITY, LINES_AT_ONCE
 from raydix.engine.api.embeddings import EmbedResponse
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.tenants import EVERYONE, Tenant, salt_of
 from raydix.engine.core.types import Pooling
+from raydix.engine.serving.preparation import INPUTS_AT_ONCE, LINE_PRIORITY, LINES_AT_ONCE
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call, state_of
 from tests.unit.served_app import app
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from raydix.actors.ingress.grammar_check import check_grammar, check_in_small_stack
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers import HERMES
 from raydix.engine.core.ingress.parsers.forms import CallGrammar
 from raydix.engine.core.types import Grammar, GrammarKind
 from raydix.engine.model.grammar_source import GrammarError, canonical, first_words, native_source, structural_tag_lark
+from raydix.engine.serving.grammar_check import check_grammar, check_in_small_stack
 
 TAG: dict[str, Any] = {
     "triggers": ["<call", "<call:"],
@@ -117,7 +117,7 @@ def test_the_place_of_a_finding(kind: GrammarKind, source: object, place: str, w
 
 
 def test_a_long_search_names_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydix.actors.ingress.grammar_check.SEARCH_S", -1.0)
+    monkeypatch.setattr("raydix.engine.serving.grammar_check.SEARCH_S", -1.0)
     with pytest.raises(RequestError) as caught:
         check_grammar(grammar(GrammarKind.JSON_SCHEMA, DEEP), "p")
     assert caught.value.param == "p"

@@ -145,7 +145,7 @@ def test_grammars_pushed_out_are_compiled_again(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_process_without_grammars_does_not_load_the_library() -> None:
     program = (
-        "import sys, raydix.engine.model.build, raydix.actors.ingress.reading; sys.exit('llguidance' in sys.modules)"
+        "import sys, raydix.engine.model.build, raydix.engine.serving.reading; sys.exit('llguidance' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

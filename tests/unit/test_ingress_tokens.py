@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.ingress.reader_work import ReadingFacts, TokenRequest
-from raydix.actors.ingress.reading import Reader
-from raydix.actors.ingress.served_model import ServedModel
 from raydix.engine.api.requests import parse_chat
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.model.tokenizer import RenderedChat
+from raydix.engine.serving.reader_work import ReadingFacts, TokenRequest
+from raydix.engine.serving.reading import Reader
+from raydix.engine.serving.served_model import ServedModel
 from tests.unit.ingress import CONTEXT, MODEL, VOCAB, LetterTokenizer, Replica, Reply, Served, call
 from tests.unit.served_app import app
 

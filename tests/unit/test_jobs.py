@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 
 from raydix.actors.ingress.http import EventStreamResponse
-from raydix.actors.ingress.job import Answer, Job
 from raydix.engine.api.assembler import ChoiceAssembler, Piece
 from raydix.engine.api.responses import ResponseHead
 from raydix.engine.api.spec import GenerationSpec
@@ -16,6 +15,7 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import CacheHints, FinishReason, Salt, SamplingParams
+from raydix.engine.serving.job import Answer, Job
 
 ANYONE = Tenant("anyone")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.ingress.accounting import Refusals
 from raydix.actors.logs import (
     JsonFormatter,
     Origin,
@@ -25,6 +24,7 @@ from raydix.actors.logs import (
 )
 from raydix.engine.core.errors import AuthenticationError, OverloadedError, RequestError, ServiceError
 from raydix.engine.core.log_fields import about
+from raydix.engine.serving.accounting import Refusals
 
 SECRET = "the gardener did it"
 WORKER = Origin("decode", "10.0.0.7", 4711, worker="decode-a1")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.ingress.reader_pool import _Template
+from raydix.engine.serving.reader_pool import _Template
 
 
 def test_a_template_that_is_dropped_while_it_begins_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +30,6 @@ def test_a_template_that_is_dropped_while_it_begins_is_waited_for(monkeypatch: p
         with pytest.raises(asyncio.CancelledError):
             await starting
 
-    monkeypatch.setattr("raydix.actors.ingress.reader_pool.subprocess.Popen", start)
+    monkeypatch.setattr("raydix.engine.serving.reader_pool.subprocess.Popen", start)
     asyncio.run(drop_while_it_begins())
     assert begun[0].returncode is not None

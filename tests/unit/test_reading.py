@@ -17,27 +17,6 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from raydix.actors.ingress.reader_pool import (
-    LONG_BYTES,
-    SHORT_BYTES,
-    Readers,
-    RequestReader,
-    _Job,
-    _Process,
-    _Template,
-    size_of,
-)
-from raydix.actors.ingress.reader_process import SWEPT_BYTES, Sweeper
-from raydix.actors.ingress.reader_work import (
-    Conversations,
-    GrammarQuestion,
-    NextTurn,
-    Reading,
-    ReadingFacts,
-    TokenRequest,
-)
-from raydix.actors.ingress.reading import MIN_SLICE, MOST_COUNTED, Reader
-from raydix.actors.ingress.served_model import ServedModel
 from raydix.engine.api.generate import GenerateRequest
 from raydix.engine.api.response_models import TokenizerInfo
 from raydix.engine.api.spec import GenerationSpec, ToolUse
@@ -54,6 +33,27 @@ from raydix.engine.core.errors import (
 from raydix.engine.core.types import Grammar, GrammarKind
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.reader_pool import (
+    LONG_BYTES,
+    SHORT_BYTES,
+    Readers,
+    RequestReader,
+    _Job,
+    _Process,
+    _Template,
+    size_of,
+)
+from raydix.engine.serving.reader_process import SWEPT_BYTES, Sweeper
+from raydix.engine.serving.reader_work import (
+    Conversations,
+    GrammarQuestion,
+    NextTurn,
+    Reading,
+    ReadingFacts,
+    TokenRequest,
+)
+from raydix.engine.serving.reading import MIN_SLICE, MOST_COUNTED, Reader
+from raydix.engine.serving.served_model import ServedModel
 
 CONTEXT = 512
 USER = {"role": "user", "content": "x"}
@@ -383,7 +383,7 @@ class SharedTemplate(OwnTemplate):
 
 @pytest.fixture(autouse=True)
 def _templates_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydix.actors.ingress.reader_pool._Template", SharedTemplate.of)
+    monkeypatch.setattr("raydix.engine.serving.reader_pool._Template", SharedTemplate.of)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -674,7 +674,7 @@ def test_processes_end_with_the_ingress_and_with_the_pool(monkeypatch: pytest.Mo
         started.extend((child(), template()))
 
     started = list[psutil.Process]()
-    monkeypatch.setattr("raydix.actors.ingress.reader_pool._Template", OwnTemplate)
+    monkeypatch.setattr("raydix.engine.serving.reader_pool._Template", OwnTemplate)
     with_readers(work)
     assert not any(each.is_running() for each in started)
 
@@ -693,9 +693,9 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     async def work(readers: Readers) -> None:
         assert (await readers.read(("completion", completion("x")), 1)).prompts
 
-    monkeypatch.setattr("raydix.actors.ingress.reader_pool._Template", OwnTemplate)
-    monkeypatch.setattr("raydix.actors.ingress.reader_pool.subprocess.Popen", fail_at_first)
-    monkeypatch.setattr("raydix.actors.ingress.reader_pool.PAUSE_S", 0.01)
+    monkeypatch.setattr("raydix.engine.serving.reader_pool._Template", OwnTemplate)
+    monkeypatch.setattr("raydix.engine.serving.reader_pool.subprocess.Popen", fail_at_first)
+    monkeypatch.setattr("raydix.engine.serving.reader_pool.PAUSE_S", 0.01)
     with_readers(work)
     assert not failures
     assert "no memory" in caplog.text and "RuntimeError" in caplog.text and "a prompt" not in caplog.text
@@ -707,7 +707,7 @@ def test_a_request_that_cannot_be_passed_on_fails_alone(monkeypatch: pytest.Monk
             await readers.read(("completion", lambda: b""), 1)  # type: ignore[arg-type]
         assert (await readers.read(("completion", completion("x")), 1)).prompts
 
-    monkeypatch.setattr("raydix.actors.ingress.reader_pool.PAUSE_S", 0.01)
+    monkeypatch.setattr("raydix.engine.serving.reader_pool.PAUSE_S", 0.01)
     with_readers(work)
 
 
@@ -821,7 +821,7 @@ def test_short_bodies_of_long_prompts_are_read_in_a_process(monkeypatch: pytest.
 
 
 def test_grammars_are_checked_in_the_process_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydix.actors.ingress.reader_pool.MAX_VALID_GRAMMARS", 1)
+    monkeypatch.setattr("raydix.engine.serving.reader_pool.MAX_VALID_GRAMMARS", 1)
 
     async def run() -> None:
         requests, asked = watched(monkeypatch)
@@ -923,7 +923,7 @@ def test_garbage_is_collected_after_so_many_bytes_of_requests_of_any_kind(
         garbage = weakref.ref(Loop())
         assert not sweeper.keeps_too_much(SWEPT_BYTES - 1) and garbage() is not None
         assert not sweeper.keeps_too_much(1) and garbage() is None
-        monkeypatch.setattr("raydix.actors.ingress.reader_process.KEPT_BYTES", -(1 << 40))
+        monkeypatch.setattr("raydix.engine.serving.reader_process.KEPT_BYTES", -(1 << 40))
         assert sweeper.keeps_too_much(SWEPT_BYTES)
     finally:
         gc.enable()

@@ -11,9 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydix.actors.ingress.reader_work import ReadingFacts
-from raydix.actors.ingress.reading import Reader
-from raydix.actors.ingress.served_model import ServedModel
 from raydix.engine.api.generate import GenerateRequest
 from raydix.engine.api.reasoning import effort_arguments, with_lead
 from raydix.engine.api.requests import parse_chat
@@ -23,6 +20,9 @@ from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.cluster_view import ModelFacts
 from raydix.engine.core.ingress.parsers.reasoning import Thinking, begins_inside, ends_reasoning
 from raydix.engine.core.types import AdmitRequest, FinishReason, Grammar, GrammarKind
+from raydix.engine.serving.reader_work import ReadingFacts
+from raydix.engine.serving.reading import Reader
+from raydix.engine.serving.served_model import ServedModel
 from tests.unit.ingress import CONTEXT, END, MODEL, VOCAB, LetterTokenizer, Replica
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is noon."

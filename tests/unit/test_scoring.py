@@ -7,12 +7,12 @@ from typing import Any
 import orjson
 import pytest
 
-from raydix.actors.ingress.preparation import INPUTS_AT_ONCE
 from raydix.engine.api.responses import ResponseHead, Usage
 from raydix.engine.api.scoring import parse_generative_scoring, parse_score, scores, scores_body
 from raydix.engine.api.spec import LabelScoring
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.types import TokenLogprobs
+from raydix.engine.serving.preparation import INPUTS_AT_ONCE
 from tests.unit.ingress import MODEL, Replica, Reply, Served, call
 from tests.unit.served_app import app
 

@@ -10,10 +10,10 @@ from typing import Literal
 
 import pytest
 
-from raydix.actors.ingress.rendering import embedding_of, written_vector
 from raydix.engine.api.embeddings import embeddings_slices
 from raydix.engine.api.responses import ResponseHead, Usage
 from raydix.engine.api.spec import EmbeddingUse
+from raydix.engine.serving.rendering import embedding_of, written_vector
 
 HEAD = ResponseHead("completion", "embd-r", 7, "m")
 

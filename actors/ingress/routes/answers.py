@@ -18,8 +18,6 @@ from raydix.actors.ingress.http import (
     objective_headers,
     while_connected,
 )
-from raydix.actors.ingress.job import Job
-from raydix.actors.ingress.rendering import Body
 from raydix.actors.ingress.routes.replica import refusing, replica
 from raydix.actors.watchdog import work_for
 from raydix.engine.api.anthropic.answers import count_body
@@ -34,6 +32,8 @@ from raydix.engine.api.reconnecting import HEADER
 from raydix.engine.api.responses import model_body, models_body, version_body
 from raydix.engine.api.routes import Route
 from raydix.engine.core.errors import RequestError
+from raydix.engine.serving.job import Job
+from raydix.engine.serving.rendering import Body
 
 router = APIRouter()
 

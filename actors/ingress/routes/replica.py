@@ -5,13 +5,13 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from raydix.actors.ingress.accounting import OTHER_ROUTE
 from raydix.actors.ingress.batches import Batches
 from raydix.actors.ingress.frontend import Frontend
 from raydix.actors.ingress.recorder import Recorder
 from raydix.configs.schema import Config
 from raydix.engine.core.errors import RaydixError
 from raydix.engine.core.tenants import Tenant
+from raydix.engine.serving.accounting import OTHER_ROUTE
 
 
 class Replica(Protocol):

@@ -5,8 +5,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from raydix.actors.ingress.http import json_response, while_connected
-from raydix.actors.ingress.reader_work import TokenRoute
 from raydix.actors.ingress.routes.replica import replica
+from raydix.engine.serving.reader_work import TokenRoute
 
 router = APIRouter()
 

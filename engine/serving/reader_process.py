@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import psutil
 
 if TYPE_CHECKING:
-    from raydix.actors.ingress.reading import Reader
+    from raydix.engine.serving.reading import Reader
 
 FORK, WAIT = b"F", b"W"
 """Messages to the template. The reply to the first is the reader's process id; behind the second stands such an id, and
@@ -98,11 +98,11 @@ def limited(seconds: float) -> Iterator[None]:
 
 def main() -> None:
     """Be the template of readers, driven by the socket whose number is the first argument, until it is closed."""
-    import raydix.actors.ingress.grammar_check  # noqa: F401  (loaded once for all readers)
-    from raydix.actors.ingress.confinement import confined
-    from raydix.actors.ingress.reader_work import ReadingFacts
-    from raydix.actors.ingress.reading import Reader
+    import raydix.engine.serving.grammar_check  # noqa: F401  (loaded once for all readers)
     from raydix.engine.model.tokenizer import Tokenizer, forgo_torch
+    from raydix.engine.serving.confinement import confined
+    from raydix.engine.serving.reader_work import ReadingFacts
+    from raydix.engine.serving.reading import Reader
 
     forgo_torch()
     os.nice(NICENESS)

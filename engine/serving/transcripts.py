@@ -10,7 +10,7 @@ from raydix.engine.background import Background
 from raydix.engine.core.answers.transcripts import REFERENCE_PREFIX, transcript_name
 from raydix.engine.core.errors import ServiceError
 from raydix.engine.core.types import BlockHash
-from raydix.engine.serving.answer_store import AnswerStore
+from raydix.engine.serving.answer_keeper import AnswerKeeper
 
 Item = TypeVar("Item")
 Answered = TypeVar("Answered")
@@ -22,12 +22,12 @@ REFERENCE_BYTES = 24
 class Transcripts:
     """Keeps and finds the token ids of answers. `on_lookup` is told for each reference whether it was known."""
 
-    def __init__(self, store: AnswerStore, root: BlockHash, on_lookup: Callable[[bool], None]) -> None:
+    def __init__(self, keeper: AnswerKeeper, root: BlockHash, on_lookup: Callable[[bool], None]) -> None:
         """`root` stands for the model."""
-        self._store = store
+        self._keeper = keeper
         self._root = root
         self._on_lookup = on_lookup
-        self._keep_call = SharedCall(store.remember)
+        self._keep_call = SharedCall(keeper.remember)
 
     async def keep(self, token_ids: Sequence[int], private_salt: bytes, tenant: str) -> str | None:
         """Keep an answer's ids in the tenant's share; returns the reference by which the same salt finds them, None if
@@ -44,10 +44,10 @@ class Transcripts:
         """Find the ids of each reference that is known under this salt.
 
         Raises:
-            ServiceError: the store is out of reach.
+            ServiceError: the keeper is out of reach.
         """
         names = [transcript_name(reference, self._root, private_salt) for reference in references]
-        found = await self._store.recall(names)
+        found = await self._keeper.recall(names)
         for token_ids in found:
             self._on_lookup(token_ids is not None)
         pairs = zip(references, found, strict=True)

@@ -14,13 +14,6 @@ from functools import partial
 from itertools import count, zip_longest
 from typing import Self
 
-from raydix.actors.ingress.chats import Chat, Chats
-from raydix.actors.ingress.job import Answer, Job
-from raydix.actors.ingress.reader_pool import RequestReader, size_of
-from raydix.actors.ingress.reader_work import Conversations, Reading, Request
-from raydix.actors.ingress.served_model import ServedModel
-from raydix.actors.ingress.stored_responses import StoredResponses
-from raydix.actors.ingress.vocabulary import Vocabulary
 from raydix.engine.api.assembler import ChoiceAssembler
 from raydix.engine.api.fields import REQUEST_ID_PATTERN
 from raydix.engine.api.reconnecting import BEGINNING, HEADER
@@ -39,6 +32,13 @@ from raydix.engine.core.ingress.room import Permit, Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
 from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
 from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, Pooling, Salt
+from raydix.engine.serving.chats import Chat, Chats
+from raydix.engine.serving.job import Answer, Job
+from raydix.engine.serving.reader_pool import RequestReader, size_of
+from raydix.engine.serving.reader_work import Conversations, Reading, Request
+from raydix.engine.serving.served_model import ServedModel
+from raydix.engine.serving.stored_responses import StoredResponses
+from raydix.engine.serving.vocabulary import Vocabulary
 
 MARKED_PRIORITY = 1
 """`cache_priority` of the KV before a mark, unless the request has a higher one."""

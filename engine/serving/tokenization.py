@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import orjson
 
-from raydix.actors.ingress.reader_pool import RequestReader
-from raydix.actors.ingress.reader_work import TokenRequest, TokenRoute
 from raydix.engine.core.errors import NotFoundError
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.tenants import Tenant
+from raydix.engine.serving.reader_pool import RequestReader
+from raydix.engine.serving.reader_work import TokenRequest, TokenRoute
 
 
 class Tokenization:

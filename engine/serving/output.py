@@ -5,11 +5,11 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from raydix.actors.ingress.chats import Chats
-from raydix.actors.ingress.job import Answer, Job
 from raydix.engine.api.assembler import Piece
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.types import FinishReason, TokenEvent
+from raydix.engine.serving.chats import Chats
+from raydix.engine.serving.job import Answer, Job
 
 
 class OutputProcessor:

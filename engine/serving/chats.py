@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from raydix.actors.ingress.reader_pool import RequestReader, size_of
-from raydix.actors.ingress.reader_work import NextTurn, Reading
-from raydix.actors.ingress.transcripts import Transcripts
 from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec, require_token_ids
 from raydix.engine.background import Background
 from raydix.engine.core.answers.prompt_form import ChatEnd, ChatTemplate
@@ -21,6 +18,9 @@ from raydix.engine.core.errors import AnswerNotFoundError, ContextLengthError, R
 from raydix.engine.core.ingress.detokenizer import Detokenizer
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.reader_pool import RequestReader, size_of
+from raydix.engine.serving.reader_work import NextTurn, Reading
+from raydix.engine.serving.transcripts import Transcripts
 
 MANY_IDS = 4096
 """Number of named ids above which the check of their text runs beside the event loop."""

@@ -12,7 +12,6 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from raydix.actors.ingress.job import Answer, Job
 from raydix.engine.api.assembler import Piece
 from raydix.engine.api.embeddings import EmbedResponse, embeddings_slices
 from raydix.engine.api.generate import GenerateChunk, GenerateResponse, call_parts, reasoning_of, text_of, whole_calls
@@ -31,6 +30,7 @@ from raydix.engine.api.spec import EmbeddingUse, GenerationSpec
 from raydix.engine.api.stream import DONE, ChunkWriter, usage_event
 from raydix.engine.api.wire import OPENAI, WireFormat
 from raydix.engine.core.types import TokenLogprobs
+from raydix.engine.serving.job import Answer, Job
 
 T = TypeVar("T")
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from raydix.actors.ingress.chats import Chat
 from raydix.engine.api.assembler import ChoiceAssembler, Piece
 from raydix.engine.api.responses import ResponseHead, Usage, message_parts, total_usage
 from raydix.engine.api.resuming import EventIds
@@ -15,6 +14,7 @@ from raydix.engine.core.ingress.parsers.answer import AnswerMessage
 from raydix.engine.core.ingress.room import Permit
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
+from raydix.engine.serving.chats import Chat
 
 MANY_LISTED = 128
 """Log-probabilities of a position above which they are most of an answer's memory."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class AnswerStore(Protocol):
+class AnswerKeeper(Protocol):
     """Token ids and responses of answers, under names that cannot be guessed (`transcript_name`). Each method raises
     ServiceError where the process that keeps them is out of reach."""
 

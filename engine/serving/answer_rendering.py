@@ -3,9 +3,6 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 
-from raydix.actors.ingress.job import Job
-from raydix.actors.ingress.rendering import Body, Pieces, Renderer, Rendering, is_large, stream_of
-from raydix.actors.ingress.stored_responses import StoredResponses
 from raydix.engine.api.answers import AnswerContext, AnswerWriter
 from raydix.engine.api.anthropic.answers import MessageWriter
 from raydix.engine.api.assembler import Piece
@@ -14,6 +11,9 @@ from raydix.engine.api.responses import Choice, Json, Usage
 from raydix.engine.api.slices import whole
 from raydix.engine.api.spec import Api
 from raydix.engine.api.wire import WireFormat
+from raydix.engine.serving.job import Job
+from raydix.engine.serving.rendering import Body, Pieces, Renderer, Rendering, is_large, stream_of
+from raydix.engine.serving.stored_responses import StoredResponses
 
 
 class AnswerRenderer:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from raydix.actors.ingress.job import Job
 from raydix.engine.api.openai_responses.items import with_ids
 from raydix.engine.api.openai_responses.stored import StoredResponse, encoded, going_on
 from raydix.engine.api.responses import ID_PREFIXES
@@ -11,7 +10,8 @@ from raydix.engine.core.answers.transcripts import transcript_name
 from raydix.engine.core.errors import ResponseNotFoundError, ServiceError
 from raydix.engine.core.tenants import Tenant, salt_of
 from raydix.engine.core.types import BlockHash
-from raydix.engine.serving.answer_store import AnswerStore
+from raydix.engine.serving.answer_keeper import AnswerKeeper
+from raydix.engine.serving.job import Job
 
 Shown = Callable[[Sequence[int], str], Sequence[int] | None]
 
@@ -19,10 +19,10 @@ Shown = Callable[[Sequence[int], str], Sequence[int] | None]
 class StoredResponses:
     """Stored responses of one model. A response is known under the tenant and `cache_salt` of its request alone."""
 
-    def __init__(self, store: AnswerStore, root: BlockHash, shown: Shown) -> None:
+    def __init__(self, keeper: AnswerKeeper, root: BlockHash, shown: Shown) -> None:
         """`root` stands for the model; `shown` turns an answer's ids and text into ids for a later prompt
-        (`raydix.actors.ingress.chats.Chats.shown`)."""
-        self._store = store
+        (`raydix.engine.serving.chats.Chats.shown`)."""
+        self._keeper = keeper
         self._root = root
         self._shown = shown
 
@@ -31,12 +31,12 @@ class StoredResponses:
 
         Raises:
             ResponseNotFoundError: the response that it names, or one before that, is not kept.
-            ServiceError: the store is out of reach.
+            ServiceError: the keeper is out of reach.
         """
         assert spec.turn is not None and spec.turn.previous is not None
         previous = spec.turn.previous
         name = self._name(previous, tenant, spec.cache_salt)
-        found = await self._store.find_response(name, True)
+        found = await self._keeper.find_response(name, True)
         earlier = [StoredResponse.decode(data) for data in found]
         if not earlier:
             raise _not_found(previous, "previous_response_id")
@@ -67,7 +67,7 @@ class StoredResponses:
         previous = spec.turn.previous
         parent = None if previous is None else self._name(previous, job.tenant, spec.cache_salt)
         try:
-            return await self._store.keep_response(name, parent, data, job.tenant.name)
+            return await self._keeper.keep_response(name, parent, data, job.tenant.name)
         except ServiceError:
             return False
 
@@ -76,10 +76,10 @@ class StoredResponses:
 
         Raises:
             ResponseNotFoundError: the response is not kept.
-            ServiceError: the store is out of reach.
+            ServiceError: the keeper is out of reach.
         """
         name = self._name(response_id, tenant, cache_salt)
-        found = await self._store.find_response(name, False)
+        found = await self._keeper.find_response(name, False)
         if not found:
             raise _not_found(response_id, "response_id")
         return StoredResponse.decode(found[0])
@@ -87,7 +87,7 @@ class StoredResponses:
     async def delete(self, response_id: str, tenant: Tenant, cache_salt: str | None) -> None:
         """Forget a response; errors as `find`."""
         name = self._name(response_id, tenant, cache_salt)
-        if not await self._store.delete_response(name):
+        if not await self._keeper.delete_response(name):
             raise _not_found(response_id, "response_id")
 
     def _name(self, response_id: str, tenant: Tenant, cache_salt: str | None) -> bytes:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from raydix.actors.ingress.job import Job
 from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.log_fields import about
+from raydix.engine.serving.job import Job
 
 logger = logging.getLogger(__name__)
 

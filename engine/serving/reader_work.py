@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from raydix.actors.ingress.served_model import ServedModel
 from raydix.engine.api.routes import Route
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
 from raydix.engine.api.validation import NO_RULES, BodyRules
@@ -14,6 +13,7 @@ from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
 from raydix.engine.core.answers.transcripts import EncodedText
 from raydix.engine.core.ingress.parsers import HERMES, ToolFormat
 from raydix.engine.core.types import Grammar
+from raydix.engine.serving.served_model import ServedModel
 
 Request: TypeAlias = tuple[Route, bytes] | GenerationSpec
 """A route and a body, or a request of the Python handle."""

@@ -10,16 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from raydix.actors.ingress.reader_work import (
-    Conversations,
-    GrammarQuestion,
-    NextTurn,
-    Reading,
-    ReadingFacts,
-    TokenIds,
-    TokenRequest,
-    Work,
-)
 from raydix.engine.api.conversations import naming, parse_conversations
 from raydix.engine.api.reasoning import effort_arguments, with_lead, with_limit
 from raydix.engine.api.routes import Route, parse
@@ -34,6 +24,16 @@ from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS
 from raydix.engine.core.types import Grammar
 from raydix.engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
 from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.reader_work import (
+    Conversations,
+    GrammarQuestion,
+    NextTurn,
+    Reading,
+    ReadingFacts,
+    TokenIds,
+    TokenRequest,
+    Work,
+)
 
 MIN_SLICE = 16_384
 """Length of a slice in characters: so long that the cuts hardly change the number of tokens."""
@@ -99,7 +99,7 @@ class Reader:
 
     def check(self, question: GrammarQuestion) -> Grammar:
         """Return a grammar in canonical form. Raises RequestError naming the place where it cannot be compiled."""
-        from raydix.actors.ingress.grammar_check import check_in_small_stack
+        from raydix.engine.serving.grammar_check import check_in_small_stack
 
         return check_in_small_stack(question.grammar, question.param, self._tokenizer.plain_added_tokens())
 
@@ -250,7 +250,7 @@ class Reader:
         return tuple(dict.fromkeys(sequences))
 
     def _encode_chat(self, spec: GenerationSpec) -> EncodedText:
-        """Encode the prompt of a chat; `raydix.actors.ingress.chats` puts in answers that the client names by their
+        """Encode the prompt of a chat; `raydix.engine.serving.chats` puts in answers that the client names by their
         ids."""
         if spec.given_prompt is None:
             chat = self._chat_ids(spec, self._facts.model.max_model_len)

@@ -27,9 +27,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple, Self
 
-from raydix.actors.ingress import confinement, reader_process
-from raydix.actors.ingress.reader_process import READ_S
-from raydix.actors.ingress.reader_work import (
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.core.errors import OverloadedError, RaydixError, RequestError, ServiceError
+from raydix.engine.core.types import Grammar
+from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving import confinement, reader_process
+from raydix.engine.serving.reader_process import READ_S
+from raydix.engine.serving.reader_work import (
     Conversations,
     GrammarQuestion,
     NextTurn,
@@ -39,11 +43,7 @@ from raydix.actors.ingress.reader_work import (
     TokenRequest,
     Work,
 )
-from raydix.actors.ingress.reading import Reader, template_error
-from raydix.engine.api.spec import GenerationSpec
-from raydix.engine.core.errors import OverloadedError, RaydixError, RequestError, ServiceError
-from raydix.engine.core.types import Grammar
-from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.reading import Reader, template_error
 
 logger = logging.getLogger(__name__)
 
