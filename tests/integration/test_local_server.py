@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
@@ -19,16 +21,18 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from tests.integration.conftest import Server, random_prompt
 
+ROOT = Path(__file__).parents[2]
+TWO = {"prompt": "One, two,", "max_tokens": 8, "temperature": 0}
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 
 
 class Process:
     """A server that runs in a process of its own, and the lines that it has written."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, folder: Path | None = None, env: dict[str, str] | None = None) -> None:
         self.port, self.options = free_port(), options
-        command = [sys.executable, "-m", "raydix.cli.main", "serve", "--local", "--port", str(self.port), *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "raydix", "serve", "--local", "--port", str(self.port), *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=env)
         self.lines: list[str] = []
         self._new: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -148,3 +152,37 @@ def test_what_cannot_run_in_one_process_is_refused(options: list[str], said: str
     refused = Process(*options)
     assert said in refused.until("raydix: ")
     assert refused.process.wait() == 2
+
+
+def test_the_wheel_serves_beside_other_packages_of_the_tree_s_names(local: Process, tmp_path: Path) -> None:
+    """Hugging Face's `kernels` has the name of a folder of the tree, and installing it replaces no file of raydix's."""
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    built = {"build", "dist", "raydix.egg-info"}
+    shutil.copytree(ROOT, source, symlinks=True, ignore=lambda folder, names: built | {n for n in names if n[0] == "."})
+    pip("wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source))
+    [wheel] = tmp_path.glob("raydix-*.whl")
+    pip("install", "--no-deps", "--target", str(installed), str(wheel), "kernels==0.17.2")
+    assert {path.parts[0] for path in map(Path, zipfile.ZipFile(wheel).namelist())} == {
+        "raydix",
+        wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info",
+    }
+
+    env = os.environ | {"PYTHONPATH": str(installed)}
+    program = "import kernels, raydix.kernels.cpp.loader; print(kernels.__file__, raydix.kernels.cpp.loader.__file__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == [f"{installed}/kernels/__init__.py", f"{installed}/raydix/kernels/cpp/loader.py"]
+
+    running = Process(*local.options, folder=tmp_path, env=env)
+    try:
+        running.until("ready after")
+        servers = [Server("127.0.0.1", each.port) for each in (running, local)]
+        answers = [each.request("POST", "/v1/completions", TWO, timeout=300) for each in servers]
+        assert [status for status, _, _ in answers] == [200, 200]
+        assert len({json.dumps(json.loads(body)["choices"]) for _, _, body in answers}) == 1
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
