@@ -8,18 +8,20 @@ the watchdog sends through the loop to its arrival. So neither a busy machine no
 
 A turn is logged while it lasts, with the work that the loop is at, and counted when it is over, with its whole time.
 
-A watch costs some 20 wakes a second, and marks go through the loop only while its thread computes.
+A watch costs some 20 wakes a second. While the process computes next to nothing a wake reads two clocks and no more,
+and marks go through the loop only while its thread computes.
 """
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from raydix.engine.core.log_fields import about
 
@@ -31,7 +33,8 @@ LONG_S = 0.05
 QUIET_S = 1.0
 """Shortest time between two lines in the log."""
 BUSY_S = 0.01
-"""Processor time of the loop's thread in an interval from which on turns are measured."""
+"""Processor time of the loop's thread in an interval from which on turns are measured. Also that of the process up to
+which the threads' clocks are not read again: a hold that follows seems longer by less than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +96,25 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        used = _processor_times()
-        waited = _waited_s()
-        while not self._over.is_set() and not self._loop.is_closed():
-            due = time.monotonic() + INTERVAL_S
-            time.sleep(INTERVAL_S)
-            late_s = time.monotonic() - due
-            now, now_waited = _processor_times(), _waited_s()
-            spent = {ident: time_s - used[ident] for ident, time_s in now.items() if ident in used}
-            spent.pop(threading.get_ident(), None)
+        with _Delays() as delays:
+            used, read_at = _processor_times(), time.process_time()
+            waited = delays.waited_s()
+            while not self._over.is_set() and not self._loop.is_closed():
+                due = time.monotonic() + INTERVAL_S
+                time.sleep(INTERVAL_S)
+                late_s = time.monotonic() - due
+                waited, before = delays.waited_s(), waited
+                if time.process_time() - read_at < BUSY_S and self._mark is None:
+                    continue
 
-            if late_s > LONG_S and (hold := lock_hold(late_s, now_waited - waited, spent)) is not None:
-                self._log(hold)
-                self._on_hold(hold)
-            self._look_at_turn(now.get(self._loop_thread, 0.0), spent.get(self._loop_thread, 0.0))
-            used, waited = now, now_waited
+                now, read_at = _processor_times(), time.process_time()
+                spent = {ident: time_s - used[ident] for ident, time_s in now.items() if ident in used}
+                spent.pop(threading.get_ident(), None)
+                if late_s > LONG_S and (hold := lock_hold(late_s, waited - before, spent)) is not None:
+                    self._log(hold)
+                    self._on_hold(hold)
+                self._look_at_turn(now.get(self._loop_thread, 0.0), spent.get(self._loop_thread, 0.0))
+                used = now
 
     def _look_at_turn(self, used_s: float, spent_s: float) -> None:
         """Log and count a turn of the event loop that is too long, each once. Sends the next mark."""
@@ -191,10 +198,27 @@ def _processor_times() -> dict[int, float]:
     return times
 
 
-def _waited_s() -> float:
-    """Time for which the current thread was ready and waited for a processor, in seconds; 0 where the kernel does not
-    tell."""
-    try:
-        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+class _Delays:
+    """The kernel's count of the time for which the current thread was ready and waited for a processor."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: int | None = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        except OSError:
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    def waited_s(self) -> float:
+        """Seconds since the thread began; 0 where the kernel does not tell."""
+        if self._file is None:
+            return 0.0
+        try:
+            return int(os.pread(self._file, 128, 0).split()[1]) / 1e9  # running, waiting, number of slices; ns
+        except (OSError, IndexError, ValueError):
+            return 0.0
