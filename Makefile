@@ -66,9 +66,10 @@ coverage: develop
 test-kernels: develop
 	$(PYTEST) -m "not gpu" tests/kernels --numprocesses=auto $(TESTS)
 
-# The same bits in whatever order they are computed, and the model against transformers.
+# The same bits in whatever order they are computed, and the model against transformers: one thread in each of the
+# processes. The tests of a file share its models.
 test-model: develop
-	$(PYTEST) -m "not gpu and not exhaustive" tests/model $(TESTS)
+	$(PYTEST) -m "not gpu and not exhaustive" tests/model --numprocesses=auto --dist=loadfile $(TESTS)
 
 # Real servers and clusters.
 CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos

@@ -190,6 +190,7 @@ def test_drafts_of_all_kinds(
     assert (accepted(engine) > 100) == (spoil is not wrong)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_drafts_from_the_requests_own_text(decoder: Decoder, plain: dict[str, Output]) -> None:
     engine = make_engine(decoder, Drafter(DraftLimits()))
     assert run(engine, requests()) == plain
@@ -291,6 +292,7 @@ def guess_of(answer: Output, chance: random.Random) -> tuple[int, ...]:
     return tuple(guess)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 30])
 def test_drafts_of_requests_that_are_preempted(decoder: Decoder, plain: dict[str, Output], swap_bytes: int) -> None:
     engine = make_engine(decoder, Told(plain, mixed), num_blocks=30, swap_bytes=swap_bytes)

@@ -102,6 +102,7 @@ def test_chunk_sizes(decoder: Decoder, cold: dict[int, dict[str, Output]], budge
         assert run(engine, both(length)) == cold[length]
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_chunks_of_sixteen(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
     engine = make_engine(decoder, budget=16, max_requests=16)
     assert run(engine, both(300)) == cold[300]
@@ -127,6 +128,7 @@ def test_after_a_block_that_is_the_same_for_some_tokens(
     assert run(engine, both(300)) == cold[300]
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_in_a_batch_of_sixty_four(decoder: Decoder, cold: dict[int, dict[str, Output]]) -> None:
     engine = make_engine(decoder, num_blocks=900)
     others = [assignment(f"other {index}", prompt(1000 + index, 5 + 4 * index)) for index in range(52)]
@@ -137,9 +139,10 @@ def test_in_a_batch_of_sixty_four(decoder: Decoder, cold: dict[int, dict[str, Ou
             assert together[f"{name} {length}"] == cold[length][name]
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("num_others", [1, 10])
 def test_in_a_batch_that_begins_alike(decoder: Decoder, cold: dict[int, dict[str, Output]], num_others: int) -> None:
-    """So few that on two cores their attention is cut for the threads as well, and more."""
+    """So few that their attention is cut for the two threads as well, and more."""
     engine = make_engine(decoder, num_blocks=200)
     run(engine, both(300)[:1])
     prompts = [prompt(300, 300)[: 290 - index] + prompt(index, 20) for index in range(num_others)]
