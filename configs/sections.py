@@ -8,8 +8,9 @@
 
 The ingress gets the whole configuration beside the arguments, because the ingress shows the settings of the server.
 
-A part holds only the keys that the deployment reads, so a change elsewhere changes nothing there; a part that is read
-back has defaults in place of the other keys. No part holds an API key; the ingress alone gets the keys' hashes.
+A part holds only the keys that the deployment reads, by their effects (`raydix.configs.section`), so a change elsewhere
+changes nothing there; a part that is read back has defaults in place of the other keys. No part holds an API key; the
+ingress alone gets the keys' hashes.
 
 An application that a Serve config file declares has a second form: each replica gets the configuration that the
 application was built of as its *base*, and a deployment's `user_config` is a configuration of only keys that change in
@@ -24,7 +25,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from raydix.configs.changes import KEYS, Effect, table_key
+from raydix.configs.changes import KEYS, table_key
 from raydix.configs.load import explain, merge
 from raydix.configs.pools import ElasticSection, Numbers, WorkerSection
 from raydix.configs.schema import (
@@ -37,6 +38,7 @@ from raydix.configs.schema import (
     SpeculationSection,
     TenantSection,
 )
+from raydix.configs.section import Effect, Kind, effects_of
 from raydix.engine.core.errors import StartupError
 
 Values: TypeAlias = dict[str, Any]
@@ -204,10 +206,10 @@ def _effects(content: Mapping[str, Any], roles: Collection[str], prefix: str = "
 def ingress_arguments(config: Config) -> IngressArguments:
     """The ingress replicas' constructor argument."""
     return IngressArguments(
-        model=_only(config.model, *ModelSection.model_fields),
-        cache=_only(config.cache, "block_size", "prefix_caching", "await_timeout_s", "public_prefixes"),
-        speculation=_only(config.speculation, "mode", "sources"),
-        logging=_only(config.logging, "format", "recording", "recording_mib"),
+        model=_fixed(config.model, Kind.INGRESS),
+        cache=_fixed(config.cache, Kind.INGRESS),
+        speculation=_fixed(config.speculation, Kind.INGRESS),
+        logging=_fixed(config.logging, Kind.INGRESS),
         hands_over=config.workers.hands_over,
         has_tokenizer_info=config.http.tokenizer_info,
         unknown_fields=config.http.unknown_fields,
@@ -220,10 +222,11 @@ def ingress_arguments(config: Config) -> IngressArguments:
 
 def manager_arguments(config: Config) -> ManagerArguments:
     """The manager's host's constructor argument."""
-    budgets = ("segment_gib", "transcript_mib", "response_mib", "response_ttl_s", "disk_gib", "disk_path")
-    cache = _only(config.cache, "block_size", "prefix_caching", "await_timeout_s", "label_selector", *budgets)
-    speculation = _only(config.speculation, "mode", "sources", "cluster_mib")
-    return ManagerArguments(cache=cache, speculation=speculation, logging=_only(config.logging, "format"))
+    return ManagerArguments(
+        cache=_fixed(config.cache, Kind.MANAGER),
+        speculation=_fixed(config.speculation, Kind.MANAGER),
+        logging=_fixed(config.logging, Kind.MANAGER),
+    )
 
 
 def manager_live(config: Config) -> ManagerLive:
@@ -243,16 +246,12 @@ def manager_live(config: Config) -> ManagerLive:
 
 def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
     """The constructor argument of the workers' hosts of one of the configuration's worker sections."""
-    resources = ("num_cpus", "num_gpus", "resources", "label_selector")
-    pool = ("num_blocks", "pool_gib", "eviction", "swap_gib")
     return WorkerArguments(
-        model=_only(config.model, "source", "dtype", "quantization", "max_model_len", "deterministic"),
-        cache=_only(config.cache, "block_size", "prefix_caching", *pool),
-        worker=WorkerSection.model_validate(
-            {name: getattr(worker, name) for name in ("device", "num_threads", *resources)}
-        ),
-        speculation=_only(config.speculation, "mode", "sources", "depth", "memory_mib"),
-        logging=_only(config.logging, "format"),
+        model=_fixed(config.model, Kind.WORKERS),
+        cache=_fixed(config.cache, Kind.WORKERS),
+        worker=WorkerSection.model_validate(_fixed_values(worker, WorkerSection, Kind.WORKERS)),
+        speculation=_fixed(config.speculation, Kind.WORKERS),
+        logging=_fixed(config.logging, Kind.WORKERS),
     )
 
 
@@ -292,9 +291,13 @@ def shares(tenants: Iterable[TenantSection]) -> tuple[Share, ...]:
     )
 
 
-def _only(section: S, *names: str) -> S:
-    """The section with the defaults in all fields but these."""
-    return type(section).model_validate({name: getattr(section, name) for name in names})
+def _fixed(section: S, kind: Kind) -> S:
+    """The section with the defaults in all keys but those that replicas of this kind have for their whole lives."""
+    return type(section).model_validate(_fixed_values(section, type(section), kind))
+
+
+def _fixed_values(section: BaseModel, declared: type[BaseModel], kind: Kind) -> Values:
+    return {name: getattr(section, name) for name, effect in effects_of(declared).items() if effect.restarts(kind)}
 
 
 def _worker_part(config: Config, section: WorkerSection) -> DeploymentPart:
@@ -305,5 +308,5 @@ def _worker_part(config: Config, section: WorkerSection) -> DeploymentPart:
 
 
 def _part(arguments: BaseModel, live: BaseModel, replicas: Numbers) -> DeploymentPart:
-    """The part of these values, of the arguments those that were given (`_only`)."""
+    """The part of these values, of the arguments those that were given (`_fixed`)."""
     return DeploymentPart(arguments.model_dump(mode="json", exclude_unset=True), live.model_dump(mode="json"), replicas)

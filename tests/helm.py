@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from raydix.configs import Config
-from raydix.configs.changes import KEYS, Effect
+from raydix.configs.changes import KEYS
+from raydix.configs.section import Effect
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "k8s/chart"

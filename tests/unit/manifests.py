@@ -24,8 +24,9 @@ import yaml
 
 from raydix.actors.scaling import number_of_workers, scaled
 from raydix.configs import Config, load_config
-from raydix.configs.changes import Effect, changes
+from raydix.configs.changes import changes
 from raydix.configs.load import merge
+from raydix.configs.section import Effect
 from raydix.configs.sections import base_for, live_part
 
 with warnings.catch_warnings():

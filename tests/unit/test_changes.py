@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from raydix.configs.changes import KEYS, ROLE, Change, Effect, changes
+from raydix.configs.changes import KEYS, ROLE, Change, changes
 from raydix.configs.pools import WorkerSection, WorkersSection
 from raydix.configs.schema import Config
+from raydix.configs.section import Effect
 from raydix.configs.sections import (
     INGRESS,
     MANAGER,
