@@ -31,7 +31,7 @@ NO_FIELDS: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class LogOrigin:
     """The process that a record comes from. `name` is its part in the server: `ingress`, `decode`, `host-decode` ..."""
 
     name: str
@@ -45,7 +45,7 @@ class Origin:
 class JsonFormatter(logging.Formatter):
     """A record as one JSON object in one line."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: LogOrigin) -> None:
         super().__init__()
         self._origin = origin
 
@@ -73,7 +73,7 @@ class JsonFormatter(logging.Formatter):
 class TextFormatter(logging.Formatter):
     """A record as a line of text; a traceback follows in lines of its own."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: LogOrigin) -> None:
         super().__init__()
         self._origin = origin
 
@@ -154,7 +154,7 @@ def log_to_ray(name: str, settings: LoggingSection = DEFAULTS, *, worker: str | 
 
     node: Any = _ray_node()
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    origin = Origin(name, address, os.getpid(), worker, sees_text=name == "ingress")
+    origin = LogOrigin(name, address, os.getpid(), worker, sees_text=name == "ingress")
     handler = RotatedFile(folder / f"raydix-{name}-{origin.pid}.log", node.max_bytes, node.backup_count)
     handler.setFormatter(JsonFormatter(origin) if settings.format == "json" else TextFormatter(origin))
     install(handler, settings.level)
@@ -216,7 +216,7 @@ def fields_of(record: logging.LogRecord) -> Mapping[str, object]:
     return fields
 
 
-def message_of(record: logging.LogRecord, origin: Origin) -> str:
+def message_of(record: logging.LogRecord, origin: LogOrigin) -> str:
     """Message of the record. asyncio appends futures in lines of their own, with their errors' messages: a process that
     sees text leaves these lines out."""
     message = record.getMessage()

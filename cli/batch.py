@@ -114,7 +114,7 @@ def _with_own_server(options: argparse.Namespace) -> BatchSummary | None:
 
     summaries: list[BatchSummary | None] = []
 
-    def use(running: serve.Running) -> None:
+    def use(running: serve.StartedServer) -> None:
         import raydix
 
         def work() -> None:

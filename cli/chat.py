@@ -64,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    server = Server(options.url, api_key(options.api_key_env))
+    server = ChatServer(options.url, api_key(options.api_key_env))
     model = asyncio.run(server.model(options.model))
-    chat = Chat(
+    chat = Conversation(
         server=server,
         model=model,
         system=options.system,
@@ -80,10 +80,12 @@ def run(options: argparse.Namespace) -> int:
         return 1
 
 
-class Chat:
+class Conversation:
     """One conversation, its prompt and its screen."""
 
-    def __init__(self, server: "Server", model: str, system: str | None, max_tokens: int, temperature: float) -> None:
+    def __init__(
+        self, server: "ChatServer", model: str, system: str | None, max_tokens: int, temperature: float
+    ) -> None:
         self._server = server
         self._model = model
         self._beginning: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -125,7 +127,7 @@ class Chat:
     def _ask(self, question: str) -> None:
         """Show the answer to `question` as it comes, then its figures."""
         messages = [*self._messages, {"role": "user", "content": question}]
-        answer = Answer()
+        answer = StreamedAnswer()
         ending = ""
         is_kept = True
 
@@ -144,14 +146,14 @@ class Chat:
 
         _note("; ".join(part for part in (ending, answer.summary()) if part))
 
-    def _failure(self, error: AnswerError, answer: "Answer", *, is_kept: bool) -> str:
+    def _failure(self, error: AnswerError, answer: "StreamedAnswer", *, is_kept: bool) -> str:
         """The error in words, with what becomes of the answer. A whole answer is no failure."""
         if answer.finish_reason is not None:
             return f"the answer is complete, but the end of the stream is missing: {error}"
         self._has_failed = True
         return f"error: {error}" + ("; what came of the answer is kept" if answer.text and is_kept else "")
 
-    async def _stream(self, messages: list[Message], answer: "Answer") -> None:
+    async def _stream(self, messages: list[Message], answer: "StreamedAnswer") -> None:
         body = {
             "model": self._model,
             "messages": messages,
@@ -205,7 +207,7 @@ class _Screen:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenCounts:
     """Tokens of one question; `num_cached` of its prompt came from the cache, None if the server does not say."""
 
     num_prompt: int
@@ -219,19 +221,19 @@ class Event:
 
     text: str = ""
     finish_reason: str | None = None
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
     reasoning: str = ""
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """An answer as far as it has come. Times are seconds since the question."""
 
     text: str = ""
     first_s: float | None = None
     last_s: float = 0.0
     finish_reason: str | None = None
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
 
     def add(self, event: Event, now_s: float) -> None:
         """Take in the next event of the stream."""
@@ -260,7 +262,7 @@ class Answer:
         return ", ".join(parts)
 
 
-class Server:
+class ChatServer:
     """An OpenAI-compatible server.
 
     `url` may lack `http://` and may end with `/v1`, as OpenAI's clients want it.
@@ -382,9 +384,9 @@ def read_event(data: bytes) -> Event:
         raise AnswerError(f"the server sent what is no event of a chat completion: {start}") from None
 
 
-def _read_usage(usage: dict[str, Any]) -> Usage:
+def _read_usage(usage: dict[str, Any]) -> TokenCounts:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return Usage(
+    return TokenCounts(
         int(usage["prompt_tokens"]), int(usage.get("completion_tokens", 0)), None if cached is None else int(cached)
     )
 

@@ -36,7 +36,7 @@ SERVER_KEYS = tuple(key.removeprefix("http.") for key, effect in KEYS.items() if
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningApplication:
     """An application that runs."""
 
     versions: Mapping[str, str]
@@ -48,11 +48,11 @@ class Running:
     has_tenants: bool = False
 
 
-NOTHING_RUNS = Running({}, None)
+NOTHING_RUNS = RunningApplication({}, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DeploymentPlan:
     """The difference that a deployment makes."""
 
     changes: tuple[Change, ...]
@@ -102,10 +102,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def planned(running: Running, config: Config, wanted: Mapping[str, str]) -> Plan:
+def planned(running: RunningApplication, config: Config, wanted: Mapping[str, str]) -> DeploymentPlan:
     """The plan to get from what runs to a configuration, whose deployments have the `wanted` versions."""
     known = running.versions
-    return Plan(
+    return DeploymentPlan(
         () if running.config is None else tuple(changes(running.config, config)),
         started=tuple(name for name in wanted if name not in known),
         restarted=tuple(name for name in wanted if name in known and known[name] != wanted[name]),
@@ -155,7 +155,7 @@ def ignored(config: Config, running: HttpSection | None) -> Iterator[str]:
                 yield f"http.{name} stays {was}: {becomes} {Effect.SERVER}"
 
 
-def running_application(name: str) -> Running:
+def running_application(name: str) -> RunningApplication:
     """What runs under this name on the cluster that this process is connected to."""
     import ray
     from ray.serve import context
@@ -181,16 +181,16 @@ def whole(user_config: object, arguments: Mapping[str, Any]) -> object:
     return merge(base, user_config)
 
 
-def described(versions: Mapping[str, str], user_config: object) -> Running:
+def described(versions: Mapping[str, str], user_config: object) -> RunningApplication:
     """The application with the ingress's `user_config`, which another version of raydix may have written."""
     if not isinstance(user_config, Mapping):
-        return Running(versions, None)
+        return RunningApplication(versions, None)
     try:
         config = Config.model_validate(user_config)
     except ValidationError:
         config = None
     has_tenants = bool(user_config.get("tenants") or user_config.get("tenants_file"))
-    return Running(versions, config, _http_of(user_config.get("http")), has_tenants)
+    return RunningApplication(versions, config, _http_of(user_config.get("http")), has_tenants)
 
 
 def _http_of(section: object) -> HttpSection | None:
@@ -231,7 +231,7 @@ def _require_listener(address: str) -> None:
         raise StartupError(f"there is no Ray cluster at {address}: {error}") from None
 
 
-def _check_tenants(config: Config, running: Running, *, is_open: bool) -> None:
+def _check_tenants(config: Config, running: RunningApplication, *, is_open: bool) -> None:
     """Refuse to open a server to everybody by a file that only lacks the tenants."""
     if running.has_tenants and not (config.tenants or config.tenants_file) and not is_open:
         raise StartupError(

@@ -38,7 +38,7 @@ Send: TypeAlias = Callable[[str, Mapping[str, str], bytes], Awaitable[tuple[int,
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ComparedAnswer:
     """The answer to a request: then, as the recording has it, or now."""
 
     status: int = 0
@@ -56,7 +56,7 @@ class Answered:
 
 
 @dataclass(slots=True)
-class Asked:
+class RecordedRequest:
     """A recorded request."""
 
     number: int
@@ -65,7 +65,7 @@ class Asked:
     path: str
     headers: dict[str, str]
     body: str
-    then: Answered = field(default_factory=Answered)
+    then: ComparedAnswer = field(default_factory=ComparedAnswer)
 
     @property
     def left_after_s(self) -> float | None:
@@ -87,7 +87,7 @@ class Recorded:
 
     began: str
     model: dict[str, Any]
-    asked: tuple[Asked, ...]
+    asked: tuple[RecordedRequest, ...]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -114,8 +114,8 @@ def read(path: Path) -> Recorded:
         asked = {each["request"]: _asked(each) for each in lines if "request" in each}
         for each in lines:
             if "answer" in each:
-                facts = {name: each[name] for name in Answered.__slots__ if name in each}
-                asked[each["answer"]].then = Answered(**facts)
+                facts = {name: each[name] for name in ComparedAnswer.__slots__ if name in each}
+                asked[each["answer"]].then = ComparedAnswer(**facts)
         return Recorded(first["began"], first["model"], tuple(asked.values()))
     except OSError as error:
         raise StartupError(f"{path}: {error.strerror}") from None
@@ -123,8 +123,8 @@ def read(path: Path) -> Recorded:
         raise StartupError(f"{path} is no recording of requests: logging.recording makes them") from None
 
 
-def _asked(line: Mapping[str, Any]) -> Asked:
-    return Asked(line["request"], line["at"], line["path"], line["headers"], line["body"])
+def _asked(line: Mapping[str, Any]) -> RecordedRequest:
+    return RecordedRequest(line["request"], line["at"], line["path"], line["headers"], line["body"])
 
 
 async def _replay(recorded: Recorded, options: argparse.Namespace, console: Console) -> int:
@@ -133,10 +133,10 @@ async def _replay(recorded: Recorded, options: argparse.Namespace, console: Cons
     return report(recorded, answers, console)
 
 
-async def send_again(recorded: Recorded, send: Send, speed: float = 1.0) -> list[Answered]:
+async def send_again(recorded: Recorded, send: Send, speed: float = 1.0) -> list[ComparedAnswer]:
     """Send all requests, `speed` times as fast as they came; returns the answers in the order of the requests."""
-    now, tasks = asyncio.get_running_loop().time, list[asyncio.Task[Answered]]()
-    began_at, named = now(), dict[str, tuple[float, asyncio.Task[Answered]]]()
+    now, tasks = asyncio.get_running_loop().time, list[asyncio.Task[ComparedAnswer]]()
+    began_at, named = now(), dict[str, tuple[float, asyncio.Task[ComparedAnswer]]]()
     async with asyncio.TaskGroup() as group:
         for asked in recorded.asked:
             await asyncio.sleep(began_at + asked.at / speed - now())
@@ -151,8 +151,8 @@ async def send_again(recorded: Recorded, send: Send, speed: float = 1.0) -> list
 
 
 async def _send_one(
-    asked: Asked, send: Send, earlier: Mapping[str, "asyncio.Task[Answered]"], speed: float
-) -> Answered:
+    asked: RecordedRequest, send: Send, earlier: Mapping[str, "asyncio.Task[ComparedAnswer]"], speed: float
+) -> ComparedAnswer:
     body, headers = asked.body, dict(asked.headers)
     for word, task in earlier.items():
         body = body.replace(word, (await task).id or word)
@@ -167,11 +167,11 @@ async def _send_one(
         async with asyncio.timeout(None if left_after_s is None else left_after_s / speed):
             status, answer = await send(asked.path, headers, body.encode())
     except TimeoutError:
-        return Answered(why=LEFT)
-    return Answered(status, id=name_in(answer), parts=digest_of(answer))
+        return ComparedAnswer(why=LEFT)
+    return ComparedAnswer(status, id=name_in(answer), parts=digest_of(answer))
 
 
-def report(recorded: Recorded, answers: list[Answered], console: Console) -> int:
+def report(recorded: Recorded, answers: list[ComparedAnswer], console: Console) -> int:
     """Say whether the answers are the same as then, and show the first that is not; returns the exit code."""
     different, skipped = [], dict[str, int]()
     for asked, now in zip(recorded.asked, answers, strict=True):
@@ -196,7 +196,7 @@ def report(recorded: Recorded, answers: list[Answered], console: Console) -> int
     return DIFFERENT
 
 
-def _differences(then: Answered, now: Answered) -> list[tuple[str, object, object]]:
+def _differences(then: ComparedAnswer, now: ComparedAnswer) -> list[tuple[str, object, object]]:
     """Parts that differ, each then and now."""
     if then.status != now.status:
         return [("status", then.status, now.status)]

@@ -29,7 +29,7 @@ from raydix.cli.restart import is_orphaned
 from raydix.cli.sizing import Sizes, described, size_up, sized
 from raydix.cli.waiting import Waiting, age_s
 from raydix.configs import Config, load_config
-from raydix.configs.choose import Choice, Machine, choose, choose_with
+from raydix.configs.choose import ChosenConfiguration, Machine, choose, choose_with
 from raydix.configs.load import is_shipped, merge, merged, of_values
 from raydix.configs.schema import CacheSection
 from raydix.configs.settings import engine_settings
@@ -56,7 +56,7 @@ SLOW_STORE = "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE"
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class StartedServer:
     """A started server."""
 
     config: Config
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 def run_with(
     configs: Sequence[str] | None,
     overrides: Mapping[str, Any],
-    use: Callable[[Running], None],
+    use: Callable[[StartedServer], None],
     *,
     stopped: int = 0,
     options: argparse.Namespace | None = None,
@@ -100,7 +100,7 @@ def run_with(
     ray_thread = ThreadPoolExecutor(1, "ray")
 
     try:
-        _start_and_use(Running(config, cluster, ray_thread, console=console, stop=stop), use)
+        _start_and_use(StartedServer(config, cluster, ray_thread, console=console, stop=stop), use)
     except ClusterDiedError as death:
         logger.error("%s", death, extra=about("cluster_died"))
         cluster.kill()
@@ -165,8 +165,8 @@ def of_one_process(configs: Sequence[str], overrides: Mapping[str, Any]) -> Conf
 
 
 def fitted(
-    choice: Choice, config: Config, machine: Machine, progress: Callable[[str], None]
-) -> tuple[Choice, Config, str]:
+    choice: ChosenConfiguration, config: Config, machine: Machine, progress: Callable[[str], None]
+) -> tuple[ChosenConfiguration, Config, str]:
     """The configuration with its model's sizes for a machine, and a line about these, empty where there are none.
 
     Raises:
@@ -181,7 +181,7 @@ def fitted(
 
 def chosen(
     configs: Sequence[str], overrides: Mapping[str, Any], machine: Machine, options: argparse.Namespace
-) -> tuple[Choice, Config]:
+) -> tuple[ChosenConfiguration, Config]:
     """Choose and read the configuration. A file of one's own is laid over the one that suits the machine and has the
     file's roles of workers, so that a file with nothing but tenants changes nothing else.
 
@@ -197,7 +197,7 @@ def chosen(
         )
 
     roles = asked or configured
-    choice = Choice(configs[0] if configs else "", "")
+    choice = ChosenConfiguration(configs[0] if configs else "", "")
     base = None
     if not is_whole:
         found = choose_with(machine, roles) if roles else choose(machine)
@@ -212,11 +212,13 @@ def chosen(
     if configs:
         return choice, load_config(configs[0], extra, configs[1:], base)
     if base is None:
-        return Choice(f"of {' and '.join(roles)} workers", ""), of_values(extra)
+        return ChosenConfiguration(f"of {' and '.join(roles)} workers", ""), of_values(extra)
     return choice, load_config(base, extra)
 
 
-def fitting(choice: Choice, config: Config, model: ModelConfig, machine: Machine) -> tuple[Choice, Config, Sizes]:
+def fitting(
+    choice: ChosenConfiguration, config: Config, model: ModelConfig, machine: Machine
+) -> tuple[ChosenConfiguration, Config, Sizes]:
     """The configuration with its sizes: the chosen one, or with one worker in the place of two where two have no room
     for the weights twice, or for a whole context.
 
@@ -234,14 +236,18 @@ def fitting(choice: Choice, config: Config, model: ModelConfig, machine: Machine
         with contextlib.suppress(StartupError):
             other = size_up(alone, model, machine)
             if sizes is None or other.max_model_len > sizes.max_model_len:
-                return Choice("cpu_mixed", "a model that two workers have no room for: one has it all"), alone, other
+                return (
+                    ChosenConfiguration("cpu_mixed", "a model that two workers have no room for: one has it all"),
+                    alone,
+                    other,
+                )
     if sizes is None:
         assert refusal is not None
         raise refusal
     return choice, config, sizes
 
 
-def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:
+def _start_and_use(running: StartedServer, use: Callable[[StartedServer], None]) -> None:
     """Start the cluster and the application, and use them unless told to stop.
 
     Raises:
@@ -276,7 +282,7 @@ def _start_and_use(running: Running, use: Callable[[Running], None]) -> None:
     console.print("stopping")
 
 
-def _serve_until_stopped(running: Running) -> None:
+def _serve_until_stopped(running: StartedServer) -> None:
     """Print a request to try, and wait for a reason to end. Raises ClusterDiedError."""
     folder = resolve_model(running.config.model.source)
     running.console.print(f"{example(running.config, folder)}\n", soft_wrap=True)
@@ -284,7 +290,7 @@ def _serve_until_stopped(running: Running) -> None:
         running.cluster.check()
 
 
-def finish(running: Running, work: Future[None]) -> None:
+def finish(running: StartedServer, work: Future[None]) -> None:
     """Wait for a call of Ray while the cluster lives; after a stop, only briefly. Raises the call's error."""
     cluster, stop = running.cluster, running.stop
     deadline = float("inf")

@@ -31,14 +31,14 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenConfiguration:
     """Name of a configuration, and the reason of the choice."""
 
     config: str
     reason: str
 
 
-def choose_with(machine: Machine, roles: Collection[str]) -> Choice | None:
+def choose_with(machine: Machine, roles: Collection[str]) -> ChosenConfiguration | None:
     """The configuration for a machine whose workers have these roles; None if no configuration has them."""
     has_gpus = bool(machine.large_gpus_gib)
     names = {
@@ -46,27 +46,33 @@ def choose_with(machine: Machine, roles: Collection[str]) -> Choice | None:
         frozenset({"prefill", "decode"}): "gpu_disaggregated" if has_gpus else "cpu",
     }
     name = names.get(frozenset(roles))
-    return None if name is None else Choice(name, f"workers that are {' and '.join(roles)}")
+    return None if name is None else ChosenConfiguration(name, f"workers that are {' and '.join(roles)}")
 
 
-def choose(machine: Machine) -> Choice:
+def choose(machine: Machine) -> ChosenConfiguration:
     """Choose the configuration for one machine that serves alone."""
     large_gpus = len(machine.large_gpus_gib)
     if large_gpus >= 2 and machine.num_cores >= SPLIT_CORES and machine.memory_gib >= GPU_MEMORY_GIB:
-        return Choice("gpu_disaggregated", f"{large_gpus} GPUs, one for prefill and one for decode")
+        return ChosenConfiguration("gpu_disaggregated", f"{large_gpus} GPUs, one for prefill and one for decode")
     if large_gpus:
-        return Choice("gpu_single", "one GPU for prefill and decode")
+        return ChosenConfiguration("gpu_single", "one GPU for prefill and decode")
 
     if machine.gpu_gib:
         gib = max(machine.gpu_gib)
-        return Choice("cpu_mixed", f"a GPU of {gib:.0f} GiB, too small to be used: one worker on the CPU")
+        return ChosenConfiguration("cpu_mixed", f"a GPU of {gib:.0f} GiB, too small to be used: one worker on the CPU")
 
     if machine.num_cores < SPLIT_CORES:
-        return Choice("cpu_mixed", f"{_cores(machine.num_cores)} and no GPU: one worker prefills and decodes")
+        return ChosenConfiguration(
+            "cpu_mixed", f"{_cores(machine.num_cores)} and no GPU: one worker prefills and decodes"
+        )
     if machine.memory_gib < SPLIT_MEMORY_GIB:
-        return Choice("cpu_mixed", f"{machine.memory_gib:.0f} GiB of memory: one worker prefills and decodes")
+        return ChosenConfiguration(
+            "cpu_mixed", f"{machine.memory_gib:.0f} GiB of memory: one worker prefills and decodes"
+        )
 
-    return Choice("cpu", f"{_cores(machine.num_cores)} and no GPU: a worker for prefill and one for decode")
+    return ChosenConfiguration(
+        "cpu", f"{_cores(machine.num_cores)} and no GPU: a worker for prefill and one for decode"
+    )
 
 
 def _cores(number: int) -> str:

@@ -11,7 +11,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Kind(Enum):
+class DeploymentKind(Enum):
     """A kind of deployment, whose replicas have keys of the configuration for their whole lives."""
 
     INGRESS = "ingress"
@@ -41,19 +41,19 @@ class Effect(StrEnum):
         """True if a change restarts no replica, so that the key may stand in a `user_config`."""
         return self in (Effect.IN_PLACE, Effect.IN_PLACE_UNLESS_OFF, Effect.NUMBER)
 
-    def restarts(self, kind: Kind) -> bool:
+    def restarts(self, kind: DeploymentKind) -> bool:
         """True if a change restarts the replicas of this kind, which have the key as an argument."""
         return kind in _RESTARTED.get(self, ())
 
 
 _RESTARTED = {
-    Effect.INGRESS: (Kind.INGRESS,),
-    Effect.MANAGER: (Kind.MANAGER,),
-    Effect.ROLE: (Kind.WORKERS,),
-    Effect.WORKERS: (Kind.WORKERS,),
-    Effect.INGRESS_AND_MANAGER: (Kind.INGRESS, Kind.MANAGER),
-    Effect.INGRESS_AND_WORKERS: (Kind.INGRESS, Kind.WORKERS),
-    Effect.EVERYTHING: tuple(Kind),
+    Effect.INGRESS: (DeploymentKind.INGRESS,),
+    Effect.MANAGER: (DeploymentKind.MANAGER,),
+    Effect.ROLE: (DeploymentKind.WORKERS,),
+    Effect.WORKERS: (DeploymentKind.WORKERS,),
+    Effect.INGRESS_AND_MANAGER: (DeploymentKind.INGRESS, DeploymentKind.MANAGER),
+    Effect.INGRESS_AND_WORKERS: (DeploymentKind.INGRESS, DeploymentKind.WORKERS),
+    Effect.EVERYTHING: tuple(DeploymentKind),
 }
 
 

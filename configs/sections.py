@@ -38,7 +38,7 @@ from raydix.configs.schema import (
     SpeculationSection,
     TenantSection,
 )
-from raydix.configs.section import Effect, Kind, effects_of
+from raydix.configs.section import DeploymentKind, Effect, effects_of
 from raydix.engine.core.errors import StartupError
 
 Values: TypeAlias = dict[str, Any]
@@ -206,10 +206,10 @@ def _effects(content: Mapping[str, Any], roles: Collection[str], prefix: str = "
 def ingress_arguments(config: Config) -> IngressArguments:
     """The ingress replicas' constructor argument."""
     return IngressArguments(
-        model=_fixed(config.model, Kind.INGRESS),
-        cache=_fixed(config.cache, Kind.INGRESS),
-        speculation=_fixed(config.speculation, Kind.INGRESS),
-        logging=_fixed(config.logging, Kind.INGRESS),
+        model=_fixed(config.model, DeploymentKind.INGRESS),
+        cache=_fixed(config.cache, DeploymentKind.INGRESS),
+        speculation=_fixed(config.speculation, DeploymentKind.INGRESS),
+        logging=_fixed(config.logging, DeploymentKind.INGRESS),
         hands_over=config.workers.hands_over,
         has_tokenizer_info=config.http.tokenizer_info,
         unknown_fields=config.http.unknown_fields,
@@ -223,9 +223,9 @@ def ingress_arguments(config: Config) -> IngressArguments:
 def manager_arguments(config: Config) -> ManagerArguments:
     """The manager's host's constructor argument."""
     return ManagerArguments(
-        cache=_fixed(config.cache, Kind.MANAGER),
-        speculation=_fixed(config.speculation, Kind.MANAGER),
-        logging=_fixed(config.logging, Kind.MANAGER),
+        cache=_fixed(config.cache, DeploymentKind.MANAGER),
+        speculation=_fixed(config.speculation, DeploymentKind.MANAGER),
+        logging=_fixed(config.logging, DeploymentKind.MANAGER),
     )
 
 
@@ -247,11 +247,11 @@ def manager_live(config: Config) -> ManagerLive:
 def worker_arguments(config: Config, worker: WorkerSection) -> WorkerArguments:
     """The constructor argument of the workers' hosts of one of the configuration's worker sections."""
     return WorkerArguments(
-        model=_fixed(config.model, Kind.WORKERS),
-        cache=_fixed(config.cache, Kind.WORKERS),
-        worker=WorkerSection.model_validate(_fixed_values(worker, WorkerSection, Kind.WORKERS)),
-        speculation=_fixed(config.speculation, Kind.WORKERS),
-        logging=_fixed(config.logging, Kind.WORKERS),
+        model=_fixed(config.model, DeploymentKind.WORKERS),
+        cache=_fixed(config.cache, DeploymentKind.WORKERS),
+        worker=WorkerSection.model_validate(_fixed_values(worker, WorkerSection, DeploymentKind.WORKERS)),
+        speculation=_fixed(config.speculation, DeploymentKind.WORKERS),
+        logging=_fixed(config.logging, DeploymentKind.WORKERS),
     )
 
 
@@ -291,12 +291,12 @@ def shares(tenants: Iterable[TenantSection]) -> tuple[Share, ...]:
     )
 
 
-def _fixed(section: S, kind: Kind) -> S:
+def _fixed(section: S, kind: DeploymentKind) -> S:
     """The section with the defaults in all keys but those that replicas of this kind have for their whole lives."""
     return type(section).model_validate(_fixed_values(section, type(section), kind))
 
 
-def _fixed_values(section: BaseModel, declared: type[BaseModel], kind: Kind) -> Values:
+def _fixed_values(section: BaseModel, declared: type[BaseModel], kind: DeploymentKind) -> Values:
     return {name: getattr(section, name) for name, effect in effects_of(declared).items() if effect.restarts(kind)}
 
 

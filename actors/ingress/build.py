@@ -9,7 +9,7 @@ from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
 from raydix.actors.ingress.cache_control import CacheControl
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics, ReplicaMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
-from raydix.actors.ingress.frontend import Frontend, FrontendParts, Limits
+from raydix.actors.ingress.frontend import Frontend, FrontendParts, ReplicaLimits
 from raydix.actors.ingress.manager_link import ManagerAnswers, ManagerLink
 from raydix.actors.instruments import families_of
 from raydix.actors.metrics import HoldMetrics, IngressMetrics
@@ -138,10 +138,10 @@ def batch_settings(config: Config) -> BatchSettings:
     )
 
 
-def replica_limits(config: Config) -> Limits:
+def replica_limits(config: Config) -> ReplicaLimits:
     """Limits of one replica."""
     section = config.ingress
-    return Limits(
+    return ReplicaLimits(
         section.max_queued_requests, section.max_waiting_mib << 20, section.answer_mib << 20, section.reader_processes
     )
 

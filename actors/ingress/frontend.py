@@ -40,7 +40,7 @@ SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReplicaLimits:
     """Limits of one replica."""
 
     max_requests: int
@@ -102,7 +102,7 @@ class Frontend:
         """End the processes that read long requests."""
         await self._reader.close()
 
-    def change(self, limits: Limits, tenants: Iterable[Tenant], name_of_key: Mapping[str, str]) -> None:
+    def change(self, limits: ReplicaLimits, tenants: Iterable[Tenant], name_of_key: Mapping[str, str]) -> None:
         """Take other limits and know these tenants alone, from the next request on; requests under way go on."""
         self._preparation.limit(limits.max_requests)
         self._reader.limit(limits.max_waiting_bytes, limits.reader_processes)

@@ -364,9 +364,9 @@ class TestNoServer:
         application.router.add_get("/v1/models", models)
         with serving(application) as url:
             with pytest.raises(StartupError, match=re.escape(reason)) as refused:
-                asyncio.run(chat.Server(url).model(None))
+                asyncio.run(chat.ChatServer(url).model(None))
             assert ("try --model" in str(refused.value)) == (reply.get("status") in (404, 503))
-            assert asyncio.run(chat.Server(url).model("named")) == "named"
+            assert asyncio.run(chat.ChatServer(url).model("named")) == "named"
 
 
 class Terminal:
@@ -503,7 +503,7 @@ class TestReadEvent:
         assert chat.read_event(b'{"choices": null, "usage": null}') == chat.Event()
         assert chat.read_event(b'{"choices": [{"delta": {"content": null}}]}') == chat.Event()
         usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": null}}'
-        assert chat.read_event(usage) == chat.Event(usage=chat.Usage(3, 2, None))
+        assert chat.read_event(usage) == chat.Event(usage=chat.TokenCounts(3, 2, None))
 
     @pytest.mark.parametrize(
         "error",
@@ -521,14 +521,14 @@ class TestReadEvent:
 
 class TestSummary:
     def test_rate_leaves_out_the_time_to_the_first_token(self) -> None:
-        answer = chat.Answer()
+        answer = chat.StreamedAnswer()
         answer.add(chat.Event("a"), 2.0)
         answer.add(chat.Event("b", "stop"), 4.0)
-        answer.add(chat.Event(usage=chat.Usage(7, 9, None)), 5.0)
+        answer.add(chat.Event(usage=chat.TokenCounts(7, 9, None)), 5.0)
         assert answer.summary() == "2.00 s to first token, 4.0 tokens/s, 7 prompt tokens"
 
     def test_nothing_came(self) -> None:
-        assert chat.Answer().summary() == ""
+        assert chat.StreamedAnswer().summary() == ""
 
 
 class TestServeRefuses:

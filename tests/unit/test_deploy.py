@@ -10,7 +10,16 @@ import pytest
 
 from raydix.cli import deploy
 from raydix.cli.cluster import LOCAL_NAMES, free_port
-from raydix.cli.deploy import NOTHING_RUNS, Running, as_served, described, ignored, lacking, planned, require_stores
+from raydix.cli.deploy import (
+    NOTHING_RUNS,
+    RunningApplication,
+    as_served,
+    described,
+    ignored,
+    lacking,
+    planned,
+    require_stores,
+)
 from raydix.cli.main import main
 from raydix.configs import Config, load_config
 from raydix.configs.sections import INGRESS, MANAGER, parts
@@ -31,16 +40,16 @@ def versions_of(config: Config, code: str = "code") -> dict[str, str]:
     return {name: part.version(code) for name, part in parts(config).items()}
 
 
-def running(config: Config) -> Running:
+def running(config: Config) -> RunningApplication:
     return served_as(config)
 
 
-def served_as(config: Config) -> Running:
+def served_as(config: Config) -> RunningApplication:
     """The application as Serve's controller tells of it."""
     return described(versions_of(config), config.model_dump(mode="json"))
 
 
-def plan_lines(old: Running, new: Config, code: str = "code") -> list[str]:
+def plan_lines(old: RunningApplication, new: Config, code: str = "code") -> list[str]:
     return [*planned(old, new, versions_of(new, code)).lines()]
 
 
@@ -104,7 +113,7 @@ def test_a_server_of_another_version_stays_as_it_is_too() -> None:
     assert (served.http.port, served.http.allowed_hosts, served.http.header_timeout_s) == (9000, LOCAL_NAMES, 7)
     assert [*ignored(config_of(http={"header_timeout_s": 7}), known.http)] == []
     for no_raydix in (None, {}, {"http": 3}):
-        assert described({"a": "1"}, no_raydix) == Running({"a": "1"}, None)
+        assert described({"a": "1"}, no_raydix) == RunningApplication({"a": "1"}, None)
 
 
 def test_files_are_merged_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raydix.actors.logs import JsonFormatter, Origin, RotatedFile, TextFormatter
+from raydix.actors.logs import JsonFormatter, LogOrigin, RotatedFile, TextFormatter
 from raydix.cli.log_lines import MAX_LINES, LogFollower
 
 
@@ -14,7 +14,7 @@ class Writer:
     """A process that logs."""
 
     def __init__(self, folder: Path, name: str, max_bytes: int = 0, is_json: bool = True) -> None:
-        origin = Origin(name, "10.0.0.7", 1)
+        origin = LogOrigin(name, "10.0.0.7", 1)
         self._handler = RotatedFile(folder / f"raydix-{name}-1.log", max_bytes, 1)
         self._handler.setFormatter(JsonFormatter(origin) if is_json else TextFormatter(origin))
 

@@ -15,7 +15,7 @@ import pytest
 
 from raydix.actors.logs import (
     JsonFormatter,
-    Origin,
+    LogOrigin,
     RotatedFile,
     TextFormatter,
     install,
@@ -27,8 +27,8 @@ from raydix.engine.core.log_fields import about
 from raydix.engine.serving.accounting import Refusals
 
 SECRET = "the gardener did it"
-WORKER = Origin("decode", "10.0.0.7", 4711, worker="decode-a1")
-INGRESS = Origin("ingress", "10.0.0.7", 4712, sees_text=True)
+WORKER = LogOrigin("decode", "10.0.0.7", 4711, worker="decode-a1")
+INGRESS = LogOrigin("ingress", "10.0.0.7", 4712, sees_text=True)
 
 
 @pytest.fixture
@@ -164,9 +164,9 @@ def test_a_killed_process_has_written_all_that_it_logged(tmp_path: Path) -> None
     program = f"""
 import logging, os, signal
 from pathlib import Path
-from raydix.actors.logs import JsonFormatter, Origin, RotatedFile, install
+from raydix.actors.logs import JsonFormatter, LogOrigin, RotatedFile, install
 handler = RotatedFile(Path({str(tmp_path)!r}) / "log", 0, 0)
-handler.setFormatter(JsonFormatter(Origin("x", "n", 1)))
+handler.setFormatter(JsonFormatter(LogOrigin("x", "n", 1)))
 install(handler, "INFO")
 for number in range(100):
     logging.getLogger("raydix.actors").info("%d", number)

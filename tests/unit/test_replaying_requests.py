@@ -17,7 +17,7 @@ from rich.console import Console
 from raydix.actors.ingress.recorder import RECORDED, WARNING
 from raydix.actors.ingress.routes import answers
 from raydix.cli.main import main
-from raydix.cli.replay import Answered, Recorded, read, report, send_again
+from raydix.cli.replay import ComparedAnswer, Recorded, read, report, send_again
 from raydix.engine.api.answer_digest import LEFT, digest_of, name_in
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
@@ -48,7 +48,7 @@ def recorded(served: Served, folder: Path, replica: Replica, work: Work, **loggi
     return path
 
 
-def replayed(served: Served, path: Path, replica: Replica) -> tuple[Recorded, list[Answered], str, int]:
+def replayed(served: Served, path: Path, replica: Replica) -> tuple[Recorded, list[ComparedAnswer], str, int]:
     """The recording, the answers of another server, the report and the exit code."""
     recording, shown = read(path), io.StringIO()
 
@@ -175,7 +175,10 @@ def test_unforeseen_errors_are_compared(served: Served, tmp_path: Path, stream: 
     assert (asked.then.status, asked.reason_to_skip()) == (500, None)
     _, _, shown, code = replayed(served, path, Replica())
     assert code == 1 and "status: then 500, now 200" in shown
-    assert report(read(path), [Answered(500, parts={"code": "service_unavailable"})], Console(file=io.StringIO())) == 0
+    assert (
+        report(read(path), [ComparedAnswer(500, parts={"code": "service_unavailable"})], Console(file=io.StringIO()))
+        == 0
+    )
 
 
 def test_a_client_that_leaves_a_whole_answer_is_no_answer(served: Served, tmp_path: Path) -> None:

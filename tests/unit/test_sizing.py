@@ -20,7 +20,7 @@ from raydix.cli.sizing import (
     sized,
 )
 from raydix.configs import Config, load_config
-from raydix.configs.choose import Choice, Machine
+from raydix.configs.choose import ChosenConfiguration, Machine
 from raydix.configs.settings import engine_settings
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import GIB, SchedulerLimits
@@ -72,7 +72,7 @@ MACHINES = {
 }
 
 
-def plan(name: str, machine: Machine, **overrides: Any) -> tuple[Choice, Config, int]:
+def plan(name: str, machine: Machine, **overrides: Any) -> tuple[ChosenConfiguration, Config, int]:
     """What the start would take, with its longest request."""
     choice, config = chosen((), overrides, machine, options=_no_options())
     choice, config, sizes = fitting(choice, config, MODELS[name], machine)
