@@ -11,6 +11,7 @@ from raydix.engine.api.validation import LenientModel, describe, name_all, probl
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.answers.transcripts import REFERENCE_PREFIX
 from raydix.engine.core.errors import RequestError
+from raydix.engine.core.ingress.parsers.custom import arguments_of
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 1024
@@ -193,12 +194,28 @@ class FunctionCall(LenientModel):
     arguments: str = Field(description="Its arguments, as JSON in a text.")
 
 
+class CustomCall(LenientModel):
+    """Custom tool called by the assistant, as returned in an earlier turn."""
+
+    name: str = Field(description="Its name.")
+    input: str = Field(description="Its input.")
+
+
 class ToolCall(LenientModel):
     """One tool call of an assistant message."""
 
     id: str = Field(description="Name of the call, for the message with its result.")
-    type: Literal["function"] = Field(default="function", description="Kind of tool.")
-    function: FunctionCall = Field(description="The function that was called.")
+    type: Literal["function", "custom"] = Field(default="function", description="Kind of tool.")
+    function: FunctionCall | None = Field(default=None, description="The function that was called.")
+    custom: CustomCall | None = Field(default=None, description="The custom tool that was called.")
+
+    def for_template(self) -> dict[str, object]:
+        """Return the call as chat templates know it."""
+        if self.type == "custom" and self.custom is not None:
+            function: object = {"name": self.custom.name, "arguments": arguments_of(self.custom.input)}
+        else:
+            function = None if self.function is None else self.function.model_dump()
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(KnownMessageFields):
@@ -239,7 +256,7 @@ class Message(KnownMessageFields):
         if reasoning is not None:
             message["reasoning_content"] = reasoning
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
     @property
@@ -261,6 +278,10 @@ class Message(KnownMessageFields):
 
         if self.content is None and self.role != "assistant":
             raise refuse("content", "must be a string")
+        for number, call in enumerate(self.tool_calls or ()):
+            if (call.function if call.type == "function" else call.custom) is None:
+                param = f"messages[{index}].tool_calls[{number}].{call.type}"
+                raise RequestError(f"Missing required parameter: '{param}'.", param=param)
         if not self.is_continued:
             return
 

@@ -155,12 +155,20 @@ class CalledFunction(Shape):
     arguments: str = Field(description="Its arguments, as JSON in a text.")
 
 
+class CalledTool(Shape):
+    """The custom tool of a call, or the next part of its input."""
+
+    name: str | None = Field(default=None, description="Its name.")
+    input: str = Field(description="Its input.")
+
+
 class AnswerCall(Shape):
-    """A call of a function."""
+    """A call of a function or of a custom tool."""
 
     id: str = Field(description="Name of the call, for the message with its result.")
-    type: Literal["function"] = Field(description="Kind of tool.")
-    function: CalledFunction = Field(description="The function that is called.")
+    type: Literal["function", "custom"] = Field(description="Kind of tool.")
+    function: CalledFunction | None = Field(default=None, description="The function that is called.")
+    custom: CalledTool | None = Field(default=None, description="The custom tool that is called.")
 
 
 class CallDelta(Shape):
@@ -168,8 +176,13 @@ class CallDelta(Shape):
 
     index: int = Field(description="Number of the call.")
     id: str | None = Field(default=None, description="In the call's first chunk.")
-    type: Literal["function"] | None = Field(default=None, description="In the call's first chunk.")
-    function: CalledFunction = Field(description="The name in the call's first chunk, and more of the arguments.")
+    type: Literal["function", "custom"] | None = Field(default=None, description="In the call's first chunk.")
+    function: CalledFunction | None = Field(
+        default=None, description="The name in the call's first chunk, and more of the arguments."
+    )
+    custom: CalledTool | None = Field(
+        default=None, description="Of a custom tool: the name in the call's first chunk, and more of the input."
+    )
 
 
 class AnswerMessage(Shape):

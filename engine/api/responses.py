@@ -180,18 +180,18 @@ def _response(head: ResponseHead, choices: list[Json] | Sliced, first: Choice, u
 def _chat_choice(choice: Choice) -> Json:
     message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.message is not None:
-        message |= message_parts(choice.message)
+        message |= message_parts(choice.message, call_object)
     if choice.message_id is not None:
         message["id"] = choice.message_id
     return {"index": choice.index, "message": message, **_of_answer(choice)}
 
 
-def message_parts(message: AnswerMessage) -> Json:
-    """The parts of a parsed answer as a message has them."""
+def message_parts(message: AnswerMessage, object_of: Callable[[Call], Json]) -> Json:
+    """The parts of a parsed answer as a message has them, the calls as `object_of` makes them."""
     reasoning: Json = {}
     if message.reasoning:
         reasoning = {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
-    calls = [call_object(call) for call in message.calls]
+    calls = [object_of(call) for call in message.calls]
     if not calls:
         return {"content": message.content, **reasoning}
     return {"content": message.content or None, "tool_calls": calls, **reasoning}
@@ -199,6 +199,13 @@ def message_parts(message: AnswerMessage) -> Json:
 
 def call_object(call: Call) -> Json:
     """One of a message's `tool_calls`."""
+    if call.input is None:
+        return function_call(call)
+    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": "".join(call.input)}}
+
+
+def function_call(call: Call) -> Json:
+    """A call, of a custom tool too, as chat templates know it."""
     function = {"name": call.name, "arguments": "".join(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 

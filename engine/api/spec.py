@@ -98,12 +98,16 @@ class ToolUse:
     """Functions whose arguments must follow their schemas."""
     schema_field: str = "function.parameters"
     """Field of a tool with its schema, for error messages."""
+    inputs: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Custom tools, whose calls have a text as their input: by name the schema of the arguments, which say the text."""
+    input_field: str = "custom.format.grammar.definition"
+    """Field of a custom tool with the grammar of its input, for error messages."""
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, object]]:
         """Schema of the arguments of each function, by name."""
         functions = [definition["function"] for definition in self.definitions]
-        return {function["name"]: function["parameters"] for function in functions}
+        return {each["name"]: self.inputs.get(each["name"], each["parameters"]) for each in functions}
 
 
 @dataclass(frozen=True, slots=True)

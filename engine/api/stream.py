@@ -15,7 +15,14 @@ from raydix.engine.api.responses import Json, ResponseHead, Usage, error_body, w
 from raydix.engine.api.slices import ids_of, whole
 from raydix.engine.core.errors import RaydixError
 from raydix.engine.core.ingress.parsers.answer import AnswerMessage
-from raydix.engine.core.ingress.parsers.events import AnswerEvent, ArgumentsPart, CallBegins, ReasoningPart, TextPart
+from raydix.engine.core.ingress.parsers.events import (
+    AnswerEvent,
+    ArgumentsPart,
+    CallBegins,
+    InputPart,
+    ReasoningPart,
+    TextPart,
+)
 from raydix.engine.core.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -159,9 +166,15 @@ def _delta(event: AnswerEvent, message: AnswerMessage) -> Json | None:
         case ReasoningPart(text):
             return {"reasoning": text, "reasoning_content": text}
         case CallBegins(index, name):
-            opened: Json = {"id": message.begun[index].id, "type": "function"}
+            call = message.begun[index]
+            if call.input is not None:
+                custom: Json = {"id": call.id, "type": "custom", "custom": {"name": name, "input": ""}}
+                return {"tool_calls": [{"index": index, **custom}]}
+            opened: Json = {"id": call.id, "type": "function"}
             return {"tool_calls": [{"index": index, **opened, "function": {"name": name, "arguments": ""}}]}
-        case ArgumentsPart(index, text):
+        case InputPart(index, text):
+            return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
+        case ArgumentsPart(index, text) if message.begun[index].input is None:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
         case _:
             return None

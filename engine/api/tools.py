@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
+from raydix.engine.api.custom_tools import CustomDefinition
 from raydix.engine.api.grammars import schema_grammar
 from raydix.engine.api.spec import ToolUse
 from raydix.engine.api.validation import LenientModel, StrictModel, describe, problem
@@ -45,11 +46,22 @@ class FunctionDefinition(LenientModel):
         return {"type": "function", "function": {"name": self.name, **description, "parameters": parameters}}
 
 
+Definition: TypeAlias = FunctionDefinition | CustomDefinition
+
+
 class Tool(LenientModel):
     """Tool of a chat."""
 
-    type: Literal["function"] = Field(default="function", description="Kind of tool.")
-    function: FunctionDefinition = Field(description="The function.")
+    type: Literal["function", "custom"] = Field(default="function", description="Kind of tool.")
+    function: FunctionDefinition | None = Field(default=None, description="The function.")
+    custom: CustomDefinition | None = Field(
+        default=None, description="Tool whose input is a text, free or in the form of a grammar."
+    )
+
+    @property
+    def definition(self) -> Definition | None:
+        """The function or the custom tool, as the type says; None if it is missing."""
+        return self.function if self.type == "function" else self.custom
 
 
 def few_tools(value: object) -> object:
@@ -62,15 +74,16 @@ def _parse_choice(value: object) -> str | tuple[str]:
     """A word, or a tuple of the function's name."""
     if value in ("none", "auto", "required"):
         return str(value)
-    if not isinstance(value, Mapping) or value.get("type") != "function":
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or kind not in ("function", "custom"):
         raise problem(
             "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': a string}}, "
             f"got {describe(value)}"
         )
-    function = value.get("function")
+    function = value.get(kind)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise problem("must have the name of a function in 'function.name'")
+        raise problem(f"must have the name of a {kind if kind == 'function' else 'tool'} in '{kind}.name'")
     return (name,)
 
 
@@ -86,6 +99,7 @@ class ToolPaths(NamedTuple):
     name: str = "function.name"
     schema: str = "function.parameters"
     chosen: str = "tool_choice.function.name"
+    grammar: str = "custom.format.grammar.definition"
 
 
 CHAT_PATHS = ToolPaths()
@@ -100,9 +114,8 @@ class OfferedTools(StrictModel):
 
     def offered(self) -> ToolUse | None:
         """Return the tools as a prompt needs them; None if there are none. Raises RequestError for equal names."""
-        tools = self.tools or ()
-        _require_different(tools, CHAT_PATHS.name)
-        return ToolUse(tuple(tool.function.for_template() for tool in tools), may_call=False) if tools else None
+        definitions = _definitions(self.tools or (), CHAT_PATHS)
+        return ToolUse(tuple(each.for_template() for each in definitions), may_call=False) if definitions else None
 
 
 class ToolFields(OfferedTools):
@@ -119,9 +132,8 @@ class ToolFields(OfferedTools):
 
     def tool_use(self, paths: ToolPaths = CHAT_PATHS) -> ToolUse | None:
         """Return the tools in normal form; None if there are none. Raises RequestError for contradicting fields."""
-        tools, choice = self.tools or (), self.tool_choice
-        _require_different(tools, paths.name)
-        if isinstance(choice, tuple) and choice[0] not in {tool.function.name for tool in tools}:
+        tools, choice = _definitions(self.tools or (), paths), self.tool_choice
+        if isinstance(choice, tuple) and choice[0] not in {tool.name for tool in tools}:
             raise RequestError(
                 f"'{paths.chosen}' is {describe(choice[0])}, a function that 'tools' does not have.",
                 param=paths.chosen,
@@ -134,36 +146,48 @@ class ToolFields(OfferedTools):
         if isinstance(choice, tuple):
             required = choice
         elif choice == "required":
-            required = tuple(tool.function.name for tool in tools)
-        strict = tuple(tool.function.name for tool in tools if tool.function.strict)
-        self._check_schemas({*required, *strict}, paths.schema)
+            required = tuple(tool.name for tool in tools)
+        strict = tuple(tool.name for tool in tools if tool.strict)
+        _check_schemas(tools, {*required, *strict}, paths.schema)
 
         return ToolUse(
-            definitions=tuple(tool.function.for_template() for tool in tools),
+            definitions=tuple(tool.for_template() for tool in tools),
             may_call=choice != "none",
             is_single=self.parallel_tool_calls is False or isinstance(choice, tuple),
             required=required,
             strict=strict,
             schema_field=paths.schema,
+            inputs={
+                tool.name: tool.input_schema(f"tools[{index}].{paths.grammar}")
+                for index, tool in enumerate(tools)
+                if isinstance(tool, CustomDefinition)
+            },
+            input_field=paths.grammar,
         )
 
-    def _check_schemas(self, names: Collection[str], field: str) -> None:
-        """Raise RequestError naming the place where the schema of one of these functions cannot be followed."""
-        for index, tool in enumerate(self.tools or ()):
-            function = tool.function
-            if function.name in names and function.parameters is not None:
-                param = f"tools[{index}].{field}"
-                schema_grammar(function.parameters, param, strict=bool(function.strict))
+
+def _check_schemas(tools: Sequence[Definition], names: Collection[str], field: str) -> None:
+    """Raise RequestError naming the place where the schema of one of these functions cannot be followed."""
+    for index, tool in enumerate(tools):
+        if isinstance(tool, FunctionDefinition) and tool.name in names and tool.parameters is not None:
+            schema_grammar(tool.parameters, f"tools[{index}].{field}", strict=bool(tool.strict))
 
 
-def _require_different(tools: Sequence[Tool], field: str) -> None:
+def _definitions(tools: Sequence[Tool], paths: ToolPaths) -> Sequence[Definition]:
+    """Return what the tools are. Raises RequestError for equal names, and for a tool that is nothing."""
+    found: list[Definition] = []
     names: set[str] = set()
     for index, tool in enumerate(tools):
-        name = tool.function.name
-        if name in names:
-            param = f"tools[{index}].{field}"
-            raise RequestError(f"'{param}' is {describe(name)}, the name of another function.", param=param)
-        names.add(name)
+        definition = tool.definition
+        if definition is None:
+            param = f"tools[{index}].{tool.type}"
+            raise RequestError(f"Missing required parameter: '{param}'.", param=param)
+        if definition.name in names:
+            param = f"tools[{index}].{paths.name.replace('function', tool.type)}"
+            raise RequestError(f"'{param}' is {describe(definition.name)}, the name of another function.", param=param)
+        names.add(definition.name)
+        found.append(definition)
+    return found
 
 
 class AnswerForm(NamedTuple):
@@ -201,5 +225,9 @@ def with_calls(asked: AnswerForm, tools: ToolUse, form: CallForm, special: Mappi
 
 def _place_of(schemas: Mapping[str, Mapping[str, object]], tools: ToolUse) -> str:
     """Name of the field with the schema of a grammar; of all tools if there are several schemas."""
-    places = [index for index, name in enumerate(tools.schemas) if schemas.get(name)]
-    return f"tools[{places[0]}].{tools.schema_field}" if len(places) == 1 else "tools"
+    places = [
+        f"tools[{index}].{tools.input_field if name in tools.inputs else tools.schema_field}"
+        for index, name in enumerate(tools.schemas)
+        if schemas.get(name)
+    ]
+    return places[0] if len(places) == 1 else "tools"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from raydix.engine.api.assembler import ChoiceAssembler, Piece
-from raydix.engine.api.responses import ResponseHead, Usage, message_parts, total_usage
+from raydix.engine.api.responses import ResponseHead, Usage, function_call, message_parts, total_usage
 from raydix.engine.api.resuming import EventIds
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
 from raydix.engine.core.ingress.generation import Generation
@@ -82,7 +82,7 @@ class Answer:
 
     def as_message(self) -> ChatMessage:
         """The answer as a client sends it back."""
-        parts = {"content": self.text} if self.message is None else message_parts(self.message)
+        parts = {"content": self.text} if self.message is None else message_parts(self.message, function_call)
         parts.pop("reasoning", None)
         return {"role": "assistant", **parts, "content": parts["content"] or ""}
 

@@ -27,6 +27,7 @@ from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
 from raydix.engine.core.ingress.parsers.answer import AnswerMessage, AnswerParser
 from raydix.engine.core.ingress.parsers.bare import BareCalls
+from raydix.engine.core.ingress.parsers.custom import CustomCalls
 from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS, Thinking, begins_inside
 from raydix.engine.core.ingress.room import Permit, Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives, WhenLate
@@ -439,7 +440,8 @@ class Preparation:
         )
         echo = self._echo(spec, index, generation.prompt) if spec.echo else ""
         call_ids = map(self._call_id, map(partial(origin.call_id, index), count()))
-        message = None if parser is None else AnswerMessage(partial(next, call_ids), echo)
+        custom = () if spec.tools is None else spec.tools.inputs
+        message = None if parser is None else AnswerMessage(partial(next, call_ids), echo, custom)
         return Answer(generation, assembler, index, echo, chat=chat, message=message)
 
     def _parser(self, spec: GenerationSpec, chat: Chat | None) -> AnswerParser | None:
@@ -452,6 +454,8 @@ class Preparation:
             # Of Llama's format a call is a bare object anyway; a prescribed call has its tags.
             if kind is not LLAMA3 and not tools.required:
                 calls = BareCalls(calls, tools.schemas)
+            if tools.inputs:
+                calls = CustomCalls(calls, tools.inputs)
         if chat is not None and self._facts.has_reasoning and spec.reasoning.is_separate:
             reasoning = Thinking(is_inside=begins_inside(chat.prompt.text))
         if calls is None and reasoning is None:

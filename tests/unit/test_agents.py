@@ -76,6 +76,16 @@ CODEX: dict[str, Any] = {
                 {"type": "function", "name": "read", "description": "Reads.", "strict": False, "parameters": READ}
             ],
         },
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Edits files.",
+            "format": {
+                "type": "grammar",
+                "syntax": "lark",
+                "definition": 'start: "*** " /[A-Z]+/ LF\n%import common.LF',
+            },
+        },
         {"type": "web_search", "external_web_access": False},
         {"type": "local_shell"},
     ],

@@ -293,7 +293,7 @@ def test_a_failure_in_a_stream_is_a_numbered_event(served: Served) -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "tools": [CLOCK]}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
-        ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
         ({"tools": [CLOCK], "include": ["message.output_text.logprobs"]}, "include"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice"),

@@ -3,7 +3,8 @@
 A stream is `response.created` and `response.in_progress`; for each item `response.output_item.added` and
 `response.output_item.done`; between these, of a message or reasoning `response.content_part.added`, any number of
 `response.output_text.delta` or `response.reasoning_text.delta`, and the `done` of text and part, and of a call any
-number of `response.function_call_arguments.delta` and their `done`; at last `response.completed` or
+number of `response.function_call_arguments.delta` and their `done`, or of `response.custom_tool_call_input.delta` where
+the tool is a custom one; at last `response.completed` or
 `response.incomplete` with the response as a whole. Events are numbered.
 """
 
@@ -25,6 +26,7 @@ from raydix.engine.core.ingress.parsers.events import (
     ArgumentsPart,
     CallBegins,
     CallEnds,
+    InputPart,
     ReasoningPart,
     TextPart,
 )
@@ -122,8 +124,12 @@ class ResponseWriter:
             case ReasoningPart(text):
                 return self._reasoning(text)
             case CallBegins(index, name):
-                return self._closed() + self._opened(Call(message.begun[index].id, name))
-            case ArgumentsPart(_, text) if isinstance(self._open, Call):
+                begun = message.begun[index]
+                return self._closed() + self._opened(Call(begun.id, name, input=None if begun.input is None else []))
+            case InputPart(_, text) if isinstance(self._open, Call):
+                self._open.take_input(text)
+                return self._event("response.custom_tool_call_input.delta", self._at({"delta": text}))
+            case ArgumentsPart(_, text) if isinstance(self._open, Call) and self._open.input is None:
                 self._open.arguments.append(text)
                 return self._event("response.function_call_arguments.delta", self._at({"delta": text}))
             case CallEnds():
@@ -170,8 +176,11 @@ class ResponseWriter:
             return
         known = self._logprobs
         logprobs = array_of(lambda: known)
-        if isinstance(part, Call):
-            data: Json = {"name": part.name, "arguments": "".join(part.arguments)}
+        if isinstance(part, Call) and part.input is not None:
+            data: Json = {"input": "".join(part.input)}
+            yield self._event("response.custom_tool_call_input.done", self._at(data, part))
+        elif isinstance(part, Call):
+            data = {"name": part.name, "arguments": "".join(part.arguments)}
             yield self._event("response.function_call_arguments.done", self._at(data, part))
         else:
             kind, done = "output_text", _content_part(part, logprobs)
@@ -214,13 +223,18 @@ class ResponseWriter:
             return item | {"type": "message", "role": "assistant", "content": [_content_part(part, logprobs)]}
         if isinstance(part, Reasoning):
             return item | {"type": "reasoning", "summary": [], "content": [_content_part(part, [])]}
+        if part.input is not None:
+            custom = {"call_id": part.id, "name": part.name, "input": "".join(part.input)}
+            return item | {"type": "custom_tool_call", **custom}
         call = {"call_id": part.id, "name": part.name, "arguments": "".join(part.arguments)}
         if part.name in self._turn.namespaces:
             call["namespace"], call["name"] = self._turn.namespaces[part.name]
         return item | {"type": "function_call", **call}
 
     def _item_id(self, index: int, part: Part) -> str:
-        prefix = "msg" if isinstance(part, str) else "fc" if isinstance(part, Call) else "rs"
+        prefix = "msg" if isinstance(part, str) else "rs"
+        if isinstance(part, Call):
+            prefix = "fc" if part.input is None else "ctc"
         return f"{prefix}_{self._unique}_{index}" if index else f"{prefix}_{self._unique}"
 
     def _at(self, data: Json, part: Part | None = None) -> Json:

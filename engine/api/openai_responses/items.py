@@ -9,6 +9,7 @@ from raydix.engine.api.openai_responses.tools import flat_name
 from raydix.engine.api.prompts import MAX_MESSAGES, MAX_PARTS, Message
 from raydix.engine.api.responses import Json
 from raydix.engine.api.validation import LenientModel, describe, problem
+from raydix.engine.core.ingress.parsers.custom import arguments_of
 
 TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -16,8 +17,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
 }
 """Required fields by the type of an item."""
+RESULTS = ("function_call_output", "custom_tool_call_output")
+"""Items with the results of calls."""
 
 
 def as_items(value: object) -> object:
@@ -76,12 +81,17 @@ Content = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | l
 
 
 class Item(LenientModel):
-    """Part of the input: a message, reasoning, a call of a function, or a call's result. Unknown fields are ignored:
-    clients send back what earlier responses had."""
+    """Part of the input: a message, reasoning, a call of a function or custom tool, or a call's result. Unknown fields
+    are ignored: clients send back what earlier responses had."""
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = Field(
-        default="message", description="Kind of item."
-    )
+    type: Literal[
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+    ] = Field(default="message", description="Kind of item.")
     role: Literal["user", "assistant", "system", "developer"] | None = Field(
         default=None, description="Of a message: who speaks."
     )
@@ -93,6 +103,7 @@ class Item(LenientModel):
     name: str = Field(default="", description="Of a call: the function.")
     namespace: str = Field(default="", description="Of a call: the namespace of the function.")
     arguments: str = Field(default="", description="Of a call: its arguments, as JSON in a text.")
+    input: str = Field(default="", description="Of a custom tool's call: its input.")
     output: Content = Field(default="", description="Of a result: a text, or a list of text parts.")
 
     def listed(self) -> Json:
@@ -101,7 +112,9 @@ class Item(LenientModel):
         if self.type == "function_call":
             namespace = {"namespace": self.namespace} if self.namespace else {}
             return item | {"call_id": self.call_id, "name": self.name, **namespace, "arguments": self.arguments}
-        if self.type == "function_call_output":
+        if self.type == "custom_tool_call":
+            return item | {"call_id": self.call_id, "name": self.name, "input": self.input}
+        if self.type in RESULTS:
             return item | {"call_id": self.call_id, "output": self.output}
 
         if self.type == "reasoning":
@@ -126,7 +139,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
             if item.content:
                 messages.append({"role": "assistant", "content": "", "reasoning_content": item.content})
                 is_thought = True
-        elif item.type == "function_call_output":
+        elif item.type in RESULTS:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
         elif item.type == "message":
             if begins or item.role != "assistant":
@@ -136,7 +149,8 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             name = flat_name(item.namespace, item.name) if item.namespace else item.name
-            function = {"name": name, "arguments": item.arguments}
+            is_custom = item.type == "custom_tool_call"
+            function = {"name": name, "arguments": arguments_of(item.input) if is_custom else item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
     return [Message.model_validate(message) for message in messages]

@@ -133,8 +133,9 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     text: TextOptions | None = Field(default=None, description="With `format`, the form of the answer.")
     tools: Annotated[list[Tool], BeforeValidator(few_tools)] | None = Field(
         default=None,
-        description="Functions that the answer may call, alone or in a `namespace`. Tools that OpenAI's servers run "
-        "(`web_search`, `code_interpreter`, ...) are left out, and named in the header `x-raydix-ignored`.",
+        description="Functions and custom tools that the answer may call, functions alone or in a `namespace`. Tools "
+        "that OpenAI's servers run (`web_search`, `code_interpreter`, ...) are left out, and named in the header "
+        "`x-raydix-ignored`.",
     )
     tool_choice: ToolChoice | None = Field(
         default=None,

@@ -79,6 +79,7 @@ class ResponseEvent(Shape):
     logprobs: list[dict[str, Any]] | None = Field(default=None, description="Log-probabilities of tokens.")
     name: str | None = Field(default=None, description="Name of a function.")
     arguments: str | None = Field(default=None, description="Whole arguments.")
+    input: str | None = Field(default=None, description="Whole input of a custom tool.")
     code: str | None = Field(default=None, description="Of `error`: stable name of the error.")
     message: str | None = Field(default=None, description="Of `error`: one sentence.")
     param: str | None = Field(default=None, description="Of `error`: the field at fault.")

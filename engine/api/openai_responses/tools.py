@@ -8,10 +8,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Str
 from raydix.engine.api.responses import Json
 from raydix.engine.api.spec import ToolUse
 from raydix.engine.api.tools import FunctionName, ToolFields, ToolPaths, check_parameters, few_tools
-from raydix.engine.api.validation import LenientModel, describe, problem
+from raydix.engine.api.validation import LenientModel, StrictModel, describe, problem
 from raydix.engine.core.errors import RequestError
 
-PATHS = ToolPaths(name="name", schema="parameters", chosen="tool_choice.name")
+PATHS = ToolPaths(name="name", schema="parameters", chosen="tool_choice.name", grammar="format.definition")
 
 
 FUNCTION, NAMESPACE, CUSTOM = "function", "namespace", "custom"
@@ -57,11 +57,31 @@ class Member(_Named):
     type: Literal["function"] = Field(description="Kind of tool.")
 
 
+class InputForm(StrictModel):
+    """Form of a custom tool's input."""
+
+    type: Literal["text", "grammar"] = Field(description="`text`: any.")
+    syntax: Literal["lark", "regex"] | None = Field(default=None, description="Of `grammar`: its notation.")
+    definition: str | None = Field(default=None, description="Of `grammar`: the grammar.")
+
+    def for_chat(self, path: str) -> Json | None:
+        """The form as chats have it. Raises RequestError for a missing part, in words for the field at `path`."""
+        if self.type == "text":
+            return None
+        for name in ("syntax", "definition"):
+            if getattr(self, name) is None:
+                raise RequestError(f"Missing required parameter: '{path}.{name}'.", param=f"{path}.{name}")
+        return {"type": self.type, "grammar": {"syntax": self.syntax, "definition": self.definition}}
+
+
 class Tool(_Named):
     """A function, a namespace of functions, or a tool that OpenAI's servers run."""
 
     type: Annotated[str, StringConstraints(max_length=64)] = Field(
-        description="Kind of tool: `function`, `namespace`, or a tool of OpenAI's servers."
+        description="Kind of tool: `function`, `custom`, `namespace`, or a tool of OpenAI's servers."
+    )
+    format: InputForm | None = Field(
+        default=None, description="Of a custom tool: the form of its input, any text or one that follows a grammar."
     )
     tools: Annotated[list[Member], BeforeValidator(few_tools)] | None = Field(
         default=None, description="Of a namespace: its functions. The model knows each as `<namespace>__<name>`."
@@ -76,8 +96,11 @@ class Tool(_Named):
         """The functions of the tool as chats have them. Raises RequestError for one that the model cannot be told of,
         in words for the field at `path`."""
         if self.type == CUSTOM:
-            raise RequestError(f"'{path}.type' of 'custom' is not supported yet.", param=f"{path}.type")
-        if self.type == FUNCTION:
+            if self.name is None:
+                raise RequestError(f"Missing required parameter: '{path}.name'.", param=f"{path}.name")
+            form = None if self.format is None else self.format.for_chat(f"{path}.format")
+            yield {"type": CUSTOM, "custom": {"name": self.name, "description": self.description, "format": form}}
+        elif self.type == FUNCTION:
             yield self.function(path)
         elif self.type == NAMESPACE:
             if self.name is None:
@@ -89,6 +112,9 @@ class Tool(_Named):
         """The tool as the response repeats it."""
         if self.type == FUNCTION:
             return super().repeated()
+        if self.type == CUSTOM:
+            form = {"type": "text"} if self.format is None else self.format.model_dump(exclude_none=True)
+            return {"type": CUSTOM, "name": self.name, "description": self.description, "format": form}
         members = {} if self.tools is None else {"tools": [member.repeated() for member in self.tools]}
         named = {"name": self.name, "description": self.description} if self.type == NAMESPACE else {}
         return {"type": self.type, **named, **members}
@@ -117,8 +143,9 @@ def server_tools(tools: Sequence[Tool]) -> Iterator[str]:
 def _parse_choice(value: object) -> str | Json:
     if value in ("none", "auto", "required"):
         return str(value)
-    if isinstance(value, Mapping) and value.get("type") == "function" and isinstance(value.get("name"), str):
-        return {"type": "function", "name": value["name"]}
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and kind in (FUNCTION, CUSTOM) and isinstance(value.get("name"), str):
+        return {"type": kind, "name": value["name"]}
     raise problem(
         f"must be 'none', 'auto', 'required' or {{'type': 'function', 'name': a string}}, got {describe(value)}"
     )
@@ -133,7 +160,7 @@ ToolChoice = Annotated[
 def tool_use(tools: Sequence[Tool], choice: str | Json | None, parallel: bool | None) -> ToolUse | None:
     """The tools in normal form; None if there are none. Raises RequestError for contradicting fields."""
     if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": choice["name"]}}
+        choice = {"type": choice["type"], str(choice["type"]): {"name": choice["name"]}}
     functions = [each for index, tool in enumerate(tools) for each in tool.functions(f"tools[{index}]")]
     fields = {"tools": functions, "tool_choice": choice, "parallel_tool_calls": parallel}
     return ToolFields.model_validate(fields).tool_use(PATHS)

@@ -1,6 +1,6 @@
 """A whole answer: its text, its calls, and what they come to as a message."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from raydix.engine.core.ingress.parsers.events import (
@@ -9,6 +9,7 @@ from raydix.engine.core.ingress.parsers.events import (
     CallBegins,
     CallEnds,
     CallParser,
+    InputPart,
     ReasoningPart,
     TextPart,
 )
@@ -97,13 +98,22 @@ class Call:
     arguments: list[str] = field(default_factory=list)
     broken: str | None = None
     """As `CallEnds.broken`."""
+    input: list[str] | None = None
+    """Of a custom tool: its input, which the arguments say."""
+
+    def take_input(self, text: str) -> None:
+        """Take more of the input."""
+        assert self.input is not None
+        self.input.append(text)
 
 
 class AnswerMessage:
-    """The message that an answer's events come to, behind a first `text`. `new_id` makes the ids of calls."""
+    """The message that an answer's events come to, behind a first `text`. `new_id` makes the ids of calls; `custom` are
+    the names of tools whose calls have inputs."""
 
-    def __init__(self, new_id: Callable[[], str], text: str = "") -> None:
+    def __init__(self, new_id: Callable[[], str], text: str = "", custom: Collection[str] = ()) -> None:
         self._new_id = new_id
+        self._custom = custom
         self._parts: list[str | Call] = [text] if text else []
         """Texts and calls in their order."""
         self._reasoning: list[str] = []
@@ -121,10 +131,12 @@ class AnswerMessage:
                 case ReasoningPart(text):
                     self._reasoning.append(text)
                 case CallBegins(_, name):
-                    self.begun.append(Call(self._new_id(), name))
+                    self.begun.append(Call(self._new_id(), name, input=[] if name in self._custom else None))
                     self._parts.append(self.begun[-1])
                 case ArgumentsPart(index, text):
                     self.begun[index].arguments.append(text)
+                case InputPart(index, text):
+                    self.begun[index].take_input(text)
                 case CallEnds(index, broken):
                     self.begun[index].broken = broken
 

@@ -38,6 +38,14 @@ class ArgumentsPart:
 
 
 @dataclass(frozen=True, slots=True)
+class InputPart:
+    """More of the input of a custom tool, which is what its arguments say."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallEnds:
     """The end of a call."""
 
@@ -46,7 +54,7 @@ class CallEnds:
     """Text of a call that turned out not to be one, from its beginning up to the fault; None for a whole call."""
 
 
-AnswerEvent: TypeAlias = TextPart | ReasoningPart | CallBegins | ArgumentsPart | CallEnds
+AnswerEvent: TypeAlias = TextPart | ReasoningPart | CallBegins | ArgumentsPart | InputPart | CallEnds
 
 
 class CallParser(Protocol):
