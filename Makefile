@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/pip install --disable-pip-version-check
 TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-nodes test-tokenizers exhaustive exact chaos fuzz check check-style check-types check-imports check-documents docs wheel release-check manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact chaos fuzz check check-style check-types check-imports check-documents docs wheel release-check manifests bench-peers clean
 
 # What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
 # smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
@@ -108,6 +108,26 @@ $(CLIENTS)/node/.installed: tests/clients/programs/ai_sdk/package.json
 	touch $@
 
 $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+# Coding agents and frameworks for agents, of the versions in tests/clients/agents, each through a scripted task of ten
+# turns; the table of figures is in build/agents.md. Programs that cannot be installed are skipped.
+test-agents: install $(CLIENTS)/sdk/.installed
+	-$(MAKE) --keep-going $(CLIENTS)/agents-node/.installed $(CLIENTS)/agents-python/.installed
+	RAYDIX_AGENTS_TABLE=build/agents.md $(CLIENTS)/sdk/bin/python -m pytest tests/clients/agents
+
+# Some versions of npm run no scripts of packages, so those that fetch or place a program are run here.
+$(CLIENTS)/agents-node/.installed: tests/clients/agents/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --silent --no-audit --no-fund
+	cd $(@D)/node_modules/@anthropic-ai/claude-code && node install.cjs
+	cd $(@D)/node_modules/opencode-ai && node postinstall.mjs
+	touch $@
+
+$(CLIENTS)/agents-python/.installed: tests/clients/agents/requirements.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@

@@ -39,7 +39,7 @@ from raydix.engine.core.log_fields import about
 from raydix.engine.core.settings import GIB
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.preparing import prepare
-from raydix.engine.model.sources import NULL, has_chat_template, model_name, read_description, resolve_model
+from raydix.engine.model.sources import computes_nothing, has_chat_template, model_name, read_description, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ def fitted(
         StartupError: the model cannot be found, or does not fit.
     """
     model = read_description(config.model.source, progress)
-    if config.model.source.startswith(NULL):
+    if computes_nothing(config.model.source):
         return choice, config, ""  # made-up tokens need no memory
     choice, config, sizes = fitting(choice, config, model, machine)
     return choice, sized(config, sizes), described(config, sizes, model, machine)

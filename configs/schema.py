@@ -37,7 +37,8 @@ class ModelSection(Section):
         min_length=1,
         description="A local folder, a hub id (org/name), a GGUF file (on the hub org/name/FILE.gguf), or "
         "package:<package>/<file>. With the prefix "
-        "null: only the tokenizer is used, and tokens are made up, to measure everything around the model.",
+        "null: only the tokenizer is used, and tokens are made up, to measure everything around the model; with "
+        "scripted: answers come from script.jsonl in the folder, to test clients.",
     )
     name: Annotated[str | None, Effect.INGRESS] = Field(
         default=None, min_length=1, description="Name in the API; by default the source's."

@@ -24,9 +24,11 @@ from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.identity import ModelIdentity, identify, model_len
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.runner import ModelRunner, NullRunner, Runner, made_up_step
+from raydix.engine.model.scripted import ScriptedRunner, read_script
 from raydix.engine.model.sizes import LOGITS_BYTES, SCORED_ROWS, kv_block_bytes
-from raydix.engine.model.sources import NULL
+from raydix.engine.model.sources import SCRIPTED, computes_nothing
 from raydix.engine.model.swap_space import SwapSpace
+from raydix.engine.model.tokenizer import Tokenizer
 from raydix.kernels.cpp import arithmetic
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def build_engine(
     config, max_model_len = identity.config, identity.max_model_len
     dtype, device = torch_dtype(settings.dtype), torch.device(_device(settings))
     grammars = drafter = decoder = None
-    if not settings.source.startswith(NULL):
+    if not computes_nothing(settings.source):
         decoder = Decoder.from_folder(
             identity.folder,
             dtype,
@@ -61,13 +63,20 @@ def build_engine(
         )
         grammars = make_grammars(identity.folder, identity.vocab_size)
         drafter = make_drafter(decoder, settings.drafts, grammars)
+    elif settings.source.startswith(SCRIPTED):
+        grammars = make_grammars(identity.folder, identity.vocab_size)
 
     # The weights first: the pool has what they leave.
     num_blocks = pool_blocks(config, settings, lambda: _free_bytes(decoder, settings, identity))
     kv_pool = make_pool(config, num_blocks, settings.block_size, dtype, device)
     runner: Runner = NullRunner(config.hidden_size)
+    made_by = "null"
     if decoder is not None:
         runner = make_runner(decoder, kv_pool, settings.limits, grammars, settings.drafts)
+        made_by = arithmetic_of(device)
+    elif grammars is not None:
+        runner = ScriptedRunner(Tokenizer(identity.folder), read_script(identity.folder), grammars, config.hidden_size)
+        made_by = "scripted"
 
     return Engine(
         runner=runner,
@@ -75,7 +84,7 @@ def build_engine(
         pool=pool_of(settings, num_blocks),
         limits=settings.limits,
         max_model_len=max_model_len,
-        fingerprint=f"{identity.fingerprint}/{'null' if isinstance(runner, NullRunner) else arithmetic_of(device)}",
+        fingerprint=f"{identity.fingerprint}/{made_by}",
         swap_space=swap_space,
         swap_bytes=settings.swap_bytes,
         grammars=grammars,

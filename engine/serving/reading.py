@@ -168,7 +168,8 @@ class Reader:
 
     def _read_chat(self, spec: GenerationSpec) -> Reading:
         """Tokenize a chat; errors as `read`."""
-        chat = self._encode_chat(spec)
+        chat, ignored = self._encode_chat(spec)
+        spec = replace(spec, ignored=(*spec.ignored, *ignored))
         if self._facts.has_reasoning:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
             spec = with_limit(with_lead(spec, chat.text), chat.text, encode, self._tag_pieces)
@@ -210,7 +211,7 @@ class Reader:
             self.check_model(spec.prompt.model)
         limit = max(self._facts.model.max_model_len, MOST_COUNTED)
         if spec.prompt.kind == "chat":
-            token_ids = self._chat_ids(spec.prompt, limit).token_ids
+            token_ids = self._chat_ids(spec.prompt, limit)[0].token_ids
             if spec.add_special_tokens:
                 token_ids = self._tokenizer.with_special_tokens(token_ids)
         else:
@@ -249,18 +250,19 @@ class Reader:
             raise RequestError(f"'bad_words' must have 1 to {MAX_BAD_TOKENS} tokens.", param="bad_words")
         return tuple(dict.fromkeys(sequences))
 
-    def _encode_chat(self, spec: GenerationSpec) -> EncodedText:
+    def _encode_chat(self, spec: GenerationSpec) -> tuple[EncodedText, Sequence[str]]:
         """Encode the prompt of a chat; `raydix.engine.serving.chats` puts in answers that the client names by their
-        ids."""
+        ids. Also returns the fields of messages without effect."""
+        ignored: Sequence[str] = ()
         if spec.given_prompt is None:
-            chat = self._chat_ids(spec, self._facts.model.max_model_len)
+            chat, ignored = self._chat_ids(spec, self._facts.model.max_model_len)
         else:
             chat = self._given(spec.given_prompt, self._facts.model.max_model_len)
         if spec.truncation is not None:
             kept = spec.truncation.applied(chat.token_ids, spec, self._facts.model.max_model_len)
             chat = EncodedText(chat.text, kept, borders=())
         max_tokens_for(spec, len(chat.token_ids), self._facts.model.max_model_len)
-        return replace(chat, token_ids=array("I", chat.token_ids))
+        return replace(chat, token_ids=array("I", chat.token_ids)), ignored
 
     def _given(self, token_ids: Sequence[int], limit: int) -> EncodedText:
         """The prompt of a chat whose ids the client gives, with the text of its last `limit` tokens. Raises
@@ -269,8 +271,9 @@ class Reader:
         text = self._tokenizer.decode(token_ids[-limit:], skip_special_tokens=False)
         return EncodedText(text, token_ids, borders=())
 
-    def _chat_ids(self, spec: GenerationSpec, limit: int) -> EncodedText:
-        """The prompt of a chat of at most `limit` tokens, unless it is truncated later."""
+    def _chat_ids(self, spec: GenerationSpec, limit: int) -> tuple[EncodedText, Sequence[str]]:
+        """The prompt of a chat of at most `limit` tokens, unless it is truncated later, and the fields of messages
+        without effect."""
         with self._limits(spec.template):
             rendered = render_chat(
                 self._tokenizer,
@@ -284,7 +287,7 @@ class Reader:
         self._require_short(rendered.text, spec, limit)
         encoded = encode_chat(self._tokenizer, rendered)
         require_token_ids(encoded.token_ids, self._facts.model.vocab_size, spec.prompt_param)
-        return encoded
+        return encoded, rendered.ignored
 
     @contextmanager
     def _limits(self, template: ChatTemplate) -> Iterator[None]:

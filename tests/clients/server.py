@@ -37,19 +37,20 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    """Serve the default model until the end of the block. Log, configuration and batches lie in `folder`.
+def serving(folder: Path, *options: str, model: str = MODEL) -> Iterator[Server]:
+    """Serve the default model, or what the options of `raydix serve` say, until the end of the block. Log,
+    configuration and batches lie in `folder`.
 
     Raises:
         RuntimeError: the server ended before it was ready, or was not ready in time.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     port = _free_port()
-    server = Server(f"http://127.0.0.1:{port}")
+    server = Server(f"http://127.0.0.1:{port}", model)
     log = folder / "serve.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [BIN / "raydix", "serve", "--config", str(_configuration(folder)), "--port", str(port)],
+            [BIN / "raydix", "serve", "--config", str(_configuration(folder)), "--port", str(port), *options],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

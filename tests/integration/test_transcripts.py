@@ -138,11 +138,6 @@ def test_ids_that_are_no_ids_or_not_those_of_the_text_are_refused(server: Server
     assert refused(server, [user | {"id": "raydix-x"}])[::2] == (400, "messages[0].id")
 
 
-def test_what_the_template_does_not_render_is_refused_by_name(server: Server) -> None:
-    user = {"role": "user", "content": "What time is it?"}
-    assert refused(server, [user | {"name": "Ann"}])[::2] == (400, "messages[0].name")
-
-
 def test_streams_and_the_handle_share_what_they_were_told(server: Server) -> None:
     messages = ask([], "Spell it over the handle.")
     handle: Any = serve.get_app_handle(APP_NAME)

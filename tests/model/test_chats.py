@@ -110,16 +110,15 @@ def test_a_template_that_drops_or_repeats_an_answer_cannot_go_on_from_its_ids() 
         assert caught.value.param == "messages[1]"
 
 
-def test_names_are_rendered_or_refused_and_tool_calls_are_text_where_not_rendered() -> None:
+def test_names_are_rendered_or_named_and_tool_calls_are_text_where_not_rendered() -> None:
     named = [user("a") | {"name": "Ann"}]
     called = [user("a"), assistant("") | {"tool_calls": [CALL, CALL]}, user("b")]
     with template(TOOLS):
         assert f"{START}user Ann" in encoded(named).text
         assert encoded(called).text.count('{"name": "clock", "arguments": {"zone": "UTC"}}') == 2
     assert encoded(called).text.count('{"name": "clock", "arguments": {"zone": "UTC"}}') == 2
-    with pytest.raises(RequestError) as caught:
-        encoded(named)
-    assert caught.value.param == "messages[0].name"
+    plain = render_chat(tokenizer(), named)
+    assert "Ann" not in plain.text and list(plain.ignored) == ["messages.name"]
 
 
 @pytest.mark.parametrize("source", [None, TRIMMING], ids=["own template", "trimming"])

@@ -5,7 +5,8 @@
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from raydix.engine.core.ingress.parsers.events import (
     AnswerEvent,
@@ -19,7 +20,9 @@ from raydix.engine.core.ingress.parsers.events import (
 INPUT_KEY = "input"
 _OPENING = re.compile(rf'\s*\{{\s*"{INPUT_KEY}"\s*:\s*"')
 _PLAIN = re.compile(r'[^"\\]+')
-_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_ESCAPES: Mapping[str, str] = MappingProxyType(
+    {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+)
 
 
 def arguments_of(text: str) -> str:
