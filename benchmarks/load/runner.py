@@ -19,7 +19,7 @@ from benchmarks.load.arrivals import Limits, arrival_times, think_times
 from benchmarks.load.client import Client, Record, Ticket, find_model, find_version
 from benchmarks.load.options import BenchmarkError, Options
 from benchmarks.load.progress import Progress
-from benchmarks.load.workload import Shape
+from benchmarks.load.workload import RequestShape
 
 # A closed loop against a server that refuses at once must not become a busy loop.
 PAUSE_AFTER_ERROR_S = 0.1
@@ -45,7 +45,9 @@ async def run(options: Options) -> Outcome:
         raise BenchmarkError(f"--api-key-env {options.api_key_env}: no such variable in the environment")
     async with Client(options, key) as client:
         outcome = Outcome(await find_model(client, options), await find_version(client))
-        sender = Sender(options, client, Shape(outcome.model, options.output_tokens, options.extra_body), outcome)
+        sender = Sender(
+            options, client, RequestShape(outcome.model, options.output_tokens, options.extra_body), outcome
+        )
         await sender.warm_up()
         await _measure(sender, outcome)
     return outcome
@@ -70,7 +72,7 @@ async def _measure(sender: Sender, outcome: Outcome) -> None:
 class Sender:
     """Turns options into requests; `load` is one whole run."""
 
-    def __init__(self, options: Options, client: Client, shape: Shape, outcome: Outcome) -> None:
+    def __init__(self, options: Options, client: Client, shape: RequestShape, outcome: Outcome) -> None:
         self.options = options
         self.client = client
         self.limits = Limits(options.requests, options.duration)

@@ -51,7 +51,7 @@ def open_conversation(seed: int, num_words: int) -> list[Message]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestShape:
     """Values common to all requests of a run."""
 
     model: str

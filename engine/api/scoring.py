@@ -11,7 +11,7 @@ where they are token ids the ids are joined. All prompts of a request that begin
 from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, fsum
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import orjson
 from pydantic import Field
@@ -32,11 +32,7 @@ MAX_JOINED = 1 << 22
 
 
 class ScoringFields(InputsFields):
-    """Fields of both routes."""
-
-    form: ClassVar[ScoreForm]
-    is_relative: ClassVar[bool]
-    """Value of `apply_softmax` where the request has none."""
+    """The fields that both routes take."""
 
     query: OnePrompt = Field(description="A text or token ids, part of each prompt.")
     items: Inputs = Field(description="A text, or a list of up to 2,048 texts or lists of token ids: a prompt each.")
@@ -58,8 +54,8 @@ class ScoringFields(InputsFields):
     item_embed_overrides: UnlessEmpty = None
     return_pooled_hidden_states: UnlessFalse = None
 
-    def spec(self) -> GenerationSpec:
-        """The request in normal form. Raises RequestError for texts beside token ids."""
+    def spec(self, form: ScoreForm) -> GenerationSpec:
+        """The request in normal form, to be answered in `form`. Raises RequestError for texts beside token ids."""
         num_joined = len(self.query) * len(self.items) + sum(map(len, self.items))
         if num_joined > MAX_JOINED:
             parts = "characters" if isinstance(self.query, str) else "token ids"
@@ -69,13 +65,12 @@ class ScoringFields(InputsFields):
                 param="items",
             )
         labels = tuple(dict.fromkeys(self.label_token_ids))
+
+        # Each form has the default of the server that it comes from: vLLM's scores add up to 1, SGLang's do not.
+        is_relative = form == "generative_scoring" if self.apply_softmax is None else self.apply_softmax
         return replace(
             self.of_inputs(tuple(self._joined(item) for item in self.items)),
-            scoring=LabelScoring(
-                self.form,
-                tuple(self.label_token_ids),
-                self.is_relative if self.apply_softmax is None else self.apply_softmax,
-            ),
+            scoring=LabelScoring(form, tuple(self.label_token_ids), is_relative),
             sampling=replace(
                 DEFAULT_SAMPLING, temperature=0.0, logprobs=0, logprob_token_ids=labels, speculation=False
             ),
@@ -95,30 +90,24 @@ class ScoringFields(InputsFields):
 class GenerativeScoringRequest(ScoringFields):
     """Body of `/generative_scoring`."""
 
-    form = "generative_scoring"
-    is_relative = True
-
 
 class ScoreRequest(ScoringFields):
     """Body of `/v1/score`."""
 
-    form = "score"
-    is_relative = False
 
-
-def _parsed(kind: type[ScoringFields], body: bytes, rules: BodyRules) -> GenerationSpec:
+def _parsed(kind: type[ScoringFields], form: ScoreForm, body: bytes, rules: BodyRules) -> GenerationSpec:
     request = parse_body(kind, body, takes_unknown=rules.takes_unknown)
-    return replace(request.spec(), ignored=ignored_fields(request))
+    return replace(request.spec(form), ignored=ignored_fields(request))
 
 
 def parse_generative_scoring(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/generative_scoring` in normal form. Raises RequestError naming the field at fault."""
-    return _parsed(GenerativeScoringRequest, body, rules)
+    return _parsed(GenerativeScoringRequest, "generative_scoring", body, rules)
 
 
 def parse_score(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/score` in normal form. Raises RequestError naming the field at fault."""
-    return _parsed(ScoreRequest, body, rules)
+    return _parsed(ScoreRequest, "score", body, rules)
 
 
 def scores(scoring: LabelScoring, at: TokenLogprobs) -> list[float]:

@@ -27,7 +27,7 @@ from benchmarks.load.options import BenchmarkError, parse
 from benchmarks.load.progress import bar
 from benchmarks.load.runner import Outcome, Sender, run
 from benchmarks.load.sse import LineSplitter, Stream, count_events, payloads
-from benchmarks.load.workload import Shape
+from benchmarks.load.workload import RequestShape
 from benchmarks.serve import NO_RUN, OK, SOME_FAILED, main
 from raydix.engine.api.reconnecting import Reconnecting
 
@@ -254,7 +254,7 @@ class TestWorkload:
         assert workload.open_conversation(1, 0) == []
 
     def test_bodies(self) -> None:
-        shape = workload.Shape("m", 9, {"top_k": 1})
+        shape = workload.RequestShape("m", 9, {"top_k": 1})
         body = json.loads(shape.completion_body(workload.unique_prompt(0, 0, 3, 1000)))
         assert len(body["prompt"]) == 3
         assert (body["max_tokens"], body["temperature"], body["ignore_eos"], body["top_k"]) == (9, 0, True, 1)
@@ -536,7 +536,7 @@ class TestRuns:
         client = SlowClient(seconds=1.0)
         load = ("--url", "http://127.0.0.1:1", "--concurrency", "3", "--duration", "4", "--input-tokens", "4")
         outcome = Outcome("tiny", None)
-        sender = Sender(parse(load), cast(Client, client), Shape("tiny", 2, {}), outcome)
+        sender = Sender(parse(load), cast(Client, client), RequestShape("tiny", 2, {}), outcome)
         asyncio.run(sender.load())
         assert client.sent_s == [0, 1, 2, 3], "and none at 4"
         assert sorted(record.index for record in outcome.records) == [0, 1, 2, 3]
