@@ -77,8 +77,8 @@ class OneProcess:
         runtime.handles[incarnation_name("mixed", epoch)] = LocalHandle(worker)
         await asyncio.gather(worker.start(), self.replica.build(config, runtime, "local"))
         while not (await manager.workers()).workers:
-            if worker.refused_for is not None:
-                raise StartupError(f"the manager refuses the worker: {worker.refused_for}")
+            if worker.registrar.refused_for is not None:
+                raise StartupError(f"the manager refuses the worker: {worker.registrar.refused_for}")
             await asyncio.sleep(REGISTER_POLL_S)
         await self.replica.frontend.check_ready()
         self._tenants_watch = asyncio.create_task(when_changed(self._tenants_file, self._reread))

@@ -6,39 +6,38 @@ followed by its payload. Objects of the export stream belong to the reader, so e
 would die with the manager, whose index would be gone anyway). The third is a heartbeat, which keeps the worker
 registered.
 
-The engine runs in a thread; this class only moves messages between the thread and Ray.
+The engine runs in a thread (`EngineThread`); this class only moves messages between the thread and Ray. `Registrar`
+keeps the worker registered, `Measurements` counts and fits what the engine does.
 """
 
 import asyncio
-import concurrent.futures
 import logging
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raydix.actors.calls import sleep
 from raydix.actors.instruments import families_of
 from raydix.actors.logs import DEFAULTS, log_to_ray, set_level
-from raydix.actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport, WorkerState
+from raydix.actors.messages import INGRESS_SILENCE_S, ExportItem, Imported, ImportReport
 from raydix.actors.metric_values import Family
-from raydix.actors.metrics import HoldMetrics, WorkerMetrics
+from raydix.actors.metrics import HoldMetrics
 from raydix.actors.names import incarnation_name
 from raydix.actors.processes import ProcessWatch
 from raydix.actors.runtime import Runtime, Words
+from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
-from raydix.actors.worker.registering import Registering
+from raydix.actors.worker.measurements import Measurements, engine_statistics
+from raydix.actors.worker.registrar import Incarnation, Registrar
 from raydix.actors.worker.segment_import import import_segment
-from raydix.actors.worker.statistics import engine_statistics
 from raydix.actors.worker.swap_space import ObjectStoreSwap
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.configs.schema import LoggingSection
 from raydix.engine.background import Background
-from raydix.engine.core.costs import CostFit, WorkerCosts
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.settings import EngineSettings, SchedulerLimits
 from raydix.engine.core.tenants import Tenant
@@ -55,15 +54,10 @@ from raydix.engine.core.types import (
 )
 
 if TYPE_CHECKING:
-    from raydix.engine.model.engine import Engine, StepResult
+    from raydix.engine.model.engine import Engine
     from raydix.engine.model.loop import LoopOutput
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-REPORT_S = 0.5
 
 
 def compute_with(num_threads: int) -> None:
@@ -79,7 +73,7 @@ def compute_with(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-class Worker(Registering):
+class Worker:
     """One engine and its streams. `epoch` tells this incarnation from earlier ones of the same id."""
 
     def __init__(
@@ -99,49 +93,54 @@ class Worker(Registering):
         log_to_ray(role, logs, worker=worker_id)
         if num_threads is not None:
             compute_with(num_threads)
-        self._role = role
-        self._worker_id = worker_id
+        self._own = Incarnation(worker_id, role, epoch, settings.device)
         self._runtime = runtime
-        self._epoch = epoch
-        self._metrics = WorkerMetrics(worker_id, role)
+        self._measurements = Measurements(worker_id, role)
         self._holds = HoldMetrics(worker_id)
 
         # torch is imported here, in the worker's own process, and not in that of the host that starts it.
         from raydix.engine.model.build import build_engine
-        from raydix.engine.model.loop import EngineLoop
 
         self._engine = build_engine(settings, ObjectStoreSwap(runtime), on_tensor)
-        self._device = settings.device
         self._words: Words | None = None
-        self._loop_thread = EngineLoop(self._engine, self._publish, self._end_process, role)
-        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._thread = EngineThread(self._engine, self._hand_out, self._end_process, role)
         self._tokens = TokenStreams()
-        self._exports = ExportStream(self._metrics.exported_bytes)
+        self._exports = ExportStream(self._measurements.exported)
         self._background = Background()
-        self._costs = CostFit(WorkerCosts())
-        self._has_measured = False
-        self._num_prefill_tokens = 0
-        self._is_asked_for = asyncio.Event()
-        self.refused_for: str | None = None
+        self.registrar = Registrar(
+            self._own,
+            self._engine,
+            self._thread,
+            self._tokens,
+            self._exports,
+            runtime=runtime,
+            own_handle=lambda: runtime.handle_of(self),
+            state=lambda: self._measurements.state(self._engine),
+        )
 
     async def start(self) -> str:
         """Start the engine and register with the manager; returns the worker's id. Called once by the host."""
-        if self._event_loop is None:
-            self._event_loop = asyncio.get_running_loop()
+        if not self._thread.is_started:
+            self._thread.connect()
             self._runtime.watch_process(self._holds)
-            self._words = self._runtime.begin_words(incarnation_name(self._worker_id, self._epoch))
+            self._words = self._runtime.begin_words(incarnation_name(self._own.worker_id, self._own.epoch))
             if self._words is not None:
                 self._engine.tell_work(self._words.note)
-            self._loop_thread.start()
-            for duty in (self._stay_registered(), self._watch_ingresses(), self._report()):
+            self._thread.start()
+            duties = (
+                self.registrar.run(),
+                self._watch_ingresses(),
+                self._measurements.report(self._engine, self._thread),
+            )
+            for duty in duties:
                 self._background.start(duty)
             num_blocks = self._engine.pool.num_blocks
             logger.info("worker started with %d blocks", num_blocks, extra=about("started", blocks=num_blocks))
-        return self._worker_id
+        return self._own.worker_id
 
     async def check(self) -> None:
         """Return after the engine's current step, unless the engine hangs."""
-        await self._ask(lambda engine: None)
+        await self._thread.ask(lambda engine: None)
 
     async def join(self) -> None:
         """Never return: a caller learns of the worker's end by the error of this call."""
@@ -149,13 +148,13 @@ class Worker(Registering):
 
     def stop_engine(self) -> None:
         """End the engine's thread after the step under way. Nothing is computed any more."""
-        self._loop_thread.stop()
+        self._thread.stop()
 
     async def reconfigure(self, limits: SchedulerLimits, tenants: Sequence[Tenant], level: str) -> None:
         """Take other bounds of a step, tenants' shares of the pool, and log level; returns when the next step has
         them."""
         set_level(level)
-        await self._ask(lambda engine: engine.change_limits(limits, tenants))
+        await self._thread.ask(lambda engine: engine.change_limits(limits, tenants))
         budget, most = limits.token_budget, limits.max_requests
         logger.info(
             "steps have up to %d tokens of %d requests",
@@ -170,7 +169,7 @@ class Worker(Registering):
         """Take requests on. Their events appear on the token stream of the ingress named by each assignment."""
         self._tokens.begin(assignments)
         now = time.monotonic()
-        self._loop_thread.post(lambda engine: self._take_on(engine, assignments, now))
+        self._thread.post(lambda engine: self._take_on(engine, assignments, now))
 
     async def abort(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
         """Forget a request, unless a later attempt of it has come: Ray may change the order of calls. An unknown
@@ -178,11 +177,11 @@ class Worker(Registering):
         not cut short."""
         if self._tokens.attempts.forget(request_id, attempt):
             now = time.monotonic()
-            self._loop_thread.post(lambda engine: engine.abort([request_id], now, has_ended=has_ended))
+            self._thread.post(lambda engine: engine.abort([request_id], now, has_ended=has_ended))
 
     async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
         """Recompute the missing blocks of these requests, whose prefill worker is gone."""
-        self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
+        self._thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
 
     async def ping(
         self,
@@ -198,7 +197,7 @@ class Worker(Registering):
         self._tokens.processes[ingress_id] = process
         orphans = self._tokens.compare(ingress_id, taken, sent, now)
         if awaiting:
-            self._loop_thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
+            self._thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
         for orphan in orphans:
             extra = about("orphan_aborted", request=orphan.request_id, attempt=orphan.number, ingress=ingress_id)
             logger.info("%s runs for nobody: aborted", orphan.request_id, extra=extra)
@@ -220,10 +219,9 @@ class Worker(Registering):
         self, header: SegmentHeader, payload: "Sequence[ray.ObjectRef[Any]]", patience_s: float | None
     ) -> ImportReport:
         """Fetch a segment and take its blocks into the pool (`segment_import.import_segment`)."""
-        report = await import_segment(self._ask, header, payload, patience_s)
+        report = await import_segment(self._thread.ask, header, payload, patience_s)
         if report.fate is Imported.TAKEN and report.seconds is not None:
-            self._metrics.imported_bytes(header.num_bytes)
-            self._costs.imported(header.num_bytes, report.seconds)
+            self._measurements.imported(header.num_bytes, report.seconds)
         return report
 
     async def export_blocks(self, hashes: Sequence[BlockHash]) -> None:
@@ -236,51 +234,42 @@ class Worker(Registering):
                 segments, missing = engine.export(hashes, now)
             except Exception:  # workers that wait for these blocks must hear that none will come
                 logger.exception("%d blocks not exported", len(hashes))
-                self._in_event_loop(self._exports.put, ExportItem(unsent=tuple(hashes)))
+                self._thread.in_event_loop(self._exports.put, ExportItem(unsent=tuple(hashes)))
                 return
             for segment in segments:
-                self._in_event_loop(self._exports.put, segment)
+                self._thread.in_event_loop(self._exports.put, segment)
             if missing:
-                self._in_event_loop(self._exports.put, ExportItem(missing=missing))
+                self._thread.in_event_loop(self._exports.put, ExportItem(missing=missing))
 
-        self._loop_thread.post(export)
+        self._thread.post(export)
 
     async def blocks_lost(self, hashes: Sequence[BlockHash]) -> None:
         """Stop awaiting promised blocks that will not come."""
         now = time.monotonic()
-        self._loop_thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
+        self._thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
+
+    async def register_again(self) -> None:
+        """Look for the manager now: another one has taken over."""
+        self.registrar.register_again()
 
     async def reset_cache(self, number: int) -> int:
         """Forget what no request holds (`Engine.reset_cache`); returns the number of blocks. The export stream tells,
         with the `number` of this reset, when the exports of these blocks are over."""
-        num_blocks = await self._ask(lambda engine: engine.reset_cache())
+        num_blocks = await self._thread.ask(lambda engine: engine.reset_cache())
         self._exports.put(ExportItem(reset=number))
         return num_blocks
 
     async def statistics(self) -> dict[str, Any]:
         """Process id, sizes and counts of the worker, after a check of its scheduler's integrity."""
-        own = {"worker_id": self._worker_id, "role": str(self._role), "epoch": self._epoch, "pid": os.getpid()}
-        counts = await self._ask(engine_statistics)
-        return {**own, **counts, "num_prefill_tokens": self._num_prefill_tokens}
+        own = {"worker_id": self._own.worker_id, "role": str(self._own.role), "epoch": self._own.epoch}
+        counts = await self._thread.ask(engine_statistics)
+        return {**own, "pid": os.getpid(), **counts, "num_prefill_tokens": self._measurements.num_prefill_tokens}
 
     async def metrics(self) -> tuple[Family, ...]:
         """The worker's metrics, as of the last report; answered while the engine computes or hangs, too."""
-        return (*families_of(self._metrics), *families_of(self._holds))
+        return (*self._measurements.families(), *families_of(self._holds))
 
     # Inside
-
-    async def _ask(self, question: "Callable[[Engine], T]") -> T:
-        """Run `question(engine)` in the engine's thread and return its answer."""
-        reply: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def command(engine: "Engine") -> None:
-            try:
-                reply.set_result(question(engine))
-            except Exception as error:  # the engine's thread must survive; the caller gets the error
-                reply.set_exception(error)
-
-        self._loop_thread.post(command)
-        return await asyncio.shield(asyncio.wrap_future(reply))
 
     def _take_on(self, engine: "Engine", assignments: Sequence[Assignment], now: float) -> None:
         """Called in the engine's thread."""
@@ -290,7 +279,7 @@ class Worker(Registering):
         for assignment in assignments:
             try:
                 engine.submit(assignment, now)
-                if assignment.promised_to not in (0, self._epoch):  # what was sent went to an earlier incarnation
+                if assignment.promised_to not in (0, self._own.epoch):  # what was sent went to an earlier incarnation
                     engine.scheduler.stop_awaiting([assignment.request_id])
             except Exception as error:  # its ingress must hear that nothing will come
                 logger.exception(
@@ -300,15 +289,7 @@ class Worker(Registering):
                 )
                 position = len(assignment.token_ids) - assignment.num_prompt_tokens
                 event = error_event(assignment, position, f"{type(error).__name__}: {error}")
-                self._publish(LoopOutput(None, (), (), (event,)))
-
-    def _in_event_loop(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
-        assert self._event_loop is not None
-        self._event_loop.call_soon_threadsafe(function, *args)
-
-    def _publish(self, output: "LoopOutput") -> None:
-        """Called in the engine's thread after each step."""
-        self._in_event_loop(self._hand_out, output)
+                self._thread.publish(LoopOutput(None, (), (), (event,)))
 
     def _hand_out(self, output: "LoopOutput") -> None:
         """Wake up readers of tokens first, then the manager's stream; the bookkeeping waits for the next turn."""
@@ -323,47 +304,13 @@ class Worker(Registering):
             for segment in step.segments:
                 self._exports.put(segment)
             ended += [(request.request_id, request.assignment.attempt) for request in step.finished]
-            asyncio.get_running_loop().call_soon(self._measure, step, output.step_s)
+            asyncio.get_running_loop().call_soon(self._measurements.step, step, output.step_s)
 
         if output.sealed or output.evicted:
             self._exports.put(ExportItem(sealed=output.sealed, evicted=output.evicted))
 
         for request_id, attempt in ended:
             self._tokens.attempts.end(request_id, attempt)
-
-    def _measure(self, step: "StepResult", step_s: float) -> None:
-        """Count the step, and fit the cost model to its time."""
-        for request in step.finished:
-            self._metrics.finished(request)
-        self._metrics.step(step.shape)
-        if step.is_typical:
-            self._costs.step(step.shape, step_s)
-            self._has_measured = True
-        self._num_prefill_tokens += step.shape.num_prefill_tokens
-
-    def _state(self) -> WorkerState:
-        pool = self._engine.pool
-        costs = self._costs.costs() if self._has_measured else None
-        num_empty_blocks = pool.num_available - pool.num_cached
-        return WorkerState(
-            costs,
-            pool.num_available,
-            num_empty_blocks,
-            self._costs.num_steps,
-            self._engine.scheduler.limits.token_budget,
-        )
-
-    async def _report(self) -> None:
-        """Keep the metrics up to date, also while nothing happens, and the engine informed of its costs."""
-        while True:
-            try:
-                self._metrics.flush(self._engine)
-            except Exception:  # A metric that cannot be reported must not end the rest.
-                logger.exception("metrics not reported")
-            self._costs.fade()
-            if self._has_measured:
-                self._loop_thread.post(partial(_learn_costs, self._costs.costs()))
-            await asyncio.sleep(REPORT_S)
 
     async def _watch_ingresses(self) -> None:
         """Abort the requests of ingress replicas that are gone."""
@@ -392,10 +339,6 @@ class Worker(Registering):
             self._words.end("the model computes nothing any more")
         logging.shutdown()
         os._exit(1)
-
-
-def _learn_costs(costs: WorkerCosts, engine: "Engine") -> None:
-    engine.scheduler.learn_costs(costs)
 
 
 class PrefillWorker(Worker):

@@ -14,7 +14,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 import raydix.actors.manager.kv_cache_manager as manager_module
-import raydix.actors.worker.registering as registering_module
+import raydix.actors.worker.registrar as registrar_module
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.local import LocalHandle, LocalRuntime
@@ -113,7 +113,7 @@ class LocalWorkers(LocalRuntime):
         self._named: dict[str, tuple[str, ...]] = {}
         """The requests that stopped workers, by the name of the incarnation."""
         monkeypatch.setattr("raydix.engine.model.build.build_engine", make_engine)
-        monkeypatch.setattr(registering_module, "HEARTBEAT_S", 0.02)
+        monkeypatch.setattr(registrar_module, "HEARTBEAT_S", 0.02)
         monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.5)
 
     async def start_manager(self, disk: Path | None = None) -> KVCacheManager:

@@ -180,7 +180,7 @@ class Scene:
         """End the workers' threads; a second time does nothing."""
         self.hold.end()
         for worker in self.workers.values():
-            worker._loop_thread.stop()
+            worker._thread.stop()
 
     def run(self, play: Coroutine[Any, Any, None]) -> None:
         """Run a test's coroutine; afterwards every worker's thread ends, before the event loop that it tells of its
@@ -206,10 +206,10 @@ def test_prompts_that_begin_alike_are_computed_once(scene: Scene) -> None:
     async def play() -> None:
         manager, dispatcher = await scene.start()
         assert await answer_of(dispatcher, "first", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
-        before = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
+        before = sum([worker._measurements.num_prefill_tokens for worker in scene.workers.values()])
         assert await answer_of(dispatcher, "second", prompt_of(2), NUM_TOKENS) == expected(prompt_of(2))
         await until(lambda: manager._directory.num_reservations == 0)
-        after = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
+        after = sum([worker._measurements.num_prefill_tokens for worker in scene.workers.values()])
         assert after - before <= len(prompt_of(2)) - 20, "five whole blocks are shared"
 
         [explained] = await manager.explain("second", None)
@@ -298,7 +298,7 @@ class Poison:
             is_named = request_id in {chunk.request.request_id for chunk in output.chunks}
             if is_named and len(self.victims) < self.max_victims:
                 self.victims.append(worker_id)
-                scene.workers[worker_id]._in_event_loop(end, worker_id)
+                scene.workers[worker_id]._thread.in_event_loop(end, worker_id)
                 scene.hold.wait()
             return run(model, output)
 
@@ -367,10 +367,10 @@ def test_requests_move_from_workers_that_leave(
         # What the workers held is found in the store.
         await until(lambda: scene.num_registered(manager) == 4 - len(leaving))
         await until(lambda: manager._directory.num_reservations == 0)
-        before = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
+        before = sum([worker._measurements.num_prefill_tokens for worker in scene.workers.values()])
         prompt = (0, *prompt_of(1))
         assert await answer_of(dispatcher, "again", prompt, NUM_TOKENS) == expected(prompt)
-        after = sum([worker._num_prefill_tokens for worker in scene.workers.values()])
+        after = sum([worker._measurements.num_prefill_tokens for worker in scene.workers.values()])
         assert after - before <= len(prompt) - 20, "five whole blocks are hit"
         await until(lambda: manager._directory.num_reservations == 0)
         manager._directory.check_integrity()
@@ -643,7 +643,7 @@ def test_kv_on_disk_survives_everybody(scene: Scene, tmp_path: Path, monkeypatch
                 scene.local.kill_manager()
             else:
                 assert before >= 22 * 32, "the files were found"
-                assert worker._num_prefill_tokens <= 90 - 80
+                assert worker._measurements.num_prefill_tokens <= 90 - 80
 
     scene.run(play())
 

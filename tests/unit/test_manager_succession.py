@@ -91,7 +91,7 @@ class Scene:
             asyncio.run(asyncio.wait_for(play(), 60))
         finally:
             for worker in self.workers:
-                worker._loop_thread.stop()
+                worker._thread.stop()
 
     async def _announce(self, name: str, app_name: str) -> None:
         self.local.manager_name = name
@@ -125,7 +125,7 @@ async def all_heard(manager: KVCacheManager) -> None:
 
 
 def num_computed(scene: Scene) -> int:
-    return sum(worker._num_prefill_tokens for worker in scene.workers)
+    return sum(worker._measurements.num_prefill_tokens for worker in scene.workers)
 
 
 @pytest.mark.parametrize("has_disk", [False, True])

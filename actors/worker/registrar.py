@@ -1,18 +1,20 @@
-"""A worker's ties to the manager: registration, heartbeats, and the same again with every new manager."""
+"""Keeps a worker registered: registration, heartbeats, and the same again with every new manager."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVarTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
 
 from raydix.actors.calls import answer
 from raydix.actors.messages import Registration, WorkerState
 from raydix.actors.processes import own_process
-from raydix.actors.rpc import ManagerClient
+from raydix.actors.rpc import Handle, ManagerClient
 from raydix.actors.runtime import Runtime
+from raydix.actors.worker.engine_thread import EngineThread
 from raydix.actors.worker.export_stream import ExportStream
 from raydix.actors.worker.token_streams import TokenStreams
 from raydix.engine.core.log_fields import about
@@ -20,40 +22,59 @@ from raydix.engine.core.types import Attempt, BlockHash, Role
 
 if TYPE_CHECKING:
     from raydix.engine.model.engine import Engine
-    from raydix.engine.model.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 
-Ts = TypeVarTuple("Ts")
-
 HEARTBEAT_S = 0.5
+"""Interval between two heartbeats."""
 HEARTBEAT_TIMEOUT_S = 2.0
+"""Time after which a manager that does not answer a heartbeat counts as silent."""
 
 
-class Registering:
-    """The methods of `Worker` that keep a worker registered; the attributes are the worker's."""
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of a worker. `epoch` tells this incarnation from earlier ones of the same id."""
 
-    _role: Role
-    _worker_id: str
-    _runtime: Runtime
-    _epoch: int
-    _device: str
-    _engine: "Engine"
-    _loop_thread: "EngineLoop"
-    _tokens: TokenStreams
-    _exports: ExportStream
-    _is_asked_for: asyncio.Event
-    """Set when a manager that has taken over asks for this worker."""
-    refused_for: str | None
-    """Last reason of the manager's for not registering this worker."""
-    _state: Callable[[], WorkerState]
-    _in_event_loop: Callable[..., None]
+    worker_id: str
+    role: Role
+    epoch: int
+    device: str
 
-    async def register_again(self) -> None:
+
+class Registrar:
+    """Registers one worker, and restarts its export stream from the pool's contents at each registration."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        engine: "Engine",
+        thread: EngineThread,
+        tokens: TokenStreams,
+        exports: ExportStream,
+        *,
+        runtime: Runtime,
+        own_handle: Callable[[], Handle],
+        state: Callable[[], WorkerState],
+    ) -> None:
+        """`own_handle` returns the handle by which the manager calls this worker; `state` what a heartbeat tells."""
+        self._incarnation = incarnation
+        self._engine = engine
+        self._thread = thread
+        self._tokens = tokens
+        self._exports = exports
+        self._runtime = runtime
+        self._own_handle = own_handle
+        self._state = state
+        self._is_asked_for = asyncio.Event()
+        """Set when a manager that has taken over asks for this worker."""
+        self.refused_for: str | None = None
+        """Last reason of the manager's for not registering this worker."""
+
+    def register_again(self) -> None:
         """Look for the manager now: another one has taken over."""
         self._is_asked_for.set()
 
-    async def _stay_registered(self) -> None:
+    async def run(self) -> None:
         """Register with the manager, and again with every new manager, which knows no worker at first."""
         is_lost = False
         while True:
@@ -74,7 +95,7 @@ class Registering:
                 logger.exception("registration failed")
 
             # A new manager knows nothing of the blocks promised to this worker.
-            self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
+            self._thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
             await self._pause(HEARTBEAT_S / 2)
 
     async def _pause(self, seconds: float) -> None:
@@ -84,7 +105,7 @@ class Registering:
 
     async def _register(self, manager: ManagerClient) -> bool:
         """Introduce this worker to a manager, which may refuse it; the reason is logged once."""
-        refusal = await manager.register(await self._introduce(), self._runtime.handle_of(self))
+        refusal = await manager.register(await self._introduce(), self._own_handle())
         if refusal is not None and refusal != self.refused_for:
             logger.warning("the manager refuses this worker: %s", refusal, extra=about("refused", reason=refusal))
         self.refused_for = refusal
@@ -93,20 +114,23 @@ class Registering:
     async def _is_registered(self, manager: ManagerClient) -> bool:
         """Send a heartbeat; False if the manager does not know this worker. While the manager is silent, the worker
         computes the blocks promised to it and goes on asking."""
+        own = self._incarnation
         while True:
             try:
-                return await answer(manager.heartbeat(self._worker_id, self._epoch, self._state()), HEARTBEAT_TIMEOUT_S)
+                heartbeat = manager.heartbeat(own.worker_id, own.epoch, self._state())
+                return await answer(heartbeat, HEARTBEAT_TIMEOUT_S)
             except TimeoutError:
                 extra = about("manager_lost", reason="TimeoutError")
                 logger.warning("the manager does not answer a heartbeat", extra=extra)
-                self._loop_thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
+                self._thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
 
     async def _introduce(self) -> Registration:
         """Describe the pool's present contents; the export stream starts over from exactly there."""
 
         def snapshot(engine: "Engine") -> None:
+            # The journal's changes are in the snapshot. What is sealed after it comes behind `restart` in the stream.
             engine.pool.drain_journal()
-            self._in_event_loop(restart, tuple(engine.pool.hashes()))
+            self._thread.in_event_loop(restart, tuple(engine.pool.hashes()))
 
         def restart(hashes: tuple[BlockHash, ...]) -> None:
             self._exports.restart()
@@ -115,15 +139,16 @@ class Registering:
         taken: asyncio.Future[tuple[tuple[BlockHash, ...], frozenset[Attempt]]] = (
             asyncio.get_running_loop().create_future()
         )
-        self._loop_thread.post(snapshot)
+        self._thread.post(snapshot)
         hashes, attempts = await taken
+        own = self._incarnation
         return Registration(
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            role=self._role,
+            worker_id=own.worker_id,
+            epoch=own.epoch,
+            role=own.role,
             block_bytes=self._engine.store.block_bytes,
             token_budget=self._engine.scheduler.limits.token_budget,
-            device=self._device,
+            device=own.device,
             fingerprint=self._engine.fingerprint,
             hashes=hashes,
             node=self._runtime.own_node(),

@@ -1,0 +1,103 @@
+"""Figures of one worker: the fitted costs of its steps, its metrics, and sizes of its engine."""
+
+import asyncio
+import logging
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from raydix.actors.instruments import families_of
+from raydix.actors.messages import WorkerState
+from raydix.actors.metric_values import Family
+from raydix.actors.metrics import WorkerMetrics
+from raydix.actors.worker.engine_thread import EngineThread
+from raydix.engine.core.costs import CostFit, WorkerCosts
+from raydix.engine.core.types import Role
+
+if TYPE_CHECKING:  # the engine imports torch, which only a worker's process needs
+    from raydix.engine.model.engine import Engine, StepResult
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 0.5
+"""Interval between two reports of costs and metrics."""
+
+
+class Measurements:
+    """Fits the cost model to the steps of one engine, and counts what the engine does."""
+
+    def __init__(self, worker_id: str, role: Role) -> None:
+        self._metrics = WorkerMetrics(worker_id, role)
+        self._costs = CostFit(WorkerCosts())
+        self._has_measured = False
+        self.num_prefill_tokens = 0
+        """Tokens of prompts that were computed here."""
+
+    def step(self, step: "StepResult", step_s: float) -> None:
+        """Count a step that took `step_s`, and fit the cost model to its time."""
+        for request in step.finished:
+            self._metrics.finished(request)
+        self._metrics.step(step.shape)
+
+        # A step that also did something unusual would teach a wrong time of the usual work.
+        if step.is_typical:
+            self._costs.step(step.shape, step_s)
+            self._has_measured = True
+        self.num_prefill_tokens += step.shape.num_prefill_tokens
+
+    def imported(self, num_bytes: int, seconds: float) -> None:
+        """Count a segment that was fetched and copied into the pool."""
+        self._metrics.imported_bytes(num_bytes)
+        self._costs.imported(num_bytes, seconds)
+
+    def exported(self, num_bytes: int) -> None:
+        """Count a payload that was sent."""
+        self._metrics.exported_bytes(num_bytes)
+
+    def state(self, engine: "Engine") -> WorkerState:
+        """Costs and room, for the manager. The pool is read beside its own thread: each figure may be a step old."""
+        pool = engine.pool
+        return WorkerState(
+            self._costs.costs() if self._has_measured else None,
+            pool.num_available,
+            pool.num_available - pool.num_cached,
+            self._costs.num_steps,
+            engine.scheduler.limits.token_budget,
+        )
+
+    def families(self) -> tuple[Family, ...]:
+        """The metrics as of the last report."""
+        return families_of(self._metrics)
+
+    async def report(self, engine: "Engine", thread: EngineThread) -> None:
+        """Keep the metrics up to date, also while nothing happens, and the engine informed of its costs."""
+        while True:
+            try:
+                self._metrics.flush(engine)
+            except Exception:  # a metric that cannot be reported must not end the rest
+                logger.exception("metrics not reported")
+            self._costs.fade()
+            if self._has_measured:
+                thread.post(partial(_learn_costs, self._costs.costs()))
+            await asyncio.sleep(REPORT_S)
+
+
+def _learn_costs(costs: WorkerCosts, engine: "Engine") -> None:
+    engine.scheduler.learn_costs(costs)
+
+
+def engine_statistics(engine: "Engine") -> dict[str, Any]:
+    """Sizes and counts of an engine, for tests and operators, after a check of its scheduler's integrity."""
+    pool, scheduler = engine.pool, engine.scheduler
+    scheduler.check_integrity()
+    return {
+        "num_blocks": pool.num_blocks,
+        "num_available_blocks": pool.num_available,
+        "num_cached_blocks": pool.num_cached,
+        "num_running": len(scheduler.running),
+        "num_waiting": scheduler.num_waiting,
+        "num_swapped": scheduler.num_swapped,
+        "num_idle": len(scheduler.idle),
+        "idle": asdict(scheduler.idle.counts),
+        "preemptions": asdict(engine.preemptions),
+    }
