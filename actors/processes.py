@@ -8,9 +8,12 @@ Only processes of the same node can be looked at: of a silent process elsewhere 
 """
 
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from raydix.engine.core.signs_of_life import SignsOfLife
 from raydix.engine.core.types import ProcessName
 
 MIN_SHARE = 0.05
@@ -50,6 +53,14 @@ class ProcessWatch:
         self._used[process] = now, num_ticks
         has_computed = now > looked_at and num_ticks - before >= MIN_SHARE * (now - looked_at) * TICKS_PER_S
         return has_computed or _is_runnable(folder)
+
+    def look_at_quiet(self, signs: SignsOfLife, processes: Mapping[str, ProcessName | None], silence_s: float) -> None:
+        """Tell those that have sent nothing for `silence_s` and compute from those that may be dead. `processes`: by
+        the names that `signs` has."""
+        now = time.monotonic()
+        for name in signs.quiet(now, silence_s):
+            if self.computes(processes.get(name), now):
+                signs.computes(name, now)
 
     def forget(self, process: ProcessName | None) -> None:
         """Look at a process no more, for now."""

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from raydix.actors.manager.response_disk import ResponseDisk
-from raydix.actors.messages import Memory, RetiredError
+from raydix.actors.messages import Memory
 from raydix.engine.core.log_fields import about
-from raydix.engine.core.manager.answer_store import AnswerStore
-from raydix.engine.core.manager.response_store import KeptEntry, ResponseStore
-from raydix.engine.core.manager.transcript_store import TranscriptStore
+from raydix.engine.core.memory.answer_store import AnswerStore
+from raydix.engine.core.memory.response_store import KeptEntry, ResponseStore
+from raydix.engine.core.memory.transcript_store import TranscriptStore
 from raydix.engine.core.tenants import ANONYMOUS
 from raydix.engine.core.types import Admission, AdmitRequest, Ended
 
@@ -24,7 +24,7 @@ EXPIRY_S = 600.0
 
 
 class ClientMemory:
-    """The manager's methods for these data. Responses are bytes, and never read."""
+    """The stores of these data in memory, and the responses' copies on disk. Responses are bytes, and never read."""
 
     def __init__(
         self,
@@ -39,14 +39,9 @@ class ClientMemory:
         self._response_ttl_s = response_ttl_s
         self._response_disk: ResponseDisk | None = None
         self._answers = AnswerStore(answer_budget_bytes) if answer_budget_bytes else None
-        """For drafts; None where none are made of them."""
-        self.is_retired = False
-        """True if another manager has taken over."""
-        self.has_memory = asyncio.Event()
-        """Cleared while the data of a predecessor are on their way."""
-        self.has_memory.set()
+        """Answers for drafts; None where no drafts are made of answers."""
 
-    async def _keep_responses_on_disk(self, folder: Path) -> ResponseDisk:
+    async def keep_on_disk(self, folder: Path) -> ResponseDisk:
         """Take over the responses on disk, and keep later ones there, too; returns the disk, whose `run` does so."""
         self._response_disk = disk = ResponseDisk(folder)
         found = await disk.load(self._response_budget_bytes)
@@ -62,7 +57,7 @@ class ClientMemory:
         logger.info("%d stored responses found on disk", len(self._responses), extra=extra)
         return disk
 
-    async def _watch_expiry(self) -> None:
+    async def watch_expiry(self) -> None:
         """Forget responses in time, whether the store is used or not."""
         while True:
             await asyncio.sleep(min(EXPIRY_S, self._response_ttl_s))
@@ -72,33 +67,16 @@ class ClientMemory:
         if self._response_disk is not None:
             self._response_disk.forget(name)
 
-    async def _memory_is_ready(self) -> None:
-        """Wait for a predecessor's data, if some are on their way.
-
-        Raises:
-            RetiredError: the successor is to be asked.
-        """
-        await self.has_memory.wait()
-        self.check_not_retired()
-
-    def check_not_retired(self) -> None:
-        """Raise RetiredError if another manager has taken over."""
-        if self.is_retired:
-            raise RetiredError
-
-    async def recall(self, names: Sequence[bytes]) -> "list[array[int] | None]":
+    def recall(self, names: Sequence[bytes]) -> "list[array[int] | None]":
         """Token ids under each name; None for an unknown name."""
-        await self._memory_is_ready()
         return [self._transcripts.find(name) for name in names]
 
-    async def remember(self, transcripts: Sequence[tuple[bytes, "array[int]", str]]) -> list[bool]:
+    def remember(self, transcripts: Sequence[tuple[bytes, "array[int]", str]]) -> list[bool]:
         """Keep token ids under names, each for a tenant; returns for each whether the ids are kept."""
-        await self._memory_is_ready()
         return [self._transcripts.keep(name, token_ids, tenant) for name, token_ids, tenant in transcripts]
 
-    async def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str = ANONYMOUS.name) -> bool:
+    def keep_response(self, name: bytes, parent: bytes | None, data: bytes, tenant: str = ANONYMOUS.name) -> bool:
         """Keep a tenant's response that goes on from its parent; returns whether the response is kept."""
-        await self._memory_is_ready()
         is_new = name not in self._responses
         is_kept = self._responses.keep(name, parent, data, time.monotonic(), tenant)
         if is_kept and self._response_disk is not None:
@@ -107,17 +85,15 @@ class ClientMemory:
             self._response_disk.use(self._responses.path(name))
         return is_kept
 
-    async def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
+    def find_response(self, name: bytes, with_earlier: bool) -> list[bytes]:
         """The data of a response, and of those before it (`ResponseStore.find`)."""
-        await self._memory_is_ready()
         found = self._responses.find(name, time.monotonic(), with_earlier=with_earlier)
         if self._response_disk is not None:
             self._response_disk.use(self._responses.path(name))
         return found
 
-    async def delete_response(self, name: bytes) -> bool:
+    def delete_response(self, name: bytes) -> bool:
         """Forget a response; False for an unknown name."""
-        await self._memory_is_ready()
         return self._responses.delete(name)
 
     def keep_answers(self, ended: Iterable[Ended]) -> None:
@@ -133,8 +109,9 @@ class ClientMemory:
         continuations = self._answers.continuations(request.answer_name)
         return replace(admission, continuations=continuations) if continuations else admission
 
-    def memory_now(self) -> Memory:
+    def all(self) -> Memory:
         """All data, for a successor."""
+        # Monotonic clocks of two processes have no common origin, so a response travels with its age.
         now = time.monotonic()
         return Memory(
             self._transcripts.entries(),
@@ -142,7 +119,7 @@ class ClientMemory:
             [(*each[:3], now - each.used_at, each.tenant) for each in self._responses.entries()],
         )
 
-    def take_memory(self, memory: Memory) -> None:
+    def take_over(self, memory: Memory) -> None:
         """Take a predecessor's data over. Its responses are the ones there are: others, which were found on disk, have
         been deleted meanwhile."""
         now = time.monotonic()
@@ -157,7 +134,7 @@ class ClientMemory:
             self._responses.delete(name)
         self._responses.restore(responses, now)
 
-    def share_memory(self, weights: Mapping[str, float]) -> None:
+    def share(self, weights: Mapping[str, float]) -> None:
         """Share the memory of transcripts and responses by these weights of tenants."""
         self._transcripts.weigh(weights)
         self._responses.weigh(weights)
@@ -168,7 +145,7 @@ class ClientMemory:
         if self._answers is not None:
             self._answers.clear()
 
-    def memory_statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, int]:
         """Sizes, after a check of their integrity."""
         self._transcripts.check_integrity()
         self._responses.check_integrity()

@@ -1,9 +1,8 @@
-"""The manager's look at the load of the elastic workers: their duties, and how many are wanted."""
+"""Looks at the load of the elastic workers: their duties, and how many are wanted."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from raydix.actors.metrics import ManagerMetrics
 from raydix.engine.core.log_fields import about
@@ -17,21 +16,21 @@ DIVIDE_S = 1.0
 
 
 class LoadWatch:
-    """The manager's methods that follow the load; the attributes are the manager's."""
+    """Divides the elastic workers of a directory between prompts and answers, within limits of their number."""
 
-    _directory: Directory
-    _metrics: ManagerMetrics
-    _elastic: PoolLimits
-    check_not_retired: Callable[[], None]
+    def __init__(self, directory: Directory, metrics: ManagerMetrics, limits: PoolLimits) -> None:
+        self._directory = directory
+        self._metrics = metrics
+        self.limits = limits
+        """Limits of the number of elastic workers, from the next look on."""
 
-    async def wanted_workers(self) -> Wanted | None:
+    def wanted(self) -> Wanted | None:
         """The number of elastic workers for the present load; None before the first look at the load."""
-        self.check_not_retired()
         plan = self._directory.plan
         return None if plan is None else Wanted(plan.num_wanted, plan.may_shrink)
 
-    async def _watch_load(self) -> None:
-        """Divide the elastic workers between prompts and answers as the load asks, and find the wanted number."""
+    async def run(self) -> None:
+        """Divide the elastic workers as the load asks, and find the wanted number, again and again."""
         while True:
             await asyncio.sleep(DIVIDE_S)
             had, plan = self._directory.plan, self._divide()
@@ -49,4 +48,4 @@ class LoadWatch:
         """Look at the load; None without elastic workers."""
         if not self._directory.workers.elastic and self._directory.plan is None:
             return None
-        return self._directory.divide(time.time(), *self._elastic)
+        return self._directory.divide(time.time(), *self.limits)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from raydix.engine.core.manager.response_store import ENTRY_BYTES
+from raydix.engine.core.memory.response_store import ENTRY_BYTES
 from raydix.engine.core.tenants import ANONYMOUS
 
 logger = logging.getLogger(__name__)

@@ -25,11 +25,14 @@ from ray.exceptions import RayError
 
 from raydix.actors.calls import answer, quietly
 from raydix.actors.manager.client_memory import ClientMemory
-from raydix.actors.manager.execution import Execution
-from raydix.actors.messages import Memory
+from raydix.actors.manager.disk_tier import DiskTier
+from raydix.actors.manager.executor import Executor
+from raydix.actors.messages import RetiredError
 from raydix.actors.rpc import Handle, ManagerClient, WorkerClient
+from raydix.engine.background import Background
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.log_fields import about
+from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.succession import Offer, Terms, batches, chosen, disagreement, terms
 
 logger = logging.getLogger(__name__)
@@ -42,34 +45,58 @@ SEGMENTS_S = 20.0
 """Limit of taking over segments; what has not come then stays behind."""
 
 
-class Succession(ClientMemory, Execution):
-    """The manager's methods for its predecessor's host and for its successor."""
+class Succession:
+    """The hand-over to this manager from its predecessor, and from this manager to its successor."""
 
-    _successor: Handle | None = None
+    def __init__(
+        self,
+        directory: Directory,
+        memory: ClientMemory,
+        executor: Executor,
+        disk: DiskTier | None,
+        background: Background,
+    ) -> None:
+        self._directory = directory
+        self._memory = memory
+        self._executor = executor
+        self._disk = disk
+        self._background = background
+        self._successor: Handle | None = None
+        self.is_retired = False
+        """True if another manager has taken over."""
+        self._has_memory = asyncio.Event()
+        """Cleared while the data of a predecessor are on their way."""
+        self._has_memory.set()
+
+    def check_not_retired(self) -> None:
+        """Raise RetiredError if another manager has taken over."""
+        if self.is_retired:
+            raise RetiredError
+
+    async def memory_is_ready(self) -> None:
+        """Wait for a predecessor's data, if some are on their way.
+
+        Raises:
+            RetiredError: the successor is to be asked.
+        """
+        await self._has_memory.wait()
+        self.check_not_retired()
 
     # The predecessor
 
-    async def prepare_succession(self, successor: list[Handle]) -> Terms:
+    async def prepare(self, successor: Handle) -> Terms:
         """Give the folder on disk to a manager that is about to start; returns this manager's terms."""
-        self._successor = successor[0]
-        self._background.start(self._go_on_without(successor[0]))
+        self._successor = successor
+        self._background.start(self._go_on_without(successor))
         if self._disk is not None:
             await self._disk.close()
         return self._terms()
 
-    async def retire(self) -> list[Handle]:
+    def retire(self) -> list[Handle]:
         """Refuse all requests from now on; returns the workers' handles."""
         self.is_retired = True
         logger.info("another manager takes over", extra=about("manager_retires"))
-        return [client.handle for client in self._clients.values()]
-
-    async def memory(self) -> Memory:
-        """Transcripts, answers and responses, for the successor."""
-        return self.memory_now()
-
-    async def offers(self) -> list[Offer]:
-        """The segments in the object store, the most valuable first."""
-        return self._directory.segments_offered(time.time())
+        return [client.handle for client in self._executor.clients.values()]
 
     async def copies(self, segment_ids: Sequence[int]) -> AsyncIterator[object]:
         """Yield a copy of each segment's payload, which the caller owns; None for a segment that is gone."""
@@ -80,11 +107,6 @@ class Succession(ClientMemory, Execution):
                 yield None if ref is None else await answer(ref, COPY_S)
             except (RayError, TimeoutError):
                 yield None
-
-    async def moved_away(self, segment_ids: Sequence[int]) -> None:
-        """Drop segments of which the successor has copies."""
-        for segment_id in segment_ids:
-            self._directory.segment_moved_away(segment_id)
 
     async def _go_on_without(self, successor: Handle) -> None:
         """Take requests again when the successor dies first."""
@@ -101,13 +123,13 @@ class Succession(ClientMemory, Execution):
 
     # The successor
 
-    async def expect_memory(self) -> None:
+    def expect_memory(self) -> None:
         """Let questions for answers and responses wait until a predecessor's have come."""
-        self.has_memory.clear()
+        self._has_memory.clear()
 
-    async def take_over(self, predecessor: list[Handle], others: Terms) -> None:
+    async def take_over(self, predecessor: Handle, others: Terms) -> None:
         """Have a manager with these terms retire, and take over what it has."""
-        began, client = time.monotonic(), ManagerClient(predecessor[0])
+        began, client = time.monotonic(), ManagerClient(predecessor)
         num_segments = 0
         try:
             for worker in await answer(client.retire(), ANSWER_S):
@@ -115,17 +137,17 @@ class Succession(ClientMemory, Execution):
             if reason := disagreement(self._terms(), others):
                 logger.warning("nothing is taken over: %s", reason, extra=about("not_taken_over", reason=reason))
                 return
-            self.take_memory(await answer(client.memory(), ANSWER_S))
-            self.has_memory.set()
+            self._memory.take_over(await answer(client.memory(), ANSWER_S))
+            self._has_memory.set()
             num_segments = await self._take_segments(client)
         except (RayError, TimeoutError) as error:
             reason = type(error).__name__
             logger.warning("the last manager is gone (%s)", reason, extra=about("predecessor_lost", reason=reason))
         finally:
-            self.has_memory.set()
+            self._has_memory.set()
 
         took_s = round(time.monotonic() - began, 3)
-        extra = about("took_over", segments=num_segments, took_s=took_s, **self.memory_statistics())
+        extra = about("took_over", segments=num_segments, took_s=took_s, **self._memory.statistics())
         logger.info("took over %d segments in %.1f s", num_segments, took_s, extra=extra)
 
     async def _take_segments(self, client: ManagerClient) -> int:
@@ -133,6 +155,7 @@ class Succession(ClientMemory, Execution):
         segments, now = self._directory.segments, time.time()
         offers = await answer(client.offers(), ANSWER_S)
         node = offers[0].node if offers else ""
+        # Copies go into the object store of the predecessor's node: its part of the budget has room for them.
         room_bytes = segments.store_budget_bytes - segments.node_bytes[node]
         fingerprint = self._directory.workers.fingerprint
         taken: list[int] = []
@@ -158,7 +181,7 @@ class Succession(ClientMemory, Execution):
                 segment_id, instructions = self._directory.segment_taken_over(
                     offer.header, ref, offer.node, time.time()
                 )
-                self._carry_out(instructions)
+                self._executor.carry_out(instructions)
                 taken.append(segment_id)
         await client.moved_away(segment_ids)
 

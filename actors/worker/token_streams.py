@@ -91,10 +91,7 @@ class TokenStreams:
 
     def look_at_quiet(self, watch: ProcessWatch, silence_s: float) -> None:
         """Tell replicas that have sent nothing for so long and compute from those that may be dead."""
-        now = time.monotonic()
-        for ingress_id in self._signs.quiet(now, silence_s):
-            if watch.computes(self.processes.get(ingress_id), now):
-                self._signs.computes(ingress_id, now)
+        watch.look_at_quiet(self._signs, self.processes, silence_s)
 
     def drop_silent(self, silence_s: float) -> dict[str, list[Attempt]]:
         """End the streams of replicas that were not seen for so long, behind the events that wait there; returns the

@@ -11,7 +11,7 @@ import torch
 
 from raydix.engine.core.answers.continuations import packed
 from raydix.engine.core.costs import WorkerCosts
-from raydix.engine.core.manager.answer_store import AnswerStore
+from raydix.engine.core.memory.answer_store import AnswerStore
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.types import Assignment, DraftSource, Salt, SamplingParams, Stage, TokenEvent, TokenLogprobs
 from raydix.engine.core.worker.block_pool import BlockPool

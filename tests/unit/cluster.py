@@ -20,11 +20,11 @@ from raydix.engine.core.ingress import instructions as ingress
 from raydix.engine.core.ingress.cluster_view import ModelFacts, Timeouts
 from raydix.engine.core.ingress.dispatch import Dispatch
 from raydix.engine.core.ingress.generation import Generation
-from raydix.engine.core.manager.answer_store import AnswerStore
 from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
 from raydix.engine.core.manager.placement import CostModel
+from raydix.engine.core.memory.answer_store import AnswerStore
 from raydix.engine.core.settings import DraftLimits, SchedulerLimits
 from raydix.engine.core.types import (
     Admission,

@@ -31,7 +31,7 @@ from raydix.engine.core.ingress.answer_room import AnswerRoom
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers import HERMES, ToolFormat
 from raydix.engine.core.ingress.room import Room
-from raydix.engine.core.manager.response_store import ResponseStore
+from raydix.engine.core.memory.response_store import ResponseStore
 from raydix.engine.core.tenants import EVERYONE, Tenants
 from raydix.engine.core.types import FinishReason, PromptEvent, TokenEvent, TokenLogprobs
 from raydix.engine.model.tokenizer import RenderedChat, Tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-import raydix.actors.manager.kv_cache_manager as manager_module
+import raydix.actors.manager.worker_watch as worker_watch
 import raydix.actors.worker.registrar as registrar_module
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.manager_link import ManagerLink
@@ -114,7 +114,7 @@ class LocalWorkers(LocalRuntime):
         """The requests that stopped workers, by the name of the incarnation."""
         monkeypatch.setattr("raydix.engine.model.build.build_engine", make_engine)
         monkeypatch.setattr(registrar_module, "HEARTBEAT_S", 0.02)
-        monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.5)
+        monkeypatch.setattr(worker_watch, "WORKER_SILENCE_S", 0.5)
 
     async def start_manager(self, disk: Path | None = None) -> KVCacheManager:
         """Start a manager, in place of the last one; with `disk` as the folder of its files."""

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from raydix.engine.core.answers.continuations import MAX_BYTES, BegunAnswer, packed, unpacked
 from raydix.engine.core.hashing import BlockChain
-from raydix.engine.core.manager.answer_store import MAX_VARIANTS, NAME_BYTES, VARIANT_BYTES, AnswerStore
+from raydix.engine.core.memory.answer_store import MAX_VARIANTS, NAME_BYTES, VARIANT_BYTES, AnswerStore
 from raydix.engine.core.types import Admission, AdmitRequest, Ended, Salt
 from tests.unit.builders import ROOT
 

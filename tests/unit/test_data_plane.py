@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import raydix.actors.ingress.dispatcher as dispatcher_module
-import raydix.actors.manager.execution as execution_module
-import raydix.actors.manager.kv_cache_manager as manager_module
+import raydix.actors.manager.executor as executor_module
+import raydix.actors.manager.ingress_watch as ingress_watch
 import raydix.actors.worker.segment_import as segment_import_module
 import raydix.actors.worker.worker as worker_module
 import raydix.engine.core.manager.segment_events as segment_events_module
@@ -463,7 +463,7 @@ def test_a_worker_that_is_only_slow_keeps_its_requests(scene: Scene) -> None:
     async def play() -> None:
         with running() as process:
             manager, dispatcher = await scene.start(worker_silent_s=1.0)
-            manager._processes["d0"] = process.name("local")
+            manager._workers._processes["d0"] = process.name("local")
             crowd = await scene.begin(dispatcher, ["d0"])
             await until(lambda: any(worker.process == process.name("local") for worker in dispatcher.workers))
             scene.local.handles["d0:1"].vanish()
@@ -485,7 +485,7 @@ def test_a_worker_that_is_only_slow_keeps_its_requests(scene: Scene) -> None:
 def test_an_ingress_that_is_only_slow_keeps_its_requests(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, for the process of an ingress replica, whose pings stay out."""
     monkeypatch.setattr(worker_module, "INGRESS_SILENCE_S", 0.4)
-    monkeypatch.setattr(manager_module, "INGRESS_SILENCE_S", 0.4)
+    monkeypatch.setattr(ingress_watch, "INGRESS_SILENCE_S", 0.4)
 
     async def play() -> None:
         with running() as process:
@@ -494,16 +494,16 @@ def test_an_ingress_that_is_only_slow_keeps_its_requests(scene: Scene, monkeypat
             crowd = await scene.begin(dispatcher, ["d0"])
             worker = scene.workers["d0"]
             await until(lambda: worker._tokens.processes.get("ingress") == dispatcher._process)
-            await until(lambda: manager._ingresses["ingress"].process == dispatcher._process)
+            await until(lambda: manager._ingresses._replicas["ingress"].process == dispatcher._process)
             monkeypatch.setattr(dispatcher._dispatch, "keep_alive", lambda now, late_s: [])
             # Five times as long as a silent replica would keep its requests.
-            for signs in (worker._tokens._signs, manager._ingress_signs):
+            for signs in (worker._tokens._signs, manager._ingresses._signs):
                 await until(lambda: "ingress" in signs.quiet(time.monotonic(), 2.0))  # noqa: B023
-            assert worker._tokens.attempts.under_way and manager._ingresses["ingress"].requests
+            assert worker._tokens.attempts.under_way and manager._ingresses._replicas["ingress"].requests
 
             process.stop()
             await until(lambda: not worker._tokens.attempts.under_way)
-            await until(lambda: "ingress" not in manager._ingresses)
+            await until(lambda: "ingress" not in manager._ingresses._replicas)
             scene.hold.end()
             crowd.leave()
 
@@ -626,7 +626,7 @@ def num_bytes_in_files(folder: Path) -> int:
 
 
 def test_kv_on_disk_survives_everybody(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution_module, "SAVE_S", 0.02)
+    monkeypatch.setattr(executor_module, "SAVE_S", 0.02)
 
     async def play() -> None:
         for epoch in (1, 2):

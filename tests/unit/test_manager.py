@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import raydix.actors.manager.kv_cache_manager as manager_module
+import raydix.actors.manager.ingress_watch as ingress_watch
 import raydix.actors.manager.load_watch as load_watch
+import raydix.actors.manager.worker_watch as worker_watch
 from raydix.actors.local import LocalReference, LocalRuntime
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
 from raydix.actors.messages import Imported, ImportReport, Registration, WorkerState
@@ -142,7 +143,7 @@ def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.Monkey
         assert list(metric.values.values()) == [3]
 
         for name in ("a", "b", "c"):
-            manager._forget(name)
+            manager._workers._forget(name)
         await until(lambda: manager._directory.plan is None)
         assert await manager.wanted_workers() is None, "without workers there is nothing to tell"
         await manager.reconfigure(0, WorkerCosts(), (), objectives, "INFO", PoolLimits(5, 60.0, 0))
@@ -180,7 +181,7 @@ def test_a_late_word_of_an_old_attempt_does_not_end_the_new_one() -> None:
 
 
 def test_requests_of_a_silent_ingress_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "INGRESS_SILENCE_S", 0.1)
+    monkeypatch.setattr(ingress_watch, "INGRESS_SILENCE_S", 0.1)
 
     async def play() -> None:
         manager = make_manager()
@@ -248,7 +249,7 @@ def test_a_request_is_refused_only_if_every_worker_would_be_late() -> None:
 
 
 def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "WORKER_SILENCE_S", 0.1)
+    monkeypatch.setattr(worker_watch, "WORKER_SILENCE_S", 0.1)
 
     async def play() -> None:
         manager = make_manager()
@@ -269,21 +270,23 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
         assert isinstance(await register(manager, "a"), SilentWorker)
         assert await manager.heartbeat("a", 1, state)
 
-        await until(lambda: len(manager._worker_signs.quiet(time.monotonic(), 0.3)) == len(manager._directory.workers))
+        await until(
+            lambda: len(manager._workers._signs.quiet(time.monotonic(), 0.3)) == len(manager._directory.workers)
+        )
         assert len((await manager.workers()).workers) > 0, "the last one stays"
 
     asyncio.run(play())
 
 
 def test_a_worker_that_an_ingress_doubts_too_is_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "DOUBTED_SILENCE_S", 0.05)
+    monkeypatch.setattr(worker_watch, "DOUBTED_SILENCE_S", 0.05)
 
     async def play() -> None:
         manager = make_manager()
         state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0, token_budget=64)
         for worker_id in ("a", "b", "c"):
             await register(manager, worker_id)
-        await until(lambda: len(manager._worker_signs.quiet(time.monotonic(), 0.05)) == 3)
+        await until(lambda: len(manager._workers._signs.quiet(time.monotonic(), 0.05)) == 3)
         for worker_id in ("b", "c"):
             assert await manager.heartbeat(worker_id, 1, state)
         doubting = AdmitRequest("r", 0, (), 5, ingress_id="i", avoided=("a", "b"))
@@ -315,10 +318,10 @@ def test_a_segment_that_cannot_be_taken_is_not_offered_again(answer: Imported) -
         worker = await register(manager, "b")
         worker.answer = answer
         header = SegmentHeader("m", (b"1",), 10, 0)
-        manager._carry_out(manager._directory.segment_exported("a", 1, header, LocalReference(PAYLOAD), 0.0))
+        manager._executor.carry_out(manager._directory.segment_exported("a", 1, header, LocalReference(PAYLOAD), 0.0))
         [admission] = await manager.admit([AdmitRequest("r", 0, (b"1",), 6, avoided=("a",))])
         assert isinstance(admission, Admission) and admission.prefill == "b"
-        await until(lambda: worker.imported == [header] and not manager._deliveries._tasks)
+        await until(lambda: worker.imported == [header] and not manager._executor._deliveries._tasks)
         assert (len(manager._directory.segments) == 1) is (answer is Imported.TAKEN)
         manager._directory.check_integrity()
 
@@ -356,7 +359,7 @@ def test_answers_ride_on_admissions_until_the_cache_is_reset() -> None:
         assert await continuations(asked) == (b"12345678",)
         assert await continuations(replace(asked, answer_name=b"m")) == () == await continuations(request("c"))
         assert (await manager.statistics())["num_answers"] == 1
-        manager._forget("w")
+        manager._workers._forget("w")
         await manager.reset_cache()
         assert (await manager.statistics())["answer_bytes"] == 0
         await register(manager, "w", epoch=2)

@@ -18,6 +18,7 @@ from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.local import LocalRuntime
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
+from raydix.actors.manager.succession import Succession
 from raydix.actors.messages import RetiredError
 from raydix.actors.rpc import ManagerClient
 from raydix.actors.worker.worker import Worker
@@ -111,14 +112,14 @@ async def only_in_the_store(scene: Scene, dispatcher: Dispatcher) -> None:
     """Have a long prompt's KV in segments and in no pool."""
     assert await answer_of(dispatcher, "first", LONG, 3) == expected(LONG, 3)
     await until(lambda: scene.manager._directory.num_reservations == 0)
-    await scene.manager._resets.reset(scene.manager._clients)
+    await scene.manager._resets.reset(scene.manager._executor.clients)
     await until(lambda: not any(worker.blocks for worker in scene.manager._directory.workers.values()))
     assert scene.manager._directory.segments.store_bytes > 0
 
 
 async def all_heard(manager: KVCacheManager) -> None:
     """Return when each worker has sent a heartbeat that began after this call: the manager knows it for good."""
-    heard_at = manager._worker_signs._heard_at
+    heard_at = manager._workers._signs._heard_at
     for _ in range(2):  # the first one may have been on its way
         before = dict(heard_at)
         await until(lambda: all(heard_at[worker_id] > at for worker_id, at in before.items()))  # noqa: B023
@@ -144,7 +145,7 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
         answers = [asyncio.create_task(answer_of(dispatcher, *each, NUM_TOKENS)) for each in prompts.items()]
         await until(lambda: any(worker._engine.scheduler.running for worker in scene.workers))
         second = await scene.start_host()
-        assert scene.manager is not old and old.is_retired
+        assert scene.manager is not old and old.succession.is_retired
         assert await asyncio.gather(*answers) == [expected(prompt, NUM_TOKENS) for prompt in prompts.values()]
         await scene.end(first)
 
@@ -208,7 +209,7 @@ def test_a_predecessor_of_another_form_hands_nothing_over(
         _, dispatcher = await scene.start()
         await only_in_the_store(scene, dispatcher)
         await scene.manager.remember([(b"t", array("i", [1, 2]), "t")])
-        monkeypatch.setattr(KVCacheManager, "_terms", lambda manager: {"schema": id(manager)})
+        monkeypatch.setattr(Succession, "_terms", lambda succession: {"schema": id(succession)})
         await scene.start_host()
         assert len(scene.manager._directory.segments) == 0
         assert await scene.manager.recall([b"t"]) == [None]
@@ -225,10 +226,10 @@ def test_a_predecessor_goes_on_when_its_successor_dies(scene: Scene, tmp_path: P
         first, dispatcher = await scene.start()
         old, old_name = scene.manager, scene.local.manager_name
         second = await scene.start_host()
-        assert old.is_retired
+        assert old.succession.is_retired
         second._watch.cancel()  # Serve gives the new host up.
         scene.local.kill_manager()
-        await until(lambda: not old.is_retired)
+        await until(lambda: not old.succession.is_retired)
         await first.check_health()
         assert scene.local.manager_name == old_name
         await until(lambda: len(old._directory.workers) == 2)

@@ -5,7 +5,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import raydix.actors.manager.client_memory as client_memory
 import raydix.actors.manager.response_disk as response_disk
 from raydix.actors.manager.client_memory import ClientMemory
 from raydix.actors.manager.response_files import FOLDER, KeptResponse, ResponseFiles
-from raydix.engine.core.manager.response_store import ENTRY_BYTES
+from raydix.engine.core.memory.response_store import ENTRY_BYTES
 
 BUDGET, TTL_S = 1 << 20, 1000.0
 NOW = time.time()
@@ -133,11 +133,13 @@ def with_memory(
 
     async def run() -> object:
         memory = ClientMemory(0, budget, ttl_s)
-        disk = await memory._keep_responses_on_disk(folder)
-        running = [asyncio.create_task(disk.run()), asyncio.create_task(memory._watch_expiry())]
-        result = await use(memory)  # type: ignore[misc]
+        disk = await memory.keep_on_disk(folder)
+        running = [asyncio.create_task(disk.run()), asyncio.create_task(memory.watch_expiry())]
+        result = use(memory)
+        if isinstance(result, Awaitable):
+            result = await result
         await settled(memory)
-        memory.memory_statistics()
+        memory.statistics()
         for each in running:
             each.cancel()
         return result
@@ -145,18 +147,18 @@ def with_memory(
     return asyncio.run(run())
 
 
-async def keep_three(memory: ClientMemory) -> None:
-    assert await memory.keep_response(b"a", None, b"1")
-    assert await memory.keep_response(b"b", b"a", b"2")
-    assert await memory.keep_response(b"c", None, b"3")
+def keep_three(memory: ClientMemory) -> None:
+    assert memory.keep_response(b"a", None, b"1")
+    assert memory.keep_response(b"b", b"a", b"2")
+    assert memory.keep_response(b"c", None, b"3")
 
 
-async def find_new(memory: ClientMemory) -> list[bytes]:
-    return await memory.find_response(b"new", False)
+def find_new(memory: ClientMemory) -> list[bytes]:
+    return memory.find_response(b"new", False)
 
 
-async def all_of(memory: ClientMemory) -> list[list[bytes]]:
-    return [await memory.find_response(name, True) for name in (b"a", b"b", b"c")]
+def all_of(memory: ClientMemory) -> list[list[bytes]]:
+    return [memory.find_response(name, True) for name in (b"a", b"b", b"c")]
 
 
 def test_responses_survive_a_restart(tmp_path: Path) -> None:
@@ -193,10 +195,10 @@ def test_uses_wait_for_a_slow_disk_once_for_each_response(tmp_path: Path, monkey
     touched: list[bytes] = []
     monkeypatch.setattr(ResponseFiles, "touch", lambda files, name, used_at: touched.append(name))
 
-    async def use_often(memory: ClientMemory) -> None:
-        await keep_three(memory)
+    def use_often(memory: ClientMemory) -> None:
+        keep_three(memory)
         for _ in range(1000):
-            await memory.find_response(b"b", True)
+            memory.find_response(b"b", True)
 
     with_memory(tmp_path, use_often)
     assert sorted(touched) == [b"a", b"b", b"c"], "nothing is carried out before the memory has been used"
@@ -210,13 +212,13 @@ def test_what_newer_responses_push_out_leaves_the_disk(tmp_path: Path) -> None:
 def test_files_tell_the_tenant(tmp_path: Path) -> None:
     """Kept across a restart: the shares of tenants are the same behind it."""
 
-    async def keep(memory: ClientMemory) -> None:
-        await memory.keep_response(b"a", None, b"1", "alice")
+    def keep(memory: ClientMemory) -> None:
+        memory.keep_response(b"a", None, b"1", "alice")
 
-    async def flood(memory: ClientMemory) -> None:
+    def flood(memory: ClientMemory) -> None:
         for number in range(20):
-            await memory.keep_response(b"b%d" % number, None, b"2", "bob")
-        assert await memory.find_response(b"a", False) == [b"1"]
+            memory.keep_response(b"b%d" % number, None, b"2", "bob")
+        assert memory.find_response(b"a", False) == [b"1"]
 
     with_memory(tmp_path, keep, 3 * (ENTRY_BYTES + 1))
     with_memory(tmp_path, flood, 3 * (ENTRY_BYTES + 1))
@@ -243,15 +245,15 @@ def test_a_response_kept_while_the_disk_is_read_is_the_newest(tmp_path: Path) ->
 
     async def run() -> list[list[bytes]]:
         memory = ClientMemory(0, 3 * (ENTRY_BYTES + 1), TTL_S)
-        loading = asyncio.create_task(memory._keep_responses_on_disk(tmp_path))
+        loading = asyncio.create_task(memory.keep_on_disk(tmp_path))
         await asyncio.sleep(0)
-        assert await memory.keep_response(b"new", None, b"5")
+        assert memory.keep_response(b"new", None, b"5")
         disk = await loading
-        found = [*(await all_of(memory)), await find_new(memory)]
+        found = [*all_of(memory), find_new(memory)]
         running = asyncio.create_task(disk.run())
         await settled(memory)
         running.cancel()
-        memory.memory_statistics()
+        memory.statistics()
         return found
 
     found = asyncio.run(run())
@@ -265,9 +267,9 @@ def test_a_disk_that_is_slow_or_fails_costs_the_copy_only(
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(response_disk, "MAX_WAITING_BYTES", 2)
 
-    async def keep_a_long_one(memory: ClientMemory) -> list[bytes]:
-        assert await memory.keep_response(b"a", None, b"too long")
-        return await memory.find_response(b"a", False)
+    def keep_a_long_one(memory: ClientMemory) -> list[bytes]:
+        assert memory.keep_response(b"a", None, b"too long")
+        return memory.find_response(b"a", False)
 
     assert with_memory(tmp_path, keep_a_long_one) == [b"too long"]
     assert "in memory only" in caplog.text and not paths(tmp_path)

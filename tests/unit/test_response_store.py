@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydix.engine.core.manager.response_store import ENTRY_BYTES, KeptEntry, ResponseStore
+from raydix.engine.core.memory.response_store import ENTRY_BYTES, KeptEntry, ResponseStore
 
 TTL_S = 10.0
 COST = ENTRY_BYTES + 1

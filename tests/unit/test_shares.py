@@ -7,9 +7,9 @@ import pytest
 from raydix.engine.core.batches.allowance import Allowance
 from raydix.engine.core.errors import OverloadedError
 from raydix.engine.core.ingress.room import Room
-from raydix.engine.core.manager import response_store, transcript_store
-from raydix.engine.core.manager.response_store import ResponseStore
-from raydix.engine.core.manager.transcript_store import TranscriptStore
+from raydix.engine.core.memory import response_store, transcript_store
+from raydix.engine.core.memory.response_store import ResponseStore
+from raydix.engine.core.memory.transcript_store import TranscriptStore
 from raydix.engine.core.shares import Shares, weights_of
 from raydix.engine.core.tenants import Tenant, Tenants
 

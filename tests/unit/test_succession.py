@@ -6,13 +6,13 @@ from collections.abc import Iterable
 import pytest
 
 from raydix.engine.core.answers.continuations import packed
-from raydix.engine.core.manager.answer_store import AnswerStore
 from raydix.engine.core.manager.block_index import BlockIndex, Segment
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
-from raydix.engine.core.manager.response_store import ResponseStore
 from raydix.engine.core.manager.segment_store import SegmentStore
 from raydix.engine.core.manager.succession import MAX_BATCH_BYTES, Offer, batches, chosen, disagreement, terms
-from raydix.engine.core.manager.transcript_store import TranscriptStore
+from raydix.engine.core.memory.answer_store import AnswerStore
+from raydix.engine.core.memory.response_store import ResponseStore
+from raydix.engine.core.memory.transcript_store import TranscriptStore
 from raydix.engine.core.types import BlockHash, CacheHints, Retention, SegmentHeader
 
 

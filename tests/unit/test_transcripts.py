@@ -18,7 +18,7 @@ from raydix.engine.core.answers.transcripts import (
     with_answers,
 )
 from raydix.engine.core.hashing import root_hash
-from raydix.engine.core.manager.transcript_store import ENTRY_BYTES, TranscriptStore
+from raydix.engine.core.memory.transcript_store import ENTRY_BYTES, TranscriptStore
 from raydix.engine.core.tenants import salt_of
 
 ROOT = root_hash("model")

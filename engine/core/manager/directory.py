@@ -381,6 +381,18 @@ class Directory(SegmentEvents):
     def num_reservations(self) -> int:
         return len(self._reservations)
 
+    def sizes(self) -> dict[str, int]:
+        """Counts and bytes, after a check of the integrity."""
+        self.check_integrity()
+        return {
+            "num_workers": len(self.workers),
+            "num_blocks": self.num_blocks,
+            "num_segments": len(self.segments),
+            "segment_bytes": self.segments.store_bytes,
+            "disk_bytes": self.segments.disk_bytes,
+            "num_reservations": self.num_reservations,
+        }
+
     def check_integrity(self) -> None:
         """Assert that blocks, workers, segments and reservations agree with each other."""
         check_records(self._blocks, self.workers, self._reservations, self._groups, self.segments, self._supply)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ray.exceptions import RayError
 
@@ -12,6 +12,7 @@ from raydix.actors.manager.disk_tier import DiskTier
 from raydix.actors.messages import Imported
 from raydix.actors.rpc import WorkerClient
 from raydix.engine.background import Background
+from raydix.engine.core.log_fields import about
 from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.disk_instructions import (
@@ -27,18 +28,40 @@ logger = logging.getLogger(__name__)
 
 SAVE_S = 1.0
 """Interval between two searches for blocks that are not on their way to disk."""
+NUM_STALL_CHECKS = 8
+"""Checks for stalled producers in each `await_timeout_s`."""
 
 
-class Execution:
-    """The manager's methods that carry out instructions, and tell the directory about the outcome."""
+class Executor:
+    """Carries out the instructions of a directory, and tells the directory about the outcome."""
 
-    _directory: Directory
-    _disk: DiskTier | None
-    _clients: dict[str, WorkerClient]
-    _background: Background
-    _deliveries: Background
+    def __init__(self, directory: Directory, disk: DiskTier | None, background: Background) -> None:
+        self._directory = directory
+        self._disk = disk
+        self._background = background
+        self._deliveries = Background()
+        """Segments on their way to workers, apart from other tasks, since a reset waits for these."""
+        self._clients: dict[str, WorkerClient] = {}
 
-    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+    @property
+    def clients(self) -> Mapping[str, WorkerClient]:
+        """The registered workers' clients, by worker."""
+        return self._clients
+
+    def worker_joined(self, worker_id: str, client: WorkerClient) -> None:
+        """Call a worker by this client from now on."""
+        self._clients[worker_id] = client
+
+    def worker_left(self, worker_id: str) -> None:
+        """Call a worker no more."""
+        del self._clients[worker_id]
+
+    async def deliveries_ended(self, timeout_s: float) -> None:
+        """Wait for the deliveries under way, for at most `timeout_s`."""
+        await self._deliveries.ended(timeout_s)
+
+    def carry_out(self, instructions: Iterable[Instruction]) -> None:
+        """Begin what the directory has decided. Nothing here waits: each call and each file has a task."""
         for instruction in instructions:
             match instruction:
                 case Deliver(worker_id=worker_id, segment=segment):
@@ -65,7 +88,7 @@ class Execution:
         if report.fate is Imported.NOT_FETCHED:
             self._directory.segment_undelivered(segment, time.time())
         elif report.fate is Imported.DAMAGED:
-            self._carry_out(self._directory.segment_lost(segment.segment_id, time.time()))
+            self.carry_out(self._directory.segment_lost(segment.segment_id, time.time()))
         if report.seconds is not None:
             self._directory.imported(worker_id, node, header.num_bytes, report.seconds, time.time())
 
@@ -74,9 +97,9 @@ class Execution:
         match instruction:
             case WriteFile(segment=segment):
                 written = await self._disk.write(segment)
-                self._carry_out(self._directory.segment_written(segment.segment_id, written, time.time()))
+                self.carry_out(self._directory.segment_written(segment.segment_id, written, time.time()))
             case ReadFile(segment=segment):
-                self._carry_out(await self._read(self._disk, segment))
+                self.carry_out(await self._read(self._disk, segment))
             case EraseFile(header=header):
                 await self._disk.erase(header)
 
@@ -90,8 +113,22 @@ class Execution:
             return self._directory.segment_unread(segment, time.time())
         return self._directory.segment_read(segment.segment_id, ref, time.time())
 
-    async def _save_blocks(self) -> None:
-        """Write blocks to disk that workers would not export by themselves."""
+    async def save_blocks(self) -> None:
+        """Write blocks to disk that workers would not export by themselves, again and again."""
         while True:
             await asyncio.sleep(SAVE_S)
-            self._carry_out(self._directory.save())
+            self.carry_out(self._directory.save())
+
+    async def replace_stalled(self, await_timeout_s: float) -> None:
+        """Replace producers that have sent none of the awaited blocks for `await_timeout_s`, again and again."""
+        while True:
+            await asyncio.sleep(await_timeout_s / NUM_STALL_CHECKS)
+            instructions = list(self._directory.replace_stalled(time.monotonic(), await_timeout_s))
+            if instructions:
+                logger.warning(
+                    "blocks did not come in %g s; %d instructions to compute them elsewhere",
+                    await_timeout_s,
+                    len(instructions),
+                    extra=about("stalled", instructions=len(instructions)),
+                )
+            self.carry_out(instructions)
