@@ -52,18 +52,23 @@ class Process:
         raise AssertionError(f"ended without {pattern!r}: {self.lines}")
 
 
+def small(folder: Path) -> Path:
+    """A configuration for a server whose batches and recordings are in a folder."""
+    config = folder / "small.yaml"
+    config.write_text(
+        "cache: {num_blocks: 200}\nmodel: {max_model_len: 2048}\n"
+        f"batches: {{folder: {folder / 'batches'}}}\nlogging: {{recording: {folder}}}\n"
+    )
+    return config
+
+
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     try:
         resolve_model(DEFAULT_MODEL)
     except StartupError as error:
         pytest.skip(str(error))
-    config = tmp_path_factory.mktemp("local") / "small.yaml"
-    batches = json.dumps(str(tmp_path_factory.mktemp("batches")))
-    config.write_text(
-        f"cache: {{num_blocks: 200}}\nmodel: {{max_model_len: 2048}}\nbatches: {{folder: {batches}}}\n"
-        f"logging: {{recording: {config.parent}}}\n"
-    )
+    config = small(tmp_path_factory.mktemp("local"))
     running = Process("--config", str(config))
     try:
         running.until("ready after")
@@ -120,6 +125,36 @@ def test_the_start_says_what_it_is(local: Process) -> None:
     assert not [child for child in psutil.Process(local.process.pid).children(True) if "ray" in child.name()]
 
 
+def test_the_wheel_serves_beside_other_packages_of_the_tree_s_names(local: Process, tmp_path: Path) -> None:
+    """Hugging Face's `kernels` has the name of a folder of the tree, and installing it replaces no file of raydix's."""
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    built = {"build", "dist", "raydix.egg-info"}
+    shutil.copytree(ROOT, source, symlinks=True, ignore=lambda folder, names: built | {n for n in names if n[0] == "."})
+    pip("wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source))
+    [wheel] = tmp_path.glob("raydix-*.whl")
+    pip("install", "--no-deps", "--target", str(installed), str(wheel), "kernels==0.17.2")
+    assert {path.parts[0] for path in map(Path, zipfile.ZipFile(wheel).namelist())} == {
+        "raydix",
+        wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info",
+    }
+
+    env = os.environ | {"PYTHONPATH": str(installed)}
+    program = "import kernels, raydix.kernels.cpp.loader; print(kernels.__file__, raydix.kernels.cpp.loader.__file__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == [f"{installed}/kernels/__init__.py", f"{installed}/raydix/kernels/cpp/loader.py"]
+
+    running = Process("--config", str(small(tmp_path)), folder=tmp_path, env=env)
+    try:
+        running.until("ready after")
+        servers = [Server("127.0.0.1", each.port) for each in (running, local)]
+        answers = [each.request("POST", "/v1/completions", TWO, timeout=300) for each in servers]
+        assert [status for status, _, _ in answers] == [200, 200]
+        assert len({json.dumps(json.loads(body)["choices"]) for _, _, body in answers}) == 1
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
 def test_a_signal_ends_everything(local: Process) -> None:
     """From here on the server answers nothing any more."""
     children = psutil.Process(local.process.pid).children(recursive=True)
@@ -154,34 +189,17 @@ def test_what_cannot_run_in_one_process_is_refused(options: list[str], said: str
     assert refused.process.wait() == 2
 
 
-def test_the_wheel_serves_beside_other_packages_of_the_tree_s_names(local: Process, tmp_path: Path) -> None:
-    """Hugging Face's `kernels` has the name of a folder of the tree, and installing it replaces no file of raydix's."""
-    source, installed = tmp_path / "source", tmp_path / "installed"
-    built = {"build", "dist", "raydix.egg-info"}
-    shutil.copytree(ROOT, source, symlinks=True, ignore=lambda folder, names: built | {n for n in names if n[0] == "."})
-    pip("wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source))
-    [wheel] = tmp_path.glob("raydix-*.whl")
-    pip("install", "--no-deps", "--target", str(installed), str(wheel), "kernels==0.17.2")
-    assert {path.parts[0] for path in map(Path, zipfile.ZipFile(wheel).namelist())} == {
-        "raydix",
-        wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info",
-    }
-
-    env = os.environ | {"PYTHONPATH": str(installed)}
-    program = "import kernels, raydix.kernels.cpp.loader; print(kernels.__file__, raydix.kernels.cpp.loader.__file__)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout.split() == [f"{installed}/kernels/__init__.py", f"{installed}/raydix/kernels/cpp/loader.py"]
-
-    running = Process(*local.options, folder=tmp_path, env=env)
-    try:
-        running.until("ready after")
-        servers = [Server("127.0.0.1", each.port) for each in (running, local)]
-        answers = [each.request("POST", "/v1/completions", TWO, timeout=300) for each in servers]
-        assert [status for status, _, _ in answers] == [200, 200]
-        assert len({json.dumps(json.loads(body)["choices"]) for _, _, body in answers}) == 1
-    finally:
-        running.process.kill()
-        running.process.wait()
+def test_a_signal_ends_a_server_that_loads_its_model(tmp_path: Path) -> None:
+    running = Process("--config", str(small(tmp_path)))
+    process = psutil.Process(running.process.pid)
+    while not any("SmolLM2" in mapped.path for mapped in process.memory_maps()):  # its weights
+        assert running.process.poll() is None, running.lines
+    children = process.children(recursive=True)
+    os.kill(process.pid, signal.SIGTERM)
+    running.until("stopping")
+    assert running.process.wait() == 0
+    assert not [line for line in running.lines if "ready after" in line or "Traceback" in line]
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def pip(*arguments: str) -> None:
