@@ -62,9 +62,9 @@ coverage: develop
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
 	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
 
-# Each operation against its reference.
+# Each operation against its reference, as the model with one thread in each of the processes.
 test-kernels: develop
-	$(PYTEST) -m "not gpu" tests/kernels --numprocesses=auto $(TESTS)
+	$(PYTEST) -m "not gpu" tests/kernels --numprocesses=auto --dist=worksteal $(TESTS)
 
 # The same bits in whatever order they are computed, and the model against transformers: one thread in each of the
 # processes. The tests of a file share its models.

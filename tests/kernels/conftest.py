@@ -1,12 +1,11 @@
 """Fixtures for the kernel tests."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import INTERPRETING, collect_triton_module, teach_arithmetic
+from tests.kernels.interpreter import INTERPRETING, InterpretedTests, collect_triton_module, teach_arithmetic
 
 if INTERPRETING:
     teach_arithmetic()
@@ -17,10 +16,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return collect_triton_module(module_path, parent)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Runs the test's kernels on one thread."""
-    before = torch.get_num_threads()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest: each module under the interpreter is one test."""
+    items.sort(key=lambda item: not isinstance(item, InterpretedTests))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Runs kernels on one thread, where a test does not ask for more: each core has a process of its own."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -50,7 +50,6 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert torch.equal(alone_total[0], total[row])
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_one_thread_gives_the_same_bits() -> None:
     x, weight = torch.randn(300, 1152).bfloat16(), torch.randn(1152).bfloat16()
     alone = rms_norm(x, weight, 1e-6), silu_and_mul(x)
