@@ -47,9 +47,6 @@ chat: install
 # All tests except those for GPUs, most of tests/chaos (see `make chaos`) and `make exhaustive`, by what they need. The unit
 # tests run once, under coverage.
 PYTEST := $(BIN)/python -m pytest
-# Of units and clusters, tests that fail beside other work of the machine run once more by themselves and must pass then;
-# those of kernels and of the model have no second try.
-AGAIN := --last-failed --last-failed-no-failures=none
 test: coverage test-kernels test-model test-cluster
 
 # The tests of all decisions, texts and files: neither Ray's processes nor a model's computing.
@@ -58,7 +55,7 @@ test-unit: develop
 
 # The same tests must run 99 % of the lines of engine/core, and 80 % of the lines of actors.
 coverage: develop
-	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov-report=" || $(PYTEST) -m "not gpu" tests/unit $(AGAIN)
+	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov-report="
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
 	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
 
@@ -72,9 +69,8 @@ test-model: develop
 	$(PYTEST) -m "not gpu and not exhaustive" tests/model --numprocesses=auto --dist=loadfile $(TESTS)
 
 # Real servers and clusters.
-CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos
 test-cluster: develop
-	$(PYTEST) $(CLUSTERS) $(TESTS) || $(PYTEST) $(CLUSTERS) $(TESTS) $(AGAIN)
+	$(PYTEST) --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos $(TESTS)
 
 # Small faults in the functions that a change touches, or in all of MODULES; fails where the unit tests that import these
 # modules do not see 95 % of the faults.
