@@ -10,6 +10,7 @@ and nowhere else: other processes do without llguidance.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,11 @@ EMPTY = '""'
 """The empty text in a rule."""
 MAX_LEXER_STATES = 50_000
 """Of one or two kilobytes each."""
+MAX_FORCED_BYTES = 16 << 10
+"""Longest text without a choice whose tokens are looked for: at one to four microseconds a byte, 16 to 65 ms in which
+llguidance holds the interpreter's lock."""
+_NUM_REPEATED = re.compile(r'(?:[{~]|"min[A-Z][a-z]+":)\s*([0-9]{1,9})')
+"""A number of repetitions in a JSON Schema, or in a regular expression."""
 
 
 class GrammarError(ValueError):
@@ -42,6 +48,20 @@ class GrammarError(ValueError):
 def limits() -> LLParserLimits:
     """Return the bounds of compiling a grammar and of computing one mask; all but one are llguidance's own."""
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+
+def may_force_long_text(grammar: Grammar) -> bool:
+    """Return False if no text that a grammar in canonical form forces in one piece can be longer than
+    `MAX_FORCED_BYTES`: its source, each part repeated as often as all numbers of repetitions say, is shorter."""
+    # Lark names parts, so that a short grammar may have a long text in one piece without any number.
+    if grammar.kind is GrammarKind.LARK or len(grammar.source) > MAX_FORCED_BYTES:
+        return True
+    num_bytes = len(grammar.source.encode())
+    for found in _NUM_REPEATED.finditer(grammar.source):
+        num_bytes *= max(1, int(found[1]))
+        if num_bytes > MAX_FORCED_BYTES:
+            return True
+    return False
 
 
 def native_source(grammar: Grammar) -> str:

@@ -27,7 +27,7 @@ from raydix.engine.core.worker.drafts.rows import DraftedRow, Row, with_drafts
 from raydix.engine.model.drafted_places import DraftedPlace, led_place
 from raydix.engine.model.lead_masks import LeadMasks
 from raydix.engine.model.masks import Mask, Masks, early_stops, num_words, restrict
-from raydix.engine.model.time_share import Stopwatch, TimeShare
+from raydix.engine.model.time_share import TimeShare
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -47,9 +47,6 @@ MAX_WALK_S = 0.5e-3
 """Processor time of one walk; the mask with which the walk exceeds the time is its last."""
 HARD_S = 5e-3
 """Processor time of a walk, mostly of one mask, that makes a grammar a hard one."""
-LONG_S = 10e-3
-"""Processor time of finding a forced text after which no forced text of the grammar is looked for any more: llguidance
-finds the whole text each time, and keeps the interpreter's lock meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class Grammars:
         self._hard: set[bytes] = set()
         """Grammars in which nothing is chosen: a walk took too long, or broke its matcher."""
         self._long: set[bytes] = set()
-        """Grammars whose forced texts are not looked for: finding one took `LONG_S`."""
+        """Grammars whose forced texts are not looked for: one was too long."""
         self.wake: Callable[[], None] = lambda: None
         """Called in a thread when there is news."""
         self.note_work: NoteWork = note_nothing
@@ -188,21 +185,16 @@ class Grammars:
         return self._guessed(request, lambda matcher: self._forced(request, matcher), ())
 
     def _forced(self, request: Row, matcher: "Matcher") -> Sequence[int]:
-        """Return the forced tokens, unless finding such tokens in this grammar has once taken too long."""
-        if matcher.forces_long_texts:
-            return ()
-        stopwatch = Stopwatch()
+        """Return the forced tokens, unless such a text of this grammar was once too long."""
         token_ids = matcher.forced()
-        if stopwatch.so_far_s() > LONG_S:
-            self._call_long(request, matcher)
+        self._note_long(request, matcher)
         return token_ids
 
-    def _call_long(self, request: Row, matcher: "Matcher") -> None:
-        """Have no forced text looked for any more in a request's grammar."""
+    def _note_long(self, request: Row, matcher: "Matcher") -> None:
+        """Have no forced text looked for in other answers, too, where a request's matcher has met one too long."""
         grammar = request.assignment.sampling.grammar
-        assert grammar is not None
-        matcher.forces_long_texts = True
-        self._long.add(grammar.digest)
+        if matcher.forces_long_texts and grammar is not None:
+            self._long.add(grammar.digest)
 
     def walk(self, request: Row, count: int, least: float, choose: Choose) -> Sequence[FormToken]:
         """Return at most `count` next tokens, forced by the request's grammar or chosen where a few are allowed; none
@@ -218,6 +210,7 @@ class Grammars:
                         count, least, lambda place: choose(place) if taken.so_far_s() < MAX_WALK_S else None
                     )
                 finally:
+                    self._note_long(request, matcher)
                     if matcher.state.is_error() or taken.so_far_s() > HARD_S:
                         self._call_hard(request, matcher)
 
@@ -439,9 +432,10 @@ class Grammars:
         return matcher
 
     def _begin_matcher(self, request: Row, grammar: Grammar, compiled: "LLMatcher") -> "Matcher":
+        from raydix.engine.model.grammar_source import may_force_long_text
         from raydix.engine.model.matcher import Matcher
 
-        matcher = Matcher(compiled, grammar.lead, self._table or ())
+        matcher = Matcher(compiled, grammar.lead, self._table or (), may_force_long_text=may_force_long_text(grammar))
         matcher.is_hard = grammar.digest in self._hard
         matcher.forces_long_texts = grammar.digest in self._long
         self._matchers[request.request_id] = request.assignment.attempt, matcher

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from raydix.engine.core.answers.lead import Before, Behind, Inside, Lead
 from raydix.engine.core.worker.drafts.forms import CERTAIN, Choose, FormToken
-from raydix.engine.model.grammar_source import GrammarError, first_words
+from raydix.engine.model.grammar_source import MAX_FORCED_BYTES, GrammarError, first_words
 
 FEW = 256
 """Most tokens of which one is chosen. Between two texts more are allowed: every token that begins one of them."""
@@ -33,15 +33,23 @@ class Matcher:
     either, they are taken for both.
     """
 
-    def __init__(self, compiled: LLMatcher, lead: Lead | None = None, table: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self,
+        compiled: LLMatcher,
+        lead: Lead | None = None,
+        table: Sequence[bytes] = (),
+        *,
+        may_force_long_text: bool = True,
+    ) -> None:
         """Begin at the beginning of a compiled grammar, which stays unchanged. `table`: the bytes of each token, where
-        there may be a lead."""
+        there may be a lead. `may_force_long_text`: False where the grammar's source is known to be too short for it."""
         self.state = compiled.deep_copy()
         self.num_consumed = 0
         self.is_hard = False
         """True if nothing is to be chosen: the masks take too long."""
         self.forces_long_texts = False
-        """True if no forced text is to be looked for: finding it takes too long."""
+        """True if no forced text is looked for: one was longer than `MAX_FORCED_BYTES`."""
+        self._may_force_long_text = may_force_long_text
         self.lead = lead
         self._table = table
         self._begin()
@@ -120,9 +128,16 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """Return the next tokens that are the only allowed ones in their places, if any. Where the grammar forces a
-        text, the text is allowed in the tokenizer's own tokens only."""
-        if self.place is not None:
+        text, the text is allowed in the tokenizer's own tokens only. A text of more than `MAX_FORCED_BYTES` is not cut
+        into tokens, and none is looked for after it: llguidance would hold the interpreter's lock all the time."""
+        if self.place is not None or self.forces_long_texts:
             return []
+        if self._may_force_long_text:
+            # The mask of the place finds the text, too, and without the lock; then its length is known at once.
+            self.state.compute_bitmask()
+            self.forces_long_texts = len(self.state.compute_ff_bytes()) > MAX_FORCED_BYTES
+            if self.forces_long_texts:
+                return []
         token_ids: list[int] = self.state.compute_ff_tokens()
         return token_ids
 

@@ -2,17 +2,17 @@
 
 Checks need no model: special tokens unknown to the model are found by the worker alone.
 
-llguidance compiles and computes masks without the interpreter's lock. It holds the lock while it consumes tokens and
-while it finds the text that a grammar forces, one to four microseconds for each byte of all of that text. So a grammar
-that forces a text of more than `MAX_FORCED_BYTES` is refused here, as far as sample answers show it; a worker gives up
-looking for forced texts that took it long.
+llguidance compiles and computes masks without the interpreter's lock. It takes one to four microseconds for each byte
+of a text that a grammar forces, in masks and, with the lock, where a worker asks for the text. So a grammar that forces
+a text of more than `MAX_FORCED_BYTES` is refused here, as far as its values and sample answers show it; a worker does
+not ask for texts of this length (`engine/model/matcher.py`).
 """
 
 import json
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
@@ -20,19 +20,24 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from raydix.engine.api.schemas import Schema, children
+from raydix.engine.api.schemas import Schema, children, subschemas
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.types import Grammar, GrammarKind
-from raydix.engine.model.grammar_source import NO_TOKENS, GrammarError, canonical, first_words, limits, native_source
+from raydix.engine.model.grammar_source import (
+    MAX_FORCED_BYTES,
+    NO_TOKENS,
+    GrammarError,
+    canonical,
+    first_words,
+    limits,
+    native_source,
+)
 from raydix.engine.model.grammar_tokens import Tokens
 
 SEARCH_S = 0.5
 """Longest search for the place of a finding; what is found until then is named."""
 _DEFINITIONS = ("$defs", "definitions")
 
-MAX_FORCED_BYTES = 16 << 10
-"""Longest text that a grammar may leave no choice about: at one to four microseconds a byte, 16 to 65 ms of a
-worker's interpreter lock."""
 NUM_SAMPLES = 4
 """Beginnings of answers that are tried for such texts."""
 SAMPLE_STEPS = 64
@@ -75,7 +80,8 @@ def check_grammar(grammar: Grammar, param: str, tokens: Tokens = NO_TOKENS) -> G
     except GrammarError as error:
         finding = str(error)
     if finding is None:
-        if _forces_long_text(native_source(known), random.Random(known.digest)):
+        is_long = any(len(text.encode()) > MAX_FORCED_BYTES for text in _values_of(grammar))
+        if is_long or _forces_long_text(native_source(known), random.Random(known.digest)):
             raise RequestError(
                 f"'{param}' prescribes a text of more than {MAX_FORCED_BYTES} bytes without a choice.", param=param
             )
@@ -101,6 +107,24 @@ def _finding(known: Grammar) -> str | None:
 @cache
 def _bytes_as_tokens() -> LLTokenizer:
     return LLTokenizer("byte")
+
+
+def _values_of(grammar: Grammar) -> Iterator[str]:
+    """The texts that a grammar offers whole, as one of several or as the only one. Behind its first bytes, which others
+    may begin with, too, such a text has no choice."""
+    schemas: Iterable[tuple[str, Schema]] = ()
+    match grammar.kind:
+        case GrammarKind.CHOICE:
+            yield from json.loads(grammar.source)
+        case GrammarKind.JSON_SCHEMA:
+            schemas = [("", json.loads(grammar.source))]
+        case GrammarKind.STRUCTURAL_TAG:
+            schemas = _schemas_of(json.loads(grammar.source))
+    for _, schema in schemas:
+        for each in subschemas(schema) if isinstance(schema, Mapping) else ():
+            values = each.schema.get("enum", [])
+            for value in (each.schema.get("const"), *(values if isinstance(values, list) else ())):
+                yield json.dumps(value, ensure_ascii=False)
 
 
 def _forces_long_text(source: str, rng: random.Random) -> bool:

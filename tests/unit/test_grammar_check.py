@@ -165,6 +165,12 @@ def test_other_kinds_do_not_reach_llguidance() -> None:
         (GrammarKind.EBNF, f'root ::= ("a" | "b") "{"ab " * 6000}"'),
         (GrammarKind.LARK, 'start: "ab" start'),
         (GrammarKind.JSON_SCHEMA, {"properties": {"x": {"const": "y" * 20_000}}, "required": ["x"], "type": "object"}),
+        (GrammarKind.JSON_SCHEMA, {"items": {"enum": [*range(1000), "y" * 20_000]}, "type": "array"}),
+        (GrammarKind.CHOICE, [*map(str, range(1000)), "y" * 20_000]),
+        (
+            GrammarKind.STRUCTURAL_TAG,
+            {"triggers": ["<f>"], "structures": [{"begin": "<f>", "schema": {"enum": [0, ["y" * 20_000]]}, "end": ""}]},
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )

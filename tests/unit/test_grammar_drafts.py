@@ -221,6 +221,51 @@ def test_forced_tokens_are_the_only_ones_in_their_places(grammar: Grammar, answe
     assert compiled(ABC).forced(request("lost", ABC, "xy")) == ()
 
 
+@pytest.mark.parametrize(
+    ("grammar", "answer"),
+    [
+        (Grammar(GrammarKind.REGEX, "a(b{20000})|c"), "a"),
+        (Grammar(GrammarKind.REGEX, "a((b{100}){200})|c"), "a"),
+        (Grammar(GrammarKind.REGEX, f"a{'b' * 20_000}|c"), "a"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "^a{20000}$"}'), '"'),
+        (
+            Grammar(
+                GrammarKind.LARK,
+                "\n".join(['start: "a" L0 | "c"', *(f"L{n}: L{n + 1} L{n + 1}" for n in range(15)), 'L15: "b"']),
+            ),
+            "a",
+        ),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_no_token_of_a_long_forced_text_is_looked_for(
+    grammar: Grammar, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance would hold the interpreter's lock while it cuts the text into tokens, at each place."""
+    calls = list[str]()
+
+    class Watched:
+        def __init__(self, state: LLMatcher) -> None:
+            self._state = state
+
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(self._state, name)
+
+    grammars, own = compiled(grammar), request("r", grammar, answer)
+    matcher = grammars._followed(own)
+    monkeypatch.setattr(matcher, "state", Watched(matcher.state))
+    assert not grammars.forced(own)
+    names = [name for name in calls if name.startswith("compute")]
+    assert names == ["compute_bitmask", "compute_ff_bytes"], "the mask first: it holds no lock"
+    assert grammars.walk(own, 8, 0.05, lambda place: None) == []
+    assert [name for name in calls if name.startswith("compute")] == names
+
+    other = request("other", grammar, answer)
+    assert not grammars.forced(other) and grammars._followed(other).forces_long_texts
+    assert not step_masks(grammars, [other]).dead_ends
+
+
 @pytest.mark.parametrize("grammar", [ABC, LED])
 def test_a_guess_that_breaks_its_matcher_costs_the_matcher_alone(grammar: Grammar) -> None:
     grammars, own = compiled(grammar), request("r", grammar)
