@@ -105,7 +105,7 @@ def make_drafter(decoder: Decoder, limits: DraftLimits | None, grammars: Grammar
 
 
 def make_grammars(folder: Path, vocab_size: int) -> Grammars:
-    """The grammars of a model's worker; the library and the tokenizer are loaded with the first one."""
+    """The grammars of a model's worker; the library and the tokenizer are loaded later, in a thread."""
 
     def load() -> "LLTokenizer":
         from raydix.engine.model.grammar_tokenizer import load_tokenizer

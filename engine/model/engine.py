@@ -160,6 +160,11 @@ class Engine:
         if self.grammars is not None:
             self.grammars.note_work = note_work
 
+    def prepare(self) -> None:
+        """Do what a first request of some kind would make others wait for, as nobody waits now."""
+        if self.grammars is not None:
+            self.grammars.prepare()
+
     def submit(self, assignment: Assignment, now: float) -> None:
         """Queue a request; its events come out of later steps."""
         self._note_work((assignment.request_id,))

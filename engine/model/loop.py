@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 _SPIN_S = 0.001
 """Pause while requests exist but none can move: exports that hold blocks are about to release them."""
 
+PREPARE_S = 3.0
+"""Time without a step after which the engine prepares for requests of kinds that it has not had."""
+
 NICENESS = {Role.PREFILL: 5, Role.MIXED: 5, Role.ELASTIC: 5, Role.DECODE: 10}
 """Niceness of an engine's thread and its child threads, on top of the process's.
 
@@ -59,6 +62,8 @@ class EngineLoop:
         self._publish = publish
         self._on_broken = on_broken
         self._niceness = NICENESS[role]
+        self._prepares_at: float | None = None
+        """Time at which the engine prepares if it has had no step until then; None when it has prepared."""
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         if engine.grammars is not None:
             engine.grammars.wake = lambda: self.post(lambda engine: None)
@@ -87,7 +92,8 @@ class EngineLoop:
         if sys.platform == "linux":  # where a thread has a niceness of its own
             os.nice(self._niceness)
 
-        wait_s: float | None = None
+        self._prepares_at = time.monotonic() + PREPARE_S
+        wait_s: float | None = PREPARE_S
         while self._take_commands(wait_s):
             started = time.monotonic()
             try:
@@ -103,7 +109,11 @@ class EngineLoop:
                         step=step, sealed=tuple(sealed), evicted=tuple(evicted), failures=tuple(failures), step_s=took
                     )
                 )
-            wait_s = 0.0 if step is not None else self._idle_s()
+            if step is None:
+                wait_s = self._idle_s()
+            else:
+                wait_s = 0.0
+                self._prepares_at = self._prepares_at and started + PREPARE_S
 
     def _step(self, now: float) -> tuple[StepResult | None, list[TokenEvent]]:
         """Run one step; its output includes the ends of requests that failed in it."""
@@ -123,8 +133,12 @@ class EngineLoop:
         scheduler = self._engine.scheduler
         if scheduler.running or scheduler.preempted:
             return _SPIN_S
-        deadline = scheduler.next_deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        now, deadline = time.monotonic(), scheduler.next_deadline()
+        if self._prepares_at is not None and self._prepares_at <= now:
+            self._engine.prepare()
+            self._prepares_at = None
+        times = [each for each in (deadline, self._prepares_at) if each is not None]
+        return max(0.0, min(times) - now) if times else None
 
     def _take_commands(self, wait_s: float | None) -> bool:
         """Run the posted commands, waiting up to `wait_s` for the first; False when told to stop."""

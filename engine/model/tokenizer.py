@@ -59,7 +59,7 @@ class Tokenizer:
         self._lock = threading.Lock()
         """The backend refuses to be set up differently while another thread uses it."""
         self._longest_token, self._lost_bytes = self._lengths()
-        self.eos_token_ids: list[int] = _eos_token_ids(folder, self._tokenizer.eos_token_id)
+        self.eos_token_ids: list[int] = eos_token_ids(folder, self._tokenizer.eos_token_id)
         """The ids that end a generation, ascending: the end of the text and, for chat models, the end of a turn."""
 
     @property
@@ -395,7 +395,8 @@ def quiet_transformers() -> Iterator[None]:
                 bars.enable_progress_bar()
 
 
-def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
+def eos_token_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
+    """Return the ids that end a generation, ascending: the tokenizer's own and those that the folder declares."""
     ids = set() if tokenizer_eos is None else {int(tokenizer_eos)}
     path = folder / "generation_config.json"
     declared = read_json(path).get("eos_token_id") if path.is_file() else None

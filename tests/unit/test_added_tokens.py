@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from raydix.engine.core.types import Grammar
+from raydix.engine.model import grammar_tokenizer
 from raydix.engine.model.grammar_source import canonical, native_source
 from raydix.engine.model.grammar_tokenizer import load_tokenizer
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
@@ -47,6 +48,30 @@ def tokenizer_in(folder: Path) -> Tokenizer:
 @cache
 def vocabulary_in(folder: Path) -> Any:
     return load_tokenizer(folder, tokenizer_in(folder).vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_whole"),
+    [
+        ({}, True),
+        ({"pad_token": "<|im_end|>"}, True),
+        ({"pad_token": "<pad>"}, False),
+        ({"extra_special_tokens": ["<image>"]}, False),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, False),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_a_folder_has_whole_is_read_as_transformers_builds_it(
+    tmp_path: Path, change: dict[str, object], is_whole: bool
+) -> None:
+    known = resolve_model(DEFAULT_MODEL)
+    for name in ("tokenizer.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((known / name).read_bytes())
+    config = json.loads((known / "tokenizer_config.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | change))
+    saved = grammar_tokenizer._saved(tmp_path)
+    assert (saved is not None) == is_whole
+    assert saved is None or saved == grammar_tokenizer._built(tmp_path)
 
 
 def grammar_of(folder: Path, tool: dict[str, Any], choice: object) -> Grammar:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 
@@ -16,6 +16,8 @@ from raydix.engine.core.types import EvictionReason, FinishReason, Role, Stage, 
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
 from raydix.engine.model.engine import Engine
+from raydix.engine.model.grammar_source import GrammarError
+from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.loop import EngineLoop, LoopOutput
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
@@ -105,6 +107,26 @@ def test_commands_run_in_order_and_changes_of_the_pool_are_told_without_a_step(w
     watched.ask(lambda engine: engine.pool.reset())
     output = watched.outputs.get(timeout=LIMIT_S)
     assert output.step is None and output.evicted == tuple((gone, EvictionReason.RESET) for gone in hashes_of(PROMPT))
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_an_engine_prepares_for_grammars_while_it_idles(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
+    monkeypatch.setattr("raydix.engine.model.loop.PREPARE_S", 0.0 if is_idle else 10 * LIMIT_S)
+    watched, loads = Watched(), queue.SimpleQueue[str]()
+
+    def load() -> NoReturn:
+        loads.put(threading.current_thread().name)
+        raise GrammarError("no tokenizer")
+
+    watched.engine.grammars = grammars = Grammars(load, 32)
+    watched.loop.start()
+    if is_idle:
+        assert loads.get(timeout=LIMIT_S).startswith("grammar"), "beside the engine's thread, without a request"
+    watched.submit(prompt=PROMPT, max_tokens=2)
+    assert len(watched.events_until_end()) == 2
+    watched.loop.stop()
+    grammars.settle()
+    assert loads.empty(), "once, and not between steps"
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_loop_goes_on(watched: Watched) -> None:
