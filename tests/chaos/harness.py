@@ -69,15 +69,17 @@ class Stream:
 
 @dataclass(frozen=True)
 class Case:
-    """One disturbance: these processes get this signal, one after the other, at this moment of the streams."""
+    """One disturbance: these processes get this signal at this moment of the streams, one after the other or all at
+    once."""
 
     victims: tuple[str, ...]
     moment: str
     how: signal.Signals = signal.SIGKILL
+    at_once: bool = False
 
     @property
     def name(self) -> str:
-        return ", then ".join(self.victims) or "nobody"
+        return (" and " if self.at_once else ", then ").join(self.victims) or "nobody"
 
     @property
     def is_replaced(self) -> bool:
@@ -125,6 +127,10 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     """Victims that only stood still, and were replaced."""
+    survivors: list[str] = field(default_factory=list)
+    """Victims that were to be killed, and live."""
+    identical_again: int | None = None
+    """As `identical`, of the same requests sent again afterwards; None where no connection was to break."""
 
 
 class Streams:
@@ -148,7 +154,7 @@ class Streams:
             f"{count} tokens of {num_streams} streams",
         )
 
-    def finish(self, outcome: Outcome, since: float) -> None:
+    def finish(self, outcome: Outcome, since: float = 0.0) -> Outcome:
         """Wait for all answers and note what they were."""
         for thread in self._threads:
             thread.join()
@@ -158,6 +164,7 @@ class Streams:
         outcome.errors = sorted({stream.error for stream in self.streams if stream.error is not None})
         outcome.broken = sum(stream.error is not None for stream in self.streams)
         outcome.longest_pause_s = max(stream.longest_pause_s(since) for stream in self.streams)
+        return outcome
 
 
 def pids_of(server: Server, victims: Sequence[str]) -> list[int]:
@@ -234,6 +241,16 @@ def disturb(pid: int, how: signal.Signals) -> threading.Thread:
     return waiting
 
 
+def disturb_in_turn(pids: Sequence[int], how: signal.Signals) -> list[threading.Thread]:
+    """Send a signal to each of these processes, `BETWEEN_S` after the one before."""
+    waiting = []
+    for number, pid in enumerate(pids):
+        if number:
+            time.sleep(BETWEEN_S)
+        waiting.append(disturb(pid, how))
+    return waiting
+
+
 def go_on(pid: int) -> None:
     """Have a stopped process go on, if nobody has ended it."""
     with contextlib.suppress(ProcessLookupError):
@@ -277,11 +294,10 @@ def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
     returns = [Return(server, victim) for victim in case.victims] if case.is_replaced else []
     pids = pids_of(server, case.victims)
     since = time.monotonic()
-    waiting = []
-    for number, pid in enumerate(pids):
-        if number:
-            time.sleep(BETWEEN_S)
-        waiting.append(disturb(pid, case.how))
+    waiting = [] if case.at_once else disturb_in_turn(pids, case.how)
+    if case.at_once:
+        for pid in pids:  # nothing between the signals: no process hears of another one's end before its own
+            os.kill(pid, case.how)
     for watch in returns:
         watch.start()
     if case.moment == "idle":
@@ -295,6 +311,12 @@ def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
             thread.join()
         eventually(lambda: all(map(lives, pids)) or not all(map(psutil.pid_exists, pids)), "the victims go on", 10)
         outcome.ended = [victim for victim, pid in zip(case.victims, pids, strict=True) if not lives(pid)]
+    if case.how is signal.SIGKILL:
+        outcome.survivors = [victim for victim, pid in zip(case.victims, pids, strict=True) if lives(pid)]
+    if case.breaks_connections:
+        again = Streams(server, load, f"{salt} again")
+        again.start()
+        outcome.identical_again = again.finish(Outcome(case.name, case.moment, "")).identical
     if returns:
         outcome.noticed_s = max(watch.noticed_s or 0.0 for watch in returns)
         outcome.back_s = max(watch.back_s or 0.0 for watch in returns)

@@ -23,6 +23,14 @@ KILLED = ("prefill", "decode", "manager", "prefill host", "decode host", "manage
 STOPPED = ("prefill", "decode", "manager", "ingress")
 STOPPED_ONCE = ("prefill host", "decode host", "manager host", "controller", "proxy", "HAProxy manager", "HAProxy")
 """Stopped while all streams decode, and at no other moment."""
+AT_ONCE = (
+    ("decode", "manager"),
+    ("prefill", "decode"),
+    ("decode", "decode"),
+    ("decode", "ingress"),
+    ("prefill", "decode", "manager"),
+)
+"""Killed at one instant, so that none can react to another one's death."""
 IS_MEASURED = "RAYDIX_CHAOS_JSON" in os.environ
 """True where the table of pauses is written, on a quiet machine: elsewhere a pause may have any length."""
 LONGEST_PAUSE_S = 30.0
@@ -40,6 +48,7 @@ MORE = [
     Case(("prefill", "prefill"), "prefill"),
     Case(("decode", "manager"), "decode"),
     Case(("manager", "decode"), "decode"),
+    *(Case(victims, "decode", at_once=True) for victims in AT_ONCE),
 ]
 CASES = [*ALWAYS, *(pytest.param(case, marks=pytest.mark.chaos) for case in MORE if case not in ALWAYS)]
 
@@ -55,6 +64,8 @@ def test_streams_survive(pairs: Server, load: Load, case: Case, outcomes: list[O
         assert outcome.errors == []
         assert outcome.identical == NUM_STREAMS
         assert not IS_MEASURED or outcome.longest_pause_s < bound_s(case)
+    assert outcome.survivors == [], "a kill that kills nobody tests nothing"
+    assert outcome.identical_again in (None, NUM_STREAMS)
     assert outcome.ended == [], "a process that stands still for a while was taken for dead"
     eventually(lambda: len(pairs.all_workers()) == NUM_WORKERS, "all workers are back", 180)
     eventually(lambda: is_idle(pairs), "every block, lease and stream is given back", 60)
