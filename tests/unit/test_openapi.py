@@ -1,15 +1,18 @@
 """`/openapi.json` describes every route, field, response and error, and responses are as described."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
 from raydix.actors.ingress.application import application
 from raydix.actors.ingress.routes.api_document import OPERATIONS, api_document
+from raydix.actors.ingress.routes.description import Description
 from raydix.engine.api.anthropic.requests import CountRequest, MessagesRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest
 from raydix.engine.api.openai_responses.requests import ResponsesRequest
@@ -238,6 +241,26 @@ def ask(method: str, path: str, body: bytes = b"", **headers: str) -> Callable[[
 )
 def test_other_replies_are_as_described(served: Served, method: str, path: str, route: str | None, body: bytes) -> None:
     validate_reply(method, route or path, served(Replica(), ask(method, path, body)))
+
+
+def test_a_description_that_could_not_be_made_is_made_for_the_next_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([MemoryError("no room")])
+
+    def made(of: FastAPI) -> dict[str, Any]:
+        for failure in failures:
+            raise failure
+        return dict(api_document(of))
+
+    async def asked() -> None:
+        fresh = application(None)
+        with pytest.raises(MemoryError):
+            await Description.of(fresh)
+        first = await Description.of(fresh)
+        assert json.loads(first.document) == DOCUMENT
+        assert await Description.of(fresh) is first, "made once"
+
+    monkeypatch.setattr("raydix.actors.ingress.routes.description.api_document", made)
+    asyncio.run(asked())
 
 
 @pytest.mark.parametrize(("method", "path"), list(OPERATIONS))
