@@ -1,7 +1,7 @@
 """One client's request under way: its choices, and the tokens and text that each has so far."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -57,17 +57,27 @@ class Answer:
     """Answer of the same job that waits for this one's permit."""
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Hold the answer's permit; at the end hand it on to the successor, or release it."""
+    def running(self) -> Iterator[Callable[[], None]]:
+        """Hold the answer's permit, and hand it on to the successor or release it at the end, or before, when what is
+        yielded is called."""
         assert self.permit is not None, "an answer runs once, before its job is closed"
         permit, self.permit = self.permit, None
-        try:
-            yield
-        finally:
+        is_over = False
+
+        def over() -> None:
+            nonlocal is_over
+            if is_over:
+                return
+            is_over = True
             if self.successor is None:
                 permit.release()
             else:
                 self.successor.permit = permit
+
+        try:
+            yield over
+        finally:
+            over()
 
     def parts(self, events: list[TokenEvent]) -> Iterable[Sequence[TokenEvent]]:
         """The events of each piece to make of events that came together: of a token where its log-probabilities are

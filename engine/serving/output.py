@@ -36,7 +36,7 @@ class OutputProcessor:
         Raises:
             ServiceError: the generation failed.
         """
-        with answer.running():
+        with answer.running() as over:
             async with aclosing(self._generate(answer.generation)) as batches:
                 async for events in batches:
                     if answer.first_token_at is None:
@@ -52,6 +52,9 @@ class OutputProcessor:
                                 answer.chat, answer.token_ids, answer.text, answer.generation.tenant
                             )
 
+                        # Before the client has the last piece: its next request may come at once.
+                        if piece.finish is not None:
+                            over()
                         yield piece
                         if piece.finish is not None:
                             self._ended(answer)

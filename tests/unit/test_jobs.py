@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from raydix.engine.core.ingress.detokenizer import ByteDetokenizer
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.tenants import Tenant
-from raydix.engine.core.types import CacheHints, FinishReason, Salt, SamplingParams
+from raydix.engine.core.types import CacheHints, FinishReason, Salt, SamplingParams, TokenEvent
 from raydix.engine.serving.job import Answer, Job
+from raydix.engine.serving.output import OutputProcessor
 
 ANYONE = Tenant("anyone")
 
@@ -32,7 +34,7 @@ def job_of(room: Room, num_choices: int) -> Job:
     answers = [
         Answer(
             Generation(f"r-{index}", (1, 2, 3), SamplingParams(1), Salt(), CacheHints()),
-            ChoiceAssembler(ByteDetokenizer([]), (), False, 0),
+            ChoiceAssembler(ByteDetokenizer([b"a"]), (), False, 0),
             index,
             permit=permit,
         )
@@ -50,6 +52,27 @@ def test_a_choice_releases_its_permit_when_it_ends(room: Room) -> None:
             assert room.num_held == num_left + 1
         assert room.num_held == num_left
     job.close()
+
+
+def test_a_permit_is_free_when_its_last_piece_comes(room: Room) -> None:
+    first, other = job_of(room, 2).answers
+
+    async def generate(generation: Generation) -> AsyncGenerator[list[TokenEvent]]:
+        for position, finish in enumerate((None, FinishReason.LENGTH)):
+            yield [TokenEvent("r", 0, position, 0, finish, None, 0)]
+
+    def stopped(generation: Generation) -> None:
+        raise AssertionError("no stop string")
+
+    async def held() -> list[int]:
+        nobody: Any = None
+        output = OutputProcessor(generate, stopped, nobody)
+        return [room.num_held async for _ in output.pieces(first)]
+
+    assert asyncio.run(held()) == [2, 1]
+    with other.running() as over:
+        over()
+        assert room.num_held == 0
 
 
 def test_a_choice_that_fails_releases_its_permit_and_the_job_those_of_the_others(room: Room) -> None:

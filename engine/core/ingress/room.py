@@ -2,7 +2,8 @@
 
 Among several tenants none fills the limit alone: a tenant holds at most as many as it leaves free (`Shares.may_take`).
 
-A request counts from before its prompt is tokenized to its end, so that a burst is refused before it costs anything.
+A request counts from before its prompt is tokenized until its last piece is there, and its client has not got it yet:
+a burst is refused before it costs anything, and a client may send its next request at once.
 """
 
 import warnings
