@@ -18,8 +18,11 @@ from math import ceil, sqrt
 
 KEPT = 0.995
 """Share that is left after half a second of the observations of imports, and of steps while there are none."""
-MAX_CONTEXT_WEIGHT = 8.0
+MAX_CONTEXT_WEIGHT = 16.0
 """Bound of the weight of a token behind many others, so that a prefill goes on whatever the fit says."""
+ALONE = 4.0
+"""A step of prefills alone may take so many times as long as one beside decodes: nobody waits for a next token, but the
+first one of a request that comes meanwhile waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +48,18 @@ class WorkerCosts:
         """A step of decodes alone."""
         return self.step_s + num_decodes * self.decode_token_s
 
-    def context_weight(self, num_before: float, token_budget: int) -> float:
+    def context_weight(self, num_before: float, token_budget: int, *, is_alone: bool = False) -> float:
         """Length of a step that fills the budget with tokens behind `num_before` others, in lengths of a step whose
-        tokens are behind none; at most `MAX_CONTEXT_WEIGHT`."""
+        tokens are behind none, or in `ALONE` such lengths where no decode is beside; from 1 to `MAX_CONTEXT_WEIGHT`."""
         step_s = self.step_s + token_budget * self.prefill_token_s
         longer_s = token_budget * num_before * self.pair_s
-        return min(MAX_CONTEXT_WEIGHT, 1 + longer_s / step_s) if step_s else 1.0
+        weight = 1 + longer_s / step_s if step_s else 1.0
+        return min(MAX_CONTEXT_WEIGHT, max(1.0, weight / ALONE if is_alone else weight))
 
     def prefill_s(self, num_tokens: int, num_cached: int, token_budget: int, num_decodes: int) -> float:
         """Computing `num_tokens` positions after `num_cached`, in steps beside `num_decodes` decodes."""
         mean_before = num_cached + num_tokens / 2
-        weight = self.context_weight(mean_before, token_budget) if num_decodes else 1.0
+        weight = self.context_weight(mean_before, token_budget, is_alone=not num_decodes)
         num_steps = ceil(num_tokens * weight / max(1, token_budget - num_decodes))
         num_pairs = num_tokens * mean_before
         return num_steps * self.decode_step_s(num_decodes) + num_tokens * self.prefill_token_s + num_pairs * self.pair_s

@@ -111,6 +111,15 @@ def test_the_weight_of_a_context_is_bounded() -> None:
     assert WorkerCosts(0.0, 0.0, 0.0, pair_s=1.0).context_weight(100, 256) == 1.0
 
 
+@pytest.mark.parametrize(("num_before", "beside", "alone"), [(0, 1, 1), (2_000, 3, 1), (7_000, 8, 2), (10**6, 16, 16)])
+def test_a_step_of_prefills_alone_may_be_longer_but_not_by_any_context(
+    num_before: int, beside: float, alone: float
+) -> None:
+    costs = WorkerCosts(step_s=0.0, prefill_token_s=1e-3, pair_s=1e-6)
+    assert costs.context_weight(num_before, 256) == pytest.approx(beside)
+    assert costs.context_weight(num_before, 256, is_alone=True) == pytest.approx(alone)
+
+
 def test_what_swapping_costs_is_learnt_from_steps() -> None:
     fit, source = CostFit(WorkerCosts()), random.Random(3)
     for shape in shapes(4, 500):

@@ -236,6 +236,17 @@ def test_a_token_of_a_long_context_takes_more_of_the_budget_beside_decodes(make_
     run_all(scheduler, model)
 
 
+def test_a_long_context_alone_does_not_make_a_step_of_any_length(make_scheduler: MakeScheduler) -> None:
+    """The first token of a request that comes meanwhile waits for the step."""
+    scheduler = make_scheduler(token_budget=16)
+    scheduler.learn_costs(WorkerCosts(step_s=0.0, prefill_token_s=1.0, pair_s=7 / 16))
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("long", (3,) * 40, max_tokens=1))
+    assert scheduled(step(scheduler, model)[0]) == {"long": (0, 16)}
+    assert scheduled(step(scheduler, model)[0]) == {"long": (16, 8)}, "four times a step without a context"
+    run_all(scheduler, model)
+
+
 @given(sizes=st.lists(st.integers(1, 50), max_size=8), budget=st.integers(0, 100), order=st.randoms())
 def test_shares_of_the_budget(sizes: list[int], budget: int, order: Random) -> None:
     requests = requests_of(sizes)

@@ -55,9 +55,10 @@ def _priority_and_kind(entry: tuple[int, Request]) -> tuple[int, int]:
     return request.assignment.priority, kind
 
 
-def weigh_contexts(costs: WorkerCosts, token_budget: int) -> Callable[[Request], float]:
-    """The part of the budget that each next token of a request takes, as its computation does by the fitted costs."""
-    return lambda request: costs.context_weight(request.num_computed, token_budget)
+def weigh_contexts(costs: WorkerCosts, token_budget: int, *, is_alone: bool = False) -> Callable[[Request], float]:
+    """The part of the budget that each next token of a request takes, as its computation does by the fitted costs.
+    `is_alone`: no decode is in the step."""
+    return lambda request: costs.context_weight(request.num_computed, token_budget, is_alone=is_alone)
 
 
 def share_budget(

@@ -6,7 +6,7 @@ One token budget covers a step:
    stall-free schedule of Sarathi-Serve, OSDI '24);
 2. prefills in chunks: half of the rest for the oldest, the other half for the shortest remainder first, so that a short
    prompt does not wait for a long one and a long one always moves. Beside decodes a token behind many others counts as
-   several, as many as its computation takes by the fitted costs;
+   several, as many as its computation takes by the fitted costs, and a quarter of that where no request decodes;
 3. drafts of the decodes (`drafts`), as far as they make decoding quicker;
 4. idle work (`raydix.engine.core.worker.idle`), if no request waits or prefills.
 
@@ -225,14 +225,14 @@ class Scheduler:
             self._admit(now)
         self._imports.protect((*self.waiting, *self.preempted))
 
-        # Prefills share the rest of the budget. Beside decodes, which wait for the step, long contexts count.
+        # Prefills share the rest of the budget. Long contexts count, most beside decodes, which wait for the step.
         scheduled = {chunk.request.request_id for chunk in chunks}
         prefills = [request for request in self.running.values() if request.request_id not in scheduled]
-        weigh = weigh_contexts(self.swap_policy.costs, self.limits.token_budget) if chunks else None
+        weigh = weigh_contexts(self.swap_policy.costs, self.limits.token_budget, is_alone=not chunks)
         for request, share in share_budget(prefills, budget, weigh, places):
             if self._make_room(request, share, places, preempted, now):
                 chunks.append(chunk_of(request, share))
-                budget -= ceil(share * weigh(request)) if weigh else share
+                budget -= ceil(share * weigh(request))
 
         # A later request may have preempted an earlier chunk's.
         chunks = [chunk for chunk in chunks if chunk.request.request_id in self.running]
