@@ -10,7 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from raydix.actors.ingress.cross_origin import CrossOrigin
-from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST, ClientGoneError, HeadAsGet, error_response
+from raydix.actors.ingress.http import (
+    CLIENT_CLOSED_REQUEST,
+    ClientGoneError,
+    HeadAsGet,
+    error_response,
+    request_id_header,
+)
 from raydix.actors.ingress.recorder import Recorder, Recording
 from raydix.actors.ingress.routes import (
     OPEN_ROUTES,
@@ -24,7 +30,6 @@ from raydix.actors.ingress.routes import (
 )
 from raydix.actors.ingress.routes.replica import Replica, replica, route_of
 from raydix.engine.api.anthropic.errors import ANTHROPIC
-from raydix.engine.api.wire import OPENAI, WireFormat
 from raydix.engine.core.errors import RaydixError, RequestError, ServiceError
 from raydix.engine.serving.accounting import internal_error
 
@@ -72,9 +77,13 @@ async def _authenticate(request: Request) -> None:
         request.state.tenant = replica(request).tenant_of(request.headers.get("authorization", by_key))
 
 
-def _wire(request: Request) -> WireFormat:
-    """Form of errors at a route."""
-    return ANTHROPIC if request.url.path.startswith("/v1/messages") else OPENAI
+def _response(request: Request, error: RaydixError) -> Response:
+    """The response with an error, in the form of the route."""
+    if not request.url.path.startswith("/v1/messages"):
+        return error_response(error)
+    response = error_response(error, ANTHROPIC)
+    response.headers.update(request_id_header(request))
+    return response
 
 
 async def _raydix_error(request: Request, error: Exception) -> Response:
@@ -82,7 +91,7 @@ async def _raydix_error(request: Request, error: Exception) -> Response:
     is_answer = isinstance(error, ServiceError) and route_of(request) in PROBED_ROUTES  # it is what a probe asks for
     if not is_answer:
         replica(request).refused(error, route_of(request))
-    return error_response(error, _wire(request))
+    return _response(request, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -94,7 +103,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     wrapped.status = error.status_code
     wrapped.code = HTTPStatus(error.status_code).name.lower()
     replica(request).refused(wrapped, route_of(request))
-    response = error_response(wrapped, _wire(request))
+    response = _response(request, wrapped)
     response.headers.update(error.headers or {})
     return response
 
@@ -106,4 +115,4 @@ async def _client_gone(_: Request, error: Exception) -> Response:
 async def unexpected_error(request: Request, error: Exception) -> Response:
     """Answer a request that failed by a fault of the server's: the body names the record in the log, and no more."""
     shown = internal_error(error, request_id=getattr(request.state, "request_id", None), route=route_of(request))
-    return error_response(shown, _wire(request))
+    return _response(request, shown)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -132,6 +133,11 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     made a name up: each character that could end or divide the header becomes `?`."""
     shown = ", ".join(re.sub(r"[^\w.:\[\]-]", "?", name, flags=re.ASCII) for name in names)
     return {IGNORED_HEADER: shown} if names else {}
+
+
+def request_id_header(request: Request) -> dict[str, str]:
+    """Anthropic's header with the id of a request: the one in logs, or a new one before there is one."""
+    return {"request-id": f"req_{getattr(request.state, 'request_id', None) or uuid.uuid4().hex}"}
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

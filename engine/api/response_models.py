@@ -38,9 +38,7 @@ class Usage(Shape):
     completion_tokens: int = Field(description="Of all answers.")
     total_tokens: int = Field(description="Sum of both.")
     prompt_tokens_details: PromptTokensDetails = Field(description="Where the prompt's tokens came from.")
-    completion_tokens_details: CompletionTokensDetails | None = Field(
-        default=None, description="Where there is anything to tell of the completion's tokens."
-    )
+    completion_tokens_details: CompletionTokensDetails = Field(description="What the completion's tokens are.")
 
 
 class Embedding(Shape):
@@ -313,6 +311,11 @@ class Model(Shape):
     root: str = Field(description="vLLM: the model itself.")
     parent: None = Field(description="vLLM: always null.")
     max_model_len: int = Field(description="vLLM: longest prompt plus answer, in tokens.")
+    type: Literal["model"] = Field(description="Anthropic: kind of the object.")
+    display_name: str = Field(description="Anthropic: the name.")
+    created_at: str = Field(description="Anthropic: `created` as a date and time.")
+    lifecycle: Literal["active"] = Field(description="Anthropic: always active.")
+    max_input_tokens: int = Field(description="Anthropic: the same as `max_model_len`.")
 
 
 class ModelList(Shape):
@@ -320,6 +323,9 @@ class ModelList(Shape):
 
     object: Literal["list"] = Field(description="Kind of the object.")
     data: list[Model] = Field(description="The models.")
+    first_id: str = Field(description="Anthropic: the first model's name.")
+    last_id: str = Field(description="Anthropic: the last model's name.")
+    has_more: Literal[False] = Field(description="Anthropic: there is one page.")
 
 
 class Tokenized(Shape):

@@ -7,6 +7,7 @@ a completion and at the top level of a chat. A whole answer has null in place of
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
 import orjson
@@ -92,19 +93,16 @@ class Usage:
 
     def object(self) -> Json:
         """OpenAI's usage object."""
-        of_completion: Json = {}
-        if self.reasoning_tokens is not None:
-            of_completion["reasoning_tokens"] = self.reasoning_tokens
+        of_completion: Json = {"reasoning_tokens": self.reasoning_tokens or 0}
         if self.accepted_tokens or self.rejected_tokens:
             of_completion["accepted_prediction_tokens"] = self.accepted_tokens
             of_completion["rejected_prediction_tokens"] = self.rejected_tokens
-        details: Json = {"completion_tokens_details": of_completion} if of_completion else {}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **details,
+            "completion_tokens_details": of_completion,
         }
 
 
@@ -234,7 +232,7 @@ def _of_prompt(choice: Choice) -> Json:
 
 def model_object(model: str, *, created: int, max_model_len: int) -> Json:
     """One model, as `/v1/models/{model}` describes it; `root`, `parent` and `max_model_len` (tokens) are
-    vLLM's additions: the model is derived from no other one."""
+    vLLM's additions: the model is derived from no other one. From `type` on the fields are Anthropic's."""
     return {
         "id": model,
         "object": "model",
@@ -243,6 +241,11 @@ def model_object(model: str, *, created: int, max_model_len: int) -> Json:
         "root": model,
         "parent": None,
         "max_model_len": max_model_len,
+        "type": "model",
+        "display_name": model,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
     }
 
 
@@ -253,7 +256,9 @@ def model_body(model: Mapping[str, object]) -> bytes:
 
 def models_body(models: Sequence[Mapping[str, object]]) -> bytes:
     """Body of `/v1/models`."""
-    return orjson.dumps({"object": "list", "data": [dict(model) for model in models]})
+    names = [model["id"] for model in models]
+    page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return orjson.dumps({"object": "list", "data": [dict(model) for model in models], **page})
 
 
 def version_body(version: str) -> bytes:

@@ -7,7 +7,7 @@ from pydantic import Field, RootModel
 
 from raydix.engine.api.anthropic.requests import parse_count, parse_messages
 from raydix.engine.api.embeddings import EmbeddingsRequest, parse_embeddings
-from raydix.engine.api.openai_responses.requests import parse_responses
+from raydix.engine.api.openai_responses.requests import parse_input_tokens, parse_responses
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from raydix.engine.api.scoring import parse_generative_scoring, parse_score
 from raydix.engine.api.spec import GenerationSpec
@@ -20,6 +20,7 @@ Route: TypeAlias = Literal[
     "messages",
     "count_tokens",
     "responses",
+    "input_tokens",
     "embeddings",
     "generative_scoring",
     "score",
@@ -60,6 +61,7 @@ _PARSERS: Mapping[Route, Callable[[bytes, BodyRules], GenerationSpec]] = {
     "messages": parse_messages,
     "count_tokens": parse_count,
     "responses": parse_responses,
+    "input_tokens": parse_input_tokens,
     "embeddings": parse_embeddings,
     "generative_scoring": parse_generative_scoring,
     "score": parse_score,

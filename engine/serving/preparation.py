@@ -256,9 +256,12 @@ class Preparation:
 
     async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
         """Number of tokens of the prompt in an HTTP body; errors as `of_body`."""
-        with self._room.reserve(1, tenant):
-            reading = await self._reader.read((route, body), len(body), tenant.name)
-        return sum(map(len, reading.prompts)) if reading.chat is None else len(reading.chat.token_ids)
+        reading = await self._read((route, body), len(body), tenant, self._room)
+        if reading.chat is None:
+            return sum(map(len, reading.prompts))
+        # One token stands for each answer that is named by its ids.
+        answers = (each.token_ids for each in reading.spec.continued if each.token_ids is not None)
+        return len(reading.chat.token_ids) + sum(len(token_ids) - 1 for token_ids in answers)
 
     async def _prepare(
         self,

@@ -39,6 +39,7 @@ USAGE_OBJECT = {
     "completion_tokens": 4,
     "total_tokens": 14,
     "prompt_tokens_details": {"cached_tokens": 8},
+    "completion_tokens_details": {"reasoning_tokens": 0},
 }
 
 VOCABULARY = [b"the", b" cat", "日".encode()[:2], "日".encode()[2:], b"!"]
@@ -113,7 +114,7 @@ def test_total_usage() -> None:
 def test_usage_tells_of_drafts_where_there_were_any() -> None:
     usage = total_usage([USAGE, Usage(1, 2, accepted_tokens=1), Usage(1, 2, rejected_tokens=7)])
     details = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 7}
-    assert usage.object()["completion_tokens_details"] == details
+    assert usage.object()["completion_tokens_details"] == {"reasoning_tokens": 0} | details
     assert replace(usage, reasoning_tokens=3).object()["completion_tokens_details"] == {"reasoning_tokens": 3} | details
 
 
@@ -304,7 +305,7 @@ def test_models_and_version() -> None:
     parsed = Model.model_validate_json(model_body(model))
     assert (parsed.id, parsed.object, parsed.owned_by) == ("m", "model", "raydix")
     listed = json.loads(models_body([model]))
-    assert listed == {"object": "list", "data": [model]}
+    assert listed == {"object": "list", "data": [model], "first_id": "m", "last_id": "m", "has_more": False}
     assert json.loads(version_body("1.2.3")) == {"version": "1.2.3"}
 
 

@@ -39,6 +39,7 @@ def test_a_vector_for_each_input(served: Served) -> None:
         "completion_tokens": 0,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     generations = replica.dispatcher.begun
     assert [(each.sampling.pooling, each.sampling.max_tokens) for each in generations] == [(Pooling.MEAN, 0)] * 2

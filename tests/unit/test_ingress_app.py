@@ -219,7 +219,11 @@ def test_models(served: Served) -> None:
     [model] = served(replica, get("/v1/models")).json["data"]
     assert served(replica, get(f"/v1/models/{MODEL}")).json == model
     described = {"owned_by": "raydix", "root": MODEL, "parent": None, "max_model_len": 64}
+    of_anthropic = {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:01Z"}
+    described |= of_anthropic | {"lifecycle": "active", "max_input_tokens": 64}
     assert model == {"id": MODEL, "object": "model", "created": 1, **described}
+    page = served(replica, get("/v1/models")).json
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (MODEL, MODEL, False)
     assert served(replica, get("/v1/models/a/b")).json["error"]["code"] == "model_not_found"
 
 

@@ -128,6 +128,18 @@ def test_errors(served: Served) -> None:
     assert error == {"type": "error", "error": {"type": "overloaded_error", "message": "every worker died"}}
 
 
+def test_every_reply_has_the_id_of_its_request(served: Served) -> None:
+    replica = Replica()
+    message = served(replica, post(headers={"x-request-id": "mine"}))
+    assert message.headers["request-id"] == "req_mine"
+    others = [post(stream=True), post(f"{MESSAGES}/count_tokens", max_tokens=None), post(top_p=2)]
+    replies = [served(replica, other) for other in others]
+    assert [reply.status for reply in replies] == [200, 200, 400]
+    ids = [reply.headers["request-id"] for reply in replies]
+    assert len({*ids}) == 3 and all(each.startswith("req_") for each in ids)
+    assert "request-id" not in served(replica, lambda: call(app, "GET", "/v1/models")).headers
+
+
 def test_keys_in_either_header(served: Served) -> None:
     def status(**headers: str) -> int:
         tenants = Tenants([Tenant("a")], {key_hash("k"): "a"})

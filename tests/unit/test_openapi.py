@@ -182,6 +182,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_u
         ("/v1/responses", {"instructions": "a", "metadata": {"a": "b"}}),
         ("/v1/responses", {"include": ["message.output_text.logprobs"], "stream": True}),
         ("/v1/responses", {"previous_response_id": "resp_x"}),
+        ("/v1/responses/input_tokens", {"instructions": "a"}),
         ("/v1/responses", {"enable_response_messages": True, "stream": True}),
     ],
     ids=str,

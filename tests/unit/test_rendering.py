@@ -23,6 +23,7 @@ def test_a_whole_completion() -> None:
         "completion_tokens": len(ANSWER) + 1,
         "total_tokens": len(ANSWER) + 3,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -53,7 +53,7 @@ def test_a_whole_response(served: Served) -> None:
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
     assert response["usage"] == {
         "input_tokens": 10,
-        "input_tokens_details": {"cached_tokens": 2},
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 8},
         "output_tokens": len(ANSWER) + 1,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 10 + len(ANSWER) + 1,
@@ -119,6 +119,25 @@ def test_a_conversation_goes_on_from_exactly_the_ids_of_its_answers(served: Serv
     branch = served(replica, post(input="else", previous_response_id=first["id"])).json
     assert branch["status"] == "completed"
     assert list(replica.dispatcher.begun[-1].prompt) == [*b"one", *answer, *b"else"]
+
+
+def test_a_count(served: Served) -> None:
+    replica = Replica(max_model_len=400)
+    first = served(replica, post(input="one")).json
+
+    def count(**fields: Any) -> Reply:
+        body = body_of("responses", **fields)
+        reply: Reply = served(replica, lambda: call(app, "POST", f"{RESPONSES}/input_tokens", body))
+        return reply
+
+    num_tokens = first["usage"]["input_tokens"]
+    assert count(input="one").json == {"object": "response.input_tokens", "input_tokens": num_tokens}
+    asked = {"input": "and two", "previous_response_id": first["id"]}
+    num_tokens = count(**asked).json["input_tokens"]
+    assert num_tokens == served(replica, post(**asked)).json["usage"]["input_tokens"], "the answer's ids count"
+    reply = count(input="x", previous_response_id="resp_gone")
+    assert (reply.status, reply.json["error"]["code"]) == (404, "response_not_found")
+    assert replica.room.num_held == 0
 
 
 def test_the_input_is_listed(served: Served) -> None:

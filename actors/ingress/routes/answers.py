@@ -1,8 +1,9 @@
 """Routes of answers, of what is kept of them, of the model and of the cache."""
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from types import MappingProxyType
 
 import orjson
 from fastapi import APIRouter
@@ -16,11 +17,13 @@ from raydix.actors.ingress.http import (
     json_response,
     label_header,
     objective_headers,
+    request_id_header,
     while_connected,
 )
 from raydix.actors.ingress.routes.replica import refusing, replica
 from raydix.actors.watchdog import work_for
 from raydix.engine.api.anthropic.answers import count_body
+from raydix.engine.api.openai_responses.answers import count_body as responses_count_body
 from raydix.engine.api.openai_responses.stored import (
     PageQuery,
     StoredQuery,
@@ -37,6 +40,7 @@ from raydix.engine.serving.rendering import Body
 
 router = APIRouter()
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 SEQUENCE_NUMBER = re.compile("[0-9]{1,19}")
 """Bounds the digits of an event's number: Python refuses to read a number of thousands of digits."""
 
@@ -87,13 +91,22 @@ async def count_tokens(request: Request) -> Response:
     here = replica(request)
     body = await here.body_of(request)
     work = here.frontend.num_tokens("count_tokens", body, request.state.tenant)
-    return json_response(count_body(await while_connected(request, work)))
+    return json_response(count_body(await while_connected(request, work)), headers=request_id_header(request))
 
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
     """Answer in the form of OpenAI's Responses API, and store the response; whole or as server-sent events."""
     return await _respond(request, "responses")
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(request: Request) -> Response:
+    """Count the tokens of the prompt that `/v1/responses` would make of an input."""
+    here = replica(request)
+    body = await here.body_of(request)
+    work = here.frontend.num_tokens("input_tokens", body, request.state.tenant)
+    return json_response(responses_count_body(await while_connected(request, work)))
 
 
 @router.get("/v1/responses/{response_id}")
@@ -200,19 +213,23 @@ async def _respond(request: Request, route: Route) -> Response:
     here = replica(request)
     job = await _prepare(request, route)
     request.state.request_id = job.request_id
+    own = request_id_header(request) if route == "messages" else {}
     request.state.jobs = [job]
     work_for(job.request_id)
     renderer = here.frontend.renderer(job)
     if job.spec.stream:  # nothing is awaited between this return and the call of the response, which closes the job
         events = here.frontend.events(job, renderer)
-        headers = ignored_header(job.spec.ignored)
+        headers = ignored_header(job.spec.ignored) | own
         return EventStreamResponse(events, refusing(request), job.close, wire=renderer.wire, headers=headers)
 
-    return await _whole(request, [job], renderer.body)
+    return await _whole(request, [job], renderer.body, own)
 
 
-async def _whole(request: Request, jobs: Sequence[Job], body: Callable[[], Awaitable[Body]]) -> Response:
-    """Run jobs and return the response with their answers. Memory that these need is held until they are sent."""
+async def _whole(
+    request: Request, jobs: Sequence[Job], body: Callable[[], Awaitable[Body]], headers: Mapping[str, str] = NO_HEADERS
+) -> Response:
+    """Run jobs and return the response with their answers, and with these headers. Memory that the answers need is held
+    until they are sent."""
     frontend = replica(request).frontend
     async with AsyncExitStack() as stack:
 
@@ -223,7 +240,7 @@ async def _whole(request: Request, jobs: Sequence[Job], body: Callable[[], Await
         with frontend.all_accounted(jobs):
             await while_connected(request, collect())
         made = await body()
-        headers = ignored_header(jobs[0].spec.ignored)
+        headers = ignored_header(jobs[0].spec.ignored) | dict(headers)
         if isinstance(made, bytes):
             return json_response(made, headers=headers)
         return SlicedResponse(made, stack.pop_all(), headers)

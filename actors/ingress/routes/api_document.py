@@ -14,6 +14,7 @@ from raydix.engine.api.conversations import ConversationsRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest
 from raydix.engine.api.openai_responses.requests import ResponsesRequest
 from raydix.engine.api.openai_responses.response_models import (
+    InputTokens,
     ResponseDeleted,
     ResponseEvent,
     ResponseItems,
@@ -161,6 +162,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         events=ResponseEvent,
         parameters=STREAMS,
         errors=(*STREAMED, ResponseNotFoundError),
+    ),
+    ("post", "/v1/responses/input_tokens"): Operation(
+        InputTokens, body=ResponsesRequest, errors=(*BODY, ResponseNotFoundError)
     ),
     ("get", "/v1/responses/{response_id}"): Operation(ResponseObject, parameters=(SALT,), errors=_STORED_ERRORS),
     ("delete", "/v1/responses/{response_id}"): Operation(ResponseDeleted, parameters=(SALT,), errors=_STORED_ERRORS),

@@ -275,10 +275,18 @@ def _content_part(part: str | Reasoning, logprobs: object) -> Json:
     return {"type": "output_text", "text": part, "annotations": [], "logprobs": logprobs}
 
 
+def count_body(num_tokens: int) -> bytes:
+    """Body of `/v1/responses/input_tokens`."""
+    return orjson.dumps({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
 def _usage(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

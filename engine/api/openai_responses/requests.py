@@ -291,6 +291,11 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
         }
 
 
+def parse_input_tokens(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
+    """A body of `/v1/responses/input_tokens` in normal form. Raises RequestError naming the field at fault."""
+    return replace(parse_responses(body, rules), max_tokens=0)
+
+
 def parse_responses(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/responses` in normal form. Raises RequestError naming the field at fault."""
     return parse_body(ResponsesRequest, body, takes_unknown=True).spec()

@@ -11,7 +11,9 @@ class ResponseUsage(Shape):
     """Tokens of a request."""
 
     input_tokens: int = Field(description="Of the prompt.")
-    input_tokens_details: dict[str, int] = Field(description="`cached_tokens`: found in the cache.")
+    input_tokens_details: dict[str, int] = Field(
+        description="`cached_tokens`: found in the cache; `cache_write_tokens`: the others, computed."
+    )
     output_tokens: int = Field(description="Of the answer.")
     output_tokens_details: dict[str, int] = Field(description="`reasoning_tokens`: of reasoning.")
     total_tokens: int = Field(description="Sum of both.")
@@ -93,6 +95,13 @@ class ResponseItems(Shape):
     first_id: str | None = Field(description="Id of the first item.")
     last_id: str | None = Field(description="Id of the last item.")
     has_more: bool = Field(description="True if more items follow.")
+
+
+class InputTokens(Shape):
+    """Length of a response's prompt."""
+
+    object: Literal["response.input_tokens"] = Field(description="Kind of the object.")
+    input_tokens: int = Field(description="Tokens of the prompt.")
 
 
 class ResponseDeleted(Shape):
