@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from raydix.actors.ingress.compression import Compression
 from raydix.actors.ingress.cross_origin import CrossOrigin
 from raydix.actors.ingress.http import (
     CLIENT_CLOSED_REQUEST,
@@ -54,6 +55,7 @@ def application(of: Replica | None) -> FastAPI:
 
     app.add_middleware(Recording, recorder=recorder)
     app.add_middleware(CrossOrigin, allowed=allowed_origins)
+    app.add_middleware(Compression)
     app.add_middleware(HeadAsGet)
     for each in (answers, tokens, operation, batches, description):
         app.include_router(each.router)
