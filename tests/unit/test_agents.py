@@ -102,6 +102,118 @@ CODEX: dict[str, Any] = {
 """Codex CLI 0.169."""
 
 
+STEP = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+
+
+def tool(name: str, parameters: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A function of a chat."""
+    return {"type": "function", "function": {"name": name, "description": "Acts.", "parameters": parameters, **fields}}
+
+
+def text(words: str) -> list[dict[str, str]]:
+    """A content of one part."""
+    return [{"type": "text", "text": words}]
+
+
+SYSTEM = {"role": "system", "content": "You act."}
+STREAMED = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
+FIRST_CHATS: dict[str, dict[str, Any]] = {
+    "opencode 1.18.33": {
+        **STREAMED,
+        "max_tokens": 8192,
+        "messages": [SYSTEM, {"role": "user", "content": "what is here?"}],
+        "tools": [
+            tool(
+                "bash",
+                {
+                    "$schema": "https://json-schema.org/draft/2020-12/schema",
+                    "type": "object",
+                    "properties": {
+                        "command": {"type": "string", "description": "The command."},
+                        "timeout": {
+                            "minimum": -9007199254740991,
+                            "exclusiveMinimum": 0,
+                            "type": "integer",
+                            "maximum": 9007199254740991,
+                        },
+                    },
+                    "required": ["command"],
+                },
+            )
+        ],
+        "tool_choice": "auto",
+    },
+    "qwen-code 0.15.10": {
+        **STREAMED,
+        "max_tokens": 8000,
+        "messages": [SYSTEM, {"role": "user", "content": text("what is here?")}],
+        "tools": [
+            tool(
+                "agent",
+                {
+                    "type": "object",
+                    "properties": {
+                        "kind": {"type": "string", "enum": ["one", "other"], "minLength": 1},
+                        "count": {"type": "integer", "minimum": 1, "maximum": 20, "default": 5},
+                    },
+                    "required": ["kind"],
+                    "additionalProperties": False,
+                    "$schema": "http://json-schema.org/draft-07/schema#",
+                },
+            )
+        ],
+    },
+    "pi 0.73.1": {
+        **STREAMED,
+        "store": False,
+        "max_completion_tokens": 8192,
+        "messages": [SYSTEM, {"role": "user", "content": text("what is here?")}],
+        "tools": [tool("read", READ, strict=False)],
+    },
+    "autogen 0.7.5": {
+        "model": MODEL,
+        "stream": False,
+        "messages": [SYSTEM, {"role": "user", "name": "user", "content": "make a step"}],
+        "tool_choice": "auto",
+        "tools": [tool("step", {**STEP, "additionalProperties": False}, strict=False)],
+    },
+    "smolagents 1.26.0": {
+        "model": MODEL,
+        "messages": [{"role": "system", "content": text("You act.")}, {"role": "user", "content": text("make a step")}],
+        "stop": ["Observation:", "Calling tools:"],
+        "tool_choice": "required",
+        "tools": [
+            tool("step", STEP),
+            tool("final_answer", {"type": "object", "properties": {"answer": {"type": "string"}}}),
+        ],
+    },
+}
+"""First requests of other programs, by name and version."""
+
+OPENAI_AGENTS: dict[str, Any] = {
+    "model": MODEL,
+    "include": [],
+    "input": [{"content": "make a step", "role": "user"}],
+    "instructions": "You act.",
+    "tools": [
+        {
+            "name": "step",
+            "parameters": {
+                "properties": {"number": {"title": "Number", "type": "integer"}},
+                "required": ["number"],
+                "title": "step_args",
+                "type": "object",
+                "additionalProperties": False,
+            },
+            "strict": True,
+            "type": "function",
+            "description": "Makes a step.",
+        }
+    ],
+}
+"""OpenAI's Agents SDK 0.24.0."""
+
+
 def post(path: str, body: dict[str, Any]) -> Callable[[], Awaitable[Reply]]:
     return lambda: call(app, "POST", path, json.dumps(body).encode(), headers={"anthropic-beta": "a,b"})
 
@@ -127,6 +239,21 @@ def test_a_first_request_is_answered(served: Served, path: str, body: dict[str, 
     reply = served(Replica(max_model_len=40_000), post(path, body))
     assert reply.status == 200, reply.body
     assert b"data: " in reply.body and reply.headers["x-raydix-ignored"]
+
+
+@pytest.mark.parametrize("program", FIRST_CHATS)
+def test_first_chats_are_answered(served: Served, program: str) -> None:
+    reply = served(Replica(max_model_len=40_000), post("/v1/chat/completions", FIRST_CHATS[program]))
+    assert reply.status == 200, reply.body
+    unlimited = {**FIRST_CHATS[program], "max_tokens": None, "max_completion_tokens": None}  # the context here is short
+    reading = reader().read_body("chat", json.dumps(unlimited).encode())
+    assert reading.chat is not None and "You act." in reading.chat.text
+    assert list(reading.spec.ignored) == (["messages.name"] if program.startswith("autogen") else [])
+
+
+def test_the_first_response_of_the_agents_sdk_is_answered(served: Served) -> None:
+    assert served(Replica(max_model_len=40_000), post("/v1/responses", OPENAI_AGENTS)).status == 200
+    assert not reader().read_body("responses", json.dumps(OPENAI_AGENTS).encode()).spec.ignored
 
 
 def test_what_has_no_effect_is_named() -> None:
