@@ -21,12 +21,32 @@ class RopeConfig:
 
     theta: float
     scaling: JsonObject | None = None
-    """Hugging Face's rope dictionary with its `rope_type` (linear, llama3 or yarn); None: not stretched."""
+    """Hugging Face's rope dictionary with its `rope_type` (linear, llama3, yarn or longrope); None: not stretched."""
+    share: float = 1.0
+    """Share of each head's dimensions that is rotated, the first ones; the others pass unchanged."""
+    interleaved: bool = False
+    """Dimensions 2i and 2i + 1 turn together; otherwise i and i + half of what is rotated."""
+
+    def is_long(self, max_position: int) -> bool:
+        """True if the served length decides for another rotation at every position, LongRoPE's long one."""
+        scaling = self.scaling or {}
+        return scaling.get("rope_type") == "longrope" and max_position > scaling["original_max_position_embeddings"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Names of a layer's norms in its weights; None: the layer has no such norm."""
+
+    attention: str | None = "input_layernorm"
+    attention_post: str | None = None
+    """On what attention adds to the residual stream."""
+    mlp: str | None = "post_attention_layernorm"
+    mlp_post: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-like decoder: attention over grouped heads and a gated MLP, each behind an RMS norm."""
+    """A Llama-like decoder: attention over grouped heads and a gated MLP, with norms before or after each."""
 
     architecture: str
     vocab_size: int
@@ -51,8 +71,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Queries and keys pass an RMS norm per head before rotation."""
-    sandwich_norm: bool = False
-    """Attention and MLP also pass a norm after, before they join the residual stream (Gemma 2 and 3)."""
+    norms: LayerNorms = LayerNorms()
+    fused_qkv: bool = False
+    """The weights store the q, k and v projections as one, `qkv_proj`."""
+    fused_gate_up: bool = False
+    """The weights store the gate and up projections as one, `gate_up_proj`."""
     norm_offset: float = 0.0
     """Added to every norm weight (Gemma stores w and multiplies by 1 + w)."""
     embedding_scale: float = 1.0
@@ -60,12 +83,15 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     local_rope: RopeConfig | None = None
     """The rotary embedding of the layers with a window, where it is another one (Gemma 3)."""
+    layers_without_rope: tuple[int, ...] = ()
+    """Indices of the layers whose queries and keys are not rotated at all (SmolLM 3)."""
 
     @property
-    def rope_of_layer(self) -> tuple[RopeConfig, ...]:
-        """Each layer's rotary embedding."""
+    def rope_of_layer(self) -> tuple[RopeConfig | None, ...]:
+        """Each layer's rotary embedding; None: it has none."""
         local = self.local_rope or self.rope
-        return tuple(self.rope if window is None else local for window in self.layer_windows)
+        ropes = [self.rope if window is None else local for window in self.layer_windows]
+        return tuple(None if index in self.layers_without_rope else rope for index, rope in enumerate(ropes))
 
 
 def read_json(path: Path) -> dict[str, Any]:

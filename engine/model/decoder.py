@@ -25,7 +25,7 @@ from raydix.kernels.decoder_pass import DecoderPass, LayerWeights
 from raydix.kernels.linear import Layout, PackedLinear, linear, pack_weight
 from raydix.kernels.paged_attention import paged_attention
 from raydix.kernels.rms_norm import rms_norm
-from raydix.kernels.rotary import rotary_tables
+from raydix.kernels.rotary import rotary_order, rotary_tables
 from raydix.kernels.rotary_kv_store import rotary_kv_store
 from raydix.kernels.silu_and_mul import silu_and_mul
 
@@ -266,7 +266,7 @@ class _Loader:
         self._max_position = max_position
         self._int8 = quantization == "int8"
         self._deterministic = deterministic
-        self._tables: list[tuple[RopeConfig, Tensor]] = []
+        self._tables: list[tuple[RopeConfig | None, Tensor]] = []
 
     def tensor(self, name: str) -> Tensor:
         """Load a tensor in the model's dtype, on its device."""
@@ -283,37 +283,79 @@ class _Loader:
 
     def layer(self, index: int) -> LayerWeights:
         """Load the weights of one layer, with the norm that follows it."""
-        config, prefix = self._config, f"model.layers.{index}."
-        sandwich = config.sandwich_norm
+        config, prefix, norms = self._config, f"model.layers.{index}.", self._config.norms
+        rope = config.rope_of_layer[index]
         is_last = index == config.num_layers - 1
         return LayerWeights(
-            qkv=self._packed(
-                [f"{prefix}self_attn.{part}_proj" for part in ("q", "k", "v")], bias=config.attention_bias
-            ),
+            qkv=self._qkv(f"{prefix}self_attn.", rope),
             output=self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias),
-            gate_up=self._packed([f"{prefix}mlp.{part}_proj" for part in ("gate", "up")], bias=config.mlp_bias),
+            gate_up=self._packed(
+                [f"{prefix}mlp.{part}_proj" for part in (["gate_up"] if config.fused_gate_up else ["gate", "up"])],
+                bias=config.mlp_bias,
+            ),
             down=self._packed([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
-            mlp_norm=self.norm(prefix + ("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm")),
-            next_norm=self.norm("model.norm" if is_last else f"model.layers.{index + 1}.input_layernorm"),
-            attention_post_norm=self.norm(f"{prefix}post_attention_layernorm") if sandwich else None,
-            mlp_post_norm=self.norm(f"{prefix}post_feedforward_layernorm") if sandwich else None,
-            q_norm=self.norm(f"{prefix}self_attn.q_norm") if config.qk_norm else None,
-            k_norm=self.norm(f"{prefix}self_attn.k_norm") if config.qk_norm else None,
-            cos_sin=self._cos_sin(config.rope_of_layer[index]),
+            mlp_norm=self.norm(f"{prefix}{norms.mlp}"),
+            next_norm=self.norm("model.norm" if is_last else f"model.layers.{index + 1}.{norms.attention}"),
+            attention_post_norm=self._optional_norm(prefix, norms.attention_post),
+            mlp_post_norm=self._optional_norm(prefix, norms.mlp_post),
+            q_norm=self._head_norm(f"{prefix}self_attn.q_norm", rope) if config.qk_norm else None,
+            k_norm=self._head_norm(f"{prefix}self_attn.k_norm", rope) if config.qk_norm else None,
+            cos_sin=self._cos_sin(rope),
             window=config.layer_windows[index],
         )
 
+    def _optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
+        return None if name is None else self.norm(f"{prefix}{name}")
+
+    def _qkv(self, prefix: str, rope: RopeConfig | None) -> PackedLinear:
+        """The q, k and v projections as one; the rows of each q and k head in the order that the kernels rotate."""
+        config = self._config
+        names = [f"{prefix}qkv_proj"] if config.fused_qkv else [f"{prefix}{part}_proj" for part in ("q", "k", "v")]
+        weight, bias = self._stacked(names, bias=config.attention_bias)
+        order = _head_order(config.head_dim, rope)
+        if order is None:
+            return self.pack(weight, bias)
+
+        num_rotated = config.num_heads + config.num_kv_heads
+        starts = torch.arange(num_rotated)[:, None] * config.head_dim
+        rotated = (starts + order).flatten()
+        rows = torch.cat((rotated, torch.arange(len(rotated), weight.shape[0]))).to(self._device)
+        return self.pack(weight[rows], None if bias is None else bias[rows])
+
+    def _head_norm(self, name: str, rope: RopeConfig | None) -> Tensor:
+        """A norm of each q or k head, in the order of the head's rows."""
+        weight, order = self.norm(name), _head_order(self._config.head_dim, rope)
+        return weight if order is None else weight[order.to(self._device)]
+
     def _packed(self, names: list[str], *, bias: bool) -> PackedLinear:
+        return self.pack(*self._stacked(names, bias=bias))
+
+    def _stacked(self, names: list[str], *, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """The weights of some projections one below the other, and their biases."""
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
-        return self.pack(torch.cat(weights), None if biases is None else torch.cat(biases))
+        return torch.cat(weights), None if biases is None else torch.cat(biases)
 
-    def _cos_sin(self, rope: RopeConfig) -> Tensor:
+    def _cos_sin(self, rope: RopeConfig | None) -> Tensor:
         """Rotary table, shared between layers with the same rotation."""
         for known, table in self._tables:
             if known == rope:
                 return table
-        scaling = None if rope.scaling is None else dict(rope.scaling)
-        table = rotary_tables(self._config.head_dim, self._max_position, rope.theta, scaling).to(self._device)
+        # A layer without rotation has a table that turns nothing, so that the kernels know one kind of layer only.
+        described = rope or RopeConfig(1.0, share=0.0)
+        scaling = None if described.scaling is None else dict(described.scaling)
+        table = rotary_tables(
+            self._config.head_dim, self._max_position, described.theta, scaling, share=described.share
+        ).to(self._device)
         self._tables.append((rope, table))
         return table
+
+
+def _head_order(head_dim: int, rope: RopeConfig | None) -> Tensor | None:
+    """The rows of a q or k head in the order that the kernels rotate, as the family counts them; None: it is the same.
+
+    Scores are sums over a head's dimensions, so queries and keys in one common order give the same scores.
+    """
+    if rope is None or (rope.share == 1.0 and not rope.interleaved):
+        return None
+    return rotary_order(head_dim, rope.share, interleaved=rope.interleaved)

@@ -58,10 +58,13 @@ def identify(
     products = f"{quantization or 'computed'}{'-deterministic' if deterministic else ''}"
     made_by = "" if computes_nothing(source) else products
     of_model = fingerprint(folder, dtype, has_weights=not source.startswith(SCRIPTED))
+    max_len = model_len(config, max_model_len)
+    if any(rope is not None and rope.is_long(max_len) for rope in config.rope_of_layer):
+        made_by += "-longrope"
     return ModelIdentity(
         folder,
         config,
-        model_len(config, max_model_len),
+        max_len,
         min(config.vocab_size, num_token_ids(folder) or config.vocab_size),
         f"{of_model}/{block_size}/{made_by}/{version('raydix')}",
     )

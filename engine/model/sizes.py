@@ -31,18 +31,20 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
 
+    attention = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+    if config.fused_qkv:
+        attention = {"qkv_proj": query_size + 2 * kv_size}
+    mlp = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+
+    # Rows, columns, and if there is a bias.
     projections = {
-        "self_attn.q_proj": (query_size, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
+        **{f"self_attn.{name}": (rows, hidden, config.attention_bias) for name, rows in attention.items()},
         "self_attn.o_proj": (hidden, query_size, config.attention_output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        **{f"mlp.{name}": (rows, hidden, config.mlp_bias) for name, rows in mlp.items()},
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.sandwich_norm:
-        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+    placed = config.norms.attention, config.norms.attention_post, config.norms.mlp, config.norms.mlp_post
+    norms = {name: hidden for name in placed if name is not None}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
 

@@ -42,9 +42,10 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     """The names that a text model gives to its tensors, by those in a file; without the tensors of other parts.
 
     A model of several parts names its text part `language_model.model.layers...`, as transformers 4 did at first, or
-    `model.language_model.layers...`, and its head `language_model.lm_head` or `lm_head`.
+    `model.language_model.layers...`, and its head `language_model.lm_head` or `lm_head`. Qwen's first ones have only
+    the other part apart, as `visual`.
     """
-    known = list(names)
+    known = [name for name in names if not name.startswith("visual.")]
     if not any(name.startswith(("language_model.", "model.language_model.")) for name in known):
         return {name: name for name in known}
     found = {}

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] and the factor on cos and sin, for one scaling dictionary."""
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: dict[str, Any], max_position: int
+) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and the factor on cos and sin, for one scaling dictionary. `head_dim` counts
+    rotated dimensions only, `max_position` the positions that will be served."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if kind == "default":
@@ -19,7 +22,9 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any]) ->
         return _llama3(1.0 / powers, scaling), 1.0
     if kind == "yarn":
         return _yarn(powers, theta, scaling)
-    raise ValueError(f"unsupported rotary scaling {kind!r}; known are default, linear, llama3, yarn")
+    if kind == "longrope":
+        return _longrope(powers, scaling, max_position)
+    raise ValueError(f"unsupported rotary scaling {kind!r}; known are default, linear, llama3, yarn, longrope")
 
 
 def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
@@ -60,3 +65,16 @@ def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
     return mscale(1.0)
+
+
+def _longrope(powers: Tensor, scaling: dict[str, Any], max_position: int) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv 2402.13753): a factor per frequency, of two sets, and one on cos and sin by the stretching."""
+    old_context = scaling["original_max_position_embeddings"]
+    factors = scaling["long_factor" if max_position > old_context else "short_factor"]
+    if len(factors) != len(powers):
+        raise ValueError(f"longrope has {len(factors)} factors for {len(powers)} frequencies")
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        stretch = scaling["factor"]
+        attention_factor = 1.0 if stretch <= 1.0 else math.sqrt(1 + math.log(stretch) / math.log(old_context))
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers), float(attention_factor)

@@ -5,15 +5,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from raydix.kernels.rotary import rotary_tables
+from raydix.kernels.rotary import rotary_order, rotary_tables
 from raydix.kernels.rotary_kv_store import rotary_kv_store
 from raydix.kernels.rotary_kv_store.reference import rotary_kv_store_reference
 from tests.kernels.kernel_cases import assert_close
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LONG = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "original_max_position_embeddings": 2048,
+    "short_factor": [1.0 + 0.1 * index for index in range(16)],
+    "long_factor": [1.0 + 2.0 * index for index in range(16)],
+}
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},
@@ -48,9 +56,43 @@ def test_tables_match_transformers(scaling: dict[str, Any], head_dim: int, theta
 
 def test_tables_refuse_what_they_do_not_know() -> None:
     with pytest.raises(ValueError, match="unsupported rotary scaling"):
-        rotary_tables(64, 16, 10000.0, {"rope_type": "longrope"})
-    with pytest.raises(ValueError, match="rotated entirely"):
-        rotary_tables(64, 16, 10000.0, {"partial_rotary_factor": 0.5})
+        rotary_tables(64, 16, 10000.0, {"rope_type": "own"})
+    with pytest.raises(ValueError, match="15 of 30 dimensions cannot be rotated in pairs"):
+        rotary_tables(30, 16, 10000.0, share=0.5)
+    with pytest.raises(ValueError, match="2 factors for 16 frequencies"):
+        rotary_tables(32, 16, 10000.0, {**LONG, "short_factor": [1.0] * 2})
+
+
+@pytest.mark.parametrize("num_positions", [2048, 8192])
+def test_longrope_has_one_set_of_frequencies_by_the_length_of_the_table(num_positions: int) -> None:
+    config = Phi3Config(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=8192,
+        original_max_position_embeddings=2048,
+        rope_parameters={**LONG, "rope_theta": 1e4},
+    )
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(num_positions)[None])
+    expected = torch.cat((cos[0, :, :16], sin[0, :, :16]), dim=-1)
+    torch.testing.assert_close(rotary_tables(32, num_positions, 1e4, LONG), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_in_the_order_of_the_kernels_turn_the_models_pairs(share: float, interleaved: bool) -> None:
+    """Each dimension that the kernels turn with another one is the other's partner in the model; the rest is still."""
+    order, half = rotary_order(32, share, interleaved=interleaved), 16
+    num_rotated = int(32 * share)
+    assert sorted(order.tolist()) == list(range(32))
+    for at in range(half):
+        first, second = int(order[at]), int(order[at + half])
+        if at < num_rotated // 2:
+            assert (first, second) == ((2 * at, 2 * at + 1) if interleaved else (at, at + num_rotated // 2))
+        else:
+            assert min(first, second) >= num_rotated
+    table = rotary_tables(32, 9, 1e4, share=share)
+    assert torch.equal(table[:, num_rotated // 2 : half], torch.ones(9, half - num_rotated // 2))
+    assert torch.equal(table[:, half + num_rotated // 2 :], torch.zeros(9, half - num_rotated // 2))
 
 
 def store_case(

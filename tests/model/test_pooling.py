@@ -19,7 +19,7 @@ from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.runner import ModelRunner
 from raydix.engine.model.tokenizer import quiet_transformers
 from tests.model.logits import BLOCK_SIZE
-from tests.model.test_architectures import CASES, reference
+from tests.model.random_models import CASES, reference
 from tests.model.test_exactness import assignment, make_engine
 
 LENGTHS = (1, 2, 15, 16, 17, 300)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from raydix.engine.core.errors import StartupError
+from raydix.engine.model.config import RopeConfig
 from raydix.engine.model.families import FAMILIES, config_of
 
 SMALL: dict[str, Any] = {
@@ -28,15 +29,29 @@ def test_a_family_is_found_by_architecture_and_by_model_type(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_are_registered_under_their_names(name: str) -> None:
     family = FAMILIES[name]
-    assert family.architecture.lower() == f"{name}forcausallm"
+    assert family.architecture.replace("_", "").lower() == f"{name}forcausallm"
     assert family.gguf_name in (name, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "qwen2"),
+        ({"text_config": {**SMALL, "model_type": "qwen2_5_vl_text"}}, "qwen2"),
+        ({"text_config": {**SMALL, "model_type": "qwen3_vl_text"}}, "qwen3"),
+        ({"text_config": {**SMALL, "model_type": "smollm3"}}, "smollm3"),
+    ],
+)
+def test_families_with_other_names(config: dict[str, Any], name: str) -> None:
+    assert config_of({**SMALL, **config}).architecture == FAMILIES[name].architecture
 
 
 @pytest.mark.parametrize("config", [{"architectures": ["MambaForCausalLM"]}, {"model_type": "mamba"}, {}])
 def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
     with pytest.raises(StartupError, match="is not supported; raydix runs: ") as caught:
         config_of({**SMALL, **config})
-    assert all(name in str(caught.value).lower() for name in FAMILIES)
+    named = str(caught.value).replace("_", "").lower()
+    assert all(name in named for name in FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +62,7 @@ def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
         ({"hidden_size": "wide"}, "unusable value"),
         ({"num_attention_heads": 0}, "unusable value"),
         ({"hidden_act": "relu"}, "the activation 'relu' of LlamaForCausalLM is not supported"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "the rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "own"}}, "the rope type 'own' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor'"),
         ({"quantization_config": {"quant_method": "awq"}}, r"weights are quantised \(awq\)"),
@@ -126,4 +141,23 @@ def test_yarn_stretches_the_context() -> None:
 def test_gemma3_has_two_rotary_embeddings(changes: dict[str, Any], thetas: tuple[float, float]) -> None:
     config = config_of({**SMALL, "model_type": "gemma3", "sliding_window_pattern": 4, **changes})
     everywhere, local = thetas
-    assert [rope.theta for rope in config.rope_of_layer] == [local, local, local, everywhere]
+    assert [rope and rope.theta for rope in config.rope_of_layer] == [local, local, local, everywhere]
+
+
+def test_parts_of_heads_and_layers_that_are_not_rotated() -> None:
+    assert config_of({**SMALL, "model_type": "glm4"}).rope == RopeConfig(10_000.0, share=0.5, interleaved=True)
+    mini = config_of({**SMALL, "model_type": "phi3", "partial_rotary_factor": 0.75})
+    assert mini.rope == RopeConfig(10_000.0, share=0.75)
+    smol = config_of({**SMALL, "model_type": "smollm3"})
+    assert [rope is None for rope in smol.rope_of_layer] == [False, False, False, True]
+    smol = config_of({**SMALL, "model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]})
+    assert smol.layers_without_rope == (0, 3)
+
+
+def test_longrope_is_long_when_more_than_the_context_of_training_is_served() -> None:
+    rope = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = {**SMALL, "model_type": "phi3", "max_position_embeddings": 8192, "rope_scaling": rope}
+    described = config_of(config).rope
+    assert described.scaling is not None
+    assert (described.scaling["rope_type"], described.scaling["factor"]) == ("longrope", 2.0)
+    assert [described.is_long(served) for served in (512, 4096, 4097)] == [False, False, True]

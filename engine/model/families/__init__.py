@@ -10,16 +10,29 @@ from pathlib import Path
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import JsonObject, ModelConfig, read_json, unsupported
+from raydix.engine.model.families.ernie4_5 import ERNIE4_5
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA
 from raydix.engine.model.families.gemma2 import GEMMA2
 from raydix.engine.model.families.gemma3 import GEMMA3
+from raydix.engine.model.families.glm import GLM
+from raydix.engine.model.families.glm4 import GLM4
+from raydix.engine.model.families.helium import HELIUM
 from raydix.engine.model.families.llama import LLAMA
+from raydix.engine.model.families.ministral import MINISTRAL
 from raydix.engine.model.families.mistral import MISTRAL
+from raydix.engine.model.families.phi3 import PHI3
 from raydix.engine.model.families.qwen2 import QWEN2
 from raydix.engine.model.families.qwen3 import QWEN3
+from raydix.engine.model.families.seed_oss import SEED_OSS
+from raydix.engine.model.families.smollm3 import SMOLLM3
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3)}
+_ALL = (
+    *(LLAMA, MISTRAL, MINISTRAL),
+    *(QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3),
+    *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
+)
+FAMILIES = {family.model_type: family for family in _ALL}
 """Supported families by model type."""
 
 
@@ -63,15 +76,15 @@ def _text_part(config: JsonObject) -> JsonObject:
 
 def _family(config: JsonObject) -> Family:
     """Find the family by its architecture, or in a configuration without architectures by its model type."""
-    by_architecture = {family.architecture: family for family in FAMILIES.values()}
+    by_name = {name: family for family in FAMILIES.values() for name in (family.architecture, *family.also)}
     names = config.get("architectures") or []
     for name in names:
-        if name in by_architecture:
-            return by_architecture[name]
+        if name in by_name:
+            return by_name[name]
     if names:
-        raise unsupported(f"the model architecture {names[0]}", by_architecture)
+        raise unsupported(f"the model architecture {names[0]}", (family.architecture for family in FAMILIES.values()))
 
     model_type = str(config.get("model_type", "unknown")).removesuffix("_text").replace("_", "").lower()
-    if model_type not in FAMILIES:
+    if (family := FAMILIES.get(model_type) or by_name.get(model_type)) is None:
         raise unsupported(f"the model type {config.get('model_type')!r}", FAMILIES)
-    return FAMILIES[model_type]
+    return family

@@ -52,6 +52,8 @@ class Family:
     """As in `config.json`, without underscores and an ending `_text`."""
     architecture: str
     """As in `config.json`'s `architectures`."""
+    also: tuple[str, ...] = ()
+    """Other architectures and model types that are the same decoder, names as above."""
     gguf_name: str | None = None
     """As in GGUF's `general.architecture`; None: GGUF files name it otherwise, or cannot be read."""
     defaults: JsonObject

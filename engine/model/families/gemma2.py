@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.config import LayerNorms, ModelConfig
 from raydix.engine.model.families import gemma
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.parts import layer_windows, optional_float
@@ -28,7 +28,11 @@ def with_sandwich_norm(settings: Settings, is_windowed: Callable[[int], bool]) -
         gemma.gemma(settings),
         layer_windows=layer_windows(settings, settings["sliding_window"], is_windowed),
         attention_scale=float(settings["query_pre_attn_scalar"]) ** -0.5,
-        sandwich_norm=True,
+        norms=LayerNorms(
+            attention_post="post_attention_layernorm",
+            mlp="pre_feedforward_layernorm",
+            mlp_post="post_feedforward_layernorm",
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """Parts of a description that families share."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import Activation, JsonObject, ModelConfig, RopeConfig, unsupported
@@ -11,7 +12,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_ROPE_TYPES = ("linear", "llama3", "yarn")
+_ROPE_TYPES = ("linear", "llama3", "yarn", "longrope")
+_UNSCALED = ("default", "dynamic", "mrope")
+"""Dynamic scaling begins beyond max_position, which is never served; in text all sections of mrope count alike."""
 
 
 def decoder(settings: Settings) -> ModelConfig:
@@ -79,19 +82,34 @@ def rope_of(settings: Settings, parameters: JsonObject, theta: float) -> RopeCon
     """Describe the rotary embedding of a rope dictionary; `theta` is its base if the dictionary has none."""
     theta = float(parameters.get("rope_theta", theta))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if float(parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise StartupError("the model rotates only a part of each head (partial_rotary_factor), which is not supported")
-    if kind in ("default", "dynamic"):  # dynamic scaling begins beyond max_position, which is never served
-        return RopeConfig(theta)
+    share = float(parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0)
+    if share != 1.0 and "partial_rotary_factor" not in settings.defaults:
+        raise StartupError(
+            f"{settings.architecture} rotates only a part of each head here (partial_rotary_factor), which is not "
+            "supported"
+        )
+    if kind in _UNSCALED:
+        return RopeConfig(theta, share=share)
     if kind not in _ROPE_TYPES:
-        raise unsupported(f"the rope type {kind!r}", ("default", "dynamic", *_ROPE_TYPES))
+        raise unsupported(f"the rope type {kind!r}", (*_UNSCALED, *_ROPE_TYPES))
 
-    scaling = {key: value for key, value in parameters.items() if key not in ("type", "rope_theta")}
+    # What is rotated is the description's to say, once.
+    known = ("type", "rope_theta", "partial_rotary_factor")
+    scaling = {key: value for key, value in parameters.items() if key not in known}
     scaling["rope_type"] = kind
-    scaling["factor"] = float(scaling["factor"])
+    max_position = int(settings["max_position_embeddings"])
     if kind != "linear":
-        scaling.setdefault("original_max_position_embeddings", int(settings["max_position_embeddings"]))
-    return RopeConfig(theta, scaling)
+        original = settings.get("original_max_position_embeddings") or max_position
+        scaling.setdefault("original_max_position_embeddings", int(original))
+    if kind == "longrope" and scaling.get("factor") is None:
+        scaling["factor"] = max_position / scaling["original_max_position_embeddings"]
+    scaling["factor"] = float(scaling["factor"])
+    return RopeConfig(theta, scaling, share)
+
+
+def interleaved(config: ModelConfig) -> ModelConfig:
+    """The decoder with dimensions 2i and 2i + 1 of a head turning together."""
+    return replace(config, rope=replace(config.rope, interleaved=True))
 
 
 def _activation(settings: Settings) -> Activation:

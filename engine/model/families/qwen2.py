@@ -26,6 +26,7 @@ def _describe(settings: Settings) -> ModelConfig:
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    also=("qwen2vl", "qwen25vl", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     gguf_name="qwen2",
     defaults=DEFAULTS,
     describe=_describe,

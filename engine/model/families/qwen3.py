@@ -14,6 +14,7 @@ def _describe(settings: Settings) -> ModelConfig:
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    also=("qwen3vl",),
     gguf_name="qwen3",
     defaults={**qwen2.DEFAULTS, "head_dim": 128},
     describe=_describe,

@@ -1,0 +1,101 @@
+"""Every supported architecture in a small random configuration, as transformers saves it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raydix.engine.model.tokenizer import quiet_transformers
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+GEMMA3 = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * index for index in range(8)],
+    "long_factor": [1.0 + 1.7 * index for index in range(8)],
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 2": ("Llama", {"num_key_value_heads": 4}),
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}}),
+    "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "qwen 2.5": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen 2.5 yarn": ("Qwen2", {"rope_parameters": YARN_ROPE}),
+    "qwen 3": ("Qwen3", {"head_dim": 32}),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma 2": ("Gemma2", {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+    "ministral": ("Ministral", {"sliding_window": 24, "layer_types": GEMMA3["layer_types"], "head_dim": 32}),
+    "seed-oss": ("SeedOss", {"head_dim": 32}),
+    "ernie 4.5": ("Ernie4_5", {"use_bias": True, "head_dim": 32}),
+    "helium": ("Helium", {"head_dim": 16, "attention_bias": True}),
+    "smollm 3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "phi 3": ("Phi3", {"sliding_window": 24}),
+    "phi 3 longrope": (
+        "Phi3",
+        {"original_max_position_embeddings": 100, "rope_parameters": LONG_ROPE},
+    ),
+    "phi 3 within its context": (
+        "Phi3",
+        {"original_max_position_embeddings": 512, "rope_parameters": LONG_ROPE},
+    ),
+    "phi 4 mini": (
+        "Phi3",
+        {
+            "head_dim": 32,
+            "hidden_size": 128,
+            "original_max_position_embeddings": 100,
+            "rope_parameters": {
+                **LONG_ROPE,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0] * 12,
+                "long_factor": [1.0 + 1.7 * index for index in range(12)],
+            },
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 32}),
+    "glm 4": ("Glm4", {"head_dim": 32}),
+    "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+}
+
+
+def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:
+    """Saves a model with random weights to `folder`; some tokens, and the logits that transformers gives for them."""
+    family, extra = CASES[case]
+    with quiet_transformers():
+        import transformers
+
+        name = "Gemma3Text" if family == "Gemma3" else family
+        config = getattr(transformers, f"{name}Config")(**{**SMALL, **extra})
+        torch.manual_seed(0)
+        theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        with torch.no_grad():  # norms begin as ones and biases as zeros, which would hide a swapped one
+            for parameter in theirs.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        theirs.save_pretrained(folder)
+        token_ids = torch.randint(1, 200, (150,))
+        with torch.inference_mode():
+            return token_ids.tolist(), theirs(token_ids[None]).logits[0]
