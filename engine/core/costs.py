@@ -25,6 +25,11 @@ ALONE = 4.0
 first one of a request that comes meanwhile waits."""
 
 
+def alone(context_weight: float) -> float:
+    """Return the weight of a context in a step without decodes."""
+    return max(1.0, context_weight / ALONE)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
     """Seconds per unit. The defaults are a guess at a small CPU worker, good for its first few steps."""
@@ -48,18 +53,18 @@ class WorkerCosts:
         """A step of decodes alone."""
         return self.step_s + num_decodes * self.decode_token_s
 
-    def context_weight(self, num_before: float, token_budget: int, *, is_alone: bool = False) -> float:
+    def context_weight(self, num_before: float, token_budget: int) -> float:
         """Length of a step that fills the budget with tokens behind `num_before` others, in lengths of a step whose
-        tokens are behind none, or in `ALONE` such lengths where no decode is beside; from 1 to `MAX_CONTEXT_WEIGHT`."""
+        tokens are behind none; at most `MAX_CONTEXT_WEIGHT`."""
         step_s = self.step_s + token_budget * self.prefill_token_s
         longer_s = token_budget * num_before * self.pair_s
-        weight = 1 + longer_s / step_s if step_s else 1.0
-        return min(MAX_CONTEXT_WEIGHT, max(1.0, weight / ALONE if is_alone else weight))
+        return min(MAX_CONTEXT_WEIGHT, 1 + longer_s / step_s) if step_s else 1.0
 
     def prefill_s(self, num_tokens: int, num_cached: int, token_budget: int, num_decodes: int) -> float:
         """Computing `num_tokens` positions after `num_cached`, in steps beside `num_decodes` decodes."""
         mean_before = num_cached + num_tokens / 2
-        weight = self.context_weight(mean_before, token_budget, is_alone=not num_decodes)
+        weight = self.context_weight(mean_before, token_budget)
+        weight = weight if num_decodes else alone(weight)
         num_steps = ceil(num_tokens * weight / max(1, token_budget - num_decodes))
         num_pairs = num_tokens * mean_before
         return num_steps * self.decode_step_s(num_decodes) + num_tokens * self.prefill_token_s + num_pairs * self.pair_s

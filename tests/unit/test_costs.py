@@ -5,7 +5,7 @@ from math import ceil
 
 import pytest
 
-from raydix.engine.core.costs import MAX_CONTEXT_WEIGHT, CostFit, LinearFit, StepShape, WorkerCosts
+from raydix.engine.core.costs import MAX_CONTEXT_WEIGHT, CostFit, LinearFit, StepShape, WorkerCosts, alone
 
 TRUE = WorkerCosts(3e-3, 2.5e-4, 6e-4, 2e-9, 1.5e-3, 4e-10)
 
@@ -111,13 +111,13 @@ def test_the_weight_of_a_context_is_bounded() -> None:
     assert WorkerCosts(0.0, 0.0, 0.0, pair_s=1.0).context_weight(100, 256) == 1.0
 
 
-@pytest.mark.parametrize(("num_before", "beside", "alone"), [(0, 1, 1), (2_000, 3, 1), (7_000, 8, 2), (10**6, 16, 16)])
+@pytest.mark.parametrize(("num_before", "beside", "without"), [(0, 1, 1), (2_000, 3, 1), (7_000, 8, 2), (10**6, 16, 4)])
 def test_a_step_of_prefills_alone_may_be_longer_but_not_by_any_context(
-    num_before: int, beside: float, alone: float
+    num_before: int, beside: float, without: float
 ) -> None:
     costs = WorkerCosts(step_s=0.0, prefill_token_s=1e-3, pair_s=1e-6)
     assert costs.context_weight(num_before, 256) == pytest.approx(beside)
-    assert costs.context_weight(num_before, 256, is_alone=True) == pytest.approx(alone)
+    assert alone(costs.context_weight(num_before, 256)) == pytest.approx(without)
 
 
 def test_what_swapping_costs_is_learnt_from_steps() -> None:

@@ -1,6 +1,7 @@
 """What the scheduler decides, case by case. Blocks have four tokens; `FakeModel` watches what is attended to."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -233,6 +234,23 @@ def test_a_token_of_a_long_context_takes_more_of_the_budget_beside_decodes(make_
     submit(scheduler, make_assignment("stream", (2, 1, 2), max_tokens=20))
     assert scheduled(step(scheduler, model)[0]) == {"stream": (0, 3), "long": (16, 13)}, "nothing decodes"
     assert scheduled(step(scheduler, model)[0]) == {"stream": (3, 1), "long": (29, 5)}, "15 / (1 + 29 / 16)"
+    run_all(scheduler, model)
+
+
+def test_chunks_of_a_prompt_do_not_grow_when_the_fitted_costs_forget_its_context(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(token_budget=16)
+    known = WorkerCosts(step_s=0.0, prefill_token_s=1.0, pair_s=1 / 16)
+    scheduler.learn_costs(known)
+    model = FakeModel(scheduler.pool)
+    submit(scheduler, make_assignment("stream", (2, 1, 2), max_tokens=20))
+    step(scheduler, model)
+    submit(scheduler, make_assignment("long", (3,) * 40, max_tokens=1))
+    assert scheduled(step(scheduler, model)[0])["long"] == (0, 15)
+    assert scheduled(step(scheduler, model)[0])["long"] == (15, 7), "15 / (1 + 15 / 16)"
+    scheduler.learn_costs(replace(known, pair_s=0.0))
+    assert scheduled(step(scheduler, model)[0])["long"] == (22, 7)
+    submit(scheduler, make_assignment("other", (1,) * 9, max_tokens=1))
+    assert scheduled(step(scheduler, model)[0])["other"][1] > 4, "weighed by its own context"
     run_all(scheduler, model)
 
 

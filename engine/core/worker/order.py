@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
 
-from raydix.engine.core.costs import WorkerCosts
+from raydix.engine.core.costs import WorkerCosts, alone
 from raydix.engine.core.worker.request import Request
 
 
@@ -58,7 +58,15 @@ def _priority_and_kind(entry: tuple[int, Request]) -> tuple[int, int]:
 def weigh_contexts(costs: WorkerCosts, token_budget: int, *, is_alone: bool = False) -> Callable[[Request], float]:
     """The part of the budget that each next token of a request takes, as its computation does by the fitted costs.
     `is_alone`: no decode is in the step."""
-    return lambda request: costs.context_weight(request.num_computed, token_budget, is_alone=is_alone)
+
+    def weigh(request: Request) -> float:
+        # A context only grows, and so does its weight. The fit may say otherwise: chunks that shrink with the context
+        # all take the same time, so that after some noise the fit takes them for steps without a context.
+        weight = costs.context_weight(request.num_computed, token_budget)
+        request.context_weight = max(request.context_weight, weight)
+        return alone(request.context_weight) if is_alone else request.context_weight
+
+    return weigh
 
 
 def share_budget(
