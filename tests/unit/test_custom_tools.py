@@ -19,6 +19,7 @@ from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.parsers import HERMES
 from raydix.engine.core.ingress.parsers.custom import InputText, arguments_of
 from raydix.engine.model.grammar_source import canonical, native_source
+from raydix.engine.serving.grammar_check import check_grammar
 from tests.unit.ingress import MODEL, Replica, Served, call
 from tests.unit.served_app import app
 
@@ -230,3 +231,22 @@ def test_a_chat_s_input(served: Served, stream: bool) -> None:
     assert calls[0]["type"] == "custom" and calls[0]["custom"] == {"name": "apply_patch", "input": ""}
     assert "".join(each["custom"]["input"] for each in calls) == PLAIN
     assert not any("function" in each for each in calls)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "grammar", "syntax": "regex", "definition": "(a"},
+        {"type": "grammar", "syntax": "regex", "definition": "(?=a)b"},
+        {"type": "grammar", "syntax": "lark", "definition": "start: /(?<!a)b/"},
+    ],
+    ids=["brackets", "look-ahead", "look-behind"],
+)
+def test_a_grammar_that_cannot_be_compiled_is_named(form: dict[str, Any]) -> None:
+    spec = responses(tools=[{"type": "custom", "name": "other"}, TOOL | {"format": form}])
+    assert spec.tools is not None
+    grammar, param = with_calls(AnswerForm(None, None), spec.tools, HERMES.form, {})
+    assert grammar is not None and param is not None
+    with pytest.raises(RequestError) as caught:
+        check_grammar(grammar, param)
+    assert caught.value.param == "tools[1].format.definition"
