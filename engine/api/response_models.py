@@ -143,6 +143,7 @@ class _Answer(Shape):
     index: int = Field(description="Number of the answer, prompt by prompt.")
     finish_reason: FinishReason = Field(description="`length` at max_tokens or the end of the context.")
     stop_reason: str | int | None = Field(description="vLLM: the stop string or stop token at the end.")
+    matched_stop: str | int | None = Field(description="SGLang: the same.")
     token_ids: TokenIds = Field(description="vLLM: with `return_token_ids`.")
 
 
@@ -242,6 +243,7 @@ class _Piece(Shape):
     index: int = Field(description="Number of the answer.")
     finish_reason: FinishReason | None = Field(description="In the answer's last chunk.")
     stop_reason: str | int | None = Field(default=None, description="vLLM: in the answer's last chunk.")
+    matched_stop: str | int | None = Field(default=None, description="SGLang: the same.")
     token_ids: list[int] | None = Field(default=None, description="vLLM: with `return_token_ids`.")
 
 

@@ -1,8 +1,9 @@
 """OpenAI's response objects, as JSON bytes: whole answers, lists of models, errors.
 
 All objects of one response share a `ResponseHead`; `raydix.engine.api.stream` renders the same response in pieces. As
-vLLM's, each choice has a `stop_reason` and `token_ids`; `prompt_token_ids` and `prompt_logprobs` are in each choice of
-a completion and at the top level of a chat. A whole answer has null in place of what was not asked for.
+vLLM's, each choice has a `stop_reason`, which is SGLang's `matched_stop`, and `token_ids`; `prompt_token_ids` and
+`prompt_logprobs` are in each choice of a completion and at the top level of a chat. A whole answer has null in place of
+what was not asked for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -218,6 +219,7 @@ def _of_answer(choice: Choice) -> Json:
         "logprobs": choice.logprobs,
         "finish_reason": wire_finish_reason(choice.finish_reason),
         "stop_reason": choice.stop_reason,
+        "matched_stop": choice.stop_reason,
         "token_ids": None if choice.token_ids is None else ids_of(choice.token_ids),
     }
 

@@ -113,7 +113,11 @@ class ChunkWriter:
     ) -> bytes:
         """The event with the choice's last text, if any, and its end, with the `id` of a chat's message if there is
         one. Raises ValueError for an abort or error."""
-        end: Json = {"finish_reason": wire_finish_reason(reason), "stop_reason": stop_reason}
+        end: Json = {
+            "finish_reason": wire_finish_reason(reason),
+            "stop_reason": stop_reason,
+            "matched_stop": stop_reason,
+        }
         if not self._is_chat:
             return self._chunk(text, token_ids, logprobs, end, None)
         delta: Json = {} if message_id is None else {"id": message_id}

@@ -221,6 +221,7 @@ def test_completion_stream() -> None:
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,
+        "matched_stop": None,
         "token_ids": [1],
     }
     assert DONE == b"data: [DONE]\n\n"
@@ -246,7 +247,8 @@ def test_the_reason_of_a_stop() -> None:
     choices = [Choice(0, "a", FinishReason.STOP, stop_reason="END"), Choice(1, "b", FinishReason.STOP, stop_reason=7)]
     for head in (CHAT, COMPLETION):
         body = json.loads(response_body(head, [*choices, Choice(2, "c", FinishReason.STOP)], USAGE))
-        assert [choice["stop_reason"] for choice in body["choices"]] == ["END", 7, None]
+        for name in ("stop_reason", "matched_stop"):
+            assert [choice[name] for choice in body["choices"]] == ["END", 7, None]
         *_, last = events(ChunkWriter(head).finish(FinishReason.STOP, "!", stop_reason="END"))
         assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == ("stop", "END")
 

@@ -16,7 +16,9 @@ def test_a_whole_completion() -> None:
     answer = asyncio.run(replica.whole())
     assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
     [choice] = answer["choices"]
-    unasked = dict.fromkeys(("logprobs", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"))
+    unasked = dict.fromkeys(
+        ("logprobs", "stop_reason", "matched_stop", "token_ids", "prompt_token_ids", "prompt_logprobs")
+    )
     assert choice == {"index": 0, "text": ANSWER, "finish_reason": "stop"} | unasked
     assert answer["usage"] == {
         "prompt_tokens": 2,
@@ -98,7 +100,7 @@ def test_the_reason_of_a_stop(fields: dict[str, Any], expected: str | int | None
     [choice] = asyncio.run(replica().whole(**fields))["choices"]
     assert choice["stop_reason"] == expected
     *_, last, _ = asyncio.run(replica().streamed("chat", **fields))
-    assert last["choices"][0]["stop_reason"] == expected
+    assert last["choices"][0]["stop_reason"] == last["choices"][0]["matched_stop"] == expected
 
 
 def test_usage_in_every_chunk() -> None:
