@@ -6,13 +6,13 @@ beginning of their prompts, so that later ones find some of their blocks in cach
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from benchmarks.load.words import WORDS
+from benchmarks.words import WORDS
 
 SHARED = 4
 """Bodies of a kind in a row whose prompts begin alike."""
@@ -196,16 +196,20 @@ async def answered(session: aiohttp.ClientSession, url: str, data: bytes) -> dic
 
 async def streamed(session: aiohttp.ClientSession, url: str, asked: Asked) -> list[dict[str, Any]]:
     """The chunks of an answer that is streamed. Raises RuntimeError if it fails, at once or within the stream."""
-    chunks = []
+    return [chunk async for chunk in chunks_of(session, url, asked)]
+
+
+async def chunks_of(session: aiohttp.ClientSession, url: str, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of a streamed answer as they come. Raises RuntimeError as `streamed` does."""
     async with session.post(url + asked.path, data=asked.data(stream=True), headers=JSON) as response:
         if response.status != 200:
             raise RuntimeError(f"{asked.path}: {response.status} {(await response.text())[:200]}")
         async for line in response.content:
             if line.startswith(b"data: {"):
-                chunks.append(json.loads(line[6:]))
-    if any("error" in chunk for chunk in chunks):
-        raise RuntimeError(f"{asked.path}: a stream ended with {chunks[-1]}")
-    return chunks
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise RuntimeError(f"{asked.path}: a stream ended with {chunk}")
+                yield chunk
 
 
 async def json_of(response: aiohttp.ClientResponse) -> dict[str, Any]:

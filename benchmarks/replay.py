@@ -28,7 +28,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.load.progress import EVERY_S, bar
 from benchmarks.machine import describe
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.cluster import Cluster
@@ -44,6 +43,8 @@ from raydix.engine.core.worker.block_pool import BlockPool
 RATES = {"prefill_rate": 10_000.0, "decode_step_ms": 20.0, "handover_gib_per_s": 10.0}
 KV_KIB_PER_TOKEN = 128.0
 TOKEN_BUDGET = 512
+EVERY_S = 0.5
+"""Seconds between two lines of progress."""
 
 
 def replay(
@@ -80,7 +81,7 @@ def replay(
         jobs.append(job)
         if sys.stderr.isatty() and time.monotonic() - drawn >= EVERY_S:
             drawn = time.monotonic()
-            line = bar(len(jobs) / len(trace), len(jobs), 0, 0, drawn - started)
+            line = f"{len(jobs):,} of {len(trace):,} requests, {drawn - started:.0f} s"
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
     if sys.stderr.isatty():

@@ -2,15 +2,18 @@
 
     python -m benchmarks.served [--config cpu_mixed cpu] [--rounds 2] [--alone] [--json FILE]
 
-In each round each server is started, loaded by `benchmarks.serve` with every scenario, and stopped; every other round
-goes the other way round. Medians over the rounds are reported, and the first server's figure over each other's. raydix
-is started with each configuration. vLLM is what `make bench-peers PEERS=vllm` installs, once as it starts by itself,
-which leaves a core of two to all but the engine, and once with its engine on all cores and the libraries that measured
-best for it (see `peers.roster`); `--alone` leaves it out.
+In each round each server is started, loaded with every scenario, and stopped; every other round goes the other way
+round. Medians over the rounds are reported, and the first server's figure over each other's. `vllm bench serve` sends
+unique and shared prompts, and `benchmarks.conversations` the turns of chats. raydix is started with each configuration.
+vLLM is what `make bench-peers PEERS=vllm` installs, once as it starts by itself, which leaves a core of two to all but
+the engine, and once with its engine on all cores and the libraries that measured best for it (see `peers.roster`);
+`--alone` leaves its server out.
 """
 
 import argparse
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -28,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import conversations
 from benchmarks.machine import describe
 from benchmarks.peers.roster import DEFAULT_HOME, MAX_REQUESTS, PEERS, POOL_GIB, RAYDIX, ROOT, Site, process_environment
 from raydix.cli.cluster import free_port
@@ -35,6 +39,7 @@ from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
+WARM_UP = conversations.ConversationLoad(users=1, turns=1, output_tokens=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +48,33 @@ class Scenario:
 
     name: str
     load: str
-    """Options of `benchmarks.serve`."""
-    figure: tuple[str, ...]
-    """Path of the figure in the report's summary."""
+    """Options of `vllm bench serve` with its random prompts, or the module of another load."""
+    figure: str
+    """Name of the figure in what `measure` returns."""
     unit: str
-
-    def read(self, report: Mapping[str, Any]) -> float:
-        value: Any = report["summary"]
-        for key in self.figure:
-            value = value[key]
-        return float(value)
 
     def readings(self) -> list["Scenario"]:
         """The scenario, and the same load by its first tokens and its longest gap."""
         return [self, *(replace(self, name=f"{self.name}: {name}", figure=at, unit="ms") for name, at in LATENCIES)]
 
 
-LATENCIES = (("first token, median", ("ttft_ms", "p50")), ("longest gap", ("gap_ms", "max")))
+LATENCIES = (("first token, median", "first_token_ms"), ("longest gap", "longest_gap_ms"))
+CONVERSATIONS = "benchmarks.conversations"
 SCENARIOS = (
     Scenario(
         "512 in, 64 out, 8 streams",
-        "--workload unique --input-tokens 512 --output-tokens 64 --concurrency 8 --requests 40",
-        ("output_tokens_per_s",),
+        "--random-input-len 512 --random-output-len 64 --max-concurrency 8 --num-prompts 40 --seed 1",
+        "output_tokens_per_s",
         "tok/s",
     ),
     Scenario(
         "1,024 shared + 64 in, 64 out, 8 streams",
-        "--workload shared --shared-tokens 1024 --unique-tokens 64 --output-tokens 64 --concurrency 8 --requests 40",
-        ("output_tokens_per_s",),
+        "--random-prefix-len 1024 --random-input-len 64 --random-output-len 64 --max-concurrency 8 --num-prompts 40"
+        " --seed 2",
+        "output_tokens_per_s",
         "tok/s",
     ),
-    Scenario(
-        "chat, 8 users, 5 turns",
-        "--workload chat --users 8 --turns 5",
-        ("later_turn_ttft_ms", "p50"),
-        "ms to the first token of later turns",
-    ),
+    Scenario("chat, 8 users, 5 turns", CONVERSATIONS, "later_first_token_ms", "ms to the first token of later turns"),
 )
 
 
@@ -109,16 +105,24 @@ def vllm_servers(site: Site) -> list[Server]:
         "--host": "127.0.0.1",
     }
     options = [word for pair in settings.items() for word in pair]
-    program = PEERS["vllm"].python(site).with_name("vllm")
-    vllm = (str(program), "serve", str(site.model), "--enable-prompt-tokens-details", *options, "--port")
+    command = (str(vllm_program(site)), "serve", str(site.model), "--enable-prompt-tokens-details", *options, "--port")
     tuned = process_environment(PEERS["vllm"], site)
-    plain = {name: value for name, value in tuned.items() if name not in PEERS["vllm"].environment(site)}
     tuned["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"
     del tuned["VLLM_ENABLE_V1_MULTIPROCESSING"]
     return [
-        Server("vLLM CPU", vllm, plain),
-        Server("vLLM CPU, all cores", vllm, tuned),
+        Server("vLLM CPU", command, vllm_environment(site)),
+        Server("vLLM CPU, all cores", command, tuned),
     ]
+
+
+def vllm_program(site: Site) -> Path:
+    return PEERS["vllm"].python(site).with_name("vllm")
+
+
+def vllm_environment(site: Site) -> dict[str, str]:
+    """The environment of vLLM's programs without the settings that measured best."""
+    tuned = process_environment(PEERS["vllm"], site)
+    return {name: value for name, value in tuned.items() if name not in PEERS["vllm"].environment(site)}
 
 
 @contextmanager
@@ -163,25 +167,48 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             member.kill()
 
 
-def measure(url: str, scenario: Scenario, report: Path) -> dict[str, float]:
+def measure(url: str, scenario: Scenario, site: Site, folder: Path) -> dict[str, float]:
     """Load the server and return each reading of the scenario by its name."""
-    command = [sys.executable, "-m", "benchmarks.serve", "--url", url, "--no-progress", "--json", str(report)]
-    subprocess.run([*command, *scenario.load.split()], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    result = json.loads(report.read_text())
-    return {reading.name: round(reading.read(result), 2) for reading in scenario.readings()}
+    if scenario.load == CONVERSATIONS:
+        found = asyncio.run(conversations.measure(url, conversations.ConversationLoad()))
+    else:
+        found = random_prompts(url, scenario.load, site, folder)
+    return {reading.name: round(found[reading.figure], 2) for reading in scenario.readings()}
+
+
+def random_prompts(url: str, load: str, site: Site, folder: Path) -> dict[str, float]:
+    """Figures of `vllm bench serve`. Raises CalledProcessError if it fails, RuntimeError if a request does."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
+        model = json.load(response)["data"][0]["id"]
+    command = [str(vllm_program(site)), "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"]
+    command += ["--base-url", url, "--model", model, "--tokenizer", str(site.model), "--dataset-name", "random"]
+    command += ["--temperature", "0", "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
+    command += ["--result-dir", str(folder), "--result-filename", "load.json"]
+    # A ready check would send the first prompt beforehand, and the cache would have it.
+    command += ["--ready-check-timeout-sec", "0", *load.split()]
+    subprocess.run(command, check=True, cwd=folder, env=vllm_environment(site), stdout=subprocess.DEVNULL)
+
+    result = json.loads((folder / "load.json").read_text())
+    if result["completed"] < result["num_prompts"]:
+        raise RuntimeError(f"{result['completed']} of {result['num_prompts']} requests were answered")
+    return {
+        "output_tokens_per_s": result["output_throughput"],
+        "first_token_ms": result["median_ttft_ms"],
+        "longest_gap_ms": 1e3 * max(itertools.chain.from_iterable(result["itls"])),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.served", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--config", nargs="+", default=["cpu_mixed"], help="raydix's configurations")
-    parser.add_argument("--alone", action="store_true", help="without vLLM")
+    parser.add_argument("--alone", action="store_true", help="without vLLM's server")
     parser.add_argument("--rounds", type=int, default=2, help="how often each server is started; medians are reported")
     parser.add_argument("--peers-home", type=Path, default=DEFAULT_HOME, help="where the peers' environments are")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args(arguments)
     site = Site(options.peers_home.expanduser(), resolve_model(DEFAULT_MODEL), None)
-    if not options.alone and (reason := PEERS["vllm"].why_not(site)):
-        parser.error(f"vllm: {reason}")
+    if reason := PEERS["vllm"].why_not(site):
+        parser.error(f"vllm, which loads the servers: {reason}")
 
     result = describe("benchmarks.served", sys.argv[1:] if arguments is None else list(arguments))
     contenders = raydix_servers(site, options.config) + ([] if options.alone else vllm_servers(site))
@@ -192,8 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in range(options.rounds):
             for server in contenders[:: -1 if number % 2 else 1]:
                 with running(server, Path(folder, f"{server.name}.log")) as url:
+                    asyncio.run(conversations.measure(url, WARM_UP))
                     for scenario in SCENARIOS:
-                        for name, value in measure(url, scenario, Path(folder, "report.json")).items():
+                        for name, value in measure(url, scenario, site, Path(folder)).items():
                             figures[name].setdefault(server.name, []).append(value)
                             print(f"{server.name}, {name}: {value:.1f}", file=sys.stderr)
 

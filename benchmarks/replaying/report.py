@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.load.stats import curve, spread
 from benchmarks.replaying.traces import ReplayError
 from benchmarks.replaying.worker import Job, ReplayWorker
+
+QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
+CURVE_POINTS = 201
 
 
 def summarise(
@@ -97,6 +99,26 @@ def draw(result: dict[str, Any], bounds: dict[str, float], label: str, path: Pat
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise ReplayError(f"cannot draw {path}: {error}") from error
+
+
+def spread(values_s: Iterable[float]) -> dict[str, float] | None:
+    """Mean, p50, p90, p99 and max in milliseconds of times in seconds; None of none.
+
+    Percentiles interpolate linearly between the two nearest values.
+    """
+    values = np.fromiter(values_s, float) * 1000
+    if not values.size:
+        return None
+    quantiles = np.percentile(values, list(QUANTILES.values()))
+    figures = {"mean": values.mean(), **dict(zip(QUANTILES, quantiles, strict=True)), "max": values.max()}
+    return {name: round(float(figure), 3) for name, figure in figures.items()} | {"count": float(values.size)}
+
+
+def curve(values_s: Iterable[float]) -> list[float]:
+    """The values, in milliseconds, at evenly spaced fractions from 0 to 1: a cumulative distribution to draw."""
+    values = np.fromiter(values_s, float) * 1000
+    points = np.quantile(values, np.linspace(0, 1, CURVE_POINTS)) if values.size else values
+    return [round(float(point), 3) for point in points]
 
 
 def _ttft_s(job: Job) -> float:

@@ -289,28 +289,3 @@ def test_raydix_chat_goes_on(gate: Path, two_replicas: Server) -> None:
     body = {"messages": QUESTION, "temperature": 0, "max_tokens": 160}
     reference = Client(two_replicas, "/v1/chat/completions", body).run().choices()[0]["text"]
     assert (beginning + rest).decode().rstrip("\n") == reference.rstrip("\n")
-
-
-def test_the_load_generator_goes_on(gate: Path, two_replicas: Server, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    load = ["--requests", "4", "--concurrency", "2", "--input-tokens", "64", "--output-tokens", "200", "--warmup", "0"]
-    with paced(two_replicas, gate, PACE_S):
-        command = [sys.executable, "-m", "benchmarks.serve", "--url", two_replicas.url, "--json", str(report)]
-        process = subprocess.Popen([*command, "--resume", *load], stdout=subprocess.DEVNULL)
-        eventually(lambda: two_replicas.all_workers()[0]["num_running"] == 2, "two answers are under way")
-        held = blocks_held(two_replicas)
-        eventually(lambda: blocks_held(two_replicas) > held, "tokens have come", 120)
-        busy = [pid for pid, load in loads().items() if load]
-        os.kill(busy[0], signal.SIGKILL)
-        gate.unlink()
-        assert process.wait(180) == 0
-    summary = json.loads(report.read_bytes())["summary"]
-    assert (summary["answered"], summary["completion_tokens"], summary["short_answers"]) == (4, 800, 0)
-    assert summary["breaks"] > 0
-
-
-def blocks_held(server: Server) -> int:
-    """Blocks of the pool that running requests hold."""
-    [worker] = server.all_workers()
-    held: int = worker["num_blocks"] - worker["num_available_blocks"]
-    return held

@@ -10,6 +10,7 @@ from benchmarks.replay import main, parse_roles, replay
 from benchmarks.replaying.bounds import hit_rates
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.published import Dynamo, LMetric
+from benchmarks.replaying.report import CURVE_POINTS, curve, spread
 from benchmarks.replaying.routers import ROUTERS, Managed
 from benchmarks.replaying.speeds import ConstantSpeeds, FittedSpeeds, read_costs
 from benchmarks.replaying.synthetic import SYNTHETIC, make_trace
@@ -388,3 +389,16 @@ def test_routers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert all(0 < figures["goodput_share"] <= 1 for figures in each["clusters"].values())
     for wrong in (["--clusters", "many"], ["--routers", "magic"]):
         assert routing.main([str(trace), *wrong]) == 2
+
+
+def test_percentiles_interpolate() -> None:
+    figures = spread([0.001 * n for n in range(1, 102)])
+    assert figures == {"mean": 51, "p50": 51, "p90": 91, "p99": 100, "max": 101, "count": 101}
+    assert spread([0.002]) == {"mean": 2, "p50": 2, "p90": 2, "p99": 2, "max": 2, "count": 1}
+    assert spread([]) is None
+
+
+def test_a_curve_runs_from_least_to_most() -> None:
+    points = curve([0.003, 0.001, 0.002])
+    assert (points[0], points[100], points[-1], len(points)) == (1, 2, 3, CURVE_POINTS)
+    assert curve([]) == []
