@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drafting.questions import Question, Reader
-from benchmarks.drafting.tables import markdown
+from benchmarks.drafting.statistics import markdown
 from benchmarks.drafting.workloads import WORKLOADS
 from benchmarks.machine import describe, public_name
 from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site

@@ -1,6 +1,6 @@
 """Pauses of decoding streams while a long prompt is prefilled beside them, for several token budgets.
 
-    python -m benchmarks.stall [--budgets 128 512 2048] [--streams 8] [--prompt 2048] [--json FILE]
+    python -m benchmarks.stall [--budgets 128 512 2048] [--streams 8] [--prompt 2048] [--drafts] [--json FILE]
 
 One engine in this process, no Ray, no HTTP: streams decode, the prompt arrives, and the gaps between the streams'
 tokens are recorded until the prompt has its first token.
@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.machine import describe
 from raydix.engine.core.costs import CostFit, WorkerCosts
-from raydix.engine.core.settings import EngineSettings, SchedulerLimits
+from raydix.engine.core.settings import DraftLimits, EngineSettings, SchedulerLimits
 from raydix.engine.core.types import Assignment, SamplingParams, Stage
 from raydix.engine.model.build import build_engine
 from raydix.engine.model.engine import Engine
@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512, 2048], help="token budgets to compare")
     parser.add_argument("--streams", type=int, default=8, help="streams that decode")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that arrives")
+    parser.add_argument("--drafts", action="store_true", help="the streams, whose texts soon repeat, have drafts")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; the medians are reported")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args(arguments)
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_blocks=None,
                 pool_gib=0.5,
                 limits=SchedulerLimits(budget, 32),
+                drafts=DraftLimits() if options.drafts else None,
             )
         )
         for budget in options.budgets

@@ -1,1 +1,1 @@
-"""Parts of `benchmarks.speculation`: workloads, engines, speed, gaps and identity of answers with drafts."""
+"""Parts of `benchmarks.speculation`: workloads, engines, speed and figures."""

@@ -78,17 +78,10 @@ class Workshop:
             raise RuntimeError("the bits of a row of this model here depend on the number of rows: there are no drafts")
         return drafter
 
-    def engine(
-        self,
-        grammars: Grammars,
-        drafter: Drafter | None,
-        *,
-        num_blocks: int | None = None,
-        swap_bytes: int = 0,
-    ) -> Engine:
+    def engine(self, grammars: Grammars, drafter: Drafter | None) -> Engine:
         """An engine with a pool of its own."""
         gc.collect()  # pools of engines that are gone
-        num_blocks, block_size, limits = num_blocks or self.num_blocks, self.settings.block_size, self.settings.limits
+        num_blocks, block_size, limits = self.num_blocks, self.settings.block_size, self.settings.limits
         store = make_pool(self.decoder.config, num_blocks, block_size, self.decoder.dtype, self.decoder.device)
         return Engine(
             runner=make_runner(self.decoder, store, limits, grammars),
@@ -97,7 +90,6 @@ class Workshop:
             limits=limits,
             max_model_len=min(MAX_MODEL_LEN, num_blocks * block_size),
             fingerprint="benchmark",
-            swap_bytes=swap_bytes,
             grammars=grammars,
             drafter=drafter,
         )
@@ -121,10 +113,6 @@ class Timed:
         """From the first token to the last."""
         return self.times[-1] - self.times[0]
 
-    @property
-    def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
-
 
 class Worker:
     """An engine that is stepped here, and its answers by request."""
@@ -132,10 +120,6 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.answers: dict[str, Timed] = {}
-        self.last: StepResult | None = None
-        """Result of the latest step."""
-        self.step_s = 0.0
-        """Seconds of the latest step."""
         self._costs = CostFit(WorkerCosts())
         self._learns_at = 0.0
 
@@ -151,9 +135,8 @@ class Worker:
         """
         started = time.perf_counter()
         failed = self.engine.hear_of_grammars(time.monotonic())
-        step = self.last = self.engine.step(time.monotonic())
+        step = self.engine.step(time.monotonic())
         ended = time.perf_counter()
-        self.step_s = ended - started
         if step is None and not failed and self.engine.grammars is not None:
             self.engine.grammars.settle()
             return []
@@ -161,17 +144,9 @@ class Worker:
             raise RuntimeError(f"requests failed: {[*failed, *(() if step is None else step.failures)]}")
 
         self.engine.pool.drain_journal()
-        self._learn(step, ended)
+        self._learn(step, ended - started, ended)
         self._take(step.events, ended)
         return [event for event in step.events if event.finish is not None]
-
-    def run(self, assignments: Sequence[Assignment]) -> None:
-        """Answer all at once."""
-        for each in assignments:
-            self.submit(each)
-        num_left = len(assignments)
-        while num_left:
-            num_left -= len(self.step())
 
     def _take(self, events: Sequence[TokenEvent], now: float) -> None:
         for event in events:
@@ -181,9 +156,9 @@ class Worker:
                 if not answer.times or answer.times[-1] != now:
                     answer.times.append(now)
 
-    def _learn(self, step: StepResult, now: float) -> None:
+    def _learn(self, step: StepResult, step_s: float, now: float) -> None:
         if step.is_typical:
-            self._costs.step(step.shape, self.step_s)
+            self._costs.step(step.shape, step_s)
         if now >= self._learns_at:
             self._costs.fade()
             self.engine.scheduler.learn_costs(self._costs.costs())

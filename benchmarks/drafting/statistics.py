@@ -1,4 +1,4 @@
-"""Few figures of several rounds."""
+"""Few figures of several rounds, and a table of them."""
 
 import math
 import statistics
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from benchmarks.drafting.workloads import WORKLOADS
 from raydix.engine.core.types import DraftSource
 from raydix.engine.core.worker.drafts.draft import DraftCounts
 
@@ -89,3 +90,37 @@ def drafts(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
 def since(counts: Counts, before: Counts) -> Counts:
     """The counts less those of an earlier time."""
     return {source: counts[source].since(before[source]) for source in counts}
+
+
+def speed_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each workload and number of streams."""
+    header = [
+        *("workload", "streams", "ms per token: off", "auto", "times as fast", "throughput, auto / off"),
+        *("tokens per step", "accepted / drafted", "answers"),
+    ]
+    rows = [
+        [
+            WORKLOADS[name].title,
+            streams,
+            f"{found['time_per_token_ms']['off']:.2f}",
+            f"{found['time_per_token_ms']['auto']:.2f}",
+            with_spread(found["times_as_fast"]),
+            with_spread(found["throughput_ratio"]),
+            f"{found['tokens_per_step']:.2f}",
+            ", ".join(f"{source} {it['accepted']} / {it['drafted']}" for source, it in found["drafts"].items()) or "–",
+            "the same" if found["same_answers"] else "DIFFER",
+        ]
+        for name, by_streams in figures.items()
+        for streams, found in by_streams.items()
+    ]
+    return markdown(header, rows)
+
+
+def with_spread(figure: Mapping[str, Any]) -> str:
+    """A median, and the extremes of several rounds."""
+    text = f"{figure['median']:.2f}"
+    return text if len(figure["rounds"]) < 2 else f"{text} ({figure['low']:.2f} to {figure['high']:.2f})"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])

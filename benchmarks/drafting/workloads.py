@@ -35,12 +35,11 @@ class Workload:
         return {name: value for name, value in body.items() if self.predicts or name != "prediction"}
 
 
-EDITS_PREDICTED = Workload("edits-predicted", "code edit with `prediction`", "edits", predicts=True)
 WORKLOADS = {
     each.name: each
     for each in (
         Workload("edits", "code edit", "edits"),
-        EDITS_PREDICTED,
+        Workload("edits-predicted", "code edit with `prediction`", "edits", predicts=True),
         Workload("documents", "document questions", "documents"),
         Workload("extraction", "JSON extraction", "extraction"),
         Workload("agents", "agent loop", "agents"),
