@@ -4,9 +4,9 @@
 
 Each engine is loaded in a process and an environment of its own (`make bench-peers` makes them; what is not installed
 is left out with a line). They stay loaded and idle while one of them works; a round goes through all cases and, in
-each, through all engines, starting with another one each time. A turn that others on the machine disturb is repeated
-when they are done, while patience lasts. Medians over the rounds are reported, and how many times as long as raydix
-each peer takes. That all compute the same model is checked by comparing their greedy tokens for a fixed text.
+each, through all engines, starting with another one each time. Medians over the rounds are reported, and how many times
+as long as raydix each peer takes. That all compute the same model is checked by comparing their greedy tokens for a
+fixed text.
 """
 
 import argparse
@@ -17,13 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe, public_name
-from benchmarks.peers.cases import CASES, Case
-from benchmarks.peers.comparison import CHECK_TOKENS, Comparison, Contender
+from benchmarks.peers.comparison import CASES, CHECK_TOKENS, Case, Comparison, Contender
 from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site, gguf_file
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
-
-SPINNING = 0.05
-"""Cores used by waiting engines from which on the figures deserve a warning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,9 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", nargs="+", default=["all"], help=f"all, none, or of: {', '.join(PEERS)}")
     parser.add_argument("--peers-home", type=Path, default=DEFAULT_HOME, help="where their environments are")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; the medians are reported")
-    parser.add_argument(
-        "--patience", type=float, default=60, metavar="S", help="seconds to wait, in all, while others use the cores"
-    )
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args(arguments)
     try:
@@ -44,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     site = Site(options.peers_home.expanduser(), resolve_model(options.model), gguf_file(options.model))
     machine = describe("benchmarks.engine", sys.argv[1:] if arguments is None else list(arguments))
-    comparison = Comparison(site, options.patience)
+    comparison = Comparison(site)
 
     try:
         comparison.load([RAYDIX, *peers])
@@ -56,10 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     result = {**machine, "model": public_name(options.model), "rounds": options.rounds, **report(comparison)}
     print(table(comparison.contenders))
-    if comparison.idle_cores > SPINNING:
-        print(f"warning: waiting engines used up to {comparison.idle_cores:.2f} cores", file=sys.stderr)
-    if comparison.num_disturbed:
-        print(f"warning: others were at work during {comparison.num_disturbed} turns", file=sys.stderr)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -94,9 +83,6 @@ def report(comparison: Comparison) -> dict[str, Any]:
             for contender in comparison.contenders
         },
         "left_out": comparison.left_out,
-        "cores_used_by_waiting_engines": round(comparison.idle_cores, 3),
-        "cores_used_by_others": round(comparison.foreign_cores, 3),
-        "disturbed_turns": comparison.num_disturbed,
     }
 
 

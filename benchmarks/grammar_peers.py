@@ -22,15 +22,13 @@ from typing import Any
 
 from benchmarks.distribution import AT, distribution
 from benchmarks.machine import describe, public_name
-from benchmarks.peers.process import Process, WorkerError
+from benchmarks.peers.process import LOAD_TIMEOUT_S, Process, WorkerError, serving
 from benchmarks.peers.roster import DEFAULT_HOME, RAYDIX, Site, environment_python, process_environment
 from benchmarks.peers.schemas import Case, folder_cases, made_cases, suite_cases
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from raydix.engine.model.tokenizer import Tokenizer, forgo_torch
 
-SERVE = Path(__file__).parent / "peers/grammars/serve.py"
 NAMES = ("llguidance", "xgrammar")
-LOAD_TIMEOUT_S = 600.0
 SCHEMA_TIMEOUT_S = 240.0
 TIMED_ANSWERS = 2
 """Valid texts of each schema along which masks are timed; the others are only followed."""
@@ -103,7 +101,7 @@ class Contestant:
         environment = process_environment(RAYDIX, self._site)
         if own:
             environment.pop("PYTHONPATH")
-        command = [str(python), "-P", str(SERVE), self.name]
+        command = serving(python, f"grammars/{self.name}.py")
         self._process = Process(command, logs / f"grammars-{self.name}.log", environment)
         return self._process
 

@@ -25,8 +25,8 @@ from benchmarks.drafting.questions import Question, Reader
 from benchmarks.drafting.statistics import markdown
 from benchmarks.drafting.workloads import WORKLOADS
 from benchmarks.machine import describe, public_name
+from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.roster import DEFAULT_HOME, PEERS, RAYDIX, Peer, Site
-from benchmarks.peers.worker import Worker, WorkerError
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 
 NAMES = ("edits", "documents", "extraction", "agents", "chats", "retry")

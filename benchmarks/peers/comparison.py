@@ -1,18 +1,102 @@
-"""Loads the engines and takes them through the cases, round after round."""
+"""Cases of the comparison, and engines that are taken through them, round after round.
+
+Every engine gets the same prompts: random tokens, different in each case, round and
+repetition.
+
+* prefill: one prompt that no engine has seen, one token.
+* decode: the time for 65 tokens less the time for one, over 64, with the same prompts in both. The prompts were
+  submitted once before, so that an engine with a prefix cache prefills neither time and only decoding is left in the
+  difference; an engine without one prefills both times.
+* prefix hit: a prompt for the second time, one token.
+"""
 
 import random
 import statistics
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from tokenizers import Tokenizer
 
-from benchmarks.peers.bystanders import QUIET, wait_until_quiet, watching
-from benchmarks.peers.cases import DECODE_PROMPT, Case, prompts
+from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.roster import Peer, Site
-from benchmarks.peers.worker import Worker, WorkerError
+
+Generate: TypeAlias = Callable[[list[list[int]], int], float]
+"""Seconds for prompts and a number of tokens of each."""
+
+DECODE_STEPS = 64
+DECODE_PROMPT = 128
+TOKEN_IDS = range(100, 40_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the comparison. `measure` gives seconds, `figures` the reported values, by name with unit."""
+
+    name: str
+    measure: Callable[[Generate, random.Random], float]
+    figures: Callable[[float], dict[str, float]]
+    repetitions: int
+    """Measurements in each round, of which the median counts: more for short ones."""
+    streams: int = 1
+    needs_prefix_cache: bool = False
+
+    def run(self, generate: Generate, seed: str) -> float:
+        """Seconds, the median of the repetitions."""
+        return statistics.median(
+            self.measure(generate, random.Random(f"{seed}/{self.name}/{repetition}"))
+            for repetition in range(self.repetitions)
+        )
+
+
+def prompts(generator: random.Random, count: int, length: int) -> list[list[int]]:
+    return [generator.sample(TOKEN_IDS, length) for _ in range(count)]
+
+
+def prefill(length: int, repetitions: int) -> Case:
+    def measure(generate: Generate, generator: random.Random) -> float:
+        return generate(prompts(generator, 1, length), 1)
+
+    return Case(f"prefill {length:,}", measure, lambda seconds: {"tokens_per_s": length / seconds}, repetitions)
+
+
+def decode(streams: int, repetitions: int) -> Case:
+    def measure(generate: Generate, generator: random.Random) -> float:
+        asked = prompts(generator, streams, DECODE_PROMPT)
+        generate(asked, 1)
+        first = generate(asked, 1)
+        return (generate(asked, 1 + DECODE_STEPS) - first) / DECODE_STEPS
+
+    def figures(seconds: float) -> dict[str, float]:
+        return {"tokens_per_s": streams / seconds, "ms_per_step": seconds * 1e3}
+
+    return Case(
+        name=f"decode {streams} streams", measure=measure, figures=figures, repetitions=repetitions, streams=streams
+    )
+
+
+def prefix_hit(length: int, repetitions: int) -> Case:
+    def measure(generate: Generate, generator: random.Random) -> float:
+        asked = prompts(generator, 1, length)
+        generate(asked, 1)
+        return generate(asked, 1)
+
+    def figures(seconds: float) -> dict[str, float]:
+        return {"first_token_ms": seconds * 1e3}
+
+    return Case(f"prefix hit of {length:,}", measure, figures, repetitions, needs_prefix_cache=True)
+
+
+CASES = (
+    prefill(512, repetitions=5),
+    prefill(2048, repetitions=2),
+    decode(1, repetitions=3),
+    decode(16, repetitions=2),
+    decode(64, repetitions=1),
+    prefix_hit(2048, repetitions=2),
+)
+
 
 CHECK_TEXT = "The Roman Empire began when"
 CHECK_TOKENS = 16
@@ -44,24 +128,17 @@ class Contender:
 
     def median(self, case: Case) -> float | None:
         """Seconds over all rounds; None where there are none."""
-        return statistics.median(self.seconds[case.name]) if case.name in self.seconds else None
+        return statistics.median(self.seconds[case.name]) if self.seconds.get(case.name) else None
 
 
 class Comparison:
     """All engines, loaded, in the order of the report. The others are compared with the first."""
 
-    def __init__(self, site: Site, patience_s: float) -> None:
+    def __init__(self, site: Site) -> None:
         self.site = site
         self.contenders: list[Contender] = []
         self.left_out: dict[str, str] = {}
         """Reason why a peer is missing from the figures, or from some of them."""
-        self.idle_cores = 0.0
-        """Cores used by the waiting engines together, the most in any turn."""
-        self.foreign_cores = 0.0
-        """Cores used by others, the most in any turn that counts."""
-        self.num_disturbed = 0
-        """Turns that count although others used more than `QUIET` cores: patience was over."""
-        self._patience_s = patience_s
 
     def load(self, peers: Sequence[Peer]) -> None:
         """Start the engines, one after the other; leave out engines that do not start."""
@@ -91,37 +168,14 @@ class Comparison:
             contender.worker.close()
 
     def _turn(self, contender: Contender, case: Case, seed: str) -> None:
-        """One engine's turn at a case; again if others disturbed it, while there is patience."""
-        while contender.worker.is_open:
-            idle = [other.worker for other in self.contenders if other is not contender]
-            started, before = time.perf_counter(), sum(worker.cpu_seconds() for worker in idle)
-            try:
-                with watching(self._own_cpu_s) as watch:
-                    seconds = contender.measure(case, seed)
-            except WorkerError as error:
-                self._leave_out(contender.peer, f"{case.name}: {error}")
-                contender.worker.close()
-                return
-
-            used = sum(worker.cpu_seconds() for worker in idle) - before
-            if watch.cores > QUIET and self._patience_s > 0:
-                seed += " again"  # what caches hold of these prompts must not count
-                self._wait_until_quiet()
-                continue
-
-            self.idle_cores = max(self.idle_cores, used / (time.perf_counter() - started))
-            self.foreign_cores = max(self.foreign_cores, watch.cores)
-            self.num_disturbed += watch.cores > QUIET
-            contender.seconds.setdefault(case.name, []).append(seconds)
+        """One engine's turn at a case; an engine that fails takes no further turn."""
+        if not contender.worker.is_open:
             return
-
-    def _wait_until_quiet(self) -> None:
-        started = time.monotonic()
-        wait_until_quiet(self._own_cpu_s, self._patience_s)
-        self._patience_s = max(0.0, self._patience_s - (time.monotonic() - started))
-
-    def _own_cpu_s(self) -> float:
-        return time.process_time() + sum(contender.worker.cpu_seconds() for contender in self.contenders)
+        try:
+            contender.seconds.setdefault(case.name, []).append(contender.measure(case, seed))
+        except WorkerError as error:
+            self._leave_out(contender.peer, f"{case.name}: {error}")
+            contender.worker.close()
 
     def _leave_out(self, peer: Peer, reason: str) -> None:
         self.left_out[peer.name] = reason

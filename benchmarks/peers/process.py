@@ -1,4 +1,4 @@
-"""A program that answers JSON lines: started, asked and ended."""
+"""Processes of engines and grammar libraries: started, asked in JSON lines, and ended."""
 
 import json
 import os
@@ -8,8 +8,20 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.peers.roster import Peer, Site, process_environment
+
+FOLDER = Path(__file__).parent
+LOAD_TIMEOUT_S = 600.0
+RUN_TIMEOUT_S = 300.0
+
+
+def serving(python: Path, file: str) -> list[str]:
+    """The command that puts a file of this folder behind JSON lines."""
+    return [str(python), "-P", str(FOLDER / "serve.py"), str(FOLDER / file)]
 
 
 class WorkerError(Exception):
@@ -76,3 +88,31 @@ class Process:
                 raise WorkerError(f"its process ended, see {self.log.name}")
             received += data
         return received
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """An engine's description of itself after loading."""
+
+    version: str
+    settings: dict[str, Any]
+    caches_prefixes: bool
+
+
+class Worker(Process):
+    """One engine's process. The engine's output goes to `log`."""
+
+    def __init__(self, peer: Peer, site: Site, log: Path) -> None:
+        self.peer = peer
+        command = serving(peer.python(site), f"engines/{peer.engine or peer.name}.py")
+        super().__init__(command, log, process_environment(peer, site))
+        try:
+            self.introduction = Introduction(**self.ask({"load": peer.options(site)}, LOAD_TIMEOUT_S))
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
+        """Seconds from submission to the last token, and the tokens of each prompt."""
+        reply = self.ask({"prompts": prompts, "max_tokens": max_tokens}, RUN_TIMEOUT_S)
+        return float(reply["seconds"]), reply["tokens"]

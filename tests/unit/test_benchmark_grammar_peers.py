@@ -12,9 +12,9 @@ from benchmarks.distribution import distribution
 from benchmarks.grammar_peers import Outcome, report, table
 from benchmarks.made_instances import make_instances
 from benchmarks.made_schemas import made_schema
-from benchmarks.peers.grammars.serve import follow, introduction
 from benchmarks.peers.process import Process, WorkerError
 from benchmarks.peers.schemas import folder_cases, judge, made_cases, refers_outside, suite_cases
+from benchmarks.peers.serve import follow, introduction
 
 SHORT = {"type": "object", "properties": {"b": {"type": "integer", "minimum": 3}, "a": {}}, "required": ["a", "b"]}
 

@@ -1,15 +1,18 @@
-"""A grammar library behind JSON lines: `python -P serve.py NAME`, in that library's environment.
+"""An engine or a grammar library behind JSON lines: `python -P serve.py FILE`, in the environment of what FILE loads.
 
-Requests and replies, one line each:
+FILE has `load(options)`, which gives a `LoadedEngine` or a `Library`. Requests and replies, one line each:
 
-* `{"load": {...options}}` -> `{"version": ..., "settings": {...}, "tokenizer_s": ...}`
-* `{"schema": text, "timed": [[id, ...], ...], "untimed": [[id, ...], ...]}` -> `{"refused": reason}`, or
+* `{"load": {...options}}` -> `{"version": ..., "settings": {...}}`, and `caches_prefixes` or `tokenizer_s`
+* to an engine: `{"prompts": [[id, ...], ...], "max_tokens": n}` -> `{"seconds": ..., "tokens": [[id, ...], ...]}`;
+  `seconds` runs from the prompts being handed to the engine to the last token of the last of them
+* to a library: `{"schema": text, "timed": [[id, ...], ...], "untimed": [[id, ...], ...]}` -> `{"refused": reason}`, or
   `{"compile_s": ..., "timed": [...], "untimed": [...]}` with a walk for each list of token ids
 
 A walk is `{"is_accepted": ..., "mask_s": [...], "consume_s": [...]}`, with a mask before each token where the walk is
-timed. Seconds are of CPU time, of all of the process's threads: what else runs on the machine does not count.
+timed. Its seconds are of CPU time, of all of the process's threads: what else runs on the machine does not count.
 
-What goes wrong is `{"error": ...}`. The process ends with its stdin. Whatever the library prints goes to stderr.
+What goes wrong is `{"error": ...}`. The process ends with its stdin. What FILE's code prints goes to stderr. This file
+needs the standard library alone.
 """
 
 import gc
@@ -24,6 +27,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Reply = dict[str, Any]
+INTRODUCED = ("version", "settings", "caches_prefixes", "tokenizer_s")
+
+
+class LoadedEngine(Protocol):
+    """Computes answers."""
+
+    version: str
+    settings: dict[str, Any]
+    """Settings chosen for the engine, for the report."""
+    caches_prefixes: bool
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        """Exactly `max_tokens` greedy tokens for each prompt, all prompts at once, end-of-sequence ignored."""
+        ...
 
 
 class Answer(Protocol):
@@ -43,7 +60,7 @@ class Answer(Protocol):
 
 
 class Library(Protocol):
-    """Result of `load(options)` of a library's file."""
+    """Compiles grammars."""
 
     version: str
     settings: dict[str, Any]
@@ -63,18 +80,19 @@ class Library(Protocol):
 def main() -> int:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    library: Library | None = None
+    loaded: Any = None
 
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if "load" in request:
-                library = _module(sys.argv[1]).load(request["load"])
-                reply = introduction(library)
+                loaded = _module(Path(sys.argv[1])).load(request["load"])
+                reply = introduction(loaded)
+            elif "schema" in request:
+                reply = follow(loaded, request["schema"], request["timed"], request["untimed"])
             else:
-                assert library is not None, "load comes first"
-                reply = follow(library, request["schema"], request["timed"], request["untimed"])
-        except Exception as error:  # whatever a library raises is the parent's to report
+                reply = generate(loaded, request["prompts"], request["max_tokens"])
+        except Exception as error:  # whatever an engine or a library raises is the parent's to report
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
@@ -83,8 +101,20 @@ def main() -> int:
     return 0
 
 
-def introduction(library: Library) -> Reply:
-    return {"version": library.version, "settings": library.settings, "tokenizer_s": library.tokenizer_s}
+def introduction(loaded: LoadedEngine | Library) -> Reply:
+    return {name: getattr(loaded, name) for name in INTRODUCED if hasattr(loaded, name)}
+
+
+def generate(engine: LoadedEngine, prompts: list[list[int]], max_tokens: int) -> Reply:
+    """Compute answers, and time them."""
+    gc.collect()
+    started = time.perf_counter()
+    tokens = engine.generate(prompts, max_tokens)
+    seconds = time.perf_counter() - started
+    lengths = {len(output) for output in tokens}
+    if len(tokens) != len(prompts) or lengths != {max_tokens}:
+        raise RuntimeError(f"asked for {len(prompts)} x {max_tokens} tokens, got {len(tokens)} x {sorted(lengths)}")
+    return {"seconds": seconds, "tokens": tokens}
 
 
 def follow(library: Library, schema: str, timed: Sequence[list[int]], untimed: Sequence[list[int]]) -> Reply:
@@ -121,9 +151,9 @@ def walk(answer: Answer, token_ids: Sequence[int], *, with_masks: bool) -> Reply
     return {"is_accepted": answer.is_complete(), "mask_s": masks, "consume_s": consumptions}
 
 
-def _module(name: str) -> Any:
-    """Import the library's file, by path: the file has the name of the library."""
-    spec = importlib.util.spec_from_file_location(f"peer_{name}", Path(__file__).with_name(f"{name}.py"))
+def _module(path: Path) -> Any:
+    """Import a file by its path: it may have the name of the library that it imports."""
+    spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
