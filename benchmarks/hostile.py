@@ -1,11 +1,19 @@
-"""Pauses of running streams during requests that take long to read, and the memory kept afterwards.
+"""Pauses of eight running streams beside requests that are hard to read or answer, and what the requests cost.
 
-    python -m benchmarks.hostile [--config cpu_mixed] [--only empty-messages ...] [--json FILE]
+    raydix serve --port 8000 --kv-cache-gib 0.4
+    python -m benchmarks.hostile --port 8000 --pid PID_OF_RAYDIX_SERVE [--only TEXT] [--every N] [--first N]
+        [--seconds S] [--json FILE]
+    python -m benchmarks.hostile --port 8000 --pid PID_OF_RAYDIX_SERVE --crowds [--only TEXT] [--json FILE]
 
-Starts a server of its own, on this machine and with the load generator beside it. Eight clients stream. For each attack
-the longest time between two pieces of any stream is reported, beside the longest in an equal time without an attack
-before it, and the resident memory of the ingress replica and its children before the attack, at its peak, and ten
-seconds after. Attackers are processes of their own.
+The server runs on this machine and is idle. The bodies of a corpus (`benchmarks.hostile_bodies`) go one at a time. With
+`--crowds` many clients, in a process of their own, send the same long body at once; bodies that stop before their last
+byte, and requests that never end, come last. The baseline is the longest gap of a look at the streams without a body.
+
+The wall time of a gap counts what else runs on the machine, the load generator among it. So the gap is also measured in
+processor time of the way that a token takes: of all threads of the ingress replica and of the worker, but for those
+that compute beside the engine's. A step that others' prompts make longer counts, and so does whatever else these
+processes compute meanwhile, in the way or not. Failovers, and holds of event loops and interpreters, are the server's
+own counts. A worker touches its pool's memory as it is filled: `--kv-cache-gib 0.4` is full soon.
 """
 
 import argparse
@@ -17,17 +25,21 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.hostile_bodies import HostileBody, Sizes, hostile_bodies
 from benchmarks.machine import describe
-from raydix.cli.cluster import LocalCluster, free_port
-from raydix.configs import load_config
 from raydix.engine.model.sources import DEFAULT_MODEL, model_name
 
 MODEL = model_name(DEFAULT_MODEL)
@@ -35,8 +47,16 @@ NUM_STREAMS = 8
 MIB = 1 << 20
 BODY_BYTES = 4 * MIB - 4096
 """Just below the default limit."""
-QUIET_S = 5.0
+LOOK_S = 0.3
+"""Time behind an answer in which a gap that it has caused ends."""
+QUIET_S = 3.0
 SETTLE_S = 10.0
+"""Time behind the last body, or a crowd, after which memory is looked at."""
+HELPER_SHARE = 0.3
+"""Processor time of a thread that helps to compute, as a share of that of the thread that it helps, or more."""
+COUNTED = ("raydix_failovers_total", "raydix_holds_total")
+BASELINE_EVERY = 50
+"""Bodies between two looks at the streams alone."""
 HALF_SENT = 4200
 ATTACKER = "127.0.0.2"
 """Another address of this machine, as connections are counted by address."""
@@ -44,22 +64,34 @@ ATTACKER = "127.0.0.2"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One attack. Gaps in seconds, memory in MiB."""
+    """One body, or one crowd. Times in seconds, memory in MiB."""
 
-    attack: str
+    body: str
+    num_bytes: int
     statuses: dict[str, int]
-    attack_s: float
-    gap_before_s: float
+    """Answers by status, or by the name of a failure."""
+    wall_s: float
     gap_s: float
+    baseline_gap_s: float
+    gap_cpu_s: float
+    """The longest gap in processor time of a token's way."""
+    baseline_gap_cpu_s: float
+    cpu_s: float
     memory_before: float
     memory_peak: float
+    """The most while a crowd's requests ran."""
     memory_after: float
+    """Of both processes and their children."""
+
+    @property
+    def growth_s(self) -> float:
+        return self.gap_cpu_s - self.baseline_gap_cpu_s
 
 
 class Streams:
     """Clients that stream all the time, and the longest gap between two pieces in any of their streams."""
 
-    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, port: int, clock: Callable[[], float]) -> None:
         """`clock` measures the gaps, in seconds, beside the time on the wall."""
         self._port = port
         self._clock = clock
@@ -69,11 +101,7 @@ class Streams:
         for thread in self._threads:
             thread.start()
 
-    def take_longest(self) -> float:
-        """The longest gap since the last call, on the wall."""
-        return self.take_longest_two()[0]
-
-    def take_longest_two(self) -> tuple[float, float]:
+    def take_longest(self) -> tuple[float, float]:
         """The longest gap since the last call, on the wall and by the clock."""
         longest = self._longest, self._longest_by_clock
         self._longest = self._longest_by_clock = 0.0
@@ -130,7 +158,7 @@ def completion(prompt: Any) -> tuple[str, bytes]:
 
 
 EMPTY = {"role": "user", "content": ""}
-REQUESTS: dict[str, tuple[int, Callable[[], tuple[str, bytes]]]] = {
+CROWDS: dict[str, tuple[int, Callable[[], tuple[str, bytes]]]] = {
     "empty-messages": (1, lambda: chat([EMPTY] * 109_000)),
     "empty-messages-16": (16, lambda: chat([EMPTY] * 109_000)),
     "digits-8": (8, lambda: completion("7" * BODY_BYTES)),
@@ -141,21 +169,7 @@ REQUESTS: dict[str, tuple[int, Callable[[], tuple[str, bytes]]]] = {
     "token-ids-8": (8, lambda: completion([7] * (BODY_BYTES // 2 - 100))),
     "many-short": (200, lambda: completion("7" * 3900)),
 }
-"""Attacks by name: number of clients that send at the same time, and the request of each."""
-
-
-def send(port: int, name: str, statuses: Any) -> None:
-    """Run one attack; in a process of its own."""
-    count, make = REQUESTS[name]
-    path, body = make()
-    threads = [
-        threading.Thread(target=lambda number: statuses.update({number: post(port, path, body)}), args=(number,))
-        for number in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+"""Crowds by name: number of clients that send at the same time, and the request of each."""
 
 
 @contextmanager
@@ -191,15 +205,6 @@ def connections(
         yield opened
 
 
-def ingress() -> psutil.Process:
-    """Process of the server's ingress replica, a descendant of this one."""
-    return next(
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "ServeReplica" in " ".join(process.cmdline()) and "ingress" in " ".join(process.cmdline())
-    )
-
-
 def resident(process: psutil.Process) -> float:
     """Resident memory, in MiB, of a process and its children."""
     sizes = 0
@@ -211,54 +216,160 @@ def resident(process: psutil.Process) -> float:
     return sizes / MIB
 
 
-class Memory:
-    """Resident memory, in MiB, of a process and its children, and its peak."""
+class Way:
+    """The processes that a stream's tokens pass: the worker that computes them, and the ingress replica. In a server
+    of one process both are this process."""
 
-    def __init__(self, process: psutil.Process) -> None:
-        self._process = process
-        self.peak = 0.0
-        threading.Thread(target=self._watch, daemon=True).start()
+    def __init__(self, server: psutil.Process) -> None:
+        self.ingress = found(server, "ServeReplica:raydix:ingress")
+        self.worker = found(server, "MixedWorker")
+        self._helpers: list[Path] = []
+        """Times of the worker's threads that help another one to compute."""
 
-    def now(self) -> float:
-        return resident(self._process)
+    def processes(self) -> list[psutil.Process]:
+        return [self.worker] if self.worker == self.ingress else [self.ingress, self.worker]
 
-    def _watch(self) -> None:
-        while self._process.is_running():
-            self.peak = max(self.peak, self.now())
-            time.sleep(0.05)
+    def find_helpers(self, seconds: float) -> None:
+        """Tell the worker's thread that computes, and its helpers, from other threads: by what they use meanwhile."""
+        tasks = [path / "schedstat" for path in Path(f"/proc/{self.worker.pid}/task").iterdir()]
+        before = [_used_s(task) for task in tasks]
+        time.sleep(seconds)
+        used = sorted(((_used_s(task) - start, task) for task, start in zip(tasks, before, strict=True)), reverse=True)
+        self._helpers = [task for used_s, task in used[1:] if used_s > HELPER_SHARE * used[0][0]]
+
+    def clock(self) -> float:
+        """Processor time of both processes without what goes on beside the thread that computes, in seconds."""
+        used_s = sum(time.clock_gettime(_clock_id(each.pid)) for each in self.processes())
+        return used_s - sum(map(_used_s, self._helpers))
+
+    def memory(self) -> float:
+        """Resident memory of the processes and their children, in MiB."""
+        return sum(map(resident, self.processes()))
+
+    def memories(self) -> dict[str, int]:
+        """The same of each process."""
+        names = {self.worker.pid: "worker", self.ingress.pid: "ingress"}
+        return {names[each.pid]: round(resident(each)) for each in self.processes()}
+
+    def is_running(self) -> bool:
+        return all(each.is_running() for each in self.processes())
 
 
-def attack(port: int, name: str, streams: Streams, memory: Memory) -> Outcome:
-    """Run one attack with many requests; returns its effects."""
-    streams.take_longest()
-    time.sleep(QUIET_S)
-    gap_before, before = streams.take_longest(), memory.now()
-    memory.peak = before
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        statuses = manager.dict()
-        process = context.Process(target=send, args=(port, name, statuses))
-        started = time.monotonic()
-        process.start()
-        process.join()
-        attack_s = time.monotonic() - started
-        counts: dict[str, int] = {}
-        for status in statuses.values():
-            counts[status] = counts.get(status, 0) + 1
+def _clock_id(pid: int) -> int:
+    """The clock of a process' processor time, as `clock_getcpuclockid` makes it."""
+    return (~pid << 3) | 2
 
-    time.sleep(1)
-    gap = streams.take_longest()
-    time.sleep(SETTLE_S)
-    return Outcome(
-        attack=name,
-        statuses=counts,
-        attack_s=attack_s,
-        gap_before_s=gap_before,
-        gap_s=gap,
-        memory_before=before,
-        memory_peak=memory.peak,
-        memory_after=memory.now(),
-    )
+
+def _used_s(schedstat: Path) -> float:
+    return int(schedstat.read_text().split()[0]) / 1e9
+
+
+def found(server: psutil.Process, title: str) -> psutil.Process:
+    """The descendant of a server with this title; the server where there is none."""
+    for process in server.children(recursive=True):
+        with suppress(psutil.Error):
+            if title in " ".join(process.cmdline()):
+                return process
+    return server
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Processor time of a process and its children, in seconds, also of children that have ended."""
+    total = 0.0
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            times = each.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+        if each == process:
+            total += times.children_user + times.children_system
+    return total
+
+
+class Run:
+    """Sends bodies to a server beside streams."""
+
+    def __init__(self, port: int, way: Way) -> None:
+        self._port = port
+        self._way = way
+        self._streams = Streams(port, way.clock)
+        self._baseline = 0.0, 0.0
+        time.sleep(QUIET_S)  # the streams have begun
+        way.find_helpers(QUIET_S)
+
+    def look(self) -> None:
+        """Measure the streams without a body."""
+        self._streams.take_longest()
+        time.sleep(QUIET_S)
+        self._baseline = self._streams.take_longest()
+
+    def corpus(self, bodies: Iterator[HostileBody], ends: float) -> Iterator[Outcome]:
+        """Send bodies one at a time, until `ends` on the monotonic clock."""
+        for number, body in enumerate(bodies):
+            if time.monotonic() > ends or not self._way.is_running():
+                return
+            if number % BASELINE_EVERY == 0:
+                self.look()
+            yield self._send(body.name, body.path, body.data(), body.content_type)
+
+    def crowd(self, name: str) -> Outcome:
+        """Have many clients send the same body at once."""
+        self.look()
+        count, make = CROWDS[name]
+        path, data = make()
+        return self._send(name, path, data, "application/json", count, SETTLE_S)
+
+    def _send(
+        self, name: str, path: str, data: bytes, content_type: str, count: int = 1, settle_s: float = 0.0
+    ) -> Outcome:
+        """Send a body, from so many clients at once, and return what it did."""
+        before, started = self._way.memory(), time.monotonic()
+        used = sum(map(cpu_s, self._way.processes()))
+        self._streams.take_longest()
+        if count == 1:
+            statuses, peak = [post(self._port, path, data, content_type)], 0.0
+        else:
+            statuses, peak = self._send_all(path, data, count)
+        wall_s = time.monotonic() - started
+        time.sleep(LOOK_S)
+        gap_s, gap_cpu_s = self._streams.take_longest()
+        used = sum(map(cpu_s, self._way.processes())) - used
+        time.sleep(settle_s)
+        after = self._way.memory()
+        return Outcome(
+            body=name,
+            num_bytes=len(data),
+            statuses=dict(Counter(statuses)),
+            wall_s=wall_s,
+            gap_s=gap_s,
+            baseline_gap_s=self._baseline[0],
+            gap_cpu_s=gap_cpu_s,
+            baseline_gap_cpu_s=self._baseline[1],
+            cpu_s=used,
+            memory_before=before,
+            memory_peak=max(before, peak, after),
+            memory_after=after,
+        )
+
+    def _send_all(self, path: str, data: bytes, count: int) -> tuple[list[str], float]:
+        """Statuses of a crowd, and the most memory meanwhile. The crowd is a process: this one measures."""
+        peak = 0.0
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            sent = process.apply_async(post_all, (self._port, path, data, count))
+            while not sent.ready():
+                peak = max(peak, self._way.memory())
+                sent.wait(0.05)
+            return sent.get(), peak
+
+    def stop(self) -> None:
+        self._streams.stop()
+
+
+def post_all(port: int, path: str, data: bytes, count: int) -> list[str]:
+    """Send the same body from so many clients at once; returns their statuses."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(lambda _: post(port, path, data), range(count)))
 
 
 def half_sent(port: int) -> dict[str, Any]:
@@ -277,59 +388,87 @@ def half_sent(port: int) -> dict[str, Any]:
     }
 
 
-def stalled_bodies(port: int, memory: Memory) -> dict[str, Any]:
+def stalled_bodies(port: int, way: Way) -> dict[str, float]:
     """Measures the cost of a hundred bodies that stop before their last byte."""
-    before = memory.now()
-    memory.peak = before
+    before = way.memory()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {4 * MIB}\r\n\r\n".encode()
     with connections(port, 100, head + b" " * (4 * MIB - 1)):
         time.sleep(1)
-        held = memory.now()
+        held = way.memory()
     time.sleep(SETTLE_S)
-    return {"memory_before": before, "memory_held": held, "memory_peak": memory.peak, "memory_after": memory.now()}
+    return {"memory_before": before, "memory_held": held, "memory_after": way.memory()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.hostile", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--config", default="cpu_mixed", help="configuration of the server")
-    parser.add_argument("--only", nargs="+", default=[*REQUESTS], choices=[*REQUESTS], help="attacks")
+    parser.add_argument("--port", type=int, default=8000, help="the server's, on 127.0.0.1")
+    parser.add_argument("--pid", type=int, required=True, help="the process of raydix serve")
+    parser.add_argument("--crowds", action="store_true", help="many clients with the same body, not the corpus")
+    parser.add_argument("--only", default="", help="text that the name of a body or crowd must have")
+    parser.add_argument("--every", type=int, default=1, help="N: send every Nth body")
+    parser.add_argument("--first", type=int, default=0, help="number of the first body to send, from 0")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="send no further body after this time")
+    parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="the server's http.max_body_bytes")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args(arguments)
 
-    port = free_port()
-    cluster = LocalCluster(load_config(options.config, {"http": {"port": port}}))
-    cluster.start()
+    way = Way(psutil.Process(options.pid))
+    run, ends = Run(options.port, way), time.monotonic() + options.seconds
+    counts, memory_before = _counts(options.port), way.memories()
+    more: dict[str, Any] = {}
+    if options.crowds:
+        outcomes = [run.crowd(name) for name in CROWDS if options.only in name]
+        run.stop()
+        more = {"stalled_bodies": stalled_bodies(options.port, way), "half_sent": half_sent(options.port)}
+    else:
+        document, models = (_read(options.port, path) for path in ("/openapi.json", "/v1/models"))
+        sizes = Sizes(options.max_body_bytes, models["data"][0]["max_model_len"])
+        bodies = (body for body in hostile_bodies(document, sizes) if options.only in body.name)
+        outcomes = list(run.corpus(islice(bodies, options.first, None, options.every), ends))
+        run.stop()
+    time.sleep(SETTLE_S)
+    grown = {name: value - counts.get(name, 0.0) for name, value in _counts(options.port).items()}
 
-    try:
-        cluster.deploy(lambda progress: None, threading.Event())
-        memory, streams = Memory(ingress()), Streams(port)
-        time.sleep(QUIET_S)
-        outcomes = [attack(port, name, streams, memory) for name in options.only]
-        streams.stop()
-        stalled, half = stalled_bodies(port, memory), half_sent(port)
-    finally:
-        cluster.stop()
-
-    for each in outcomes:
+    for each in sorted(outcomes, key=attrgetter("growth_s"), reverse=True)[:20]:
         print(
-            f"{each.attack:>18}: gap {each.gap_s * 1e3:6,.0f} ms ({each.gap_before_s * 1e3:,.0f} before), memory "
-            f"{each.memory_before:,.0f}, {each.memory_peak:,.0f}, {each.memory_after:,.0f} MiB; "
-            f"{each.attack_s:.1f} s, {each.statuses}"
+            f"gap {each.gap_cpu_s * 1e3:6,.0f} ms of processor time ({each.baseline_gap_cpu_s * 1e3:,.0f} without), "
+            f"{each.gap_s * 1e3:,.0f} ms ({each.baseline_gap_s * 1e3:,.0f}), processor {each.cpu_s:.2f} s of "
+            f"{each.wall_s:.2f}, memory {each.memory_before:,.0f}, {each.memory_peak:,.0f}, {each.memory_after:,.0f} "
+            f"MiB, {each.statuses}: {each.body}, {each.num_bytes:,} bytes"
         )
-
-    print(f"    stalled bodies: {stalled}\n half-sent requests: {half}")
+    memory_after, server_runs = way.memories(), way.is_running()
+    print(f"{len(outcomes)} bodies; memory in MiB {memory_before} to {memory_after}; live: {server_runs}")
+    print(", ".join(f"{name} {value:g}" for name, value in sorted(grown.items())))
+    for name, figures in more.items():
+        print(f"{name}: {figures}")
     if options.json is not None:
         result = {
             **describe("benchmarks.hostile", sys.argv[1:] if arguments is None else list(arguments)),
             "load_average_1min_after": round(os.getloadavg()[0], 2),
-            "attacks": [asdict(each) for each in outcomes],
-            "stalled_bodies": stalled,
-            "half_sent": half,
+            "processes_live": server_runs,
+            "memory_before": memory_before,
+            "memory_after": memory_after,
+            "grown": grown,
+            "bodies": [asdict(each) for each in outcomes],
+            **more,
         }
         options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if server_runs else 1
 
-    return 0
+
+def _counts(port: int) -> dict[str, float]:
+    """The server's own counts of failovers, and of turns and holds that were too long."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+    return {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if name.startswith(COUNTED)
+    }
+
+
+def _read(port: int, path: str) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as reply:
+        return json.load(reply)
 
 
 if __name__ == "__main__":

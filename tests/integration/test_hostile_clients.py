@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.hostile import ingress
+from benchmarks.hostile import found
 from tests.integration.conftest import MODEL, Server, eventually
 from tests.integration.test_bad_input import CHAT, COMPLETIONS, MAX_BODY_BYTES, chat, completion, error_of
 
@@ -79,7 +79,7 @@ def test_what_takes_long_to_read_stops_no_stream(server: Server, name: str) -> N
 
 def test_memory_is_given_back(server: Server) -> None:
     def memory() -> float:
-        replica = ingress()
+        replica = found(psutil.Process(), "ServeReplica:raydix:ingress")
         return sum(process.memory_info().rss for process in [replica, *replica.children(recursive=True)])
 
     path, body = CHAT, body_of(messages=[{"role": "user", "content": "hi"}], metadata=[[]] * (ROOM // 3), max_tokens=1)
