@@ -15,7 +15,18 @@ from tests.chaos.harness import NUM_STREAMS, NUM_WORKERS, Load, Outcome
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import Server, eventually, random_prompt
 
-COLUMNS = ("victim", "moment", "how", "identical", "broken", "longest_pause_s", "fresh_s", "noticed_s", "back_s")
+COLUMNS = (
+    "victim",
+    "moment",
+    "how",
+    "identical",
+    "unfinished",
+    "broken",
+    "longest_pause_s",
+    "fresh_s",
+    "noticed_s",
+    "back_s",
+)
 
 
 @pytest.fixture(scope="module")

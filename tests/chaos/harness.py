@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -127,6 +127,8 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     """Victims that only stood still, and were replaced."""
+    unfinished: int = 0
+    """Streams without their last token at that moment."""
     survivors: list[str] = field(default_factory=list)
     """Victims that were to be killed, and live."""
     identical_again: int | None = None
@@ -154,6 +156,9 @@ class Streams:
             f"{count} tokens of {num_streams} streams",
         )
 
+    def num_unfinished(self) -> int:
+        return sum(len(stream.token_ids) < stream.num_tokens for stream in self.streams)
+
     def finish(self, outcome: Outcome, since: float = 0.0) -> Outcome:
         """Wait for all answers and note what they were."""
         for thread in self._threads:
@@ -167,11 +172,12 @@ class Streams:
         return outcome
 
 
-def pids_of(server: Server, victims: Sequence[str]) -> list[int]:
-    """The processes to disturb, each another one; all of them are there."""
+def pids_of(server: Server, victims: Sequence[str], known: Mapping[str, int] | None = None) -> list[int]:
+    """The processes to disturb, each another one; all of them are there. `known`: those that need not be looked for."""
     pids: list[int] = []
     for victim in victims:
-        pids.append(eventually(partial(pid_of, server, victim, pids), f"a process of '{victim}'", 60))
+        pid = (known or {}).get(victim)
+        pids.append(pid or eventually(partial(pid_of, server, victim, pids), f"a process of '{victim}'", 60))
     return pids
 
 
@@ -283,6 +289,9 @@ def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
     """Disturb the server at that moment of ten streams, and note what followed."""
     outcome = Outcome(case.name, case.moment, case.how.name.removeprefix("SIG"))
     streams = Streams(server, load, salt)
+    # The workers with the most requests are known while streams run; the search for the others would take long then.
+    others = [victim for victim in case.victims if victim in TITLES or victim == "HAProxy"]
+    known = dict(zip(others, pids_of(server, others), strict=True))
     if case.moment != "idle":
         streams.start()
     if case.moment == "prefill":
@@ -292,8 +301,9 @@ def run(server: Server, case: "Case", load: Load, salt: str) -> Outcome:
     elif case.moment == "decode":
         streams.wait_for_tokens(8, NUM_STREAMS)
     returns = [Return(server, victim) for victim in case.victims] if case.is_replaced else []
-    pids = pids_of(server, case.victims)
+    pids = pids_of(server, case.victims, known)
     since = time.monotonic()
+    outcome.unfinished = streams.num_unfinished()
     waiting = [] if case.at_once else disturb_in_turn(pids, case.how)
     if case.at_once:
         for pid in pids:  # nothing between the signals: no process hears of another one's end before its own

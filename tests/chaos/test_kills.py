@@ -64,6 +64,7 @@ def test_streams_survive(pairs: Server, load: Load, case: Case, outcomes: list[O
         assert outcome.errors == []
         assert outcome.identical == NUM_STREAMS
         assert not IS_MEASURED or outcome.longest_pause_s < bound_s(case)
+    assert outcome.unfinished > 0, "a kill behind the last token tests nothing"
     assert outcome.survivors == [], "a kill that kills nobody tests nothing"
     assert outcome.identical_again in (None, NUM_STREAMS)
     assert outcome.ended == [], "a process that stands still for a while was taken for dead"
