@@ -39,7 +39,7 @@ class LayerNorms:
 
     attention: str | None = "input_layernorm"
     attention_post: str | None = None
-    """On what attention adds to the residual stream."""
+    """On the sum that attention adds to the residual stream."""
     mlp: str | None = "post_attention_layernorm"
     mlp_post: str | None = None
 
@@ -70,7 +70,11 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys pass an RMS norm per head before rotation."""
+    """Queries and keys pass an RMS norm before rotation, each head by itself."""
+    qk_norm_spans_heads: bool = False
+    """The norm of `qk_norm` is over all heads together (OLMo 2)."""
+    query_scaling: tuple[float, int] | None = None
+    """(b, n): queries are multiplied by 1 + b log(1 + floor(position / n)) (Ministral 3)."""
     norms: LayerNorms = LayerNorms()
     fused_qkv: bool = False
     """The weights store the q, k and v projections as one, `qkv_proj`."""
@@ -79,6 +83,9 @@ class ModelConfig:
     norm_offset: float = 0.0
     """Added to every norm weight (Gemma stores w and multiplies by 1 + w)."""
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
+    logit_scale: float = 1.0
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     local_rope: RopeConfig | None = None

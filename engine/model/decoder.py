@@ -91,7 +91,8 @@ class Decoder:
             # In the model's dtype, as the published implementation rounds it.
             scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
             self._embedding_scale = scale if config.embedding_scale != 1.0 else None
-            self._first_norm = loader.norm("model.layers.0.input_layernorm")
+            self._first_norm = loader.optional_norm("model.layers.0.", config.norms.attention)
+            self._query_scale = _query_scale(config, self.max_position, dtype, self.device)
             self._layers = tuple(loader.layer(index) for index in range(config.num_layers))
 
         self._pass = self._make_pass()
@@ -143,6 +144,8 @@ class Decoder:
     def logits(self, x_RE: Tensor) -> Tensor:
         """The logits of some of the rows that `hidden` returned, [R, V] in the model's dtype."""
         logits_RV = linear(x_RE, self._lm_head)
+        if self.config.logit_scale != 1.0:
+            logits_RV = logits_RV * self.config.logit_scale
         soft_cap = self.config.logit_soft_cap
         return logits_RV if soft_cap is None else torch.tanh(logits_RV / soft_cap) * soft_cap
 
@@ -170,7 +173,8 @@ class Decoder:
     def _make_pass(self) -> DecoderPass | None:
         """Run all layers in one call, where the machine and the dtype allow it."""
         config = self.config
-        if not DecoderPass.supports(self._layers):
+        is_plain = config.residual_scale == 1.0 and not config.qk_norm_spans_heads and self._query_scale is None
+        if self._first_norm is None or not is_plain or not DecoderPass.supports(self._layers):
             return None
         return DecoderPass(
             self._layers,
@@ -186,7 +190,7 @@ class Decoder:
         config = self.config
         eps, activation, last = config.rms_norm_eps, config.activation, config.num_layers - 1
 
-        x_TE = rms_norm(residual_TE, self._first_norm, eps)
+        x_TE = residual_TE if self._first_norm is None else rms_norm(residual_TE, self._first_norm, eps)
 
         for index, layer in enumerate(self._layers):
             keys, values = pool.layers[index]
@@ -203,29 +207,48 @@ class Decoder:
             if layer.attention_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
 
-            x_TE, residual_TE = rms_norm(y_TE, layer.mlp_norm, eps, residual_TE)
+            x_TE, residual_TE = self._add(y_TE, residual_TE, layer.mlp_norm)
             y_TE = linear(silu_and_mul(linear(x_TE, layer.gate_up), activation), layer.down)
             if layer.mlp_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
 
-            x_TE, residual_TE = rms_norm(y_TE, layer.next_norm, eps, residual_TE)
+            x_TE, residual_TE = self._add(y_TE, residual_TE, layer.next_norm)
 
         return x_TE
 
+    def _add(self, y_TE: Tensor, residual_TE: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add to the residual stream; returns what the next product reads, and the stream."""
+        if self.config.residual_scale != 1.0:
+            y_TE = y_TE * self.config.residual_scale
+        if norm is None:
+            total_TE = y_TE + residual_TE
+            return total_TE, total_TE
+        return rms_norm(y_TE, norm, self.config.rms_norm_eps, residual_TE)
+
     def _store_kv(self, x_TE: Tensor, layer: LayerWeights, keys: Tensor, values: Tensor, batch: ForwardBatch) -> Tensor:
         """Write a layer's keys and values of the batch's tokens; returns their queries, [T, H, D]."""
-        return rotary_kv_store(
-            linear(x_TE, layer.qkv),
+        config = self.config
+        qkv = linear(x_TE, layer.qkv)
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if config.qk_norm_spans_heads and q_norm is not None and k_norm is not None:
+            query, key, value = torch.split(qkv, [len(q_norm), len(k_norm), len(k_norm)], dim=1)
+            query = rms_norm(query.contiguous(), q_norm, config.rms_norm_eps)
+            key = rms_norm(key.contiguous(), k_norm, config.rms_norm_eps)
+            qkv, q_norm, k_norm = torch.cat((query, key, value), dim=1), None, None
+
+        query_THD = rotary_kv_store(
+            qkv,
             batch.positions,
             layer.cos_sin,
             keys,
             values,
             batch.slot_mapping,
-            self.config.num_heads,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=self.config.rms_norm_eps,
+            config.num_heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=config.rms_norm_eps,
         )
+        return query_THD if self._query_scale is None else query_THD * self._query_scale[batch.positions][:, None, None]
 
     def _attend(
         self, query_THD: Tensor, layer: LayerWeights, keys: Tensor, values: Tensor, batch: ForwardBatch
@@ -294,17 +317,22 @@ class _Loader:
                 bias=config.mlp_bias,
             ),
             down=self._packed([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
-            mlp_norm=self.norm(f"{prefix}{norms.mlp}"),
-            next_norm=self.norm("model.norm" if is_last else f"model.layers.{index + 1}.{norms.attention}"),
-            attention_post_norm=self._optional_norm(prefix, norms.attention_post),
-            mlp_post_norm=self._optional_norm(prefix, norms.mlp_post),
+            mlp_norm=self.optional_norm(prefix, norms.mlp),
+            next_norm=(
+                self.norm("model.norm")
+                if is_last
+                else self.optional_norm(f"model.layers.{index + 1}.", norms.attention)
+            ),
+            attention_post_norm=self.optional_norm(prefix, norms.attention_post),
+            mlp_post_norm=self.optional_norm(prefix, norms.mlp_post),
             q_norm=self._head_norm(f"{prefix}self_attn.q_norm", rope) if config.qk_norm else None,
             k_norm=self._head_norm(f"{prefix}self_attn.k_norm", rope) if config.qk_norm else None,
             cos_sin=self._cos_sin(rope),
             window=config.layer_windows[index],
         )
 
-    def _optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
+    def optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
+        """A norm's weight as `norm` gives it; None without a name."""
         return None if name is None else self.norm(f"{prefix}{name}")
 
     def _qkv(self, prefix: str, rope: RopeConfig | None) -> PackedLinear:
@@ -323,7 +351,7 @@ class _Loader:
         return self.pack(weight[rows], None if bias is None else bias[rows])
 
     def _head_norm(self, name: str, rope: RopeConfig | None) -> Tensor:
-        """A norm of each q or k head, in the order of the head's rows."""
+        """A norm of q or k heads, in the order of the heads' rows."""
         weight, order = self.norm(name), _head_order(self._config.head_dim, rope)
         return weight if order is None else weight[order.to(self._device)]
 
@@ -349,6 +377,15 @@ class _Loader:
         ).to(self._device)
         self._tables.append((rope, table))
         return table
+
+
+def _query_scale(config: ModelConfig, max_position: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The factor on the queries of each position, [max_position]; None: it is one at each that is served."""
+    if config.query_scaling is None or max_position <= config.query_scaling[1]:
+        return None
+    weight, period = config.query_scaling
+    steps = torch.arange(max_position, dtype=torch.float32).div(period).floor()
+    return (1 + weight * torch.log(1 + steps)).to(device=device, dtype=dtype)
 
 
 def _head_order(head_dim: int, rope: RopeConfig | None) -> Tensor | None:

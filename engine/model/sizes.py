@@ -46,7 +46,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     placed = config.norms.attention, config.norms.attention_post, config.norms.mlp, config.norms.mlp_post
     norms = {name: hidden for name in placed if name is not None}
     if config.qk_norm:
-        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+        of_query, of_key = (query_size, kv_size) if config.qk_norm_spans_heads else (config.head_dim, config.head_dim)
+        norms |= {"self_attn.q_norm": of_query, "self_attn.k_norm": of_key}
 
     for prefix in (f"model.layers.{layer}." for layer in range(config.num_layers)):
         for name, size in norms.items():

@@ -21,8 +21,8 @@ class LayerWeights:
     output: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
-    mlp_norm: Tensor
-    next_norm: Tensor
+    mlp_norm: Tensor | None
+    next_norm: Tensor | None
     """The norm of the next layer's input, or the final norm, fused with this layer's last residual add."""
     attention_post_norm: Tensor | None
     mlp_post_norm: Tensor | None
@@ -59,8 +59,9 @@ class DecoderPass:
 
     @staticmethod
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
-        """True if the C++ path computes every product itself."""
-        return all(product.layout is Layout.PANELS for layer in layers for product in layer.products())
+        """True if the C++ path computes every product itself, and has a norm before each."""
+        has_norms = all(layer.mlp_norm is not None and layer.next_norm is not None for layer in layers)
+        return has_norms and all(product.layout is Layout.PANELS for layer in layers for product in layer.products())
 
     def __call__(
         self,

@@ -75,10 +75,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0625,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "olmo 2": ("Olmo2", {}),
+    "olmo 3": ("Olmo3", {"sliding_window": 24, "rope_scaling": {**YARN_ROPE, "attention_factor": 1.2}}),
+    "exaone 4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2}),
+    "exaone 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "ministral 3": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                **YARN_ROPE,
+                "original_max_position_embeddings": 40,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "glm": ("Glm", {"head_dim": 32}),
     "glm 4": ("Glm4", {"head_dim": 32}),
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
 }
+
+LAYER_BY_LAYER = {"granite", "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
+"""Cases with a part that the pass of all layers in one call does not know."""
 
 
 def reference(case: str, folder: Path) -> tuple[list[int], torch.Tensor]:

@@ -15,7 +15,7 @@ from raydix.engine.model.runner import build_batch, made_up_step
 from raydix.engine.model.tokenizer import quiet_transformers
 from raydix.kernels.decoder_pass import DecoderPass
 from tests.model.logits import logits_in_chunks
-from tests.model.random_models import CASES, GEMMA3, SMALL, reference
+from tests.model.random_models import CASES, GEMMA3, LAYER_BY_LAYER, SMALL, reference
 from tests.skips import NO_PRODUCT
 
 
@@ -29,7 +29,7 @@ def test_logits(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in LAYER_BY_LAYER])
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(
     case: str, quantization: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +78,12 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Models with a text part and one for images: the class, the settings of the text part and of the other one."""
+
+
+@pytest.mark.parametrize("case", sorted(LAYER_BY_LAYER))
+def test_what_the_pass_does_not_know_runs_layer_by_layer(case: str, tmp_path: Path) -> None:
+    reference(case, tmp_path)
+    assert not Decoder.from_folder(tmp_path, torch.bfloat16, "cpu").runs_in_one_call
 
 
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model.", "as saved"])

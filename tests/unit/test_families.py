@@ -161,3 +161,30 @@ def test_longrope_is_long_when_more_than_the_context_of_training_is_served() -> 
     assert described.scaling is not None
     assert (described.scaling["rope_type"], described.scaling["factor"]) == ("longrope", 2.0)
     assert [described.is_long(served) for served in (512, 4096, 4097)] == [False, False, True]
+
+
+def test_exaone_rotates_windowed_layers_only_if_there_are_any() -> None:
+    config = config_of({**SMALL, "model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LG"})
+    assert (config.layer_windows, config.layers_without_rope) == ((8, None, 8, None), (1, 3))
+    config = config_of({**SMALL, "model_type": "exaone4", "sliding_window": None, "sliding_window_pattern": None})
+    assert (config.layer_windows, config.layers_without_rope) == ((None,) * 4, ())
+
+
+def test_granite_multiplies_and_divides() -> None:
+    config = config_of({**SMALL, "model_type": "granite", "embedding_multiplier": 12, "logits_scaling": 8})
+    assert (config.embedding_scale, config.logit_scale, config.attention_scale) == (12.0, 0.125, 1.0)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_ministral_3_scales_queries_as_its_rope_says(key: str) -> None:
+    assert config_of({**SMALL, "model_type": "ministral3"}).query_scaling == (0.1, 16_384)
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    assert config_of({**SMALL, "model_type": "ministral3", key: rope}).query_scaling is None
+    config = config_of({**SMALL, "model_type": "ministral3", key: {**rope, "llama_4_scaling_beta": 0.3}})
+    assert config.query_scaling == (0.3, 64)
+
+
+def test_olmo_3_stretches_layers_without_a_window_only() -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
+    ropes = config_of({**SMALL, "model_type": "olmo3", "rope_scaling": rope}).rope_of_layer
+    assert [each is not None and each.scaling is not None for each in ropes] == [False, False, False, True]

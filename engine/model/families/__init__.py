@@ -11,16 +11,21 @@ from pathlib import Path
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import JsonObject, ModelConfig, read_json, unsupported
 from raydix.engine.model.families.ernie4_5 import ERNIE4_5
+from raydix.engine.model.families.exaone4 import EXAONE4
 from raydix.engine.model.families.family import Family, Settings
 from raydix.engine.model.families.gemma import GEMMA
 from raydix.engine.model.families.gemma2 import GEMMA2
 from raydix.engine.model.families.gemma3 import GEMMA3
 from raydix.engine.model.families.glm import GLM
 from raydix.engine.model.families.glm4 import GLM4
+from raydix.engine.model.families.granite import GRANITE
 from raydix.engine.model.families.helium import HELIUM
 from raydix.engine.model.families.llama import LLAMA
 from raydix.engine.model.families.ministral import MINISTRAL
+from raydix.engine.model.families.ministral3 import MINISTRAL3
 from raydix.engine.model.families.mistral import MISTRAL
+from raydix.engine.model.families.olmo2 import OLMO2
+from raydix.engine.model.families.olmo3 import OLMO3
 from raydix.engine.model.families.phi3 import PHI3
 from raydix.engine.model.families.qwen2 import QWEN2
 from raydix.engine.model.families.qwen3 import QWEN3
@@ -31,6 +36,7 @@ _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL),
     *(QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
+    *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 """Supported families by model type."""
