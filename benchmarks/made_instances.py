@@ -7,13 +7,12 @@ the schema's order, as grammars want them.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias
 
 Schema: TypeAlias = Mapping[str, Any] | bool
-Path: TypeAlias = tuple[str | int, ...]
 
 MAX_DEPTH = 6
 MAX_PARTS = 60
@@ -21,6 +20,8 @@ MAX_PARTS = 60
 MOST_DEPTH = 30
 MOST_PARTS = 400
 """Levels, and parts of a value, after which a value is given up: the schema requires too much."""
+PART_CHANGES = 0.75
+"""Chance that a change of a value with parts is one of a part."""
 TRIES = 8
 """Values made for each value wanted."""
 
@@ -64,9 +65,9 @@ def make_instances(schema: Schema, is_valid: Callable[[object], bool], seed: int
         if not is_valid(value):
             continue
         valid.setdefault(text_of(value))
-        for changed in changes(value, chance, 3):
-            if not is_valid(changed):
-                invalid.setdefault(text_of(changed))
+        for other in (changed(value, chance) for _ in range(3)):
+            if not is_valid(other):
+                invalid.setdefault(text_of(other))
     return Instances(list(valid)[:count], list(invalid)[:count])
 
 
@@ -202,15 +203,17 @@ class Maker:
         return made // step * step if isinstance(step, int) else made
 
 
-def changes(value: Any, chance: Random, count: int) -> Iterator[Any]:
-    """Copies of a value, each changed at one place."""
-    places = list(_places(value))
-    for _ in range(count):
-        path = chance.choice(places)
-        yield _with(value, path, lambda old: _changed(old, chance))
+def changed(value: Any, chance: Random) -> Any:
+    """A copy of a value, changed at one place: the value itself, or somewhere in one of its parts."""
+    if isinstance(value, dict | list) and value and chance.random() < PART_CHANGES:
+        copied: Any = dict(value) if isinstance(value, dict) else list(value)
+        place = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        copied[place] = changed(value[place], chance)
+        return copied
+    return _other(value, chance)
 
 
-def _changed(old: Any, chance: Random) -> Any:
+def _other(old: Any, chance: Random) -> Any:
     """Return another value of the same type, or one of another type."""
     others: list[Any] = [None, True, -7, 1e6 + 0.5, "?", [], {}]
     match old:
@@ -227,26 +230,6 @@ def _changed(old: Any, chance: Random) -> Any:
         case int() | float():
             others += [old + 10_000, old - 10_000, old + 0.5, str(old)]
     return chance.choice([other for other in others if text_of(other) != text_of(old)])
-
-
-def _places(value: Any, path: Path = ()) -> Iterator[Path]:
-    yield path
-    parts: Iterable[tuple[str | int, Any]] = ()
-    if isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, list):
-        parts = enumerate(value)
-    for name, part in parts:
-        yield from _places(part, (*path, name))
-
-
-def _with(value: Any, path: Path, change: Callable[[Any], Any]) -> Any:
-    if not path:
-        return change(value)
-    first, *rest = path
-    copied: Any = dict(value) if isinstance(value, dict) else list(value)
-    copied[first] = _with(value[first], tuple(rest), change)
-    return copied
 
 
 def _both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
