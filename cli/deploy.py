@@ -81,25 +81,34 @@ def run(options: argparse.Namespace) -> int:
     name, *files = options.config
     config = load_config(name, overrides, files)
     _connect(options.address)
+    deploy(config, options.name, is_dry_run=options.dry_run, is_open=options.without_tenants)
+    return 0
 
+
+def deploy(config: Config, name: str, *, is_dry_run: bool = False, is_open: bool = False) -> None:
+    """Deploy on the cluster that this process is connected to, and wait until all replicas are as they should be.
+    `is_dry_run`: only print what would change. `is_open`: a server with tenants may become one without.
+
+    Raises:
+        StartupError: a replica could not start.
+    """
     from raydix.serve_app import versions
 
-    running = running_application(options.name)
+    running = running_application(name)
     served = with_sizes(as_served(config, running.http), running.config)
     wanted = versions(served)
     plan = planned(running, served, wanted)
     told = [*plan.lines(), *ignored(config, running.http), who_may_use(served)]
     print("\n".join(told), flush=True)
     _check(served, running.config)
-    _check_tenants(served, running, is_open=options.without_tenants)
+    _check_tenants(served, running, is_open=is_open)
     is_unchanged = running.versions == wanted and not plan.changes
-    if options.dry_run or (is_unchanged and _is_running(options.name)):
-        return 0
+    if is_dry_run or (is_unchanged and _is_running(name)):
+        return
 
     began = time.monotonic()
-    _deploy(served, options.name, is_new=not running.versions)
+    _deploy(served, name, is_new=not running.versions)
     print(f"deployed after {time.monotonic() - began:.1f} s")
-    return 0
 
 
 def planned(running: RunningApplication, config: Config, wanted: Mapping[str, str]) -> DeploymentPlan:

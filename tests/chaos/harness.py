@@ -47,15 +47,19 @@ class Stream:
     times: list[float] = field(default_factory=list)
     sent_at: float = 0.0
     error: str | None = None
+    has_enough: threading.Event = field(default_factory=threading.Event)
+    """Once it is set, the client leaves at the next token."""
 
     def run(self, server: Server) -> None:
-        """Send the request and read its answer to the end."""
+        """Send the request and read its answer to the end, or until the client has enough."""
         self.sent_at = time.monotonic()
         try:
             for chunk in server.stream(self.prompt, max_tokens=self.num_tokens, cache_salt=self.salt):
                 for choice in chunk["choices"]:
                     self.token_ids += choice.get("token_ids", [])
                     self.times.append(time.monotonic())
+                if self.has_enough.is_set():
+                    return
             if len(self.token_ids) < self.num_tokens:
                 self.error = f"ended after {len(self.token_ids)} of {self.num_tokens} tokens"
         except (OSError, http.client.HTTPException, AssertionError) as error:

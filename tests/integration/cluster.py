@@ -6,6 +6,7 @@ where a test has deployed something over it; Ray, Serve and HAProxy stay.
 
 import contextlib
 import gc
+import io
 import json
 import logging
 import os
@@ -22,17 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import ray
 import yaml
+from pydantic import ValidationError
 
 from raydix.actors.logs import log_folder
 from raydix.cli.cluster import APP_NAME, LocalCluster, free_port, named_local, wait_until_running
+from raydix.cli.deploy import deploy
 from raydix.configs import Config
+from raydix.engine.core.errors import StartupError
 from tests.integration.conftest import Server, eventually
 
 PARTS = re.compile(r"ray::(ServeReplica:\w+:\w+|KVCacheManager|PrefillWorker|DecodeWorker|MixedWorker)")
 STORE_GIB = 1.5
 """Object store of the cluster: enough for each configuration of the tests, which have a limit of their own in it."""
+METRICS_MS = 1000
+"""Interval at which Ray gathers metrics, by default ten seconds: tests wait for some of them."""
 DEPLOY_S = 300
 PACE_S = 0.5
 """Least time of a step while the gate of `paced` is closed, unless a test says another."""
@@ -55,7 +62,9 @@ class Cluster:
     def start(self) -> None:
         from ray import serve
 
-        self._local.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_metrics_report_interval_ms", str(METRICS_MS))
+            self._local.start()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
 
@@ -153,6 +162,15 @@ def parts() -> dict[int, str]:
 
 
 @dataclass(frozen=True)
+class Deployed:
+    """The outcome of a deployment, as the command would end."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
 class Live:
     """The application that runs, as clients and operators see it, and the file of what is deployed over it."""
 
@@ -160,8 +178,20 @@ class Live:
     server: Server
     file: Path
 
-    def deploy(self, config: dict[str, Any], *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """`raydix deploy` of another configuration."""
+    def deploy(self, config: dict[str, Any]) -> "Deployed":
+        """What `raydix deploy` does with another configuration, on this process's connection to the cluster: a command
+        of its own imports Ray first."""
+        self.cluster.forget()
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said):
+                deploy(Config.model_validate(config), APP_NAME)
+        except (StartupError, ValidationError) as error:
+            return Deployed(2, said.getvalue(), str(error))
+        return Deployed(0, said.getvalue(), "")
+
+    def deploy_by_command(self, config: dict[str, Any], *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """`raydix deploy` of another configuration, as a command."""
         self.cluster.forget()
         self.file.write_text(yaml.safe_dump(config))
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

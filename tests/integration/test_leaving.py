@@ -12,7 +12,9 @@ from tests.integration.cluster import Cluster, Live, paced
 from tests.integration.conftest import eventually, random_prompt
 
 BLOCK = 16
-NUM_TOKENS = 300
+NUM_TOKENS = 120
+PACE_S = 1.0
+"""Least time of a step while the worker leaves: the streams outlast that."""
 
 
 def config(num_workers: int) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def test_a_worker_leaves_under_load(live: Live, tmp_path: Path) -> None:
     assert before > 0.9
 
     streams = Streams(live.server, load, "leaving")
-    with paced(live.server, tmp_path / "gate"):
+    with paced(live.server, tmp_path / "gate", PACE_S):
         streams.start()
         streams.wait_for_tokens(8, NUM_STREAMS)
         since = time.monotonic()

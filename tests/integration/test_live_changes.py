@@ -14,7 +14,9 @@ from raydix.engine.core.tenants import key_hash
 from tests.integration.cluster import Cluster, Live, paced
 from tests.integration.conftest import Server, eventually, random_prompt
 
-STREAM_TOKENS = 400
+STREAM_TOKENS = 150
+PACE_S = 1.0
+"""Least time of a step while something is deployed: the stream outlasts that."""
 CONFIG: dict[str, Any] = {
     "model": {"max_model_len": 4096},
     "cache": {"num_blocks": 600, "segment_gib": 0.1, "swap_gib": 0.05},
@@ -115,10 +117,10 @@ def test_limits_tenants_and_budgets_change_under_a_stream(live: Live, tmp_path: 
         workers={"decode": {"token_budget": 96, "max_requests": 8}},
         logging={"level": "DEBUG"},
     )
-    with paced(alice, tmp_path / "gate"):
+    with paced(alice, tmp_path / "gate", PACE_S):
         work = Background(alice)
         eventually(lambda: work.token_ids, "the stream begins")
-        done = live.deploy({**new, "tenants": [CONFIG["tenants"][0], BOB]})
+        done = live.deploy_by_command({**new, "tenants": [CONFIG["tenants"][0], BOB]})
         num_streamed = len(work.token_ids)
     assert done.returncode == 0, done.stderr
     assert "restarts: nothing" in done.stdout and "tenants.carol" in done.stdout, done.stdout
@@ -199,17 +201,18 @@ def test_explain_names_an_answer_that_may_have_reasoned_as_the_place_of_a_miss(l
 def test_bad_configurations_change_nothing(live: Live) -> None:
     assert live.deploy(CONFIG).returncode == 0
     before, settings = live.parts(), live.settings()
+    refused = live.deploy_by_command(changed(ingress={"max_queued_requests": 0}))
+    assert refused.returncode == 2 and "ingress.max_queued_requests: " in refused.stderr, refused
     for wrong, words in (
-        (changed(ingress={"max_queued_requests": 0}), "ingress.max_queued_requests: "),
         (changed(model={"source": "/nowhere"}), "there is no model at /nowhere"),
         (changed(cache={"segment_gib": 10_000.0}), "the object store of a node of the cluster has "),
     ):
-        refused = live.deploy(wrong)
-        assert refused.returncode == 2 and words in refused.stderr, refused
-    dry = live.deploy(changed(ingress={"max_queued_requests": 9}), "--dry-run")
+        lacks = live.deploy(wrong)
+        assert lacks.returncode == 2 and words in lacks.stderr, lacks
+    dry = live.deploy_by_command(changed(ingress={"max_queued_requests": 9}), "--dry-run")
     assert dry.returncode == 0 and "40 -> 9" in dry.stdout
     assert live.deploy(CONFIG).stdout.startswith("restarts: nothing\n")
     assert live.parts() == before and live.settings() == settings
 
-    unknown = live.deploy(CONFIG, "--address", "127.0.0.1:9")
+    unknown = live.deploy_by_command(CONFIG, "--address", "127.0.0.1:9")
     assert unknown.returncode == 2 and "there is no Ray cluster at 127.0.0.1:9" in unknown.stderr

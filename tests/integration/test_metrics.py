@@ -20,7 +20,7 @@ PROMPT_TOKENS = 500
 HIT_TOKENS = PROMPT_TOKENS // 16 * 16
 ANSWER_TOKENS = 20
 REPORTED_WITHIN_S = 40
-"""Ray gathers metrics every ten seconds."""
+"""Ray gathers metrics every second (`cluster.METRICS_MS`), on a busy machine later."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.cluster import Cluster, Live, paced
 from tests.integration.conftest import eventually, random_prompt
-from tests.integration.test_live_changes import STREAM_TOKENS, Background, cached, streamed
+from tests.integration.test_live_changes import PACE_S, STREAM_TOKENS, Background, cached, streamed
 
 NUM_PROMPTS = 20
 NUM_AT_ONCE = 5
@@ -42,7 +42,7 @@ def test_the_manager_is_replaced_under_a_stream(live: Live, tmp_path: Path) -> N
     expected = [token_id for token_ids in streamed(live.server) for token_id in token_ids]
     before = live.parts()
 
-    with paced(live.server, tmp_path / "gate"):
+    with paced(live.server, tmp_path / "gate", PACE_S):
         work = Background(live.server)
         eventually(lambda: work.token_ids, "the stream begins")
         done = live.deploy(config(17))

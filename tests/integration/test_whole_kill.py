@@ -17,7 +17,7 @@ from tests.integration.test_batches import begin, client_of, ended, lines_in, ma
 from tests.integration.test_disk import LIMITS, PROMPT, ask, config, num_blocks_in
 from tests.integration.test_serve_cli import Terminal, assert_killing_frees_its_port
 
-NUM_LINES = 60
+NUM_LINES = 24
 LINE_TOKENS = 32
 QUESTION: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
 
