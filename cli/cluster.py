@@ -129,20 +129,35 @@ class LocalCluster:
             os.environ.setdefault(name, value)
 
     def start(self) -> None:
-        """Start Ray; returns when Ray runs. The thread that calls this must outlive the cluster."""
+        """Start Ray; returns when Ray runs. The thread that calls this must outlive the cluster.
+
+        Raises:
+            StartupError: Ray cannot start.
+        """
+        began = time.time()
         secure_token(Path.home())
         folder = tempfile.mkdtemp(prefix="raydix-")
         self._reaper = subprocess.Popen(
             [sys.executable, "-c", REAPER, folder], stdin=subprocess.PIPE, start_new_session=True
         )
         os.environ.update(own_places(Path(folder)) | front(Path(folder), self._config.http))
-        starting_workers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if forks_workers():
-            self._template = WorkerTemplate(Path(folder))  # imports while this process does, and while Ray starts
-            starting_workers = self._template.starts_workers()
-        import ray
+        try:
+            self._start_ray(Path(folder))
+        except Exception as error:  # of any kind: Ray has none of its own for this
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise StartupError(f"Ray cannot start: {reason}{_logs_since(began)}") from error
 
         from raydix.actors.logs import log_to_ray
+
+        log_to_ray("serve", self._config.logging)
+
+    def _start_ray(self, folder: Path) -> None:
+        """Start Ray's processes. `folder`: for the cluster's own files."""
+        starting_workers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if forks_workers():
+            self._template = WorkerTemplate(folder)  # imports while this process does, and while Ray starts
+            starting_workers = self._template.starts_workers()
+        import ray
 
         log_errors_of_rays_threads()
         with without_spare_processes(), starting_workers:
@@ -154,7 +169,6 @@ class LocalCluster:
                 logging_level=logging.ERROR,
                 configure_logging=True,
             )
-        log_to_ray("serve", self._config.logging)
 
     def log_folder(self) -> Path:
         """Folder of the logs of the cluster's processes."""
@@ -236,10 +250,11 @@ class LocalCluster:
         """End every process of the cluster. Ray leaves one behind: HAProxy survives the actor that started it."""
         import ray
 
-        if ray.is_initialized():
+        if self._reaper is not None or ray.is_initialized():  # a start that failed leaves processes behind, too
             own = None if self._reaper is None else self._reaper.pid
             processes = [child for child in psutil.Process().children(recursive=True) if child.pid != own]
-            ray.shutdown()
+            if ray.is_initialized():
+                ray.shutdown()
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -280,6 +295,17 @@ def wait_until_running(app_name: str, progress: Callable[[str], None], stop: thr
             raise StartupError(_reason(application))
         ready = [name for name, part in application.deployments.items() if part.status == "HEALTHY"]
         progress(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
+
+
+def _logs_since(began: float) -> str:
+    """Words that tell where Ray's logs are of a start that failed; none where Ray did not get as far as to log."""
+    from ray._common import utils
+
+    # Ray tells its folder only while it runs.
+    place: str = utils.get_default_ray_temp_dir()  # type: ignore[no-untyped-call]
+    folders = [path for path in Path(place).glob("session_2*/logs") if path.is_dir()]
+    new = [path for path in folders if path.stat().st_mtime >= began]
+    return f"; its logs are in {max(new, key=lambda path: path.stat().st_mtime)}" if new else ""
 
 
 def own_places(folder: Path) -> dict[str, str]:

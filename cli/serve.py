@@ -310,7 +310,8 @@ def finish(running: StartedServer, work: Future[None]) -> None:
     try:
         work.result()
     except StartupError:
-        raise
+        if not stop.is_set():
+            raise
     except Exception:
         cluster.check()  # what failed for want of Ray is told as Ray's death
         if not stop.is_set():

@@ -1,7 +1,9 @@
 """What `raydix serve` knows of the processes that it starts. They are real ones."""
 
+import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,34 @@ def starting_raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_ray_that_cannot_start_is_told_in_one_line_with_its_reason_and_logs(tmp_path: Path, forks: bool) -> None:
+    folder = tmp_path / ("x" * 100)  # too long for the names of Ray's sockets
+    folder.mkdir()
+    program = """
+from raydix.cli.cluster import LocalCluster
+from raydix.configs import load_config
+from raydix.engine.core.errors import StartupError
+
+cluster = LocalCluster(load_config("cpu_mixed"))
+try:
+    cluster.start()
+except StartupError as error:
+    print(error)
+cluster.stop()
+"""
+    environment = os.environ | {"TMPDIR": str(folder), "RAYDIX_FORK_WORKERS": str(int(forks))}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    [line] = told.stdout.splitlines()
+    assert line.startswith("Ray cannot start: ")
+    if forks:
+        assert "AF_UNIX path too long" in line
+    else:
+        assert "cannot exceed 107 bytes" in line
+        assert line.endswith("/logs") and Path(line.rpartition(" ")[2]).is_dir()
 
 
 def test_the_death_of_a_process_is_seen_that_was_listed_before_its_exec(
