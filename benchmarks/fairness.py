@@ -180,7 +180,7 @@ class Simulation:
     def _measure(self, worker: Worker) -> None:
         num_available = worker.pool.num_available
         num_empty = num_available - worker.pool.num_cached
-        self._directory.worker_measured(worker.name, 0, COSTS, num_available, num_empty)
+        self._directory.fleet.measured(worker.name, 0, COSTS, num_available, num_empty)
 
 
 def _quantile(values: Sequence[float], part: float) -> float:

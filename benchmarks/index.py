@@ -57,11 +57,11 @@ def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
     admitting_s = time.perf_counter() - started
 
     started = time.perf_counter()
-    num_found = sum(sum(1 for _ in directory.leading(hashes)) for hashes in samples)
+    num_found = sum(sum(1 for _ in directory.stock.blocks.leading(hashes)) for hashes in samples)
     probing_s = time.perf_counter() - started
     assert num_found == len(samples) * PROMPT_BLOCKS
     return {
-        "blocks": directory.num_blocks,
+        "blocks": len(directory.stock.blocks),
         "filled_per_s": num_blocks / filled_s,
         "admits_per_s": len(samples) / admitting_s,
         "probes_per_s": num_found / probing_s,

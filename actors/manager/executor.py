@@ -79,25 +79,25 @@ class Executor:
         """Hand a segment to a worker, and note the time of the import; after a failure, the segment is promised from
         this source to no other worker."""
         header, node = segment.header, segment.node
-        patience_s = self._directory.patience_s(worker_id, segment, time.time())
+        patience_s = self._directory.fleet.patience_s(worker_id, node, header.num_bytes, time.time())
         try:
             report = await client.import_segment(header, [] if segment.ref is None else [segment.ref], patience_s)
         except RayError as error:  # the worker is gone; its stream tells
             logger.debug("segment not delivered: %s", type(error).__name__)
             return
         if report.fate is Imported.NOT_FETCHED:
-            self._directory.segment_undelivered(segment, time.time())
+            self._directory.stock.segments.undelivered(segment, time.time())
         elif report.fate is Imported.DAMAGED:
-            self.carry_out(self._directory.segment_lost(segment.segment_id, time.time()))
+            self.carry_out(self._directory.stock.lost(segment.segment_id, time.time()))
         if report.seconds is not None:
-            self._directory.imported(worker_id, node, header.num_bytes, report.seconds, time.time())
+            self._directory.fleet.imported(worker_id, node, header.num_bytes, report.seconds, time.time())
 
     async def _use_disk(self, instruction: DiskInstruction) -> None:
         assert self._disk is not None
         match instruction:
             case WriteFile(segment=segment):
                 written = await self._disk.write(segment)
-                self.carry_out(self._directory.segment_written(segment.segment_id, written, time.time()))
+                self.carry_out(self._directory.stock.segments.written(segment.segment_id, written, time.time()))
             case ReadFile(segment=segment):
                 self.carry_out(await self._read(self._disk, segment))
             case EraseFile(header=header):
@@ -108,10 +108,10 @@ class Executor:
         try:
             ref = await disk.read(segment.header)
         except DamagedFileError:
-            return self._directory.segment_lost(segment.segment_id, time.time())
+            return self._directory.stock.lost(segment.segment_id, time.time())
         if ref is None:
-            return self._directory.segment_unread(segment, time.time())
-        return self._directory.segment_read(segment.segment_id, ref, time.time())
+            return self._directory.stock.unread(segment, time.time())
+        return self._directory.stock.read(segment.segment_id, ref, time.time())
 
     async def save_blocks(self) -> None:
         """Write blocks to disk that workers would not export by themselves, again and again."""
@@ -123,7 +123,7 @@ class Executor:
         """Replace producers that have sent none of the awaited blocks for `await_timeout_s`, again and again."""
         while True:
             await asyncio.sleep(await_timeout_s / NUM_STALL_CHECKS)
-            instructions = list(self._directory.replace_stalled(time.monotonic(), await_timeout_s))
+            instructions = list(self._directory.stock.supply.replace_stalled(time.monotonic(), await_timeout_s))
             if instructions:
                 logger.warning(
                     "blocks did not come in %g s; %d instructions to compute them elsewhere",

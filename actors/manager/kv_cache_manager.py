@@ -123,7 +123,7 @@ class KVCacheManager:
             self._background.start(self._load.run())
             if self._disk is not None:
                 files = await self._disk.open()
-                self._executor.carry_out(self._directory.files_found(files, time.time()))
+                self._executor.carry_out(self._directory.stock.segments.files_found(files, time.time()))
                 self._background.start(self._executor.save_blocks())
                 responses = await self._memory.keep_on_disk(self._disk.folder)
                 self._background.start(responses.run())
@@ -273,15 +273,15 @@ class KVCacheManager:
         return cache_report(self._directory, tenant, is_admin)
 
     async def events_since(self, sequence: int | None) -> CacheUpdate:
-        """Events of stored and removed blocks (`Directory.events_since`)."""
-        return self._directory.events_since(sequence)
+        """Events of stored and removed blocks (`BlockIndex.events_since`)."""
+        return self._directory.stock.blocks.events_since(sequence)
 
     async def reset_cache(self) -> dict[str, int]:
         """Forget the token ids of answers, and everywhere all KV that is neither held by nor promised to a request;
         returns the counts."""
         self._memory.forget_answers()
         pool_blocks = await self._resets.reset(self._executor.clients)
-        store_blocks, erased = self._directory.reset_segments()
+        store_blocks, erased = self._directory.stock.segments.reset()
         self._executor.carry_out(erased)
 
         # A segment that arrived meanwhile may have been delivered to a pool behind the pool's reset.
@@ -317,7 +317,7 @@ class KVCacheManager:
 
     async def offers(self) -> list[Offer]:
         """The segments in the object store, the most valuable first."""
-        return self._directory.segments_offered(time.time())
+        return self._directory.stock.offers(time.time())
 
     async def copies(self, segment_ids: Sequence[int]) -> AsyncIterator[object]:
         """Yield a copy of each segment's payload, which the caller owns; None for a segment that is gone."""
@@ -327,7 +327,7 @@ class KVCacheManager:
     async def moved_away(self, segment_ids: Sequence[int]) -> None:
         """Drop segments of which the successor has copies."""
         for segment_id in segment_ids:
-            self._directory.segment_moved_away(segment_id)
+            self._directory.stock.segments.moved_away(segment_id)
 
     async def expect_memory(self) -> None:
         """Let questions for answers and responses wait until a predecessor's have come."""

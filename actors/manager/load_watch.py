@@ -26,19 +26,19 @@ class LoadWatch:
 
     def wanted(self) -> Wanted | None:
         """The number of elastic workers for the present load; None before the first look at the load."""
-        plan = self._directory.plan
+        plan = self._directory.fleet.plan
         return None if plan is None else Wanted(plan.num_wanted, plan.may_shrink)
 
     async def run(self) -> None:
         """Divide the elastic workers as the load asks, and find the wanted number, again and again."""
         while True:
             await asyncio.sleep(DIVIDE_S)
-            had, plan = self._directory.plan, self._divide()
-            self._metrics.duties([worker.duty for worker in self._directory.workers.elastic])
+            had, plan = self._directory.fleet.plan, self._divide()
+            self._metrics.duties([worker.duty for worker in self._directory.fleet.elastic])
             if plan is not None or had is not None:
                 self._metrics.wanted(0 if plan is None else plan.num_wanted)
             if plan is not None and (had is None or had.num_wanted != plan.num_wanted):
-                extra = about("wanted", workers=plan.num_wanted, was=len(self._directory.workers.elastic))
+                extra = about("wanted", workers=plan.num_wanted, was=len(self._directory.fleet.elastic))
                 logger.info("%d elastic workers are wanted", plan.num_wanted, extra=extra)
             for worker_id, duty in plan.duties.items() if plan is not None else ():
                 extra = about("duty", worker=worker_id, duty=duty)
@@ -46,6 +46,6 @@ class LoadWatch:
 
     def _divide(self) -> Plan | None:
         """Look at the load; None without elastic workers."""
-        if not self._directory.workers.elastic and self._directory.plan is None:
+        if not self._directory.fleet.elastic and self._directory.fleet.plan is None:
             return None
         return self._directory.divide(time.time(), *self.limits)

@@ -101,7 +101,7 @@ class Succession:
     async def copies(self, segment_ids: Sequence[int]) -> AsyncIterator[object]:
         """Yield a copy of each segment's payload, which the caller owns; None for a segment that is gone."""
         for segment_id in segment_ids:
-            segment = self._directory.segments.get(segment_id)
+            segment = self._directory.stock.segments.get(segment_id)
             ref: Any = None if segment is None else segment.ref
             try:
                 yield None if ref is None else await answer(ref, COPY_S)
@@ -152,16 +152,16 @@ class Succession:
 
     async def _take_segments(self, client: ManagerClient) -> int:
         """Copy the predecessor's segments, the most valuable first; returns their number."""
-        segments, now = self._directory.segments, time.time()
+        segments, now = self._directory.stock.segments, time.time()
         offers = await answer(client.offers(), ANSWER_S)
         node = offers[0].node if offers else ""
         # Copies go into the object store of the predecessor's node: its part of the budget has room for them.
         room_bytes = segments.store_budget_bytes - segments.node_bytes[node]
-        fingerprint = self._directory.workers.fingerprint
+        fingerprint = self._directory.fleet.fingerprint
         taken: list[int] = []
         try:
             async with asyncio.timeout(SEGMENTS_S):
-                for batch in batches(chosen(offers, self._directory.lacks, fingerprint, room_bytes, now)):
+                for batch in batches(chosen(offers, self._directory.stock.lacks, fingerprint, room_bytes, now)):
                     await self._take_batch(client, batch, taken)
         except (RayError, TimeoutError) as error:
             reason = type(error).__name__
@@ -169,7 +169,7 @@ class Succession:
 
         # Taken later is used later: now the most valuable are the ones used last.
         for segment_id in reversed(taken):
-            self._directory.segment_refreshed(segment_id, time.time())
+            self._directory.stock.segments.refresh(segment_id, time.time())
         return len(taken)
 
     async def _take_batch(self, client: ManagerClient, batch: Sequence[Offer], taken: list[int]) -> None:
@@ -178,12 +178,10 @@ class Succession:
         for offer in batch:
             ref = await anext(stream)
             if await ref is not None:
-                segment_id, instructions = self._directory.segment_taken_over(
-                    offer.header, ref, offer.node, time.time()
-                )
+                segment, instructions = self._directory.stock.exported(offer.header, ref, time.time(), node=offer.node)
                 self._executor.carry_out(instructions)
-                taken.append(segment_id)
+                taken.append(segment.segment_id)
         await client.moved_away(segment_ids)
 
     def _terms(self) -> Terms:
-        return terms(self._directory.costs.block_size, self._directory.keeps_segments)
+        return terms(self._directory.costs.block_size, self._directory.stock.keeps_segments)

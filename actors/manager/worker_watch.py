@@ -45,11 +45,11 @@ class WorkerWatch:
     def register(self, registration: Registration, handle: Handle) -> str | None:
         """Register a worker and begin to read its export stream; returns the reason of a refusal, or None."""
         worker_id, epoch = registration.worker_id, registration.epoch
-        current = self._directory.workers.get(worker_id)
+        current = self._directory.fleet.get(worker_id)
         if current is not None and current.epoch > epoch:
             return "a newer incarnation is registered"
 
-        refusal = self._directory.workers.refusal(worker_id, registration.fingerprint)
+        refusal = self._directory.fleet.refusal(worker_id, registration.fingerprint)
         if refusal is not None:
             return refusal
 
@@ -84,9 +84,9 @@ class WorkerWatch:
 
     def heartbeat(self, worker_id: str, epoch: int, state: WorkerState) -> bool:
         """Record a worker's costs and room; returns False if the worker is not registered."""
-        if self._directory.is_current(worker_id, epoch):
+        if self._directory.fleet.current(worker_id, epoch) is not None:
             self._signs.heard(worker_id, time.monotonic())
-        self._directory.worker_measured(
+        self._directory.fleet.measured(
             worker_id,
             epoch,
             state.costs,
@@ -95,14 +95,14 @@ class WorkerWatch:
             num_steps=state.num_steps,
             token_budget=state.token_budget,
         )
-        return self._directory.is_current(worker_id, epoch)
+        return self._directory.fleet.current(worker_id, epoch) is not None
 
     def leaving(self, worker_id: str) -> bool | None:
         """Have a worker's requests and blocks go elsewhere, since its host is about to stop; returns whether nothing is
         left there, None for an unknown worker. To be called again until then."""
-        if worker_id not in self._directory.workers:
+        if worker_id not in self._directory.fleet:
             return None
-        if worker_id not in self._directory.workers.leaving:
+        if worker_id not in self._directory.fleet.leaving:
             logger.info("%s is leaving", worker_id, extra=about("worker_leaving", worker=worker_id))
         self._executor.carry_out(self._directory.leave(worker_id))
         return self._directory.has_left(worker_id)
@@ -113,7 +113,7 @@ class WorkerWatch:
 
     def members(self, *, starts_on_demand: bool) -> Membership:
         """List the registered workers, and count the starting ones."""
-        workers = self._directory.workers
+        workers = self._directory.fleet
         registered = tuple(
             WorkerInfo(w.worker_id, w.role, w.epoch, self._processes.get(w.worker_id)) for w in workers.values()
         )
@@ -179,7 +179,7 @@ class WorkerWatch:
         except Exception as error:  # of any kind: this worker's stream is not read any more
             reason = type(error).__name__
             extra = about("worker_lost", worker=worker_id, epoch=epoch, reason=reason)
-            level = logging.INFO if worker_id in self._directory.workers.leaving else logging.WARNING
+            level = logging.INFO if worker_id in self._directory.fleet.leaving else logging.WARNING
             logger.log(level, "lost %s (%s)", worker_id, reason, extra=extra)
 
         # A later registration has a reader of its own, and the worker is not to be forgotten.

@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.replaying.cluster import Cluster
 from benchmarks.replaying.routers import Managed
 from benchmarks.replaying.worker import ReplayWorker
-from raydix.engine.core.manager.reservations import US_PER_S, WorkerRecord
+from raydix.engine.core.manager.records import US_PER_S, WorkerRecord
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.types import Role
 

@@ -14,7 +14,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.elastic import Plan
 from raydix.engine.core.manager.instructions import Export, Instruction
-from raydix.engine.core.manager.reservations import WorkerRecord
+from raydix.engine.core.manager.records import WorkerRecord
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import AdmitRequest, SegmentHeader
 
@@ -43,7 +43,7 @@ class Managed:
     @property
     def workers(self) -> Mapping[str, WorkerRecord]:
         """The directory's own records."""
-        return self._directory.workers
+        return self._directory.fleet
 
     def divide(self, now: float, most: int) -> Plan | None:
         """Have the directory look at the load of its elastic workers."""
@@ -83,7 +83,9 @@ class Managed:
 
     def num_reachable(self, job: Job) -> int:
         count = 0
-        for block_hash, record in zip(job.request.hashes, self._directory.leading(job.request.hashes), strict=False):
+        for block_hash, record in zip(
+            job.request.hashes, self._directory.stock.blocks.leading(job.request.hashes), strict=False
+        ):
             is_here = job.prefill in record.workers
             if not is_here and not (block_hash in job.promised and record.workers):
                 break
@@ -112,7 +114,7 @@ class Managed:
     def _measured(self, worker: ReplayWorker, costs: WorkerCosts | None) -> None:
         num_available = worker.pool.num_available
         num_empty = num_available - worker.pool.num_cached
-        self._directory.worker_measured(worker.worker_id, 0, costs, num_available, num_empty)
+        self._directory.fleet.measured(worker.worker_id, 0, costs, num_available, num_empty)
 
     def _export(self, instructions: Sequence[Instruction]) -> None:
         """Workers export at once the blocks they are asked for; the cost of a move includes the time."""

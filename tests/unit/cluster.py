@@ -215,7 +215,7 @@ class Cluster:
         """Time passes, and the manager looks around, before and after."""
         for passed in (0.0, seconds):
             self.now += passed
-            self._carry_out(self.manager.directory.replace_stalled(self.now, AWAIT_TIMEOUT_S))
+            self._carry_out(self.manager.directory.stock.supply.replace_stalled(self.now, AWAIT_TIMEOUT_S))
 
     def restart_manager(self) -> None:
         """The manager dies with all that was said to it and by it, and another comes up, which knows nothing."""
@@ -242,14 +242,14 @@ class Cluster:
         """Nobody hears of a worker any more but by its tokens and exports, which it goes on sending."""
         self.muted.add(worker_id)
         directory = self.manager.directory
-        if directory.workers.keys() - self.muted:
+        if directory.fleet.keys() - self.muted:
             self._carry_out(directory.worker_silent(worker_id, self.now))
 
     def unmute(self, worker_id: str) -> None:
         """A worker's heartbeats and answers arrive again."""
         self.muted.discard(worker_id)
         worker = self.workers[worker_id]
-        if worker.is_alive and not self.manager.directory.is_current(worker_id, worker.epoch):
+        if worker.is_alive and not self.manager.directory.fleet.current(worker_id, worker.epoch) is not None:
             worker.post(lambda: self._register(worker))
 
     def deliver(self, channel: Channel) -> None:
@@ -321,7 +321,7 @@ class Cluster:
         assert not self.active, f"{list(self.active)} never end"
         assert self.num_lost or not self.num_lost_attempts, "nothing was lost"
         assert self.manager.directory.num_reservations == 0
-        assert all(segment.leases == 0 for segment in self.manager.directory.segments._segments.values())
+        assert all(segment.leases == 0 for segment in self.manager.directory.stock.segments._segments.values())
         for worker in self.workers.values():
             if worker.is_alive:
                 assert worker.engine.scheduler.num_requests == 0
@@ -451,8 +451,8 @@ class Cluster:
     def _name_workers(self) -> None:
         """The manager says which workers there are."""
         directory = self.manager.directory
-        workers = tuple(WorkerInfo(each.worker_id, each.role, each.epoch) for each in directory.workers.values())
-        self._obey_all(self.dispatch.membership(Membership(workers, 0, directory.workers.fingerprint), self.now))
+        workers = tuple(WorkerInfo(each.worker_id, each.role, each.epoch) for each in directory.fleet.values())
+        self._obey_all(self.dispatch.membership(Membership(workers, 0, directory.fleet.fingerprint), self.now))
 
     def _assign(self, worker: SimWorker, assignment: Assignment) -> None:
         self._say(_calls(worker), lambda: self._submit(worker, assignment))
@@ -592,14 +592,14 @@ class Cluster:
         if not worker.is_alive:
             return
         manager = self.manager
-        is_readable = manager.directory.segments._segments.get(segment.segment_id) is not segment or (
+        is_readable = manager.directory.stock.segments._segments.get(segment.segment_id) is not segment or (
             segment.segment_id not in manager.unreadable
         )
         payload = segment.ref if is_readable else None
         now = self.now
         worker.post(lambda: worker.engine.import_segment(segment.header, payload, now))  # type: ignore[arg-type]
         if not is_readable:
-            self._answer("to manager", lambda: manager.directory.segments.undelivered(segment, self.now))
+            self._answer("to manager", lambda: manager.directory.stock.segments.undelivered(segment, self.now))
 
     def _export(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
         segments, missing = worker.engine.export(hashes, self.now)

@@ -142,7 +142,7 @@ def test_a_worker_that_computes_dies(
     cluster.kill(worker.worker_id, loses_mail)
     if comes_back or len(roles) == 1:
         # A new one takes longer to start than the others take to notice.
-        while worker.worker_id in cluster.manager.directory.workers or cluster.admitting:
+        while worker.worker_id in cluster.manager.directory.fleet or cluster.admitting:
             cluster.turn(random)
         cluster.start_worker(worker.worker_id, worker.role, worker.epoch + 1)
     cluster.drain(random)

@@ -100,12 +100,12 @@ class ClusterMachine(RuleBasedStateMachine):
         self.is_disturbed = True
         self.cluster.restart_manager()
 
-    @precondition(lambda self: len(self.cluster.manager.directory.segments) > 0)
+    @precondition(lambda self: len(self.cluster.manager.directory.stock.segments) > 0)
     @rule(data=st.data())
     def lose_segment(self, data: st.DataObject) -> None:
         self.is_disturbed = True
         manager = self.cluster.manager
-        manager.unreadable.add(data.draw(st.sampled_from(sorted(manager.directory.segments._segments))))
+        manager.unreadable.add(data.draw(st.sampled_from(sorted(manager.directory.stock.segments._segments))))
 
     @rule(data=st.data(), is_stalled=st.booleans())
     def stall(self, data: st.DataObject, is_stalled: bool) -> None:

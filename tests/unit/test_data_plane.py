@@ -16,7 +16,7 @@ import raydix.actors.manager.executor as executor_module
 import raydix.actors.manager.ingress_watch as ingress_watch
 import raydix.actors.worker.segment_import as segment_import_module
 import raydix.actors.worker.worker as worker_module
-import raydix.engine.core.manager.segment_events as segment_events_module
+import raydix.engine.core.manager.fleet as fleet_module
 from raydix.actors.calls import answer
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.actors.manager.kv_cache_manager import KVCacheManager
@@ -174,7 +174,7 @@ class Scene:
 
     @staticmethod
     def num_registered(manager: KVCacheManager) -> int:
-        return len(manager._directory.workers)
+        return len(manager._directory.fleet)
 
     def stop(self) -> None:
         """End the workers' threads; a second time does nothing."""
@@ -243,7 +243,7 @@ def test_a_reset_takes_what_is_still_on_its_way_to_the_store(scene: Scene, monke
         await until(lambda: all(not worker._engine.pool.num_cached for worker in scene.workers.values()))
         is_reset.set()
         await resets
-        await until(lambda: manager._directory.num_blocks == 0)
+        await until(lambda: len(manager._directory.stock.blocks) == 0)
         for worker in scene.workers.values():
             assert (await worker.statistics())["num_cached_blocks"] == 0
 
@@ -543,7 +543,7 @@ def test_a_link_that_comes_back_soon_replaces_nobody(scene: Scene, caplog: pytes
         scene.local.handles["d0:1"].reconnect()
         await crowd.check()
         assert not scene.num_failovers
-        assert {worker.epoch for worker in manager._directory.workers.values()} == {1}
+        assert {worker.epoch for worker in manager._directory.fleet.values()} == {1}
         assert scene.num_registered(manager) == 4
         assert not [record for record in caplog.records if "goes on elsewhere" in record.message]
 
@@ -558,19 +558,19 @@ def test_imports_teach_the_manager_what_links_take(scene: Scene, monkeypatch: py
 
     async def play() -> None:
         manager, dispatcher = await scene.start()
-        assert len(manager._directory.workers.nodes) == 4
+        assert len(manager._directory.fleet.nodes) == 4
         for number in range(4):
             name = f"r{number}"
             assert await answer_of(dispatcher, name, prompt_of(number), NUM_TOKENS) == expected(prompt_of(number))
-        await until(lambda: len(manager._directory.links))
-        assert all(source != target for source, target in manager._directory.links.known())
+        await until(lambda: len(manager._directory.fleet.links))
+        assert all(source != target for source, target in manager._directory.fleet.links.known())
         await until(lambda: manager._directory.num_reservations == 0)
         explained: Any = await manager.explain("r0", None)
         [attempt] = explained[0]["attempts"]
         assert attempt["prefill_worker"] != attempt["decode_worker"]
         assert attempt["predicted_handover_s"] > 0 and attempt["actual_handover_s"] >= 0
         report: Any = await manager.cache_report("default", is_admin=True)
-        assert len(report["links"]) == len(manager._directory.links)
+        assert len(report["links"]) == len(manager._directory.fleet.links)
         assert report["object_store"]["bytes"] == sum(report["object_store"]["nodes"].values())
         manager._directory.check_integrity()
 
@@ -581,7 +581,7 @@ def test_requests_compute_what_another_node_is_late_with(scene: Scene, monkeypat
     """Each worker registers from a node of its own; nothing that one has exported comes until the answer is over."""
     numbers = count()
     monkeypatch.setattr(scene.local, "own_node", lambda: f"node {next(numbers)}")
-    monkeypatch.setattr(segment_events_module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(fleet_module, "PATIENCE_S", 0.05)
 
     async def play() -> None:
         is_over, fetched = asyncio.Event(), []
@@ -597,7 +597,7 @@ def test_requests_compute_what_another_node_is_late_with(scene: Scene, monkeypat
             assert await answer_of(dispatcher, "late", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
         assert not fetched
         is_over.set()
-        await until(lambda: fetched and len(manager._directory.links))
+        await until(lambda: fetched and len(manager._directory.fleet.links))
         assert await answer_of(dispatcher, "again", prompt_of(1), NUM_TOKENS) == expected(prompt_of(1))
         await until(lambda: manager._directory.num_reservations == 0)
         manager._directory.check_integrity()
@@ -634,7 +634,7 @@ def test_kv_on_disk_survives_everybody(scene: Scene, tmp_path: Path, monkeypatch
             worker = scene.workers[f"m{epoch}"] = await scene.local.start_worker(Role.MIXED, "m", epoch)
             await until(lambda: scene.num_registered(manager) == 1)  # noqa: B023
             dispatcher = make_dispatcher(scene.local, f"ingress {epoch}")
-            before = manager._directory.segments.disk_bytes
+            before = manager._directory.stock.segments.disk_bytes
             prompt = tuple(range(90))
             assert await answer_of(dispatcher, "r", prompt, 3) == expected(prompt, 3)
             if epoch == 1:
@@ -705,7 +705,7 @@ def test_limits_change_under_a_stream(scene: Scene, monkeypatch: pytest.MonkeyPa
 
         assert manager._directory.costs.piggyback_tokens == 7
         assert manager._directory.objectives == objectives
-        await until(lambda: {worker.token_budget for worker in manager._directory.workers.values()} == {8})
+        await until(lambda: {worker.token_budget for worker in manager._directory.fleet.values()} == {8})
         for worker in scene.workers.values():
             assert worker._engine.scheduler.limits == SchedulerLimits(8, 4)
         await until(lambda: manager._directory.num_reservations == 0)

@@ -85,7 +85,7 @@ def test_a_new_prompt_is_computed_and_sent_on(split: Directory) -> None:
     assert seal(split, "p", A) == []
     handover = Handover("r", 0, 7, b"tail")
     assert delivered(export(split, "p", B, b"tail", handover=handover)) == [("d", (B, b"tail"))]
-    assert len(split.segments) == 2, "the tail belongs to its request and is not indexed"
+    assert len(split.stock.segments) == 2, "the tail belongs to its request and is not indexed"
     assert split.end_request("r", 0.0) == []
 
 
@@ -99,7 +99,7 @@ def test_a_prompt_without_answer_stays_with_its_prefill_worker(split: Directory)
 def test_a_bare_handover_is_delivered_and_not_kept(split: Directory) -> None:
     admit(split, "r")
     assert delivered(export(split, "p", handover=Handover("r", 0, 7, None))) == [("d", ())]
-    assert len(split.segments) == split.num_blocks == 0
+    assert len(split.stock.segments) == len(split.stock.blocks) == 0
 
 
 def test_a_handover_of_an_older_attempt_goes_nowhere(split: Directory) -> None:
@@ -137,7 +137,7 @@ def test_when_nobody_is_left_to_compute_those_who_wait_are_told(split: Directory
     admit(split, "r1", A)
     assert split.end_request("r1", 0.0) == [Export("p", (A,))]
     assert split.export_failed("p", 1, [A]) == [Lost("d", (A,))]
-    assert split.num_blocks == 0
+    assert len(split.stock.blocks) == 0
 
 
 def test_whoever_computes_it_first_sends_it(make_directory: MakeDirectory) -> None:
@@ -147,7 +147,7 @@ def test_whoever_computes_it_first_sends_it(make_directory: MakeDirectory) -> No
     admit(directory, "r1", A)
     join(directory, "b", Role.MIXED)
     join(directory, "c", Role.MIXED)
-    directory._blocks[A].awaited(frozenset({"b", "c"}))
+    directory.stock.blocks[A].awaited(frozenset({"b", "c"}))
     assert seal(directory, "b", A) == [Export("b", (A,))]
 
 
@@ -201,18 +201,18 @@ def test_an_export_that_fails_is_lost(make_directory: MakeDirectory, evicted_bef
     if evicted_before:
         assert evict(directory, "d", A) == [], "the answer to the order is still to come"
     assert directory.export_failed("d", 1, [A]) == [Lost("p", (A,))]
-    assert directory._blocks[A].producer == "r", "it computes it for everybody"
+    assert directory.stock.blocks[A].producer == "r", "it computes it for everybody"
     directory.check_integrity()
     directory.end_request("r", 0.0)
     directory.export_failed("p", 1, [A, B])
-    assert directory.num_blocks == 0, "nothing is known that nobody has"
+    assert len(directory.stock.blocks) == 0, "nothing is known that nobody has"
 
 
 def test_an_export_that_nobody_wants_any_more_may_fail(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     join(directory, "d", Role.DECODE)
     assert directory.export_failed("d", 1, [A]) == []
-    assert directory.num_blocks == 0
+    assert len(directory.stock.blocks) == 0
 
 
 # Workers come and go
@@ -223,7 +223,7 @@ def test_a_dead_workers_promises_are_lost(split: Directory) -> None:
     [lost] = split.remove_worker("p", 1)
     assert isinstance(lost, Lost) and lost.worker_id == "d" and set(lost.hashes) == {A, B}
     assert split.remove_worker("p", 1) == []
-    assert split.num_blocks == 0
+    assert len(split.stock.blocks) == 0
     assert split.end_request("r", 0.0) == []
 
 
@@ -236,14 +236,14 @@ def test_an_order_dies_with_its_worker(make_directory: MakeDirectory) -> None:
     assert directory.remove_worker("d", 1) == [Lost("p", (A,))]
     directory.end_request("r", 0.0)
     directory.export_failed("p", 1, [A, B])
-    assert directory.num_blocks == 0
+    assert len(directory.stock.blocks) == 0
 
 
 def test_segments_outlive_their_worker(split: Directory) -> None:
     export(split, "p", A, B)
     seal(split, "p", A, B)
     split.remove_worker("p", 1)
-    assert split.num_blocks == 2
+    assert len(split.stock.blocks) == 2
     admission, instructions = admit(split, "r", A, B)
     assert admission.prefill == "d"
     assert delivered(instructions) == [("d", (A, B))]
@@ -260,7 +260,7 @@ def test_segments_of_a_silent_worker_are_out_of_reach(make_directory: MakeDirect
     assert admission.prefill == "b" and delivered(instructions) == [("b", (A,)), ("b", (B,))]
 
     assert directory.worker_silent("a", 0.0) == [Lost("b", (A,))]
-    assert "a" not in directory.workers and len(directory.segments) == 1
+    assert "a" not in directory.fleet and len(directory.stock.segments) == 1
     directory.check_integrity()
     _, instructions = directory.admit(AdmitRequest("s", 0, (B,), 6, avoided=("c",)), 0.0)
     assert delivered(instructions) == [("b", (B,))]
@@ -298,26 +298,26 @@ def test_nothing_is_delivered_to_the_dead(split: Directory) -> None:
 
 def test_an_older_incarnation_is_ignored(split: Directory) -> None:
     join(split, "p", Role.PREFILL, A, epoch=5)
-    assert not split.is_current("p", 1) and split.is_current("p", 5)
+    assert not split.fleet.current("p", 1) is not None and split.fleet.current("p", 5) is not None
     assert join(split, "p", Role.MIXED, B, epoch=4) == []
     seal(split, "p", B)
     export(split, "p", B)
     evict(split, "p", A)
     assert split.remove_worker("p", 1) == []
-    split.worker_measured("p", 1, WorkerCosts(), 1)
-    assert split.num_blocks == 1 and len(split.segments) == 0
-    assert split.workers["p"].role is Role.PREFILL
-    assert split.workers["p"].num_free_blocks is None
+    split.fleet.measured("p", 1, WorkerCosts(), 1)
+    assert len(split.stock.blocks) == 1 and len(split.stock.segments) == 0
+    assert split.fleet["p"].role is Role.PREFILL
+    assert split.fleet["p"].num_free_blocks is None
 
 
 def test_a_new_incarnation_starts_without_the_old_ones_load(split: Directory) -> None:
     admit(split, "r", A, B)
-    assert split.workers["p"].queued_us == 12_000
+    assert split.fleet["p"].queued_us == 12_000
     [lost] = join(split, "p", Role.PREFILL, epoch=2)
     assert isinstance(lost, Lost) and lost.worker_id == "d" and set(lost.hashes) == {A, B}
-    assert split.workers["p"].queued_us == 0
+    assert split.fleet["p"].queued_us == 0
     split.end_request("r", 0.0)
-    assert split.workers["p"].queued_us == 0
+    assert split.fleet["p"].queued_us == 0
 
 
 def test_an_incarnation_that_registers_twice_has_no_load_either(split: Directory) -> None:
@@ -326,17 +326,17 @@ def test_an_incarnation_that_registers_twice_has_no_load_either(split: Directory
     split.check_integrity()
     split.first_token("r", 0, 0.1)
     split.end_request("r", 0.0)
-    assert split.workers["p"].queued_us == 0
+    assert split.fleet["p"].queued_us == 0
 
 
 def test_measured_rates_decide(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     for worker_id in ("slow", "fast"):
         join(directory, worker_id, Role.MIXED)
-    directory.worker_measured("fast", 1, WorkerCosts(1e-4, 1e-4, 1e-4), 100)
-    directory.worker_measured("slow", 1, None, 100)
-    assert directory.workers["slow"].costs == directory.workers["fast"].costs, "not measured: as its peer"
-    directory.worker_measured("slow", 1, WorkerCosts(), 100)
+    directory.fleet.measured("fast", 1, WorkerCosts(1e-4, 1e-4, 1e-4), 100)
+    directory.fleet.measured("slow", 1, None, 100)
+    assert directory.fleet["slow"].costs == directory.fleet["fast"].costs, "not measured: as its peer"
+    directory.fleet.measured("slow", 1, WorkerCosts(), 100)
     assert {admit(directory, str(index))[0].prefill for index in range(3)} == {"fast"}
 
 
@@ -362,7 +362,7 @@ def test_who_holds_what_cannot_be_sent_does_not_compute_it_for_others(make_direc
     join(directory, "p", Role.PREFILL)
     admit(directory, "r", A, B)
     seal(directory, "p", A)
-    directory._blocks[A].awaited(frozenset({"x"}))
+    directory.stock.blocks[A].awaited(frozenset({"x"}))
     join(directory, "x", Role.MIXED)
     assert directory.blocks_unsent("d", 1, [A]) == [Lost("x", (A,))]
 
@@ -379,15 +379,15 @@ def test_without_a_worker_nothing_changes(split: Directory) -> None:
 
 def test_load_is_reserved_until_the_first_token(split: Directory) -> None:
     admit(split, "r", A, B)
-    worker = split.workers["p"]
-    assert worker.queued_us == 12_000 and worker.requests == {"r"} == split.workers["d"].requests
-    assert worker.decoding == set() and split.workers["d"].decoding == {"r"}
+    worker = split.fleet["p"]
+    assert worker.queued_us == 12_000 and worker.requests == {"r"} == split.fleet["d"].requests
+    assert worker.decoding == set() and split.fleet["d"].decoding == {"r"}
     split.first_token("r", 0, 0.1)
     assert worker.queued_us == 0 and worker.requests == {"r"}
     split.first_token("r", 0, 0.1)
     split.first_token("unknown", 0, 0.1)
     split.end_request("r", 0.0)
-    assert worker.queued_us == 0 and not worker.requests and not split.workers["d"].requests
+    assert worker.queued_us == 0 and not worker.requests and not split.fleet["d"].requests
 
 
 def test_requests_are_spread_by_reserved_load(make_directory: MakeDirectory) -> None:
@@ -402,11 +402,11 @@ def test_an_admission_that_is_repeated_replaces_the_first(split: Directory) -> N
     admit(split, "r", A, B)
     admit(split, "r", A, B, attempt=1)
     assert split.num_reservations == 1
-    assert split.workers["p"].queued_us == 4_000, "the load of the second alone, which waits for the first's blocks"
+    assert split.fleet["p"].queued_us == 4_000, "the load of the second alone, which waits for the first's blocks"
     assert split.export_failed("p", 1, [A, B]) == [Lost("p", (A, B))], "and computes those that do not come"
     split.end_request("r", 0.0)
     split.export_failed("p", 1, [A, B])
-    assert split.num_blocks == 0
+    assert len(split.stock.blocks) == 0
 
 
 # Who was to send blocks is there, and does not send them
@@ -417,17 +417,17 @@ PATIENCE_S = 30.0
 def silence(directory: Directory, since: float = 0.0) -> list[Instruction]:
     """Nothing happens for as long as anybody is patient; what comes of it."""
     for passed in (0.0, PATIENCE_S / 2, PATIENCE_S - 0.1):
-        assert directory.replace_stalled(since + passed, PATIENCE_S) == []
-    instructions = directory.replace_stalled(since + PATIENCE_S, PATIENCE_S)
+        assert directory.stock.supply.replace_stalled(since + passed, PATIENCE_S) == []
+    instructions = directory.stock.supply.replace_stalled(since + PATIENCE_S, PATIENCE_S)
     directory.check_integrity()
     return instructions
 
 
 def admit_at(directory: Directory, chosen: str, request_id: str, *hashes: BlockHash) -> Admission:
     """Admit a request where only one worker is quick."""
-    for worker_id in directory.workers:
+    for worker_id in directory.fleet:
         costs = WorkerCosts() if worker_id == chosen else WorkerCosts(1.0, 1.0, 1.0)
-        directory.worker_measured(worker_id, 1, costs, 100)
+        directory.fleet.measured(worker_id, 1, costs, 100)
     admission, _ = admit(directory, request_id, *hashes)
     assert admission.prefill == chosen
     return admission
@@ -467,7 +467,7 @@ def test_the_next_one_may_stall_too(crowd: Directory) -> None:
 
 
 def test_who_sends_now_and_then_has_not_stalled(crowd: Directory) -> None:
-    crowd.replace_stalled(0.0, PATIENCE_S)
+    crowd.stock.supply.replace_stalled(0.0, PATIENCE_S)
     export(crowd, "a", A)
     assert silence(crowd, since=PATIENCE_S) == [Lost("b", (B,))]
 
@@ -486,7 +486,7 @@ def test_an_export_that_does_not_come_is_computed_by_one(make_directory: MakeDir
 def test_who_waits_for_its_turn_at_a_busy_worker_has_not_stalled(crowd: Directory) -> None:
     for now in range(4 * int(PATIENCE_S)):
         seal(crowd, "a", b"of another %d" % now)
-        assert crowd.replace_stalled(now, PATIENCE_S) == []
+        assert crowd.stock.supply.replace_stalled(now, PATIENCE_S) == []
     assert silence(crowd, since=4 * PATIENCE_S) == [Lost("b", (A, B))], "it stands still now"
 
 
@@ -495,7 +495,7 @@ def test_a_worker_that_exports_slowly_has_not_stalled(make_directory: MakeDirect
     join(directory, "d", Role.DECODE, A, B)
     join(directory, "p", Role.PREFILL)
     assert admit(directory, "r", A, B, C)[1] == [Export("d", (A, B))]
-    directory.replace_stalled(0.0, PATIENCE_S)
+    directory.stock.supply.replace_stalled(0.0, PATIENCE_S)
     export(directory, "d", A)
     assert silence(directory, since=PATIENCE_S) == [Lost("p", (B,))]
 
@@ -557,7 +557,7 @@ def test_a_decode_worker_may_take_over_from_the_prefill_worker(make_directory: M
     join(directory, "p", Role.PREFILL)
     join(directory, "d", Role.DECODE)
     assert admit(directory, "r", A, B)[0].prefill == "p"
-    directory.worker_measured("p", 1, WorkerCosts(1.0, 1.0, 1.0), 100)
+    directory.fleet.measured("p", 1, WorkerCosts(1.0, 1.0, 1.0), 100)
     assert admit(directory, "s", A, B)[0].prefill == "d"
     assert silence(directory) == [Lost("d", (A, B))]
 
@@ -573,7 +573,7 @@ def test_the_least_recently_used_segment_goes_first(make_directory: MakeDirector
     admit(directory, "r", A)
     directory.end_request("r", 0.0)
     export(directory, "p", b"z")
-    assert directory.segments.store_bytes == 30
+    assert directory.stock.segments.store_bytes == 30
     assert delivered(admit(directory, "r", A)[1]) == [("p", (A,))]
     assert admit(directory, "r2", b"x")[1] == [], "dropped, and known to nobody"
 
@@ -584,7 +584,7 @@ def test_a_leased_segment_stays_over_the_budget(make_directory: MakeDirectory) -
     export(directory, "p", A, B)
     admit(directory, "r", A, B)
     export(directory, "p", b"x", b"y")
-    assert directory.segments.store_bytes == 20, "the one that nobody leases went"
+    assert directory.stock.segments.store_bytes == 20, "the one that nobody leases went"
     assert delivered(admit(directory, "r2", A, B)[1]) == [("p", (A, B))]
     directory.end_request("r", 0.0)
     directory.end_request("r2", 0.0)
@@ -598,7 +598,7 @@ def test_without_a_budget_segments_pass_through(make_directory: MakeDirectory) -
     join(directory, "d", Role.DECODE)
     admit(directory, "r", A)
     assert delivered(export(directory, "p", A)) == [("d", (A,))]
-    assert len(directory.segments) == directory.segments.store_bytes == 0
+    assert len(directory.stock.segments) == directory.stock.segments.store_bytes == 0
 
 
 def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: MakeDirectory) -> None:
@@ -607,9 +607,9 @@ def test_a_segment_that_cannot_be_read_is_promised_to_nobody(make_directory: Mak
     export(directory, "p", A)
     (instruction,) = admit(directory, "r", A)[1]
     assert isinstance(instruction, Deliver)
-    directory.segment_lost(instruction.segment.segment_id, 0.0)
-    directory.segment_lost(instruction.segment.segment_id, 0.0)
-    assert len(directory.segments) == directory.segments.store_bytes == directory.num_blocks == 0
+    directory.stock.lost(instruction.segment.segment_id, 0.0)
+    directory.stock.lost(instruction.segment.segment_id, 0.0)
+    assert len(directory.stock.segments) == directory.stock.segments.store_bytes == len(directory.stock.blocks) == 0
     assert admit(directory, "r2", A)[1] == []
     assert directory.end_request("r", 0.0) == directory.end_request("r2", 0.0) == []
 
@@ -676,11 +676,11 @@ def test_an_earlier_answer_that_may_have_reasoned_is_named_as_the_reason(make_di
 def test_what_a_pool_loses_counts_once_and_for_its_reason(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     join(directory, "m", Role.MIXED, A, B, C)
-    start = directory.events_since(None).next_sequence
+    start = directory.stock.blocks.events_since(None).next_sequence
     lost = [(A, EvictionReason.FULL), (B, EvictionReason.EXPIRED), (A, EvictionReason.RESET), (D, EvictionReason.FULL)]
     directory.blocks_changed("m", 1, (), lost)
     assert directory.statistics.evicted_blocks == {"reset": 1, "expired": 1}
-    assert [event.block_hash for event in directory.events_since(start).events] == [A, B]
+    assert [event.block_hash for event in directory.stock.blocks.events_since(start).events] == [A, B]
     report = cache_report(directory, "", is_admin=True)["evicted_blocks"]
     assert json.loads(orjson.dumps(report)) == {"reset": 1, "expired": 1}
 
@@ -719,30 +719,31 @@ def test_what_is_stored_and_removed_can_be_followed(make_directory: MakeDirector
     directory = make_directory()
     join(directory, "p", Role.PREFILL)
     join(directory, "d", Role.DECODE)
-    start = directory.events_since(None)
+    start = directory.stock.blocks.events_since(None)
     assert start.snapshot == () and start.next_sequence == 0
     seal(directory, "p", A, B)
     seal(directory, "d", A)
     evict(directory, "p", A, B)
-    update = directory.events_since(start.next_sequence)
+    update = directory.stock.blocks.events_since(start.next_sequence)
     assert [(event.is_stored, event.block_hash) for event in update.events] == [(True, A), (True, B), (False, B)]
     assert [event.sequence for event in update.events] == [0, 1, 2] and update.next_sequence == 3
-    assert directory.events_since(3).events == () and directory.events_since(3).snapshot is None
-    assert directory.events_since(99).snapshot == (A,), "another manager's number"
+    seen = directory.stock.blocks.events_since(3)
+    assert seen.events == () and seen.snapshot is None
+    assert directory.stock.blocks.events_since(99).snapshot == (A,), "another manager's number"
 
 
 def test_workers_with_other_arithmetic_are_refused(make_directory: MakeDirectory) -> None:
     directory = make_directory()
-    assert directory.workers.fingerprint is None
+    assert directory.fleet.fingerprint is None
     directory.register("a", Role.MIXED, 1, 10, (), fingerprint="m/cpu-avx2")
-    assert directory.workers.fingerprint == "m/cpu-avx2"
-    assert directory.workers.refusal("b", "m/cpu-avx2") is None
-    refusal = directory.workers.refusal("b", "m/cpu-avx512")
+    assert directory.fleet.fingerprint == "m/cpu-avx2"
+    assert directory.fleet.refusal("b", "m/cpu-avx2") is None
+    refusal = directory.fleet.refusal("b", "m/cpu-avx512")
     assert refusal is not None
     assert "m/cpu-avx2" in refusal and "m/cpu-avx512" in refusal
-    assert directory.workers.refusal("a", "m/cpu-avx512") is None, "the only worker may come back as another"
+    assert directory.fleet.refusal("a", "m/cpu-avx512") is None, "the only worker may come back as another"
     directory.remove_worker("a")
-    assert directory.workers.refusal("b", "m/cpu-avx512") is None
+    assert directory.fleet.refusal("b", "m/cpu-avx512") is None
 
 
 def test_avoided_workers_get_a_request_only_if_there_are_no_others(make_directory: MakeDirectory) -> None:
@@ -788,7 +789,7 @@ def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_direct
 
     assert directory.leave("m") == [Export("m", (A, B))]
     assert directory.leave("m") == []
-    assert directory.workers.leaving == {"m"}
+    assert directory.fleet.leaving == {"m"}
     assert not directory.has_left("m"), "the export is under way"
     export(directory, "m", A, B)
     assert directory.leave("m") == []
@@ -800,7 +801,7 @@ def test_a_leaving_worker_gets_no_requests_and_gives_its_blocks_away(make_direct
     assert (admission.prefill, admission.decode) == ("n", "n")
     assert delivered(instructions) == [("n", (A, B))]
     directory.remove_worker("m")
-    assert directory.workers.leaving == frozenset() and not directory.has_left("m"), "unknown"
+    assert directory.fleet.leaving == frozenset() and not directory.has_left("m"), "unknown"
     assert directory.leave("m") == []
 
 
@@ -877,6 +878,6 @@ def test_a_worker_that_registers_again_is_not_leaving(make_directory: MakeDirect
     join(directory, "m", Role.MIXED)
     directory.leave("m")
     join(directory, "m", Role.MIXED, epoch=2)
-    assert directory.workers.leaving == frozenset()
+    assert directory.fleet.leaving == frozenset()
     directory.leave("unknown")
-    assert directory.workers.leaving == frozenset()
+    assert directory.fleet.leaving == frozenset()

@@ -109,7 +109,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         costs = CostModel(BLOCK_SIZE, piggyback_tokens=0, prior=WorkerCosts(import_byte_s=1 / import_bytes_per_s))
         self.directory = Directory(costs, budget_blocks * BLOCK_BYTES, disk_blocks * BLOCK_BYTES, TENANTS, node="a")
         headers = [SegmentHeader("model", path, len(path) * BLOCK_BYTES, 0) for path in files]
-        self._carry_out(self.directory.files_found(headers, self.epoch_s))
+        self._carry_out(self.directory.stock.segments.files_found(headers, self.epoch_s))
         for worker_id, role in zip(WORKERS, workers, strict=False):
             self._register(worker_id, role, 1, set())
 
@@ -125,7 +125,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         """Look at the load of the elastic workers."""
         self.directory.change_limits(0, self.directory.costs.prior, TENANTS, Objectives(ttft_s=1.0, tpot_s=tpot_s))
         plan = self.directory.divide(self.epoch_s)
-        elastic = [worker for worker in self.directory.workers.elastic if not worker.is_leaving]
+        elastic = [worker for worker in self.directory.fleet.elastic if not worker.is_leaving]
         assert (plan is None) == (not elastic)
         if plan is not None and plan.division.is_split:
             duties = [worker.duty for worker in elastic]
@@ -163,7 +163,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             *self.directory.remove_worker(worker_id, epoch),
         ]
         assert said == [] and self._sizes() == before
-        assert self.directory.is_current(worker_id, worker.epoch)
+        assert self.directory.fleet.current(worker_id, worker.epoch) is not None
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), blocks=ANY_BLOCKS)
@@ -218,7 +218,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         )
         self._admit(request)
         again = self.admitted.get(request_id)
-        if again is not None and self.directory.workers.keys() - avoided:
+        if again is not None and self.directory.fleet.keys() - avoided:
             assert not {again.admission.prefill, again.admission.decode} & avoided
 
     @precondition(lambda self: self.admitted)
@@ -252,26 +252,26 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._carry_out(self.directory.end_request(request_id, self.epoch_s))
         assert self.directory.end_request(request_id, self.epoch_s) == []
 
-    @precondition(lambda self: len(self.directory.segments) > 0)
+    @precondition(lambda self: len(self.directory.stock.segments) > 0)
     @rule(data=st.data())
     def lose_segment(self, data: st.DataObject) -> None:
         """It is damaged."""
-        segments = self.directory.segments._segments
+        segments = self.directory.stock.segments._segments
         segment = segments[data.draw(st.sampled_from(sorted(segments)))]
-        self._carry_out(self.directory.segment_lost(segment.segment_id, self.epoch_s))
+        self._carry_out(self.directory.stock.lost(segment.segment_id, self.epoch_s))
         assert segment.segment_id not in segments
-        assert self.directory.segment_lost(segment.segment_id, self.epoch_s) == []
+        assert self.directory.stock.lost(segment.segment_id, self.epoch_s) == []
         for known in self.admitted.values():
             known.leased = [leased for leased in known.leased if leased is not segment]
 
-    @precondition(lambda self: self.directory.segments.store_bytes)
+    @precondition(lambda self: self.directory.stock.segments.store_bytes)
     @rule(data=st.data())
     def cannot_fetch_segment(self, data: st.DataObject) -> None:
         """Only what is not on disk may be forgotten."""
-        segments = self.directory.segments._segments
+        segments = self.directory.stock.segments._segments
         in_store = [segment for segment in segments.values() if segment.is_in_store]
         segment = data.draw(st.sampled_from(in_store))
-        self.directory.segment_undelivered(segment, self.epoch_s)
+        self.directory.stock.segments.undelivered(segment, self.epoch_s)
         is_kept = segment.file is not None or segment in self.writing
         assert (segment.segment_id in segments) is is_kept
         for known in self.admitted.values():
@@ -307,7 +307,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         """Who was to send something and did not is replaced, where that is possible; what it sends is still welcome."""
         for passed in (0.0, seconds):
             self.now += passed
-            self._carry_out(self.directory.replace_stalled(self.now, PATIENCE_S))
+            self._carry_out(self.directory.stock.supply.replace_stalled(self.now, PATIENCE_S))
 
     # What must always hold
 
@@ -315,26 +315,26 @@ class DirectoryMachine(RuleBasedStateMachine):
     def check(self) -> None:
         directory = self.directory
         directory.check_integrity()
-        assert directory.workers.keys() == self.workers.keys()
-        assert all(directory.workers[worker_id].epoch == worker.epoch for worker_id, worker in self.workers.items())
-        assert all(worker.queued_us >= 0 for worker in directory.workers.values())
+        assert directory.fleet.keys() == self.workers.keys()
+        assert all(directory.fleet[worker_id].epoch == worker.epoch for worker_id, worker in self.workers.items())
+        assert all(worker.queued_us >= 0 for worker in directory.fleet.values())
         assert directory.num_reservations == len(self.admitted)
-        kept = list(directory.segments._segments.values())
+        kept = list(directory.stock.segments._segments.values())
         for known in self.admitted.values():
             assert all(segment in kept for segment in known.leased), "a leased segment was dropped"
         busy = {id(segment) for segment in self.writing}
-        for node in sorted({"a", *directory.workers.nodes}):
+        for node in sorted({"a", *directory.fleet.nodes}):
             here = [segment for segment in kept if segment.is_in_store and segment.node == node]
             num_bytes = sum(segment.num_bytes for segment in here)
             is_pinned = all(segment.leases or id(segment) in busy for segment in here)
-            assert num_bytes <= directory.segments.store_budget_bytes or is_pinned
+            assert num_bytes <= directory.stock.segments.store_budget_bytes or is_pinned
 
     @invariant()
     def check_promises(self) -> None:
         """What a worker waits for, somebody is about to send."""
         for worker_id, worker in self.workers.items():
             for block in worker.owed:
-                record = self.directory._blocks.get(block)
+                record = self.directory.stock.blocks.get(block)
                 assert record is not None, f"{worker_id} waits for {block!r}, which is forgotten"
                 if record.segment in self.reading and worker_id in record.segment.requested_by:
                     continue
@@ -360,21 +360,28 @@ class DirectoryMachine(RuleBasedStateMachine):
             self._finish_writing(succeeds=True)
         self.check()
         assert not any(worker.owed for worker in self.workers.values())
-        assert not any(worker.queued_us or worker.requests for worker in self.directory.workers.values())
+        assert not any(worker.queued_us or worker.requests for worker in self.directory.fleet.values())
         for worker_id, worker in list(self.workers.items()):
             del self.workers[worker_id]
             self._carry_out(self.directory.remove_worker(worker_id, worker.epoch))
         self.check()
         exported = {
-            block for segment in self.directory.segments._segments.values() for block in segment.header.full_hashes
+            block
+            for segment in self.directory.stock.segments._segments.values()
+            for block in segment.header.full_hashes
         }
-        assert self.directory.num_blocks <= len(exported), "blocks are known that nobody has"
+        assert len(self.directory.stock.blocks) <= len(exported), "blocks are known that nobody has"
 
     # Inside
 
     def _sizes(self) -> tuple[int, ...]:
         directory = self.directory
-        return directory.num_blocks, len(directory.segments), directory.num_reservations, len(directory.workers)
+        return (
+            len(directory.stock.blocks),
+            len(directory.stock.segments),
+            directory.num_reservations,
+            len(directory.fleet),
+        )
 
     def _draw_worker(self, data: st.DataObject) -> tuple[str, FakeWorker]:
         worker_id = data.draw(st.sampled_from(sorted(self.workers)))
@@ -385,7 +392,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def _forget_exports_of(self, worker_id: str) -> None:
         """What a worker out of reach exported is leased no more; a segment that is being written stays."""
-        kept = {id(segment) for segment in self.directory.segments._segments.values()}
+        kept = {id(segment) for segment in self.directory.stock.segments._segments.values()}
         for known in self.admitted.values():
             known.leased = [each for each in known.leased if each.exporter != worker_id or id(each) in kept]
 
@@ -414,7 +421,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert admission.decode_epoch == self.workers[decode].epoch
         reachable = self.workers.keys() - request.avoided
         roles = {
-            self.workers[each].role for each in reachable - self.directory.workers.leaving or reachable or self.workers
+            self.workers[each].role for each in reachable - self.directory.fleet.leaving or reachable or self.workers
         }
         assert self.workers[decode].role is not Role.PREFILL or roles == {Role.PREFILL}
         assert set(admission.prefill_awaited + admission.decode_awaited) <= set(request.hashes)
@@ -453,16 +460,16 @@ class DirectoryMachine(RuleBasedStateMachine):
         segment = self.writing.pop(0)
         full = segment.header.full_hashes
         file = SegmentHeader("model", full, len(full) * BLOCK_BYTES, 0) if succeeds else None
-        self._carry_out(self.directory.segment_written(segment.segment_id, file, self.epoch_s))
+        self._carry_out(self.directory.stock.segments.written(segment.segment_id, file, self.epoch_s))
 
     def _finish_reading(self, index: int, succeeds: bool, is_damaged: bool = False) -> None:
         segment = self.reading.pop(index)
         if succeeds:
-            self._carry_out(self.directory.segment_read(segment.segment_id, None, self.epoch_s))
+            self._carry_out(self.directory.stock.read(segment.segment_id, None, self.epoch_s))
         elif is_damaged:
-            self._carry_out(self.directory.segment_lost(segment.segment_id, self.epoch_s))
+            self._carry_out(self.directory.stock.lost(segment.segment_id, self.epoch_s))
         else:
-            self._carry_out(self.directory.segment_unread(segment, self.epoch_s))
+            self._carry_out(self.directory.stock.unread(segment, self.epoch_s))
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -485,7 +492,9 @@ class DirectoryMachine(RuleBasedStateMachine):
                     worker.unreported |= arrived - worker.pool
                     worker.pool |= arrived
                     num_bytes = segment.header.num_bytes
-                    self.directory.imported(instruction.worker_id, segment.node, num_bytes, IMPORT_S, self.epoch_s)
+                    self.directory.fleet.imported(
+                        instruction.worker_id, segment.node, num_bytes, IMPORT_S, self.epoch_s
+                    )
                 case Export(hashes=hashes):
                     worker.orders.append(hashes)
                 case Lost(hashes=hashes):

@@ -25,7 +25,7 @@ def pool(make_directory: MakeDirectory) -> Directory:
     directory = make_directory()
     for name in ("a", "b", "c"):
         directory.register(name, Role.ELASTIC, 1, 10, (), token_budget=64)
-        directory.worker_measured(name, 1, COSTS, num_free_blocks=1000)
+        directory.fleet.measured(name, 1, COSTS, num_free_blocks=1000)
     directory.change_limits(0, COSTS, (), TIGHT)
     return directory
 
@@ -60,7 +60,7 @@ def answers(directory: Directory, count: int, now: float) -> None:
 
 
 def duties(directory: Directory) -> dict[str, Role]:
-    return {name: worker.duty for name, worker in directory.workers.items()}
+    return {name: worker.duty for name, worker in directory.fleet.items()}
 
 
 def test_before_the_first_look_all_do_both(pool: Directory) -> None:
@@ -112,10 +112,10 @@ def test_a_decode_worker_takes_a_prompt_that_fits_beside_its_decodes(pool: Direc
 def test_the_strictest_stream_of_a_worker_counts(pool: Directory) -> None:
     split(pool, decoders=("c",))
     admit(pool, "strict", 400, objectives=Objectives(tpot_s=0.0125))
-    assert pool.workers["c"].load.tpot_s == 0.0125
+    assert pool.fleet["c"].load.tpot_s == 0.0125
     assert admit(pool, "short", 8).prefill != "c"
     pool.end_request("strict", 0.0)
-    assert pool.workers["c"].load.tpot_s == 0.025, "of the other stream"
+    assert pool.fleet["c"].load.tpot_s == 0.025, "of the other stream"
 
 
 def test_a_prefill_worker_decodes_when_the_others_cannot(pool: Directory) -> None:
@@ -152,10 +152,10 @@ def test_a_worker_that_leaves_or_joins_changes_the_division_at_once(pool: Direct
     plan = pool.divide(4.1)
     assert plan is not None and sum(plan.division) in (0, 2)
     pool.register("d", Role.ELASTIC, 1, 10, (), token_budget=64)
-    assert pool.workers["d"].duty is Role.MIXED
+    assert pool.fleet["d"].duty is Role.MIXED
     plan = pool.divide(4.2)
     assert plan is not None and sum(plan.division) in (0, 3)
-    assert pool.workers["d"].duty in plan.duties.values() or pool.workers["d"].duty is Role.MIXED
+    assert pool.fleet["d"].duty in plan.duties.values() or pool.fleet["d"].duty is Role.MIXED
 
 
 def test_the_last_worker_goes_where_nobody_asks_for_long_enough(make_directory: MakeDirectory) -> None:
@@ -163,7 +163,7 @@ def test_the_last_worker_goes_where_nobody_asks_for_long_enough(make_directory: 
 
     def join() -> None:
         directory.register("a", Role.ELASTIC, 1, 10, (), token_budget=64)
-        directory.worker_measured("a", 1, COSTS, num_free_blocks=1000)
+        directory.fleet.measured("a", 1, COSTS, num_free_blocks=1000)
 
     def look(now: float) -> tuple[int, bool]:
         plan = directory.divide(now, most=3, shrink_after_s=10.0, least=0)
@@ -204,14 +204,13 @@ def test_fixed_roles_stay_as_they_are(pool: Directory) -> None:
     pool.register("p", Role.PREFILL, 1, 10, (), token_budget=64)
     prompts(pool)
     pool.divide(4.0)
-    assert pool.workers["p"].load.role is Role.PREFILL and not pool.workers["p"].load.is_elastic
+    assert pool.fleet["p"].load.role is Role.PREFILL and not pool.fleet["p"].load.is_elastic
 
 
 def split(directory: Directory, decoders: tuple[str, ...] = ("c",)) -> None:
     """Give the workers duties, whatever their load."""
-    for name, worker in directory.workers.items():
-        worker.duty = Role.DECODE if name in decoders else Role.PREFILL
-    directory.workers.regroup(directory._groups, directory.workers)
+    duties = {name: Role.DECODE if name in decoders else Role.PREFILL for name in directory.fleet}
+    directory.fleet.assign(duties)
 
 
 def test_a_rate_fades() -> None:

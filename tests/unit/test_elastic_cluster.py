@@ -28,20 +28,18 @@ def make_cluster(num_workers: int, objectives: Objectives = TIGHT) -> Cluster:
     directory = cluster.manager.directory
     directory.change_limits(0, COSTS, (), objectives)
     for name, worker in cluster.workers.items():
-        directory.worker_measured(name, worker.epoch, COSTS, SIZES.num_blocks)
+        directory.fleet.measured(name, worker.epoch, COSTS, SIZES.num_blocks)
     return cluster
 
 
 def duties(cluster: Cluster) -> list[Role]:
-    return [worker.duty for worker in cluster.manager.directory.workers.values()]
+    return [worker.duty for worker in cluster.manager.directory.fleet.values()]
 
 
 def deal(cluster: Cluster, random: Random) -> None:
     """Give the workers any duties, as no load would."""
-    directory = cluster.manager.directory
-    for worker in directory.workers.values():
-        worker.duty = random.choice([Role.PREFILL, Role.DECODE, Role.MIXED])
-    directory.workers.regroup(directory._groups, directory.workers)
+    fleet = cluster.manager.directory.fleet
+    fleet.assign({name: random.choice([Role.PREFILL, Role.DECODE, Role.MIXED]) for name in fleet})
 
 
 @given(seed=seeds, num_workers=st.integers(1, 4))
@@ -86,7 +84,7 @@ def test_duties_follow_a_load_that_shifts_from_prompts_to_answers(seed: int) -> 
         directory.divide(cluster.now)
     num_prefill = duties(cluster).count(Role.PREFILL)
     assert num_prefill and Role.DECODE in duties(cluster)
-    while sum(worker.queued_us for worker in directory.workers.values()) > 300_000:
+    while sum(worker.queued_us for worker in directory.fleet.values()) > 300_000:
         cluster.turn(random)
 
     cluster.request({f"answer{number}": range(100_000 * number, 100_000 * number + 8) for number in range(1, 41)}, 60)

@@ -26,7 +26,7 @@ def worker(make_directory: MakeDirectory) -> Directory:
 def with_workers(directory: Directory, *names: str) -> Directory:
     for name in names:
         directory.register(name, Role.MIXED, 1, 10, ())
-        directory.worker_measured(name, 1, COSTS, num_free_blocks=1000)
+        directory.fleet.measured(name, 1, COSTS, num_free_blocks=1000)
     return directory
 
 
@@ -70,7 +70,7 @@ def test_a_request_that_gives_way_makes_nobody_late(worker: Directory) -> None:
     assert explained(worker, "second")["predicted_ttft_s"] == pytest.approx(6.02), "of those behind, all are"
     worker.first_token("long", 0, 1.0)
     worker.end_request("second", 2.0)
-    assert worker.workers["a"].behind_us == 0 < worker.workers["a"].queued_us
+    assert worker.fleet["a"].behind_us == 0 < worker.fleet["a"].queued_us
 
 
 def test_requests_that_give_way_spread(make_directory: MakeDirectory) -> None:
@@ -98,13 +98,13 @@ def test_a_request_under_way_is_neither_refused_nor_put_behind(worker: Directory
         assert not admit(worker, f"moved {when_late}", 900, when_late, attempt=1).gives_way
     with pytest.raises(LateError, match="later than the objective of 1,000 ms"):
         admit(worker, "new", 900, WhenLate.REFUSE)
-    assert "new" not in worker.workers["a"].requests
+    assert "new" not in worker.fleet["a"].requests
 
 
 def test_a_request_that_gave_way_goes_on_behind_others(worker: Directory) -> None:
     admit(worker, "late", 2000, WhenLate.GIVE_WAY)
     assert not admit(worker, "late", 2000, WhenLate.GIVE_WAY, priority=LATE_PRIORITY, attempt=1).gives_way
-    assert worker.workers["a"].behind_us == worker.workers["a"].queued_us > 0, "its priority says so by now"
+    assert worker.fleet["a"].behind_us == worker.fleet["a"].queued_us > 0, "its priority says so by now"
 
 
 def test_the_refusal_reaches_callers_in_other_processes() -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.directory import Directory
+from raydix.engine.core.manager.fleet import PATIENCE, PATIENCE_S
 from raydix.engine.core.manager.instructions import Deliver
 from raydix.engine.core.manager.links import FADE_S, LinkCosts, Links
 from raydix.engine.core.manager.placement import Candidate, CostModel, Demand, Placement, WorkerLoad, place
-from raydix.engine.core.manager.segment_events import PATIENCE, PATIENCE_S
 from raydix.engine.core.objectives import NO_OBJECTIVES
 from raydix.engine.core.types import Admission, AdmitRequest, BlockHash, Ended, Handover, Role, SegmentHeader
 
@@ -175,7 +175,7 @@ class Cluster:
         self.directory.register("p", Role.PREFILL, 1, BLOCK_BYTES // 4, (), 256, node="a")
         self.directory.register("d", Role.DECODE, 1, BLOCK_BYTES // 4, (), 256, node="b")
         for worker_id in ("p", "d"):
-            self.directory.worker_measured(worker_id, 1, COSTS, 1000)
+            self.directory.fleet.measured(worker_id, 1, COSTS, 1000)
         self.num_requests = 0
         self.now = 0.0
 
@@ -191,7 +191,7 @@ class Cluster:
         """The chunks of a prompt are sent, and the request ends."""
         for num_blocks in (64, 64, 32) if admission.prefill != admission.decode else ():
             num_bytes = num_blocks * BLOCK_BYTES // 4
-            self.directory.imported("d", "a", num_bytes, 2e-3 + num_bytes * megabyte_s / 1e6, self.now)
+            self.directory.fleet.imported("d", "a", num_bytes, 2e-3 + num_bytes * megabyte_s / 1e6, self.now)
         self.directory.end_request(admission.request_id, self.now)
         self.now += 1.0
 
@@ -221,8 +221,8 @@ def test_handing_over_ends_soon_on_a_slow_link_and_begins_again_on_a_fast_one(cl
 
 def test_reports_without_a_node_teach_nothing(cluster: Cluster) -> None:
     for worker_id, source, num_bytes in (("gone", "a", 100), ("d", "", 100), ("d", "a", 0)):
-        cluster.directory.imported(worker_id, source, num_bytes, 1.0, 0.0)
-    assert len(cluster.directory.links) == 0
+        cluster.directory.fleet.imported(worker_id, source, num_bytes, 1.0, 0.0)
+    assert len(cluster.directory.fleet.links) == 0
 
 
 def test_explain_has_the_hand_over_as_predicted_and_as_it_was(cluster: Cluster) -> None:
@@ -252,11 +252,11 @@ def test_blocks_come_from_the_nodes_of_segments_producers_and_holders(make_direc
     directory.admit(AdmitRequest("r", 0, (b"computed", b"computed 2"), 9, avoided=("w1", "w2")), 0.0)
     hashes: tuple[BlockHash, ...] = (b"held", b"stored", b"computed", b"computed 2", b"unknown", b"held")
     request = AdmitRequest("s", 0, hashes, 30)
-    demand, _ = directory._options(request, directory._blocks.find(hashes), NO_OBJECTIVES)
+    demand, _ = directory._options(request, directory.stock.blocks.find(hashes), NO_OBJECTIVES)
     assert demand.sources == [("a", 1), ("b", 1), ("c", 2)] and demand.num_reachable_blocks == 4
     for worker_id in ("w2", "w3"):
         directory.remove_worker(worker_id)
-    demand, _ = directory._options(request, directory._blocks.find(hashes), NO_OBJECTIVES)
+    demand, _ = directory._options(request, directory.stock.blocks.find(hashes), NO_OBJECTIVES)
     assert demand.sources is None, "one node is left"
 
 
@@ -274,13 +274,13 @@ def test_each_node_keeps_its_own_segments(make_directory: Callable[..., Director
         directory.register(worker_id, Role.MIXED, 1, 10, (), node=node)
     for number in range(3):
         exported(directory, "w3", number)
-    assert directory.segments.node_bytes == {"b": 20}
+    assert directory.stock.segments.node_bytes == {"b": 20}
     for number in range(3):
         exported(directory, "w1", number)
         exported(directory, "w2", number)
-    assert directory.segments.node_bytes == {"a": 20, "b": 20}, "what is exported here takes no room there"
-    kept = [directory._blocks.get(name) for name in (b"w1 2", b"w2 2", b"w3 1", b"w3 2")]
-    assert all(record is not None for record in kept) and directory.num_blocks == 4
+    assert directory.stock.segments.node_bytes == {"a": 20, "b": 20}, "what is exported here takes no room there"
+    kept = [directory.stock.blocks.get(name) for name in (b"w1 2", b"w2 2", b"w3 1", b"w3 2")]
+    assert all(record is not None for record in kept) and len(directory.stock.blocks) == 4
 
 
 def test_nodes_without_workers_share_one_budget(make_directory: Callable[..., Directory]) -> None:
@@ -291,14 +291,14 @@ def test_nodes_without_workers_share_one_budget(make_directory: Callable[..., Di
         directory.register(f"w{index}", Role.MIXED, 1, 10, (), node=f"n{index}")
         for number in range(2):
             exported(directory, f"w{index}", number)
-    assert directory.segments.store_bytes == 80
+    assert directory.stock.segments.store_bytes == 80
     for index in range(4):
         directory.remove_worker(f"w{index}")
     exported(directory, "stays", 0)
-    assert directory.segments.node_bytes == {"n2": 10, "n3": 20, "stays": 10}
+    assert directory.stock.segments.node_bytes == {"n2": 10, "n3": 20, "stays": 10}
     directory.register("w3", Role.MIXED, 2, 10, (), node="n3")
     exported(directory, "stays", 1)
-    assert directory.segments.node_bytes == {"n2": 10, "n3": 20, "stays": 20}, "n3 is back with what it held"
+    assert directory.stock.segments.node_bytes == {"n2": 10, "n3": 20, "stays": 20}, "n3 is back with what it held"
 
 
 def test_a_fetch_from_another_node_is_awaited_as_long_as_its_link_may_take(cluster: Cluster) -> None:
@@ -308,7 +308,7 @@ def test_a_fetch_from_another_node_is_awaited_as_long_as_its_link_may_take(clust
     assert isinstance(delivered, Deliver)
 
     def patience_s(worker_id: str) -> float | None:
-        return cluster.directory.patience_s(worker_id, delivered.segment, cluster.now)
+        return cluster.directory.fleet.patience_s(worker_id, delivered.segment.node, header.num_bytes, cluster.now)
 
     unknown = patience_s("d")
     assert unknown is not None and PATIENCE_S < unknown < 2 * PATIENCE_S

@@ -132,7 +132,7 @@ def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.Monkey
             await register(manager, name, role=Role.ELASTIC)
         for number in range(6):
             await manager.admit([replace(request(f"r{number}"), hashes=(), num_tokens=800)])
-        workers = manager._directory.workers
+        workers = manager._directory.fleet
         await until(lambda: {worker.duty for worker in workers.values()} == {Role.PREFILL, Role.DECODE})
         assert await manager.wanted_workers() == Wanted(3, may_shrink=False), (
             "not fewer than there are, while they queue"
@@ -144,7 +144,7 @@ def test_elastic_workers_are_divided_as_the_load_asks(monkeypatch: pytest.Monkey
 
         for name in ("a", "b", "c"):
             manager._workers._forget(name)
-        await until(lambda: manager._directory.plan is None)
+        await until(lambda: manager._directory.fleet.plan is None)
         assert await manager.wanted_workers() is None, "without workers there is nothing to tell"
         await manager.reconfigure(0, WorkerCosts(), (), objectives, "INFO", PoolLimits(5, 60.0, 0))
         assert (await manager.workers()).starts_on_demand
@@ -258,7 +258,7 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
         await register(manager, "b")
         state = WorkerState(costs=None, num_free_blocks=9, num_empty_blocks=9, num_steps=0, token_budget=64)
         async with asyncio.timeout(20):
-            while len(manager._directory.workers) == 2:
+            while len(manager._directory.fleet) == 2:
                 assert await manager.heartbeat("b", 1, state)
                 await asyncio.sleep(0.01)
         requests = [AdmitRequest(f"r{number}", 0, (), 5, session=f"{number}") for number in range(8)]
@@ -291,10 +291,10 @@ def test_a_worker_that_an_ingress_doubts_too_is_forgotten_sooner(monkeypatch: py
             assert await manager.heartbeat(worker_id, 1, state)
         doubting = AdmitRequest("r", 0, (), 5, ingress_id="i", avoided=("a", "b"))
         [admission] = await manager.admit([request("s")])
-        assert set(manager._directory.workers) == {"a", "b", "c"}, "nobody doubts them"
+        assert set(manager._directory.fleet) == {"a", "b", "c"}, "nobody doubts them"
         [admission] = await manager.admit([doubting])
         assert isinstance(admission, Admission) and admission.prefill == "c"
-        assert set(manager._directory.workers) == {"b", "c"}, "the manager hears of b"
+        assert set(manager._directory.fleet) == {"b", "c"}, "the manager hears of b"
 
     asyncio.run(play())
 
@@ -322,7 +322,7 @@ def test_a_segment_that_cannot_be_taken_is_not_offered_again(answer: Imported) -
         [admission] = await manager.admit([AdmitRequest("r", 0, (b"1",), 6, avoided=("a",))])
         assert isinstance(admission, Admission) and admission.prefill == "b"
         await until(lambda: worker.imported == [header] and not manager._executor._deliveries._tasks)
-        assert (len(manager._directory.segments) == 1) is (answer is Imported.TAKEN)
+        assert (len(manager._directory.stock.segments) == 1) is (answer is Imported.TAKEN)
         manager._directory.check_integrity()
 
     asyncio.run(play())

@@ -66,7 +66,7 @@ class Scene:
         host = await self.start_host()
         for worker_id, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
             self.workers.append(await self.local.start_worker(role, worker_id))
-        await until(lambda: len(self.manager._directory.workers) == 2)
+        await until(lambda: len(self.manager._directory.fleet) == 2)
         dispatcher = make_dispatcher(self.local)
         dispatcher.start()
         return host, dispatcher
@@ -113,8 +113,8 @@ async def only_in_the_store(scene: Scene, dispatcher: Dispatcher) -> None:
     assert await answer_of(dispatcher, "first", LONG, 3) == expected(LONG, 3)
     await until(lambda: scene.manager._directory.num_reservations == 0)
     await scene.manager._resets.reset(scene.manager._executor.clients)
-    await until(lambda: not any(worker.blocks for worker in scene.manager._directory.workers.values()))
-    assert scene.manager._directory.segments.store_bytes > 0
+    await until(lambda: not any(pool.blocks for pool in scene.manager._directory.stock.pools.values()))
+    assert scene.manager._directory.stock.segments.store_bytes > 0
 
 
 async def all_heard(manager: KVCacheManager) -> None:
@@ -150,7 +150,7 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
         await scene.end(first)
 
         successor = scene.manager
-        await until(lambda: len(successor._directory.workers) == 2)
+        await until(lambda: len(successor._directory.fleet) == 2)
         [ids] = await successor.recall([b"t"])
         assert ids == array("i", [1, 2])
         assert await successor.find_response(b"b", True) == [b"1", b"2"]
@@ -162,7 +162,7 @@ def test_requests_go_on_and_nothing_is_lost(scene: Scene, tmp_path: Path, has_di
         assert num_computed(scene) - before <= len(LONG) - 80, "the blocks came from the segments"
         successor._directory.check_integrity()
         old._directory.check_integrity()
-        assert has_disk or old._directory.segments.store_bytes == 0, "no payload is held twice"
+        assert has_disk or old._directory.stock.segments.store_bytes == 0, "no payload is held twice"
         await scene.end(second)
 
     scene.run(play)
@@ -177,9 +177,9 @@ def test_a_predecessor_that_dies_in_the_middle_leaves_what_has_come(
         first, dispatcher = await scene.start()
         await only_in_the_store(scene, dispatcher)
         old, handle = scene.manager, scene.local.handles[scene.local.manager_name or ""]
-        num_segments = len(old._directory.segments)
+        num_segments = len(old._directory.stock.segments)
         assert num_segments > 2
-        moved = old._directory.segment_moved_away
+        moved = old._directory.stock.segments.moved_away
         count = 0
 
         def moved_away(segment_id: int) -> None:
@@ -190,12 +190,12 @@ def test_a_predecessor_that_dies_in_the_middle_leaves_what_has_come(
                 first._watch.cancel()
                 handle.die()
 
-        monkeypatch.setattr(old._directory, "segment_moved_away", moved_away)
+        monkeypatch.setattr(old._directory.stock.segments, "moved_away", moved_away)
         await scene.start_host()
         successor = scene.manager
         assert successor is not old and handle.is_dead
-        assert 2 <= len(successor._directory.segments) < num_segments
-        await until(lambda: len(successor._directory.workers) == 2)
+        assert 2 <= len(successor._directory.stock.segments) < num_segments
+        await until(lambda: len(successor._directory.fleet) == 2)
         assert await answer_of(dispatcher, "again", LONG, 3) == expected(LONG, 3)
         successor._directory.check_integrity()
 
@@ -211,7 +211,7 @@ def test_a_predecessor_of_another_form_hands_nothing_over(
         await scene.manager.remember([(b"t", array("i", [1, 2]), "t")])
         monkeypatch.setattr(Succession, "_terms", lambda succession: {"schema": id(succession)})
         await scene.start_host()
-        assert len(scene.manager._directory.segments) == 0
+        assert len(scene.manager._directory.stock.segments) == 0
         assert await scene.manager.recall([b"t"]) == [None]
         assert "nothing is taken over: schema is" in caplog.text
         assert await answer_of(dispatcher, "again", LONG, 3) == expected(LONG, 3)
@@ -232,7 +232,7 @@ def test_a_predecessor_goes_on_when_its_successor_dies(scene: Scene, tmp_path: P
         await until(lambda: not old.succession.is_retired)
         await first.check_health()
         assert scene.local.manager_name == old_name
-        await until(lambda: len(old._directory.workers) == 2)
+        await until(lambda: len(old._directory.fleet) == 2)
         assert await answer_of(dispatcher, "again", LONG, 3) == expected(LONG, 3)
 
     scene.run(play)
@@ -264,11 +264,11 @@ def test_segments_that_cannot_be_copied_are_left_out(scene: Scene, monkeypatch: 
         _, dispatcher = await scene.start()
         await only_in_the_store(scene, dispatcher)
         old = scene.manager
-        [(first, _), *others] = old._directory.segments.by_worth(0.0)
+        [(first, _), *others] = old._directory.stock.segments.by_worth(0.0)
         first.ref = OutOfReach()
         assert [item async for item in old.copies([first.segment_id, 77])] == [None, None]
         await scene.start_host()
-        assert len(scene.manager._directory.segments) == len(others)
+        assert len(scene.manager._directory.stock.segments) == len(others)
 
     scene.run(play)
 

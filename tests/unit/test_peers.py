@@ -77,14 +77,14 @@ def test_unused_costs_fade_towards_the_peers(is_used: bool) -> None:
             if is_used or index < 2:
                 factor = 3.0 if index == 2 else 1.0
                 fit.step(StepShape(0, 8, 0.0), costs(factor).decode_step_s(8))
-            directory.worker_measured(f"w{index}", 1, fit.costs(), 1000, 1000, num_steps=fit.num_steps)
+            directory.fleet.measured(f"w{index}", 1, fit.costs(), 1000, 1000, num_steps=fit.num_steps)
         if heartbeat == 1:
-            assert directory.workers["w2"].costs.prefill_token_s == pytest.approx(slow.prefill_token_s, rel=0.3)
-    known = directory.workers["w2"].costs
+            assert directory.fleet["w2"].costs.prefill_token_s == pytest.approx(slow.prefill_token_s, rel=0.3)
+    known = directory.fleet["w2"].costs
     if is_used:
         assert known.decode_step_s(8) == pytest.approx(slow.decode_step_s(8), rel=0.1)
     else:
-        assert known == directory.workers["w0"].costs
+        assert known == directory.fleet["w0"].costs
 
 
 def test_a_worker_that_left_is_forgotten() -> None:
@@ -122,7 +122,7 @@ def cluster(num_workers: int) -> Directory:
 def test_sessions_spread_over_workers_whose_fits_differ(jitter: float) -> None:
     directory, noise = cluster(8), random.Random(1)
     for index in range(8):
-        directory.worker_measured(f"w{index}", 1, costs(1 + noise.uniform(-jitter, jitter)), 1000, 1000)
+        directory.fleet.measured(f"w{index}", 1, costs(1 + noise.uniform(-jitter, jitter)), 1000, 1000)
     used = [served(directory, number, f"s{number}") for number in range(200)]
     assert all(10 <= used.count(f"w{index}") <= 50 for index in range(8))
     later = [served(directory, 200 + number, f"s{number}") for number in range(200)]
@@ -133,8 +133,8 @@ def test_sessions_spread_over_workers_whose_fits_differ(jitter: float) -> None:
 def test_a_worker_that_was_never_used_is_tried() -> None:
     """Its costs are the first guess, which is three times what the other has measured."""
     directory = cluster(2)
-    directory.worker_measured("w0", 1, costs(), 1000, 1000)
-    directory.worker_measured("w1", 1, None, 1000, 1000)
+    directory.fleet.measured("w0", 1, costs(), 1000, 1000)
+    directory.fleet.measured("w1", 1, None, 1000, 1000)
     used = [served(directory, number, f"s{number}") for number in range(40)]
     assert 10 <= used.count("w1") <= 30
 
@@ -146,7 +146,7 @@ def test_sessions_that_fit_into_both_pools_stay_in_both() -> None:
     num_evicted = 0
     for number in range(56):
         for factor, (worker_id, pool) in zip((0.95, 1.05), pools.items(), strict=True):
-            directory.worker_measured(worker_id, 1, costs(factor), 160, 160 - len(pool))
+            directory.fleet.measured(worker_id, 1, costs(factor), 160, 160 - len(pool))
         session = f"s{number % 14}"
         hashes = tuple(f"{session} {index}".encode() for index in range(20))
         pool = pools[served(directory, number, session, hashes)]

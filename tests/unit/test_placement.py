@@ -10,6 +10,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import NoWorkerError
 from raydix.engine.core.hashing import preferred
 from raydix.engine.core.manager.explain import MAX_CONSIDERED, best_considered
+from raydix.engine.core.manager.fleet import WorkerGroups
 from raydix.engine.core.manager.placement import (
     DECODE_HORIZON,
     MAX_DELAYED,
@@ -27,7 +28,6 @@ from raydix.engine.core.manager.placement import (
     predict,
 )
 from raydix.engine.core.manager.session_workers import SessionWorkers
-from raydix.engine.core.manager.worker_groups import WorkerGroups
 from raydix.engine.core.types import Role
 
 MODEL = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)

@@ -126,7 +126,11 @@ def test_a_segment_goes_with_its_request() -> None:
         assert decision.as_json()["note"] == "cache.prefix_caching is false: nothing is kept for later requests"
         directory.end_request(request_id, 0.0)
         directory.check_integrity()
-        assert (len(directory.segments), directory.segments.store_bytes, directory.num_blocks) == (0, 0, 0)
+        assert (len(directory.stock.segments), directory.stock.segments.store_bytes, len(directory.stock.blocks)) == (
+            0,
+            0,
+            0,
+        )
 
 
 def test_a_request_without_names_is_placed_like_any_other() -> None:
@@ -134,7 +138,7 @@ def test_a_request_without_names_is_placed_like_any_other() -> None:
     directory.register("m", Role.MIXED, 1, 32, ())
     admission, instructions = directory.admit(AdmitRequest("a", 0, (), 100, None, "ingress", CacheHints(), ()), 0.0)
     assert (admission.prefill, admission.decode, instructions) == ("m", "m", [])
-    assert directory.num_blocks == 0
+    assert len(directory.stock.blocks) == 0
     directory.end_request("a", 0.0)
     directory.check_integrity()
 

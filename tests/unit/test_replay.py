@@ -135,7 +135,7 @@ def test_what_the_directory_asks_for_is_exported(tmp_path: Path, trace: list[Tra
     router = Managed(workers, speeds)
     assert any(job.num_imported for job in list(Cluster(workers, router).run(trace)))
     router._directory.check_integrity()
-    assert router._directory._supply.num_asked == 0
+    assert router._directory.stock.supply.num_asked == 0
 
 
 def test_at_constant_rates_nothing_is_imported() -> None:

@@ -32,7 +32,7 @@ def test_a_session_that_had_to_move_does_not_move_back() -> None:
         directory.register(name, Role.MIXED, 1, 1, ())
     session = next(str(number) for number in range(100) if preferred(str(number), "ab") == "a")
     directory.admit(AdmitRequest("busy", 0, (), 5000, session), 0.0)
-    assert directory.workers["a"].num_queued == 1
+    assert directory.fleet["a"].num_queued == 1
     used = []
     for number in range(3):
         request = AdmitRequest(f"r{number}", 0, (), 100, session, cache=CacheHints("" if number else "other tenant"))

@@ -14,10 +14,10 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
     Only administrators get the contents of the cache, and the hits, misses and evictions of all tenants together.
     Prefixes are the caller's own, for administrators too.
     """
-    statistics = directory.statistics
+    statistics, segments = directory.statistics, directory.stock.segments
     report: dict[str, object] = {
         "object": "cache",
-        "prefix_caching": directory.keeps_segments,
+        "prefix_caching": directory.stock.keeps_segments,
         "block_size": directory.costs.block_size,
         "block_bytes": directory.costs.block_bytes,
         "hit_rate": statistics.hit_rate(None if is_admin else tenant),
@@ -42,31 +42,34 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
     }
 
     if is_admin:
-        report["known_blocks"] = directory.num_blocks
-        report["elastic_workers_wanted"] = None if directory.plan is None else directory.plan.num_wanted
+        report["known_blocks"] = len(directory.stock.blocks)
+        report["elastic_workers_wanted"] = None if directory.fleet.plan is None else directory.fleet.plan.num_wanted
         report["workers"] = [
             {
                 "id": worker.worker_id,
                 "role": str(worker.role),
                 "duty": str(worker.duty) if worker.is_elastic else None,
                 "node": worker.node,
-                "cached_blocks": len(worker.blocks),
+                "cached_blocks": len(directory.stock.pools[worker.worker_id].blocks),
                 "available_blocks": worker.num_free_blocks,
                 "costs": asdict(worker.costs),
             }
-            for worker in directory.workers.values()
+            for worker in directory.fleet.values()
         ]
         report["object_store"] = {
-            "segments": len(directory.segments),
-            "bytes": directory.segments.store_bytes,
-            "budget_bytes": directory.segments.store_budget_bytes,
-            "nodes": dict(directory.segments.node_bytes),
+            "segments": len(segments),
+            "bytes": segments.store_bytes,
+            "budget_bytes": segments.store_budget_bytes,
+            "nodes": dict(segments.node_bytes),
         }
         report["links"] = [
             {"source": source, "target": target, **costs._asdict()}
-            for (source, target), costs in directory.links.known().items()
+            for (source, target), costs in directory.fleet.links.known().items()
         ]
-        report["disk"] = {"bytes": directory.segments.disk_bytes, "budget_bytes": directory.segments.disk_budget_bytes}
+        report["disk"] = {
+            "bytes": segments.disk_bytes,
+            "budget_bytes": segments.disk_budget_bytes,
+        }
         sources = sorted(statistics.sources.items())
         report["hit_blocks"] = {str(source): count for source, count in sources if source in HITS}
         report["missed_blocks"] = {str(source): count for source, count in sources if source not in HITS}

@@ -16,8 +16,7 @@ class WriteFile:
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """Put a segment's file into the object store, and answer with `Directory.segment_read`, `segment_unread` or
-    `segment_lost`."""
+    """Put a segment's file into the object store, and answer with `Stock.read`, `unread` or `lost`."""
 
     segment: Segment
 

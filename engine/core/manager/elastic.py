@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.manager.planner import TARGET, TOGETHER, Division, PoolLoad, divide, queue_load, wanted
-from raydix.engine.core.manager.reservations import US_PER_S, WorkerRecord
+from raydix.engine.core.manager.records import US_PER_S, WorkerRecord
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.types import Role
 

@@ -7,7 +7,7 @@ from raydix.engine.core.manager.block_index import BlockIndex, BlockNotes, Block
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
 from raydix.engine.core.manager.explain import BlockSource, Decision, Decisions, best_considered, runs_of
 from raydix.engine.core.manager.placement import Placement, Prediction
-from raydix.engine.core.manager.reservations import WorkerRecord
+from raydix.engine.core.manager.records import WorkerRecord
 from raydix.engine.core.objectives import WhenLate
 from raydix.engine.core.types import AdmitRequest, BlockHash, Role
 

@@ -1,12 +1,12 @@
 """Finds the longest prefix of a request's blocks in the cluster, for each worker."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.links import Sources
 from raydix.engine.core.manager.placement import Demand
-from raydix.engine.core.manager.reservations import US_PER_S, Reservation, Workers
+from raydix.engine.core.manager.records import US_PER_S, Reservation, WorkerRecord
 from raydix.engine.core.manager.session_workers import SessionWorkers
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import AdmitRequest
@@ -23,7 +23,9 @@ class Prefix(NamedTuple):
     """Predicted time until the blocks that are only being computed will have been computed."""
 
 
-def match(records: Iterable[BlockRecord | None], workers: Workers, reservations: dict[str, Reservation]) -> Prefix:
+def match(
+    records: Iterable[BlockRecord | None], workers: Mapping[str, WorkerRecord], reservations: Mapping[str, Reservation]
+) -> Prefix:
     """Match the records of a request's blocks, in order, in one walk along the leading ones."""
     holders: dict[int, set[str]] = {}
     still = set(workers)  # holders of all blocks so far
@@ -47,13 +49,13 @@ def match(records: Iterable[BlockRecord | None], workers: Workers, reservations:
         holders[num_reachable] = still
 
     # Blocks that are only being computed: available when the last queue of their producers is done.
-    computing = [reservations[name] for name in producers if name in reservations]
+    computing = [found for name in producers if (found := reservations.get(name or "")) is not None]
     pending_us = max((workers[each.admission.prefill].ahead_us(each.is_behind) for each in computing), default=0)
     return Prefix(num_reachable, holders, pending_us)
 
 
 def sources_of(
-    records: Iterable[BlockRecord | None], workers: Workers, reservations: dict[str, Reservation]
+    records: Iterable[BlockRecord | None], workers: Mapping[str, WorkerRecord], reservations: Mapping[str, Reservation]
 ) -> Sources:
     """The nodes that the leading blocks come from: a segment's, the producer's, or that of the holder to be asked."""
     runs: list[tuple[str, int]] = []
@@ -73,7 +75,7 @@ def sources_of(
     return runs
 
 
-def _source(record: BlockRecord, workers: Workers, reservations: dict[str, Reservation]) -> str:
+def _source(record: BlockRecord, workers: Mapping[str, WorkerRecord], reservations: Mapping[str, Reservation]) -> str:
     if record.segment is not None:
         return record.segment.node
     reservation = reservations.get(record.producer or "")

@@ -120,7 +120,7 @@ class Supply:
         """A request computes no more blocks, and stays.
 
         Its worker may hold blocks that are not reported yet. The worker is asked to export the awaited ones, and
-        answers with the hashes of missing blocks (`Directory.export_failed`).
+        answers with the hashes of missing blocks (`Stock.export_failed`).
         """
         prefill = self._prefills[request_id]
         prefill.lacking.clear()
