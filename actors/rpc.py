@@ -16,7 +16,7 @@ from raydix.actors.messages import ImportReport, Memory, Registration, WorkerSta
 from raydix.actors.metric_values import Family
 from raydix.actors.names import manager_name, named_actor
 from raydix.engine.core.costs import WorkerCosts
-from raydix.engine.core.manager.cache_events import CacheUpdate
+from raydix.engine.core.manager.block_index import CacheUpdate
 from raydix.engine.core.manager.elastic import PoolLimits, Wanted
 from raydix.engine.core.manager.succession import Offer, Terms
 from raydix.engine.core.objectives import Late, Objectives

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from raydix.actors.runtime import Runtime
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.manager.block_index import Segment
-from raydix.engine.core.manager.disk_instructions import DamagedFileError
+from raydix.engine.core.manager.instructions import DamagedFileError
 from raydix.engine.core.types import SegmentHeader
 
 logger = logging.getLogger(__name__)

@@ -15,14 +15,18 @@ from raydix.engine.background import Background
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.directory import Directory
-from raydix.engine.core.manager.disk_instructions import (
+from raydix.engine.core.manager.instructions import (
     DamagedFileError,
+    Deliver,
     DiskInstruction,
     EraseFile,
+    Export,
+    HandoverLost,
+    Instruction,
+    Lost,
     ReadFile,
     WriteFile,
 )
-from raydix.engine.core.manager.instructions import Deliver, Export, HandoverLost, Instruction, Lost
 
 logger = logging.getLogger(__name__)
 

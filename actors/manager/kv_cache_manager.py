@@ -39,8 +39,7 @@ from raydix.engine.background import Background
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import LateError, NoWorkerError
 from raydix.engine.core.log_fields import about
-from raydix.engine.core.manager.block_index import GC_THRESHOLDS
-from raydix.engine.core.manager.cache_events import CacheUpdate
+from raydix.engine.core.manager.block_index import GC_THRESHOLDS, CacheUpdate
 from raydix.engine.core.manager.cache_report import cache_report
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.elastic import ONE_WORKER, PoolLimits, Wanted

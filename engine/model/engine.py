@@ -29,11 +29,10 @@ from raydix.engine.core.types import (
 )
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.drafter import Drafter
-from raydix.engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.core.worker.step import ExportedBlocks, SchedulerOutput
-from raydix.engine.core.worker.swap_policy import SwapPolicy
+from raydix.engine.core.worker.step import CopyBlock, ExportedBlocks, Move, SchedulerOutput, SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.swaps import SwapPolicy
 from raydix.engine.core.worker.transfers import IncomingBlocks
 from raydix.engine.model.grammars import Grammars
 from raydix.engine.model.isolation import run_isolated, still_runs

@@ -1,4 +1,5 @@
-"""From hidden states to a prompt's pooled one: sums in float64, row after row (`raydix.engine.core.worker.pooling`)."""
+"""From hidden states to a prompt's pooled one: sums in float64, row after row
+(`raydix.engine.core.worker.prompt_results`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.core.manager.disk_instructions import DamagedFileError
+from raydix.engine.core.manager.instructions import DamagedFileError
 from raydix.engine.core.types import Retention, SegmentHeader
 from raydix.engine.model.segments import Bytes, checksum
 from raydix.engine.model.sources import cache_folder

@@ -13,10 +13,9 @@ from raydix.engine.core.ingress.parsers import HERMES
 from raydix.engine.core.ingress.parsers.forms import CallGrammar
 from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import Assignment, DraftSource, Grammar, GrammarKind, SamplingParams, Stage, TokenEvent
-from raydix.engine.core.worker.drafts.choices import Choices
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
-from raydix.engine.core.worker.drafts.form_guesser import FormGuesser
+from raydix.engine.core.worker.drafts.form_guesser import Choices, FormGuesser
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model.build import make_grammars

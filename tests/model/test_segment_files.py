@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.core.manager.disk_instructions import DamagedFileError
+from raydix.engine.core.manager.instructions import DamagedFileError
 from raydix.engine.core.types import Handover, Retention, SegmentHeader
 from raydix.engine.model.segment_files import LOCK, SegmentFiles
 from raydix.engine.model.segments import Bytes, checksum

@@ -32,9 +32,19 @@ from raydix.engine.core.types import (
 )
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.rows import up_to_difference
-from raydix.engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.core.worker.step import RunnerOutput, SampledToken, ScheduledChunk, SchedulerOutput, StepOutcome
+from raydix.engine.core.worker.step import (
+    CopyBlock,
+    Move,
+    RunnerOutput,
+    SampledToken,
+    ScheduledChunk,
+    SchedulerOutput,
+    StepOutcome,
+    SwapDrop,
+    SwapIn,
+    SwapOut,
+)
 
 FINGERPRINT = "test-model/cpu"
 ROOT = root_hash(FINGERPRINT)

@@ -9,10 +9,9 @@ import pytest
 
 from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import DraftSource, Grammar, GrammarKind, Salt
-from raydix.engine.core.worker.drafts.choices import MAX_COUNT, MAX_PLACES, Choices
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
-from raydix.engine.core.worker.drafts.form_guesser import FormGuesser
+from raydix.engine.core.worker.drafts.form_guesser import MAX_COUNT, MAX_PLACES, Choices, FormGuesser
 from raydix.engine.core.worker.drafts.forms import Choice, Choose, FormToken
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from raydix.engine.core.types import DraftSource, Role
-from raydix.engine.core.worker.early import KEEP_S
+from raydix.engine.core.worker.imports import KEEP_S
 from tests.unit.cluster import AWAIT_TIMEOUT_S, PING_S, Channel, Cluster, Sizes
 
 MAX_WORKERS = 4

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from raydix.engine.core.manager.directory import Directory
-from raydix.engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
 from raydix.engine.core.manager.explain import BlockSource
-from raydix.engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from raydix.engine.core.manager.instructions import Deliver, EraseFile, Export, Instruction, Lost, ReadFile, WriteFile
 from raydix.engine.core.manager.stock import MIN_SAVED_BLOCKS
 from raydix.engine.core.types import AdmitRequest, BlockHash, EvictionReason, Handover, Role, SegmentHeader
 

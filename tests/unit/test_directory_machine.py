@@ -16,8 +16,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import NoWorkerError
 from raydix.engine.core.manager.block_index import Segment
 from raydix.engine.core.manager.directory import Directory
-from raydix.engine.core.manager.disk_instructions import EraseFile, ReadFile, WriteFile
-from raydix.engine.core.manager.instructions import Deliver, Export, Instruction, Lost
+from raydix.engine.core.manager.instructions import Deliver, EraseFile, Export, Instruction, Lost, ReadFile, WriteFile
 from raydix.engine.core.manager.placement import CostModel
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.tenants import Tenant

@@ -16,8 +16,15 @@ from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.guesser import INDEXED_PER_STEP
 from raydix.engine.core.worker.drafts.rows import DraftedRow, rows_of, sampled_by_request, up_to_difference, with_drafts
-from raydix.engine.core.worker.drafts.suffix import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, SuffixIndex
-from raydix.engine.core.worker.drafts.survival import MAX_WEIGHT, PRIORS, Survival
+from raydix.engine.core.worker.drafts.suffix import (
+    MAX_CANDIDATES,
+    MAX_MATCH,
+    MAX_WEIGHT,
+    MIN_MATCH,
+    PRIORS,
+    SuffixIndex,
+    Survival,
+)
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.core.worker.step import SampledToken, ScheduledChunk, SchedulerOutput, StepOutcome, chunk_of

@@ -270,9 +270,7 @@ def test_a_worker_without_heartbeats_is_forgotten_until_it_registers_again(monke
         assert isinstance(await register(manager, "a"), SilentWorker)
         assert await manager.heartbeat("a", 1, state)
 
-        await until(
-            lambda: len(manager._workers._signs.quiet(time.monotonic(), 0.3)) == len(manager._directory.workers)
-        )
+        await until(lambda: len(manager._workers._signs.quiet(time.monotonic(), 0.3)) == len(manager._directory.fleet))
         assert len((await manager.workers()).workers) > 0, "the last one stays"
 
     asyncio.run(play())

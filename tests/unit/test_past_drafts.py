@@ -12,9 +12,8 @@ from raydix.engine.core.settings import DraftLimits
 from raydix.engine.core.types import Assignment, DraftSource, Salt, Stage
 from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.core.worker.drafts.past import VOLUME_TOKENS, VOLUMES, Past
-from raydix.engine.core.worker.drafts.suffix import MAX_MATCH
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, PRIORS, Survival
 from raydix.engine.core.worker.drafts.suffixes import Suffixes
-from raydix.engine.core.worker.drafts.survival import PRIORS, Survival
 from raydix.engine.core.worker.drafts.texts import END, MAX_COMPARED, RunningText, TextMatch
 from raydix.engine.core.worker.scheduler import Scheduler
 from raydix.engine.model.engine import Engine

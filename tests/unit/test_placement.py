@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import NoWorkerError
 from raydix.engine.core.hashing import preferred
+from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.explain import MAX_CONSIDERED, best_considered
 from raydix.engine.core.manager.fleet import WorkerGroups
 from raydix.engine.core.manager.placement import (
@@ -16,6 +17,7 @@ from raydix.engine.core.manager.placement import (
     MAX_DELAYED,
     MAX_SPREAD,
     MIN_CONSIDERED,
+    NO_WORKERS,
     TIE,
     TIE_S,
     Candidate,
@@ -23,12 +25,13 @@ from raydix.engine.core.manager.placement import (
     Demand,
     Placement,
     Prediction,
+    Sessions,
+    SessionWorkers,
     WorkerLoad,
     place,
     predict,
 )
-from raydix.engine.core.manager.session_workers import SessionWorkers
-from raydix.engine.core.types import Role
+from raydix.engine.core.types import AdmitRequest, CacheHints, Role
 
 MODEL = CostModel(block_size=16, block_bytes=1_000_000, piggyback_tokens=64)
 """Importing a block takes a millisecond."""
@@ -468,3 +471,39 @@ def test_the_chosen_one_is_remembered_among_many_alike() -> None:
     for name, session in chosen.items():
         [best] = best_considered(choose([many], session=session))
         assert name in best.worker_ids and len(best.worker_ids) == MAX_CONSIDERED
+
+
+def test_the_latest_workers_count_and_the_least_used_is_forgotten() -> None:
+    sessions = Sessions(capacity=2)
+    for session, name in (("a", "w1"), ("b", "w1"), ("a", "w2"), ("c", "w1")):
+        sessions.moved("", session, SessionWorkers(name, name))
+    assert sessions.of("", "a") == SessionWorkers("w2", "w2")
+    assert sessions.of("", "b") == NO_WORKERS
+    assert sessions.of("", None) == sessions.of("other", "a") == NO_WORKERS
+
+
+def test_a_session_stays_while_nothing_speaks_for_another_worker() -> None:
+    last_workers = SessionWorkers("a", "a")
+    session = next(str(number) for number in range(100) if preferred(str(number), "ab") == "b")
+    for queued, expected in ((0, "a"), (5000, "b")):
+        workers = [worker("a", queued=queued), worker("b")]
+        assert place(Demand(1000, session=session, last_workers=last_workers), workers, MODEL).prefill == expected
+
+
+def test_a_session_that_had_to_move_does_not_move_back() -> None:
+    """The worker that its name hashes to is busy at first; then the blocks are on the other one."""
+    directory = Directory(CostModel(block_size=16), segment_budget_bytes=1 << 20)
+    for name in ("a", "b"):
+        directory.register(name, Role.MIXED, 1, 1, ())
+    session = next(str(number) for number in range(100) if preferred(str(number), "ab") == "a")
+    directory.admit(AdmitRequest("busy", 0, (), 5000, session), 0.0)
+    assert directory.fleet["a"].num_queued == 1
+    used = []
+    for number in range(3):
+        request = AdmitRequest(f"r{number}", 0, (), 100, session, cache=CacheHints("" if number else "other tenant"))
+        used.append(directory.admit(request, 0.0)[0].prefill)
+        directory.end_request(f"r{number}", 0.0)
+        if number == 1:
+            directory.end_request("busy", 0.0)
+    assert used == ["b", "b", "b"]
+    directory.check_integrity()

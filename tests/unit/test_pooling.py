@@ -8,8 +8,8 @@ import pytest
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.types import Assignment, FinishReason, Pooling, Salt, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
+from raydix.engine.core.worker.prompt_results import SumStore
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.core.worker.sum_store import SumStore
 from raydix.engine.model.engine import Engine
 from tests.unit.builders import (
     FINGERPRINT,

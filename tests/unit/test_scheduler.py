@@ -13,11 +13,10 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.hashing import hash_block
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.types import BlockHash, FinishReason, Handover, Salt, Stage, TokenEvent
-from raydix.engine.core.worker.moves import CopyBlock
 from raydix.engine.core.worker.order import share_budget
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
+from raydix.engine.core.worker.step import CopyBlock, RunnerOutput, SchedulerOutput
 from tests.unit.builders import (
     FakeModel,
     answer_to,

@@ -33,10 +33,17 @@ from raydix.engine.core.types import (
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.idle import MAX_REQUESTS, SHARE
-from raydix.engine.core.worker.moves import CopyBlock, SwapIn, SwapOut
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.core.worker.step import ExportedBlocks, RunnerOutput, SchedulerOutput, StepOutcome
-from raydix.engine.core.worker.swap_policy import SwapPolicy
+from raydix.engine.core.worker.step import (
+    CopyBlock,
+    ExportedBlocks,
+    RunnerOutput,
+    SchedulerOutput,
+    StepOutcome,
+    SwapIn,
+    SwapOut,
+)
+from raydix.engine.core.worker.swaps import SwapPolicy
 from tests.unit.builders import (
     ROOT,
     VOCAB,

@@ -6,7 +6,7 @@ import pytest
 
 from raydix.engine.core.manager.block_index import BlockIndex, Segment
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
-from raydix.engine.core.manager.disk_instructions import WriteFile
+from raydix.engine.core.manager.instructions import WriteFile
 from raydix.engine.core.manager.segment_store import SegmentStore
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, Retention, SegmentHeader

@@ -11,10 +11,10 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.types import Assignment
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.core.worker.moves import SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.request import Swapped
 from raydix.engine.core.worker.scheduler import Scheduler
-from raydix.engine.core.worker.step import SchedulerOutput
-from raydix.engine.core.worker.swap_policy import Swapped, SwapPolicy
+from raydix.engine.core.worker.step import SchedulerOutput, SwapDrop, SwapIn, SwapOut
+from raydix.engine.core.worker.swaps import SwapPolicy
 from raydix.engine.model.engine import Engine
 from raydix.engine.model.segments import Bytes
 from raydix.engine.model.swap_space import ProcessMemory

@@ -1,11 +1,10 @@
 """Records of each block of the cluster, and the journal of blocks that entered and left."""
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from raydix.engine.core.manager.cache_events import CacheEvents, CacheUpdate
 from raydix.engine.core.manager.cache_statistics import ROOM_REASONS, CacheStatistics
 from raydix.engine.core.types import BlockHash, EvictionReason, SegmentHeader
 
@@ -17,6 +16,51 @@ V = TypeVar("V")
 GC_THRESHOLDS = (10_000, 10, 10_000)
 """For the manager's process: the index is millions of objects without cycles, and a full collection, usual after a
 growth by a quarter, makes requests wait. Cycles, such as those of errors, die young."""
+EVENTS_CAPACITY = 1 << 16
+"""Limit of the events that a follower may be behind before it gets a snapshot."""
+
+
+class CacheEvent(NamedTuple):
+    """A block entered the cache (`is_stored`), or left its last place."""
+
+    sequence: int
+    is_stored: bool
+    block_hash: BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUpdate:
+    """Answer to a follower that has seen all events before some number."""
+
+    next_sequence: int
+    """The number to ask for the next time."""
+    events: tuple[CacheEvent, ...]
+    snapshot: tuple[BlockHash, ...] | None
+    """All stored blocks, in place of events that are forgotten."""
+
+
+class CacheEvents:
+    """The last `capacity` events, numbered without gaps."""
+
+    def __init__(self, capacity: int = EVENTS_CAPACITY) -> None:
+        self._events: deque[CacheEvent] = deque(maxlen=capacity)
+        self.next_sequence = 0
+
+    def add(self, is_stored: bool, block_hash: BlockHash) -> None:
+        self._events.append(CacheEvent(self.next_sequence, is_stored, block_hash))
+        self.next_sequence += 1
+
+    def since(self, sequence: int | None, stored: Iterable[BlockHash]) -> CacheUpdate:
+        """The events from `sequence` on, or a snapshot of all `stored` blocks.
+
+        A snapshot if some of the events are forgotten, if `sequence` lies in the future (of another manager), or if
+        `sequence` is None.
+        """
+        first = self.next_sequence - len(self._events)
+        if sequence is None or not first <= sequence <= self.next_sequence:
+            return CacheUpdate(self.next_sequence, (), tuple(stored))
+        events = [self._events[index] for index in range(sequence - first, len(self._events))]
+        return CacheUpdate(self.next_sequence, tuple(events), None)
 
 
 @dataclass(slots=True, eq=False)

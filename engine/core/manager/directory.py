@@ -23,16 +23,22 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import LateError, NoWorkerError
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
-from raydix.engine.core.manager.elastic import SHRINK_S, Plan
+from raydix.engine.core.manager.elastic import SHRINK_S, Plan, with_roles
 from raydix.engine.core.manager.explain import Decision, Decisions
 from raydix.engine.core.manager.explanations import Explanations
 from raydix.engine.core.manager.fleet import Fleet
 from raydix.engine.core.manager.instructions import HandoverLost, Instruction, Lost
 from raydix.engine.core.manager.matching import demand_of, match, sources_of
-from raydix.engine.core.manager.placement import Candidate, CostModel, Demand, Placement, place
+from raydix.engine.core.manager.placement import (
+    Candidate,
+    CostModel,
+    Demand,
+    Placement,
+    Sessions,
+    SessionWorkers,
+    place,
+)
 from raydix.engine.core.manager.records import US_PER_S, Reservation, WorkerRecord
-from raydix.engine.core.manager.roles import with_roles
-from raydix.engine.core.manager.session_workers import Sessions, SessionWorkers
 from raydix.engine.core.manager.stock import Stock
 from raydix.engine.core.objectives import NO_OBJECTIVES, Late, Objectives, WhenLate
 from raydix.engine.core.tenants import Tenant

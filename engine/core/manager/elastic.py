@@ -1,22 +1,41 @@
-"""Duties of the elastic workers, which follow the load: prefill, decode, or both.
+"""Duties of the elastic workers, which follow the load, and their roles for one request.
 
 `Elastic` measures how many seconds of prefill arrive per second, and says every second or so which workers should
 mainly prefill and which decode (`raydix.engine.core.manager.planner`). A duty is a preference for new requests: nothing
-under way moves, and `raydix.engine.core.manager.roles` makes exceptions of it for single requests.
+under way moves.
 
 Duties follow the load of seconds, since another duty costs nothing. The number of workers follows the load of half a
 minute, and falls only where no load of the last minute needed more: a worker takes long to start. A
 manager that has watched for less than the minute asks for more workers and never for fewer.
+
+Placement takes a worker's duty for its role, with two exceptions (`with_roles`):
+
+| duty | does both for a request if |
+|---|---|
+| decode | its steps stay within the objective with the request's prompt in chunks beside the decodes |
+| prefill | no worker that decodes can take one more stream within the objective, and has room for it |
+
+The objective of a worker is the strictest one of its streams and the request.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 from raydix.engine.core.costs import WorkerCosts
-from raydix.engine.core.manager.planner import TARGET, TOGETHER, Division, PoolLoad, divide, queue_load, wanted
+from raydix.engine.core.manager.placement import Candidate, CostModel, Demand
+from raydix.engine.core.manager.planner import (
+    TARGET,
+    TOGETHER,
+    Division,
+    PoolLoad,
+    chunk_step_s,
+    divide,
+    queue_load,
+    wanted,
+)
 from raydix.engine.core.manager.records import US_PER_S, WorkerRecord
 from raydix.engine.core.objectives import Objectives
 from raydix.engine.core.types import Role
@@ -208,3 +227,42 @@ def _duties(workers: Sequence[WorkerRecord], division: Division) -> dict[str, Ro
 def _typical(costs: Sequence[WorkerCosts]) -> WorkerCosts:
     """The worker's costs in the middle, by its step of a few decodes."""
     return sorted(costs, key=lambda each: each.decode_step_s(TYPICAL_DECODES))[len(costs) // 2]
+
+
+def with_roles(candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> Sequence[Candidate]:
+    """The candidates with the roles of the elastic ones for this request."""
+    if not any(candidate.load.is_elastic for candidate in candidates):
+        return candidates
+    decoders = [candidate for candidate in candidates if candidate.load.role is not Role.PREFILL]
+    can_decode = any(_takes_stream(candidate, demand, model) for candidate in decoders)
+    return [_with_role(candidate, demand, model, can_decode=can_decode) for candidate in candidates]
+
+
+def _with_role(candidate: Candidate, demand: Demand, model: CostModel, *, can_decode: bool) -> Candidate:
+    load = candidate.load
+    if not load.is_elastic:
+        return candidate
+    does_both = _takes_prompt(candidate, demand, model) if load.role is Role.DECODE else not can_decode
+    return candidate._replace(load=load._replace(role=Role.MIXED)) if does_both else candidate
+
+
+def _takes_prompt(candidate: Candidate, demand: Demand, model: CostModel) -> bool:
+    """True if the decodes of a worker, and the request's own, stay within the objective beside its prompt."""
+    load = candidate.load
+    num_cached = max(candidate.num_local_blocks, demand.num_reachable_blocks) * model.block_size
+    num_uncached = max(1, demand.num_tokens - num_cached)
+    step_s = chunk_step_s(load.costs, load.num_decoding, num_uncached, load.token_budget)
+    return step_s <= _tpot_s(candidate, demand)
+
+
+def _takes_stream(candidate: Candidate, demand: Demand, model: CostModel) -> bool:
+    """True if a worker may decode one stream more."""
+    load = candidate.load
+    num_blocks = demand.num_tokens // model.block_size + 1 - candidate.num_local_blocks
+    has_room = load.num_free_blocks is None or load.num_free_blocks >= num_blocks
+    return has_room and load.costs.decode_step_s(load.num_decoding + 1) <= _tpot_s(candidate, demand)
+
+
+def _tpot_s(candidate: Candidate, demand: Demand) -> float:
+    objectives = (candidate.load.tpot_s, demand.objectives.tpot_s)
+    return min((each for each in objectives if each is not None), default=inf)

@@ -1,11 +1,10 @@
-"""Instructions of the directory to workers and disk."""
+"""Instructions of the directory to workers, and of the segment store to the disk."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from raydix.engine.core.manager.block_index import Segment
-from raydix.engine.core.manager.disk_instructions import DiskInstruction
-from raydix.engine.core.types import BlockHash
+from raydix.engine.core.types import BlockHash, SegmentHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +39,31 @@ class HandoverLost:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Copy a segment to disk, and answer with `SegmentStore.written`."""
+
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Put a segment's file into the object store, and answer with `Stock.read`, `unread` or `lost`."""
+
+    segment: Segment
+
+
+class DamagedFileError(Exception):
+    """A segment's file is missing or damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class EraseFile:
+    """Remove the file with this header."""
+
+    header: SegmentHeader
+
+
+DiskInstruction: TypeAlias = WriteFile | ReadFile | EraseFile
 WorkerInstruction: TypeAlias = Deliver | Export | Lost | HandoverLost
 Instruction: TypeAlias = WorkerInstruction | DiskInstruction

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.links import Sources
-from raydix.engine.core.manager.placement import Demand
+from raydix.engine.core.manager.placement import Demand, SessionWorkers
 from raydix.engine.core.manager.records import US_PER_S, Reservation, WorkerRecord
-from raydix.engine.core.manager.session_workers import SessionWorkers
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import AdmitRequest
 

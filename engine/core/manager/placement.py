@@ -28,8 +28,10 @@ Workers with equal loads are one candidate. A candidate whose queue alone exceed
 large cluster few sums are made, and the choice is the one of a full scan.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import inf
 from typing import NamedTuple
 
@@ -37,7 +39,6 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import NoWorkerError
 from raydix.engine.core.hashing import preferred
 from raydix.engine.core.manager.links import Links, Sources
-from raydix.engine.core.manager.session_workers import NO_WORKERS, SessionWorkers
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.types import Role
 
@@ -54,6 +55,45 @@ DECODE_HORIZON = 64
 """Tokens over which a decode worker's step time is weighed against the import of missing KV."""
 MIN_CONSIDERED = 16
 """Minimum of predicted candidates, if there are as many, for the explanation of the choice."""
+MAX_SESSIONS = 1 << 16
+"""Limit of the remembered sessions; the least recently used is forgotten first."""
+
+
+class SessionWorkers(NamedTuple):
+    """The workers of a session's last request."""
+
+    prefill: str
+    decode: str
+
+
+NO_WORKERS = SessionWorkers("", "")
+
+
+class Sessions:
+    """The last workers of the most recent `capacity` sessions, by tenant and name."""
+
+    def __init__(self, capacity: int = MAX_SESSIONS) -> None:
+        self._capacity = capacity
+        self._sessions: OrderedDict[bytes, SessionWorkers] = OrderedDict()
+
+    def of(self, tenant: str, session: str | None) -> SessionWorkers:
+        """The last workers of a session; `NO_WORKERS` if unknown."""
+        return NO_WORKERS if session is None else self._sessions.get(_key(tenant, session), NO_WORKERS)
+
+    def moved(self, tenant: str, session: str | None, workers: SessionWorkers) -> None:
+        """Note the placement of a session's request."""
+        if session is None:
+            return
+        key = _key(tenant, session)
+        self._sessions[key] = workers
+        self._sessions.move_to_end(key)
+        if len(self._sessions) > self._capacity:
+            self._sessions.popitem(last=False)
+
+
+def _key(tenant: str, session: str) -> bytes:
+    """Names have any length; a digest has a fixed one."""
+    return blake2b(f"{len(tenant)} {tenant}{session}".encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +151,7 @@ class WorkerLoad(NamedTuple):
     num_empty_blocks: int | None = None
     """Blocks to be filled without an eviction; None if unknown."""
     is_elastic: bool = False
-    """True if `role` is a duty, with exceptions (`raydix.engine.core.manager.roles`)."""
+    """True if `role` is a duty, with exceptions (`raydix.engine.core.manager.elastic`)."""
     tpot_s: float | None = None
     """The strictest objective of the streams of an elastic worker; None without one."""
     node: str = ""

@@ -18,8 +18,7 @@ from raydix.engine.core.eviction.queue import EvictionQueue
 from raydix.engine.core.eviction.ranking import LeastRecent
 from raydix.engine.core.eviction.retention import marked, retention
 from raydix.engine.core.manager.block_index import BlockIndex, Segment
-from raydix.engine.core.manager.disk_instructions import DiskInstruction, ReadFile, WriteFile
-from raydix.engine.core.manager.segment_file_list import SegmentFileList
+from raydix.engine.core.manager.instructions import DiskInstruction, EraseFile, ReadFile, WriteFile
 from raydix.engine.core.tenants import Tenant, quotas
 from raydix.engine.core.types import BlockHash, CacheHints, EvictionReason, Retention, SegmentHeader
 
@@ -27,6 +26,36 @@ MAX_WRITING_BYTES = 256 << 20
 """Limit of segments being written, which cannot leave the object store; when the disk falls behind, others stay off
 it."""
 NO_MARKS: Mapping[int, Retention] = MappingProxyType({})
+
+
+class SegmentFileList:
+    """The files that are present or being written; segments of exactly the same blocks share a file."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Bytes of payloads."""
+        self._num_sharing: Counter[tuple[BlockHash, ...]] = Counter()
+        """Segments by file."""
+
+    def add(self, file: SegmentHeader) -> None:
+        self.num_bytes += file.num_bytes
+        self._num_sharing[file.full_hashes] += 1
+
+    def remove(self, file: SegmentHeader) -> None:
+        self.num_bytes -= file.num_bytes
+        self._num_sharing[file.full_hashes] -= 1
+        if not self._num_sharing[file.full_hashes]:
+            del self._num_sharing[file.full_hashes]
+
+    def erase(self, file: SegmentHeader) -> list[DiskInstruction]:
+        """Erase a segment's former file, unless another segment shares it."""
+        return [] if file.full_hashes in self._num_sharing else [EraseFile(file)]
+
+    def check_integrity(self, files: Iterable[SegmentHeader]) -> None:
+        """Assert that the list has exactly these files."""
+        listed = [*files]
+        assert self.num_bytes == sum(file.num_bytes for file in listed)
+        assert self._num_sharing == Counter(file.full_hashes for file in listed)
 
 
 class SegmentStore:

@@ -7,7 +7,17 @@ from raydix.engine.core.eviction.retention import marked, retention
 from raydix.engine.core.hashing import BlockChain
 from raydix.engine.core.types import Assignment, BlockHash, Pooling, Retention, Stage, TokenLogprobs
 from raydix.engine.core.worker.drafts.suffixes import Suffixes
-from raydix.engine.core.worker.swap_policy import Swapped
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Record of a preempted request's KV outside the pool."""
+
+    first_block: int
+    """Index in the sequence of the first kept block; the blocks before it must be found in the pool."""
+    num_blocks: int
+    num_computed: int
+    """Leading positions whose KV lies in the kept blocks or the blocks before them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +74,7 @@ class Request:
     num_to_pool: int = field(init=False)
     """Positions from 0 on of a prompt that is pooled; 0 for none."""
     pooled_sum: bytes = b""
-    """Sum of the hidden states of all pooled positions so far (`raydix.engine.core.worker.pooling`)."""
+    """Sum of the hidden states of all pooled positions so far (`raydix.engine.core.worker.prompt_results`)."""
     has_prompt_results: bool = field(init=False)
     """True if the prompt is scored or pooled."""
     num_preemptions: int = 0

@@ -35,7 +35,7 @@ like any other, but starts at the first position that is missing in these: share
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -49,11 +49,8 @@ from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.contents import Contents
 from raydix.engine.core.worker.drafts.draft import Draft
 from raydix.engine.core.worker.drafts.drafting import Drafting
-from raydix.engine.core.worker.early import EarlyMessages
 from raydix.engine.core.worker.idle import IdleWork
-from raydix.engine.core.worker.imports import Imports, is_ready
-from raydix.engine.core.worker.integrity import check_places, check_references
-from raydix.engine.core.worker.moves import SwapIn
+from raydix.engine.core.worker.imports import EarlyMessages, Imports, is_ready
 from raydix.engine.core.worker.order import rank, share_budget, start_order, weigh_contexts
 from raydix.engine.core.worker.prompt_results import PromptResults
 from raydix.engine.core.worker.request import Request
@@ -63,12 +60,12 @@ from raydix.engine.core.worker.step import (
     ScheduledChunk,
     SchedulerOutput,
     StepOutcome,
+    SwapIn,
     chunk_of,
     event_of,
     events_of,
 )
-from raydix.engine.core.worker.swap_policy import SwapPolicy
-from raydix.engine.core.worker.swaps import Swaps, num_swapped_blocks
+from raydix.engine.core.worker.swaps import SwapPolicy, Swaps, num_swapped_blocks
 from raydix.engine.core.worker.transfers import Transfers
 from raydix.engine.core.worker.virtual_time import Turns, VirtualTime
 
@@ -326,8 +323,8 @@ class Scheduler:
     def check_integrity(self, extra_held: Iterable[int] = ()) -> None:
         """Assert that each request is in one place, and that all references are the requests' or in `extra_held`."""
         places = [*self.waiting, *self.preempted, *self.running.values()]
-        check_places(places, self.running, self.idle, self._requests)
-        check_references(self.pool, places, self.idle, extra_held)
+        _check_places(places, self.running, self.idle, self._requests)
+        _check_references(self.pool, places, self.idle, extra_held)
         assert all(owner.request_id in self.running for owner in self._contents.computing.values())
         assert all(request.swapped is None or request in self.preempted for request in places)
         assert num_swapped_blocks(self.preempted) <= self.swap_policy.max_blocks
@@ -515,3 +512,24 @@ class Scheduler:
         self._imports.end(request, now)
         del self._requests[request.request_id]
         self._time.left(request.tenant)
+
+
+def _check_places(
+    places: Sequence[Request], running: Collection[str], idle: IdleWork, registry: Mapping[str, Request]
+) -> None:
+    """Assert that each request of `registry` is in one of `places` or idle, and right for its place."""
+    ids = {request.request_id for request in (*places, *idle)}
+    assert len(places) + len(idle) == len(registry) == len(ids)
+    idle.check_integrity()
+    for request in places:
+        request.check_integrity(is_running=request.request_id in running)
+
+
+def _check_references(pool: BlockPool, places: Iterable[Request], idle: IdleWork, extra_held: Iterable[int]) -> None:
+    """Assert that all references are the requests' or in `extra_held`, and that waiting requests protect blocks."""
+    held = [*extra_held, *(block for request in idle for block in request.blocks)]
+    protected: list[BlockHash] = []
+    for request in places:
+        held += request.blocks + request.held
+        protected += request.protected
+    pool.check_integrity(held, protected)

@@ -1,7 +1,13 @@
-"""Values of one step: the scheduler's decision, the runner's answer, and the outcome."""
+"""Values of one step: the scheduler's decision, the runner's answer, and the outcome.
+
+Part of the decision are *moves*, copies of block contents before the step computes. The scheduler decides them one
+after the other while it allocates and releases blocks. Done in that order, each move finds the contents that it was
+decided for.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from raydix.engine.core.types import (
     DEFAULT_RETENTION,
@@ -14,8 +20,41 @@ from raydix.engine.core.types import (
     TokenEvent,
     TokenLogprobs,
 )
-from raydix.engine.core.worker.moves import Move
 from raydix.engine.core.worker.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """Copy the block `source` onto the block `target`."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Keep the contents of `blocks` outside the pool for a preempted request."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Fill `blocks` with the last of the contents kept for the request, and drop the kept copy."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapDrop:
+    """Drop the contents kept for the request, if any."""
+
+    request_id: str
+
+
+Move: TypeAlias = CopyBlock | SwapOut | SwapIn | SwapDrop
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +119,8 @@ class RunnerOutput:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Requests that can have no next token, by no fault of the model's, each with the reason."""
     sums: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
-    """For each chunk with `pooled` positions the sums (`raydix.engine.core.worker.pooling`) up to each end of a block
-    among these, and up to the last of these if no block ends there."""
+    """For each chunk with `pooled` positions the sums (`raydix.engine.core.worker.prompt_results`) up to each end of a
+    block among these, and up to the last of these if no block ends there."""
     pooled: Mapping[str, bytes] = field(default_factory=dict)
     """One for each chunk that `ends_pooled`: as `TokenEvent.pooled`."""
 

@@ -1,11 +1,32 @@
-"""The moves of a step, and the swaps of preempted requests among them."""
+"""The moves of a step, and the swaps of preempted requests among them.
+
+A preempted request's KV is kept outside the pool or computed again, whichever is predicted to be quicker. Blocks that
+other running requests hold, too, stay in the pool. All others are assumed to be evicted: a request is preempted because
+the pool has nothing else to give.
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.worker.block_pool import BlockPool
-from raydix.engine.core.worker.moves import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
-from raydix.engine.core.worker.request import Request
-from raydix.engine.core.worker.swap_policy import Swapped, SwapPolicy
+from raydix.engine.core.worker.request import Request, Swapped
+from raydix.engine.core.worker.step import CopyBlock, Move, SwapDrop, SwapIn, SwapOut
+
+
+@dataclass(slots=True)
+class SwapPolicy:
+    """Decides for one worker. The engine updates `costs` as measured."""
+
+    max_blocks: int = 0
+    """Limit of blocks kept outside the pool for all requests together; 0: never swap."""
+    block_bytes: int = 0
+    costs: WorkerCosts = field(default_factory=WorkerCosts)
+
+    def pays(self, num_blocks: int, num_lost: int, num_kept: int, token_budget: int) -> bool:
+        """True if copying `num_blocks` out and in is quicker than computing `num_lost` tokens after `num_kept`."""
+        swap_s = 2 * self.costs.swap_once_s(num_blocks * self.block_bytes)
+        return swap_s < self.costs.prefill_s(num_lost, num_kept, token_budget, num_decodes=0)
 
 
 class Swaps:

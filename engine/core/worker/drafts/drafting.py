@@ -10,7 +10,7 @@ from raydix.engine.core.worker.drafts.draft import Draft, DraftCounts
 from raydix.engine.core.worker.order import weigh_contexts
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import SampledToken, ScheduledChunk
-from raydix.engine.core.worker.swap_policy import SwapPolicy
+from raydix.engine.core.worker.swaps import SwapPolicy
 
 
 class Drafting:

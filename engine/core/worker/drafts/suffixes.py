@@ -8,8 +8,7 @@ finds it already.
 from collections.abc import Mapping, Sequence
 
 from raydix.engine.core.types import DraftSource
-from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, SuffixIndex
-from raydix.engine.core.worker.drafts.survival import Survival
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, SuffixIndex, Survival
 from raydix.engine.core.worker.drafts.texts import RunningText, TextMatch, Volume
 
 OwnTexts = Mapping[DraftSource, Sequence[Sequence[int]]]

@@ -7,8 +7,7 @@ no guess goes beyond.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, MIN_MATCH, Places
-from raydix.engine.core.worker.drafts.survival import Survival
+from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, MIN_MATCH, Places, Survival
 
 END = -1
 """In place of a token: the end of an answer in a text of several."""

@@ -1,7 +1,7 @@
-"""What is kept of scored prompts, and what goes first."""
+"""What is kept of scored and of pooled prompts, and what goes first."""
 
 from raydix.engine.core.types import TokenLogprobs
-from raydix.engine.core.worker.score_store import ScoreStore
+from raydix.engine.core.worker.prompt_results import ScoreStore, SumStore
 
 
 def scores(first: int, count: int) -> list[TokenLogprobs]:
@@ -58,4 +58,36 @@ def test_one_block_larger_than_all_is_not_kept() -> None:
     store = ScoreStore(capacity=3)
     store.put(b"a", 0, scores(0, 4))
     assert store.match([b"a"], 0) == []
+    store.check_integrity()
+
+
+def test_the_longest_prefix_with_a_sum_is_found() -> None:
+    store = SumStore()
+    store.put(b"a", b"one")
+    store.put(b"c", b"three")
+    assert store.match([b"a", b"b"]) == (1, b"one")
+    assert store.match([b"a", b"b", b"c", b"d"]) == (3, b"three"), "a sum needs no other before it"
+    assert store.match([b"b"]) == store.match([]) == (0, b"")
+    store.check_integrity()
+    store.clear()
+    assert store.match([b"a"]) == (0, b"")
+    store.check_integrity()
+
+
+def test_a_sum_that_is_here_stays_as_it_is() -> None:
+    store = SumStore()
+    store.put(b"a", b"one")
+    store.put(b"a", b"other")
+    assert store.match([b"a"]) == (1, b"one")
+    store.check_integrity()
+
+
+def test_the_least_recently_used_sum_goes_first() -> None:
+    store = SumStore(capacity=8)
+    store.put(b"a", b"1234")
+    store.put(b"b", b"1234")
+    store.match([b"a"])
+    store.put(b"c", b"1234")
+    assert store.match([b"b"]) == (0, b"")
+    assert store.match([b"a"]) == store.match([b"c"]) == (1, b"1234")
     store.check_integrity()
