@@ -32,7 +32,7 @@ class ResponseDisk:
         self._files = ResponseFiles(folder / FOLDER)
         self._work: list[Work] = []
         self._num_bytes = 0
-        """Of responses that are not written yet."""
+        """Bytes of responses that are not written yet."""
         self._used_at: dict[bytes, float] = {}
         """Last uses that are not recorded yet, one for each response however slow the disk is."""
         self._wakes = asyncio.Event()

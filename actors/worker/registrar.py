@@ -33,7 +33,7 @@ HEARTBEAT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One life of a worker. `epoch` tells this incarnation from earlier ones of the same id."""
+    """Identity of one life of a worker. `epoch` tells this incarnation from earlier ones of the same id."""
 
     worker_id: str
     role: Role

@@ -28,9 +28,9 @@ class TokenStreams:
     def __init__(self) -> None:
         self._outboxes: dict[str, _Outbox] = {}
         self._signs = SignsOfLife()
-        """Of the replicas with an outbox."""
+        """Signs of life of the replicas with an outbox."""
         self.processes: dict[str, ProcessName | None] = {}
-        """Of the replicas whose pings have come."""
+        """Processes of the replicas whose pings have come."""
         self.attempts = Attempts()
         """The attempts whose events are expected."""
 

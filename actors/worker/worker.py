@@ -74,7 +74,7 @@ def compute_with(num_threads: int) -> None:
 
 
 class Worker:
-    """One engine and its streams. `epoch` tells this incarnation from earlier ones of the same id."""
+    """Actor of one engine and its streams. `epoch` tells this incarnation from earlier ones of the same id."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One batch: events in, records out.
+"""States of a batch: events in, records out.
 
 Each method takes an event and returns records of the outcome, for the caller to write into the journal. The state is a
 function of the records, so the journal is enough to go on after a runner's death: `take_back` tells a new run of each
@@ -50,12 +50,12 @@ class BatchRun:
     def __init__(self, expires_at: float | None = None) -> None:
         self.progress = Progress()
         self.digest: str | None = None
-        """Of the input file, after the check of all lines."""
+        """Digest of the input file, after the check of all lines."""
         self._expires_at = expires_at
         self._queue: LineQueue | None = None
         """None until the lines have been read."""
         self._has_failed: dict[int, bool] = {}
-        """By answered line: True for an error in place of an answer."""
+        """Outcome by answered line: True for an error in place of an answer."""
 
     @property
     def is_stopped(self) -> bool:

@@ -19,7 +19,7 @@ class PrefixOrder:
 
     def __init__(self) -> None:
         self._first_with: dict[bytes, int] = {}
-        """By chained hash of pieces: the first line with these pieces."""
+        """First line with some pieces, by the chained hash of the pieces."""
         self._places: list[tuple[tuple[int, ...], int]] = []
 
     def add(self, number: int, prompt: str) -> None:

@@ -14,8 +14,8 @@ MAX_REMEMBERED = 1 << 17
 V = TypeVar("V")
 
 GC_THRESHOLDS = (10_000, 10, 10_000)
-"""For the manager's process: the index is millions of objects without cycles, and a full collection, usual after a
-growth by a quarter, makes requests wait. Cycles, such as those of errors, die young."""
+"""Thresholds of the garbage collector in the manager's process: the index is millions of objects without cycles, and a
+full collection, usual after a growth by a quarter, makes requests wait. Cycles, such as those of errors, die young."""
 EVENTS_CAPACITY = 1 << 16
 """Limit of the events that a follower may be behind before it gets a snapshot."""
 
@@ -293,13 +293,13 @@ class BlockIndex:
         return [(known, record) for known, record in records if record is not None and record.segment is segment]
 
     def _enters(self, block_hash: BlockHash, record: BlockRecord) -> None:
-        """To be called before a block enters a place; journals the first place."""
+        """Journal the first place of a block. Called before the block enters a place."""
         if not record.is_stored:
             self.gone.pop(block_hash, None)
             self._events.add(True, block_hash)
 
     def _has_left(self, block_hash: BlockHash, record: BlockRecord, reason: EvictionReason) -> None:
-        """To be called after a block left a place; journals the last place."""
+        """Journal the end of the last place of a block. Called after the block left a place."""
         self._statistics.evicted_blocks[reason] += 1
         if not record.is_stored:
             made_room = reason in ROOM_REASONS
@@ -311,7 +311,7 @@ class BlockIndex:
 
 
 class BlockNotes(Generic[V]):
-    """For each tenant, what was last noted about each of some blocks.
+    """What was last noted about each of some blocks, for each tenant.
 
     Keeps the last `capacity` entries, and at most as many older ones. The older ones are forgotten all at once: one by
     one, forgetting would cost as much as noting.

@@ -56,7 +56,7 @@ class CacheStatistics:
     num_displaced_blocks: float = 0.0
     """Blocks that left their last place to make room, weighted less with every later admission."""
     num_returned_blocks: float = 0.0
-    """The part of them that a prompt requested again and had to compute, weighted likewise."""
+    """Displaced blocks that a prompt requested again and had to compute, weighted likewise."""
     tenants: dict[str, TenantUse] = field(default_factory=dict)
     _lately: deque[tuple[str, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _prefixes: defaultdict[str, OrderedDict[BlockHash, HotPrefix]] = field(

@@ -22,11 +22,11 @@ class BlockSource(StrEnum):
     """Source of a full block of a prompt, or the reason for computing the block."""
 
     LOCAL = "local"
-    """In the prefill worker's own pool."""
+    """The block is in the prefill worker's own pool."""
     WORKER = "worker"
-    """In another worker's pool."""
+    """The block is in another worker's pool."""
     STORE = "store"
-    """In the object store."""
+    """The block is in the object store."""
     DISK = "disk"
     PENDING = "pending"
     """Being computed for another request, and awaited."""
@@ -47,7 +47,7 @@ HITS = frozenset({BlockSource.LOCAL, BlockSource.WORKER, BlockSource.STORE, Bloc
 
 @dataclass(slots=True)
 class Decision:
-    """One admission: the facts of the decision, and the outcome."""
+    """The facts of an admission's decision, and the outcome."""
 
     attempt: int
     tenant: str
@@ -60,11 +60,11 @@ class Decision:
     predicted_ttft_s: float
     considered: tuple[Prediction, ...]
     ttft_s: float | None = None
-    """From admission to the first token."""
+    """Seconds from admission to the first token."""
     predicted_handover_s: float | None = None
-    """From the first token to the second one, if two workers share the request."""
+    """Seconds from the first token to the second one, if two workers share the request."""
     handover_s: float | None = None
-    """The same, as measured; None before the end."""
+    """Seconds from the first token to the second one, as measured; None before the end."""
     ended: Outcome | None = None
     num_preemptions: int = 0
     drafts: tuple[DraftUse, ...] = ()
@@ -72,7 +72,7 @@ class Decision:
     prefix_caching: bool = True
     """True if KV was kept for later requests."""
     duties: Mapping[str, Role] = field(default_factory=dict)
-    """Of the elastic ones among the workers."""
+    """Duties of the elastic ones among the workers."""
     objective_ttft_s: float | None = None
     when_late: WhenLate | None = None
     """Treatment of the request, which no worker was predicted to serve in time; None in time."""
@@ -95,7 +95,7 @@ class Decision:
         return None if self.runs else "shorter than a block: nothing to share"
 
     def as_json(self) -> dict[str, object]:
-        """For the explain endpoint. Times in seconds, blocks as runs of equal sources."""
+        """The decision as the explain endpoint shows it. Times in seconds, blocks as runs of equal sources."""
         num_hashed = sum(count for _, count in self.runs) * self.block_size
         return {
             "attempt": self.attempt,

@@ -43,7 +43,7 @@ class LinkCosts(NamedTuple):
 
 @dataclass(slots=True)
 class _Link:
-    """One link's fit, and the outcome at `fitted_at`."""
+    """The fit of one link, and the outcome at `fitted_at`."""
 
     fit: LinkFit
     costs: LinkCosts

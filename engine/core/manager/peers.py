@@ -33,7 +33,7 @@ class _Group:
     """Last report of each worker, faded if unused; None before the first measurement."""
     median: WorkerCosts | None = None
     num_reports: int = 0
-    """Since the last update of the median."""
+    """Reports since the last update of the median."""
 
 
 class PeerCosts:
@@ -105,5 +105,5 @@ def _between(costs: WorkerCosts, other: WorkerCosts, share: float) -> WorkerCost
 
 
 def _median(costs: Sequence[WorkerCosts]) -> WorkerCosts:
-    """Of each coefficient the median, the lower one of two."""
+    """The median of each coefficient, the lower one of two."""
     return WorkerCosts(*(median_low(getattr(each, name) for each in costs) for name in NAMES))

@@ -138,7 +138,7 @@ class WorkerLoad(NamedTuple):
     """Role, costs and load of a worker; equal loads make workers equal for requests without held blocks there."""
 
     role: Role
-    """Of an elastic worker its duty."""
+    """Role of the worker; the duty of an elastic one."""
     costs: WorkerCosts
     token_budget: int = 512
     queued_s: float = 0.0
@@ -156,7 +156,7 @@ class WorkerLoad(NamedTuple):
     """The strictest objective of the streams of an elastic worker; None without one."""
     node: str = ""
     behind_s: float = 0.0
-    """The part of `queued_s` behind all other prefills."""
+    """Time of those prefills in `queued_s` that are behind all others."""
 
     def ahead_s(self, is_behind: bool) -> float:
         """Time of the queued prefills before a new request."""
@@ -187,8 +187,8 @@ class Prediction(NamedTuple):
     room_s: float = 0.0
     """Expected time of computing the evicted blocks again."""
     transfer_s: float = 0.0
-    """From the first token until the decode worker has the KV; 0 for a request that is not split, and where nodes make
-    no difference."""
+    """Time from the first token until the decode worker has the KV; 0 for a request that is not split, and where nodes
+    make no difference."""
 
     @property
     def ttft_s(self) -> float:
@@ -440,7 +440,7 @@ def _import_all_s(decoder: Candidate, demand: Demand, model: CostModel, node: st
 def _transfer_s(
     prediction: Prediction, load: WorkerLoad, decoder: Candidate, demand: Demand, model: CostModel
 ) -> float:
-    """From the first token until a decode worker has the KV.
+    """Time from the first token until a decode worker has the KV.
 
     Blocks that are somewhere are sent from the admission on, the others chunk by chunk while the next chunk is
     computed, and the last chunk after the first token.

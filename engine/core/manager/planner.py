@@ -43,7 +43,7 @@ class PoolLoad(NamedTuple):
     """Predicted time of the queued prefills."""
     num_decoding: float
     costs: WorkerCosts
-    """Of a typical worker."""
+    """Costs of a typical worker."""
     token_budget: int
 
 

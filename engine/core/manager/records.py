@@ -13,7 +13,7 @@ US_PER_S = 1_000_000
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One worker incarnation: load and costs. Only `Fleet` writes to the fields."""
+    """Load and costs of one worker incarnation. Only `Fleet` writes to the fields."""
 
     worker_id: str
     role: Role
@@ -28,18 +28,18 @@ class WorkerRecord:
     num_free_blocks: int | None = None
     """Blocks without a holder at the last report."""
     num_empty_blocks: int | None = None
-    """The part of `num_free_blocks` without contents."""
+    """Free blocks without contents at the last report."""
     num_steps: int | None = None
     """Steps behind the fit of the costs at the last report."""
     num_reserved_blocks: int = 0
     """Blocks to be filled by queued prefills."""
     requests: set[str] = field(default_factory=set)
     decoding: set[str] = field(default_factory=set)
-    """The part of `requests` that decodes here, now or after the prefill."""
+    """Requests that decode here, now or after the prefill."""
     queued_us: int = 0
     """Predicted time of the queued, unfinished prefills."""
     behind_us: int = 0
-    """The part of `queued_us` behind all other prefills."""
+    """Predicted time of those queued prefills that are behind all others."""
     num_queued: int = 0
     """Number of prefills in `queued_us`."""
     is_leaving: bool = False

@@ -266,7 +266,7 @@ class SegmentStore:
             self._use([segment], self._retention_of(segment), now)
 
     def moved_away(self, segment_id: int) -> None:
-        """Another manager has a copy of a segment in the object store: forget the segment; a file stays."""
+        """Forget a segment in the object store, of which another manager has a copy; a file stays."""
         segment = self._segments.get(segment_id)
         if segment is not None and segment.is_in_store and segment_id not in self._writing:
             self._drop(segment, EvictionReason.HANDED_OVER)

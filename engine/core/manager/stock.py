@@ -84,7 +84,7 @@ class Stock:
         return self.supply.worker_left(worker_id, held)
 
     def lacking(self, worker_id: str, hashes: Iterable[BlockHash]) -> tuple[BlockHash, ...]:
-        """The part of `hashes` that a worker does not hold."""
+        """Blocks among `hashes` that a worker does not hold."""
         here = self.pools[worker_id].blocks
         return tuple([block_hash for block_hash in hashes if block_hash not in here])
 

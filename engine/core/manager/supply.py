@@ -55,7 +55,7 @@ class _Prefill:
     is_awaited: bool = False
     """True if a worker may await some of `promised`."""
     silent_since: float | None = None
-    """As `_Worker.silent_since`; None while the request awaits blocks itself."""
+    """Time as in `_Worker.silent_since`; None while the request awaits blocks itself."""
 
 
 class Supply:

@@ -19,7 +19,7 @@ class TranscriptStore:
         self._budget_bytes = budget_bytes
         self._tenant_of: dict[bytes, str] = {}
         self._token_ids: dict[str, OrderedDict[bytes, array[int]]] = {}
-        """By tenant; of each the least recently used first."""
+        """Token ids by tenant and name; of each tenant the least recently used first."""
         self._shares = Shares()
         """Memory of the entries by tenant."""
 

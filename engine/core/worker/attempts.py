@@ -28,7 +28,7 @@ class Attempts:
         self._readers: dict[str, tuple[int, str]] = {}
         """Attempt and ingress replica of each request."""
         self._unnamed_since: dict[Attempt, float] = {}
-        """Since when the pings of its replica have not named an attempt."""
+        """Time since which the pings of its replica have not named an attempt."""
 
     def begin(self, assignments: Iterable[Assignment]) -> set[str]:
         """Note new attempts; returns their replicas. Nobody reads what is computed at idle priority."""

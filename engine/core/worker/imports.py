@@ -30,7 +30,7 @@ class EarlyMessages:
     def __init__(self) -> None:
         self._settled: OrderedDict[BlockHash, float] = OrderedDict()
         self._handovers: OrderedDict[tuple[str, int], tuple[Handover, float]] = OrderedDict()
-        """By request and attempt, with the time of arrival."""
+        """Early handovers by request and attempt, with the time of arrival."""
 
     def settle(self, hashes: Iterable[BlockHash], now: float) -> None:
         """Note blocks as arrived or lost: requests submitted within `KEEP_S` need not wait."""

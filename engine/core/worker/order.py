@@ -56,7 +56,7 @@ def _priority_and_kind(entry: tuple[int, Request]) -> tuple[int, int]:
 
 
 def weigh_contexts(costs: WorkerCosts, token_budget: int, *, is_alone: bool = False) -> Callable[[Request], float]:
-    """The part of the budget that each next token of a request takes, as its computation does by the fitted costs.
+    """Weight in the budget of each next token of a request, as its computation does by the fitted costs.
     `is_alone`: no decode is in the step."""
 
     def weigh(request: Request) -> float:

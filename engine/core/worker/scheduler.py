@@ -12,7 +12,7 @@ One token budget covers a step:
 
 Waiting requests start as soon as their blocks fit, preempted ones first. When blocks run out, the latest request is
 preempted: its blocks are released, and their contents are kept outside the pool where that is predicted to be quicker
-than recomputing from the end of the cached blocks (`swap_policy`). Among all these, priorities come first (`order`).
+than recomputing from the end of the cached blocks (`swaps`). Among all these, priorities come first (`order`).
 
 Requests of several tenants take turns by what was computed for each (`virtual_time`): in starting, in the budget for
 prefills, and in the choice of what is preempted. A tenant that has less than its share of the room gets it back from
@@ -432,7 +432,7 @@ class Scheduler:
         return max(victims, key=lambda other: (excess[other.tenant], other.tenant, *rank(other)), default=None)
 
     def _part(self, request: Request) -> float:
-        """The part of the room that a running request has, of places or of blocks, whichever is more."""
+        """Share of the room that a running request has, of places or of blocks, whichever is more."""
         return max(1 / self.limits.max_requests, request.num_needed_blocks / self.pool.num_blocks)
 
     def _start(self, request: Request, matched: list[int], now: float) -> None:

@@ -86,12 +86,12 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step's work. The requests in `preempted` lost their blocks to make room."""
+    """The work of one step. The requests in `preempted` lost their blocks to make room."""
 
     chunks: tuple[ScheduledChunk, ...]
     preempted: tuple[str, ...]
     moves: tuple[Move, ...] = ()
-    """To be done in this order, before the chunks are computed."""
+    """Copies of blocks to be made in this order, before the chunks are computed."""
 
     @property
     def num_tokens(self) -> int:
@@ -115,14 +115,14 @@ class RunnerOutput:
     sampled: Mapping[str, Sequence[SampledToken]] = field(default_factory=dict)
     """The new tokens of each chunk that samples: the accepted ones of its draft, and the one behind."""
     scores: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    """One for each position of a chunk's `scored`, if there are any."""
+    """Log-probabilities for each position of a chunk's `scored`, if there are any."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Requests that can have no next token, by no fault of the model's, each with the reason."""
     sums: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
-    """For each chunk with `pooled` positions the sums (`raydix.engine.core.worker.prompt_results`) up to each end of a
+    """Sums (`raydix.engine.core.worker.prompt_results`) of each chunk with `pooled` positions, up to each end of a
     block among these, and up to the last of these if no block ends there."""
     pooled: Mapping[str, bytes] = field(default_factory=dict)
-    """One for each chunk that `ends_pooled`: as `TokenEvent.pooled`."""
+    """Pooled state, as `TokenEvent.pooled`, of each chunk that `ends_pooled`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class VirtualTime:
         return {tenant: place for place, tenant in enumerate(sorted(self.active, key=self.order))}
 
     def shares(self) -> dict[str, float]:
-        """The part of each active tenant in what they share, by weight."""
+        """Share of each active tenant in what they share, by weight."""
         total = sum(self.weight(tenant) for tenant in self.active)
         return {tenant: self.weight(tenant) / total for tenant in self.active}
 

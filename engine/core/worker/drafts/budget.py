@@ -41,7 +41,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The part of a draft that a step may compute."""
+    """Tokens of a draft that a step may compute."""
 
     draft: Draft
     num_tokens: int

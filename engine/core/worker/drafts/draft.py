@@ -19,7 +19,7 @@ class Draft(NamedTuple):
     source: DraftSource
     token_ids: tuple[int, ...]
     chances: tuple[float, ...]
-    """For each token the chance that this token and all before it are right; never rising."""
+    """Chance of each token that this token and all before it are right; never rising."""
 
 
 @dataclass(slots=True)

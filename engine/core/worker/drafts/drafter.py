@@ -17,7 +17,8 @@ from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.scheduler import Scheduler
 
 SURE = 0.8
-"""Beside many decodes, where a draft token must be as likely as this, only the guesses of grammars are looked for."""
+"""Chance that a draft token must have beside many decodes: where it must be so likely, only the guesses of grammars are
+looked for."""
 
 
 class Drafter:

@@ -75,7 +75,7 @@ class FormGuesser:
         self._forms = forms
         self._choices = choices
         self._walks: dict[str, tuple[int, Sequence[FormToken]]] = {}
-        """For each request its latest walk, and the number of tokens before it."""
+        """Latest walk of each request, with the number of tokens before the walk."""
 
     def follow(self, requests: Iterable[Request]) -> None:
         """Learn from the tokens behind the latest walks, and forget the walks."""

@@ -43,6 +43,6 @@ class Forms(Protocol):
         ...
 
     def walk(self, request: Row, count: int, least: float, choose: Choose) -> Sequence[FormToken]:
-        """At most `count` next tokens: forced ones, and chosen ones where a few are allowed. The walk ends where many
-        are allowed, or where its chance would fall below `least`."""
+        """Walk along at most `count` next tokens: forced ones, and chosen ones where a few are allowed. The walk ends
+        where many are allowed, or where its chance would fall below `least`."""
         ...

@@ -107,7 +107,7 @@ class Guesser:
 
 
 def siblings_of(known: Sequence[tuple[Request, Suffixes]]) -> dict[str, list[Text]]:
-    """For each request the answers under way to the same question, of the same salt: to another sample of the same
+    """Answers under way to the same question as each request's, of the same salt: to another sample of the same
     prompt, or to somebody who asks just then."""
     if len(known) < 2:
         return {}

@@ -48,7 +48,7 @@ class Survival:
         return self._rates[CLASSES[min(length, BOUNDS[-1])]]
 
     def chances(self, length: int, count: int, least: float) -> list[float]:
-        """For each of the next `count` guesses the chance that this one and all before are right, as far as it is at
+        """Chances of the next `count` guesses, each that this one and all before are right, as far as the chance is at
         least `least`."""
         found: list[float] = []
         chance = 1.0
@@ -65,9 +65,9 @@ class Places:
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}
-        """For each pair of tokens the latest position of its second one."""
+        """Latest position of the second token of each pair of tokens."""
         self._previous = array("i")
-        """For each indexed position the one before with the same pair; -1 without one."""
+        """Position before each indexed one with the same pair; -1 without one."""
 
     def __len__(self) -> int:
         """Tokens indexed so far."""

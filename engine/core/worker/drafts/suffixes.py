@@ -29,11 +29,11 @@ class Suffixes:
             for text in texts:
                 self.volumes.setdefault(source, Volume()).add(prompt, text)
         self.matches = {source: TextMatch() for source in self.volumes}
-        """In these."""
+        """Matches of the request's last tokens in the volumes."""
         self.past = TextMatch()
-        """In past answers."""
+        """Match in past answers."""
         self.siblings = TextMatch()
-        """In answers under way to the same question."""
+        """Match in answers under way to the same question."""
         self.tail = tuple(prompt[-MAX_MATCH:])
         """The end of the prompt."""
         self._num_known = num_known

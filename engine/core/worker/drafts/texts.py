@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from raydix.engine.core.worker.drafts.suffix import MAX_MATCH, MIN_MATCH, Places, Survival
 
 END = -1
-"""In place of a token: the end of an answer in a text of several."""
+"""Mark in place of a token: the end of an answer in a text of several."""
 MAX_COMPARED = 64
 """New tokens of a request with which its guesses are compared; of more, after a while without drafts, only the last
 tokens count, and the others are indexed as a prompt is."""
