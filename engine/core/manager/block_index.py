@@ -56,6 +56,7 @@ class CacheEvents:
         A snapshot if some of the events are forgotten, if `sequence` lies in the future (of another manager), or if
         `sequence` is None.
         """
+        # Events in [first, next_sequence) are remembered.
         first = self.next_sequence - len(self._events)
         if sequence is None or not first <= sequence <= self.next_sequence:
             return CacheUpdate(self.next_sequence, (), tuple(stored))
@@ -277,6 +278,7 @@ class BlockIndex:
 
     def _held(self, block_hash: BlockHash, worker: frozenset[str]) -> BlockRecord:
         record = self.added(block_hash)
+        # Mostly the only holder: its set is shared, and none is made.
         if not record.workers:
             self._enters(block_hash, record)
             record.workers = worker
@@ -305,6 +307,7 @@ class BlockIndex:
             made_room = reason in ROOM_REASONS
             self._statistics.num_displaced_blocks += made_room
             self.gone[block_hash] = made_room
+            # The one that left longest ago is forgotten.
             if len(self.gone) > MAX_REMEMBERED:
                 self.gone.popitem(last=False)
             self._events.add(False, block_hash)
@@ -332,5 +335,6 @@ class BlockNotes(Generic[V]):
         """Note something about each of some blocks, in place of what was noted before."""
         self._recent[tenant].update(notes)
         self._num_recent += len(notes)
+        # Two generations: what was noted since the last change stays for a generation more.
         if self._num_recent >= self._capacity:
             self._older, self._recent, self._num_recent = self._recent, defaultdict(dict), 0

@@ -104,6 +104,7 @@ class Highest:
 
     def look(self, number: int, now: float) -> int:
         """Take the present number; returns the highest one."""
+        # Smaller numbers before a larger one never become the highest. Times ahead are of a clock that was put back.
         while self._numbers and (self._numbers[-1][1] <= number or self._numbers[-1][0] > now):
             self._numbers.pop()
         self._numbers.append((now, number))
@@ -166,6 +167,7 @@ class Elastic:
         """Want fewer workers only where so few were enough for this time. Another time than before begins now."""
         if shrink_after_s == self._wanted.window_s:
             return
+        # Half of the wait at most, so that at its end the load from before the wait is mostly forgotten.
         window_s = min(NUMBER_WINDOW_S, shrink_after_s / 2)
         self._wanted, self._watched_since = Highest(shrink_after_s), None
         self._long_prefill, self._streams = Rate(window_s), Level(window_s)
@@ -181,6 +183,7 @@ class Elastic:
             self._watched_since = now
         load = self._load(workers, now)
         division = divide(len(workers), load, objectives, self._division)
+        # Workers do not change their duties back and forth within `HOLD_S`, unless a worker has come or gone.
         is_held = self._divided_at is not None and now - self._divided_at < HOLD_S
         if is_held and sum(self._division) in (0, len(workers)):
             division = self._division
@@ -219,6 +222,7 @@ def _duties(workers: Sequence[WorkerRecord], division: Division) -> dict[str, Ro
     """The duty of each worker. Workers keep theirs as far as the numbers allow; a worker with few streams prefills."""
     if not division.is_split:
         return {worker.worker_id: Role.MIXED for worker in workers}
+    # Prefilling workers first, then those with the fewest streams to finish.
     ranked = sorted(workers, key=lambda each: (each.duty is not Role.PREFILL, len(each.decoding), each.worker_id))
     prefilling = {worker.worker_id for worker in ranked[: division.num_prefill]}
     return {name: Role.PREFILL if name in prefilling else Role.DECODE for name in (w.worker_id for w in workers)}
@@ -234,6 +238,7 @@ def with_roles(candidates: Sequence[Candidate], demand: Demand, model: CostModel
     if not any(candidate.load.is_elastic for candidate in candidates):
         return candidates
     decoders = [candidate for candidate in candidates if candidate.load.role is not Role.PREFILL]
+    # Whether some worker takes the stream is the same for all candidates.
     can_decode = any(_takes_stream(candidate, demand, model) for candidate in decoders)
     return [_with_role(candidate, demand, model, can_decode=can_decode) for candidate in candidates]
 

@@ -96,14 +96,17 @@ class Explanations:
         for parent, block_hash, record, follower, earlier in zip(
             parents, hashes, records[num_cached:], followers, reasoned, strict=True
         ):
+            # The block is somewhere, but was not worth fetching, or lies behind a missing one.
             if record is not None:
                 reasons.append(BlockSource.RECOMPUTED)
                 continue
             if block_hash in gone:
                 reasons.append(BlockSource.EVICTED)
                 self._statistics.num_returned_blocks += gone[block_hash]
+            # Another block followed here after an answer with reasoning: the template has left the reasoning out since.
             elif earlier is not None and earlier < turn and follower != block_hash:
                 reasons.append(BlockSource.REASONING_LEFT_OUT)
+            # Another block followed here in an earlier prompt.
             elif follower is not None and follower != block_hash:
                 reasons.append(BlockSource.DIVERGED)
             else:

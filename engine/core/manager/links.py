@@ -71,7 +71,9 @@ class Links:
         link = self._links.get(key)
         if link is None:
             costs = LinkCosts(prior.import_s, prior.import_byte_s)
+            # A new link begins with what all imports of its worker take together.
             link = self._links[key] = _Link(LinkFit((1.0, float(1 << 22)), costs), costs, self._now)
+        # What was observed long ago counts less than what is observed now.
         self._fade(link)
         link.fit.add((1.0, num_bytes), seconds)
         _solve(link, self._now)
@@ -84,6 +86,7 @@ class Links:
         link = self._links.get((source, target))
         if link is None:
             return None
+        # Fading at each question would solve the fit anew for each candidate of a placement.
         if self._now - link.fitted_at >= FADE_S:
             self._fade(link)
             _solve(link, self._now)

@@ -36,11 +36,14 @@ def match(
         if record is None:
             break
         workers_here = record.workers
+        # Records of neighbours mostly share one set, and the comparison by identity is the quick one.
         if workers_here is not before:
             before = workers_here
+            # Some workers end here: their leading blocks are the first `num_reachable`.
             if not still <= before:
                 holders[num_reachable] = still - before
                 still = still & before
+        # Nobody has the block yet: it comes when its producer has computed it.
         if not workers_here and record.segment is None:
             producers.add(record.producer)
         num_reachable += 1
@@ -63,6 +66,7 @@ def sources_of(
         if record is None:
             break
         places = record.segment, record.producer, record.workers
+        # A run of blocks with the same places has one source, looked up once.
         if places == last:
             node = runs[-1][0]
         else:

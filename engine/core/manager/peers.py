@@ -65,11 +65,13 @@ class PeerCosts:
         """
         group = self._group_of[worker_id]
         known = group.own[worker_id]
+        # Costs that no step has changed fade: the peers know better what a step takes now.
         if known is None or has_stepped:
             group.own[worker_id] = costs
         elif group.median is not None:
             group.own[worker_id] = _between(known, group.median, FADE)
         group.num_reports += 1
+        # The median of all is made once in a round of reports.
         if group.median is not None and group.num_reports < len(group.own):
             return [worker_id]
         group.num_reports = 0
@@ -82,11 +84,13 @@ class PeerCosts:
         own, common = group.own[worker_id], group.median
         if own is None or common is None:
             return own or common or self.prior
+        # Each fit may be wrong by its spread, so a difference within both says nothing.
         margin = own.spread + common.spread
         if not _is_near(_typical_steps(own), _typical_steps(common), margin):
             return own
         if _is_near([own.import_all_s(IMPORT_BYTES)], [common.import_all_s(IMPORT_BYTES)], margin):
             return common
+        # Steps are as the peers', imports are not: the worker is on another link.
         return replace(common, import_s=own.import_s, import_byte_s=own.import_byte_s)
 
 

@@ -226,12 +226,14 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
     hand_overs = _HandOvers(decoders, demand, model) if are_weighed else None
     sums = _Sums()
     spared: list[Candidate] = []
+    # By the lower bound of the sum: where it exceeds the best sum, all further ones do.
     for candidate in sorted(candidates, key=_least_s):
         if sums.is_pruned(candidate):
             break
         prediction = predict(candidate, demand, model)
         num_cached = prediction.num_local_blocks + prediction.num_imported_blocks
         num_uncached = demand.num_tokens - num_cached * model.block_size
+        # Decode workers compute only short suffixes while there are others for prompts.
         if candidate.load.role is Role.DECODE and has_prefillers and num_uncached > model.piggyback_tokens:
             spared.append(candidate)
         elif candidate.load.role is Role.PREFILL and hand_overs is not None:
@@ -244,6 +246,7 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
         for candidate in spared:
             sums.add(candidate, predict(candidate, demand, model))
 
+    # The session decides between the tied ones: it stays where it was, as long as nothing speaks against it.
     near = sums.near()
     prefill = decode = (
         demand.last_workers.prefill if demand.last_workers.prefill in near else preferred(demand.session, near)
@@ -251,6 +254,7 @@ def place(demand: Demand, candidates: Sequence[Candidate], model: CostModel) -> 
     load, chosen = near[prefill]
     handover_s = None
 
+    # Where the worker of the prompt decodes, too, nothing is handed over.
     if decoders and not any(prefill in decoder.worker_ids for decoder in decoders):
         decode, decoder = _decode_worker(decoders, demand, model, load.node)
         step_s = decoder.load.costs.decode_step_s(decoder.load.num_decoding + 1)
@@ -269,6 +273,7 @@ class _Sums:
     def add(self, candidate: Candidate, prediction: Prediction) -> None:
         self.predictions.append(prediction)
         self._loads.append(candidate.load)
+        # The sum, as much higher as its fit may be wrong: a queue below it prunes nobody.
         self._limit_s = min(self._limit_s, prediction.cost_s * (1 + _spread(candidate.load)))
 
     def is_pruned(self, candidate: Candidate) -> bool:
@@ -326,6 +331,7 @@ class _HandOvers:
                 if base_s > least_s:
                     break
                 cost_s = base_s + _import_all_s(decoder, self._demand, self._model, node)
+                # All of the lowest cost stay: their links to the prefill worker may differ.
                 if cost_s <= least_s:
                     best = [*best, decoder] if cost_s == least_s else [decoder]
                     least_s = cost_s
@@ -348,11 +354,13 @@ def predict(candidate: Candidate, demand: Demand, model: CostModel) -> Predictio
         shorter_s = _compute_s(load, demand, num_local + num_importable, model, load.num_decoding)
         if all_import_s + shorter_s < compute_s:
             num_imported, import_s, compute_s = num_importable, all_import_s, shorter_s
+            # The queue is worked off while others compute the blocks, so the longer one of both waits counts.
             wait_s = max(queue_s, demand.pending_s)
 
     # Delay of others, and computing again the blocks that are evicted.
     others_s = 0.0
     if load.num_queued or load.num_decoding:
+        # Requests behind this one wait for all of it, decodes beside it for a part of each step.
         num_delayed = min(load.num_queued, MAX_DELAYED) + DECODE_DELAY * load.num_decoding
         others_s = num_delayed * _compute_s(load, demand, num_local + num_imported, model, num_decodes=0)
     room_s = _room_s(load, demand, num_local, model)
@@ -385,6 +393,7 @@ def _tied(loads: Sequence[WorkerLoad], costs_s: Sequence[float]) -> list[int]:
     least_s: dict[WorkerCosts, float] = {}
     limit_s = inf
     for load, cost_s in zip(loads, costs_s, strict=True):
+        # Sums of equal costs have no error against each other: the least of them stands for all.
         if cost_s <= least_s.get(load.costs, inf):
             least_s[load.costs] = cost_s
         limit_s = min(limit_s, cost_s * (1 + _spread(load)))
@@ -397,6 +406,7 @@ def _tied(loads: Sequence[WorkerLoad], costs_s: Sequence[float]) -> list[int]:
 
 def _compute_s(load: WorkerLoad, demand: Demand, num_cached_blocks: int, model: CostModel, num_decodes: int) -> float:
     """Time of computing the tokens behind the cached blocks, in steps beside `num_decodes` decodes."""
+    # The last token is always computed: its output is the first sampled token.
     num_cached = min(num_cached_blocks * model.block_size, demand.num_tokens - 1)
     return load.costs.prefill_s(demand.num_tokens - num_cached, num_cached, load.token_budget, num_decodes)
 
@@ -405,6 +415,7 @@ def _room_s(load: WorkerLoad, demand: Demand, num_local: int, model: CostModel) 
     """Expected time of computing the blocks again that are evicted for the request."""
     if load.num_empty_blocks is None or not demand.return_rate:
         return 0.0
+    # Only what the empty blocks have no room for pushes others out.
     num_evicted = _num_lacking(demand, num_local, model) - load.num_empty_blocks
     return max(0, num_evicted) * model.block_size * load.costs.prefill_token_s * demand.return_rate
 
@@ -427,6 +438,7 @@ def _decode_base_s(candidate: Candidate, demand: Demand, model: CostModel) -> fl
     """The cost of decoding at a worker, without the import of KV."""
     _, load, num_local = candidate
     num_lacking = _num_lacking(demand, num_local, model)
+    # Without room the stream waits, or preempts others: as if each step took twice as long.
     lacks_room = load.num_free_blocks is not None and load.num_free_blocks < num_lacking
     step_s = load.costs.decode_step_s(load.num_decoding + 1)
     return DECODE_HORIZON * step_s * (1 + lacks_room) + _room_s(load, demand, num_local, model)
@@ -450,6 +462,8 @@ def _transfer_s(
     num_in_chunk = -(-load.token_budget // model.block_size)
     first_computed = max(decoder.num_local_blocks, num_cached)
     first_of_last_chunk = max(first_computed, end - num_in_chunk)
+    # The end of three transfers in seconds, each begun as early as its blocks are there: all blocks from the admission
+    # on, the computed ones from the begin of the computation, the last chunk at the first token.
     all_s, computed_s, last_s = (
         _import_s(decoder.load, demand, start, end, model, load.node)
         for start in (decoder.num_local_blocks, first_computed, first_of_last_chunk)
@@ -464,6 +478,7 @@ def _import_s(load: WorkerLoad, demand: Demand, start: int, end: int, model: Cos
     counts: dict[str, int] = {}
     at = 0
     for source, count in (*demand.sources, (node, max(0, end - demand.num_reachable_blocks))):
+        # The part of the run [at, at + count) that lies in [start, end).
         num_blocks = min(end, at + count) - max(start, at)
         if num_blocks > 0:
             counts[source] = counts.get(source, 0) + num_blocks

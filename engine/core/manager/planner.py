@@ -78,8 +78,10 @@ def divide(num_workers: int, load: PoolLoad, objectives: Objectives, now: Divisi
         return _pressure(num_workers, division, load, prompts, tpot_s)
 
     best = min(_divisions(num_workers), key=pressure)
+    # Every division misses an objective. Where tokens stay in time all workers do both, so that all of them prefill.
     if pressure(best) > 1 and _together(num_workers, load, prompts, tpot_s).decodes <= 1:
         return TOGETHER
+    # A division for another number of workers than there are now cannot stay.
     is_possible = not now.is_split or sum(now) == num_workers
     if is_possible and (pressure(now) <= IDLE or pressure(best) > (1 - MARGIN) * pressure(now)):
         return now
@@ -102,6 +104,7 @@ def wanted(load: PoolLoad, objectives: Objectives, most: int, least: int = 1) ->
     def is_enough(num_workers: int) -> bool:
         return _pressure(num_workers, TOGETHER, load, prompts, tpot_s) <= TARGET
 
+    # The first number in [1, most] that is enough; `most` if none below it is.
     together = 1 + bisect_left(range(1, most), True, key=is_enough)
     return min(together, _least_split(load, prompts, tpot_s, most))
 
@@ -119,6 +122,7 @@ def queue_load(load: PoolLoad, objectives: Objectives) -> float:
 def max_streams(load: PoolLoad, tpot_s: float, busy: float = 0.0) -> int:
     """Streams of a worker whose mean token time stays within `tpot_s` while prefill chunks run beside the decodes for
     the share `busy` of the time; 0 if there are none."""
+    # Streams in [least, most]: a step takes longer with each, so the number is searched for by halves.
     least, most = 0, MAX_STREAMS
     while least < most:
         middle = (least + most + 1) // 2
@@ -168,6 +172,7 @@ def _share(num_streams: float, most: int) -> float:
 def _slower(load: PoolLoad, num_streams: float) -> float:
     """Time of a prefill beside so many decodes, in times of the same one alone."""
     budget, num_decodes = load.token_budget, ceil(num_streams)
+    # Seconds for each prompt token: decodes take time of the step, and room in its budget.
     alone_s = chunk_step_s(load.costs, 0, budget, budget) / budget
     beside_s = chunk_step_s(load.costs, num_decodes, budget, budget) / max(1, budget - num_decodes)
     return beside_s / alone_s if alone_s else 1.0
@@ -176,5 +181,6 @@ def _slower(load: PoolLoad, num_streams: float) -> float:
 def _mean_step_s(load: PoolLoad, num_streams: int, busy: float) -> float:
     """Mean time of a token where chunks run beside the decodes for the share `busy` of the time."""
     chunk_s = chunk_step_s(load.costs, num_streams, load.token_budget, load.token_budget)
+    # Tokens per second are averaged over time, since steps without a chunk yield more of them. Costs may be 0.
     per_s = (1 - busy) / max(1e-9, load.costs.decode_step_s(num_streams)) + busy / max(1e-9, chunk_s)
     return 1 / per_s

@@ -137,6 +137,7 @@ class SegmentStore:
         unused: list[DiskInstruction] = []
         for header in headers:
             segment = self._new(header, None, is_in_store=False, file=header, node=self.node)
+            # A file whose blocks other segments have is of no use.
             if self._blocks.stored(segment):
                 self._segments[segment.segment_id] = segment
                 self._files.add(header)
@@ -152,6 +153,7 @@ class SegmentStore:
         segment = self._new(header, ref, node=node, exporter=exporter)
         is_new = self._blocks.stored(segment)
         instructions: list[DiskInstruction] = []
+        # A hand-over of a partial block alone serves one request, and is not kept.
         if header.full_hashes and header.num_bytes:
             self._segments[segment.segment_id] = segment
             self.node_bytes[node] += header.num_bytes
@@ -162,8 +164,10 @@ class SegmentStore:
 
     def written(self, segment_id: int, file: SegmentHeader | None, now: float) -> list[DiskInstruction]:
         """A segment was written under `file`; None if writing failed."""
+        # The room that was reserved for the write is the file's now, or free again.
         self._files.remove(self._writing.pop(segment_id))
         segment = self._segments.get(segment_id)
+        # The segment was dropped while it was being written.
         if segment is None:
             return [] if file is None else self._files.erase(file)
         if file is not None:
@@ -225,6 +229,7 @@ class SegmentStore:
                 queue.acquire(segment.segment_id)
         if segment.is_in_store:
             return []
+        # One read serves all workers that ask while it is under way.
         is_asked = bool(segment.requested_by)
         segment.requested_by |= {worker_id}
         return [] if is_asked else [ReadFile(segment)]
@@ -232,11 +237,13 @@ class SegmentStore:
     def released(self, leased: Iterable[Segment], hashes: Sequence[BlockHash], hints: CacheHints, now: float) -> None:
         """A request ended: drop its leases, and make the segments of its blocks the most recent ones, with its
         hints."""
+        # Where no segment is kept there is nothing to look for.
         records = self._blocks.find(hashes if self._segments else ())
         used = {r.segment.segment_id: r.segment for r in records if r is not None and r.segment is not None}
         for segment in leased:
             segment.leases -= 1
             if self._segments.get(segment.segment_id) is segment:
+                # A leased segment was used even if its blocks have another one by now.
                 used.setdefault(segment.segment_id, segment)
         if used:
             self._use(list(used.values()), retention(hints, now), now, self._marked(hashes, hints, now))
@@ -255,6 +262,7 @@ class SegmentStore:
         for part in list(self._parts.values()):
             evictable += self._in_order(part, now)
 
+        # Leased segments, and those being written, are in no queue and worth the most.
         ids = {segment.segment_id for segment in evictable}
         held = [each for each in self._segments.values() if each.is_in_store and each.segment_id not in ids]
         return [(segment, self._retention_of(segment)) for segment in (*held, *evictable)]
@@ -373,10 +381,12 @@ class SegmentStore:
             in_part = [segment.segment_id for segment in path if segment.is_in_store and segment.node == node]
             visited.append((self._part(node), in_part))
         for queue, here in visited:
+            # A visit is of held entries: they come back by `_settle`, where they may be evicted.
             for segment_id in here:
                 if segment_id in queue:
                     queue.acquire(segment_id)
             queue.visit(here, now, retention, [marked.get(each, retention) for each in here] if marked else ())
+        # The last of a prompt first, so that it is the first to go.
         for segment in reversed(path):
             self._settle(segment, now)
 
@@ -397,6 +407,7 @@ class SegmentStore:
         for node in [node for node in nodes if node in self._kept_nodes]:
             self._shrink_part(node, self.store_budget_bytes, now)
         left = [node for node in self.node_bytes if node not in self._kept_nodes]
+        # Bytes above the one budget that all abandoned nodes share.
         excess = sum(self.node_bytes[node] for node in left) - self.store_budget_bytes
         for node in left:
             before = self.node_bytes[node]
@@ -436,12 +447,14 @@ class SegmentStore:
     def _write(self, segment: Segment, now: float) -> list[DiskInstruction]:
         """Have a new segment written, unless the disk falls behind or only room granted to other tenants is left."""
         num_bytes = segment.header.num_bytes
+        # A write that is alone may be larger than the limit, or it would never be written.
         keeps_up = (
             not self._writing or sum(file.num_bytes for file in self._writing.values()) + num_bytes <= MAX_WRITING_BYTES
         )
         if not keeps_up or num_bytes > self.disk_budget_bytes:
             return []
         instructions = self._make_room_on_disk(num_bytes, segment.header.retention.tenant, now)
+        # The bytes are reserved now: the write ends later.
         if self.disk_bytes + num_bytes <= self.disk_budget_bytes:
             self._writing[segment.segment_id] = segment.header
             self._files.add(segment.header)
@@ -460,6 +473,7 @@ class SegmentStore:
             segment = self._segments[segment_id]
             file = segment.file
             assert file is not None
+            # The copy in the object store stays; without one the segment is gone.
             if segment.is_in_store:
                 self._files.remove(file)
                 segment.file = None

@@ -79,6 +79,7 @@ class Supply:
         """A worker is gone, with its promises and those of the requests placed there. `held`: the blocks that have left
         its pool."""
         worker = self._workers.pop(worker_id)
+        # Its own promises, and those of the requests placed there, which compute nothing more.
         promises = [worker.promised]
         for prefill in worker.prefills.values():
             promises.append(prefill.promised)
@@ -128,6 +129,7 @@ class Supply:
             return []
         abandoned, prefill.promised = prefill.promised, {}
         awaited = self._blocks.promises_ended(abandoned)
+        # The worker may hold these blocks unreported, so it is asked before anybody computes them again.
         self._ask(prefill.worker, awaited)
         self._blocks.forget_unknown(abandoned)
         return [Export(prefill.worker.worker_id, tuple(awaited))] if awaited else []
@@ -141,6 +143,7 @@ class Supply:
         exports: dict[str, list[BlockHash]] = {}
         producers: set[str] = set()
         for block_hash, record in zip(hashes, self._blocks.awaited(hashes, frozenset((worker_id,))), strict=True):
+            # A segment has the block now, else a producer is at work, else a holder has to be asked.
             if record.segment is not None:
                 segments[record.segment.segment_id] = record.segment
             elif record.producer is not None:
@@ -167,6 +170,8 @@ class Supply:
         worker.has_sealed |= bool(hashes)
         asked: list[BlockHash] = []
         for block_hash, record in zip(hashes, records, strict=True):
+            # A request that computes has kept its promise with the sealed block. A worker that was asked has not
+            # exported yet.
             if record.producer in self._prefills:
                 self._produced(block_hash, record)
             if record.awaited_by and record.producer is None:
@@ -181,6 +186,7 @@ class Supply:
             record = self._blocks.get(block_hash)
             if record is not None:
                 receivers |= record.awaited_by
+                # All that waited get the segment by `Deliver`.
                 record.wait_ended(record.awaited_by)
                 self._produced(block_hash, record)
         return receivers
@@ -214,6 +220,7 @@ class Supply:
         exports: dict[str, list[BlockHash]] = {}
         lost: dict[str, list[BlockHash]] = {}
         for block_hash, record in zip(hashes, self._blocks.find(hashes), strict=True):
+            # Nobody waits, or somebody is at it already.
             if record is None or record.producer is not None or not record.awaited_by:
                 continue
             if record.workers and asks_holders:
@@ -246,11 +253,13 @@ class Supply:
         for sender, worker in senders:
             awaited = next((h for h in sender.promised if self._blocks[h].awaited_by), None)
             if isinstance(sender, _Prefill):
+                # A look at all promises is dear, so it is made only where a worker may wait.
                 sender.is_awaited = awaited is not None
                 if worker.has_sealed or self._is_waiting(sender, worker.worker_id):
                     awaited = None
             if awaited is None:
                 sender.silent_since = None
+            # The first look at a silence starts its time.
             elif sender.silent_since is None:
                 sender.silent_since = now
             elif now - sender.silent_since >= patience_s:
@@ -313,6 +322,7 @@ class Supply:
 
     def _ask_holder(self, block_hash: BlockHash, record: BlockRecord) -> str:
         """Ask one of the workers that hold a block to export it; returns the worker."""
+        # Any holder would do; the least name makes a run repeat itself.
         holder = min(record.workers)
         self._ask(self._workers[holder], [block_hash])
         return holder
@@ -329,6 +339,7 @@ class Supply:
     def _give_to_first_lacking(self, block_hash: BlockHash, record: BlockRecord) -> list[str]:
         """Have the first request in need compute an awaited block; returns the registered workers that are to be told
         that the block will not come: the request's own, or all waiting ones if no request is in need."""
+        # All waiting workers are told where nobody takes over; else only the worker of the successor, which computes.
         told = record.awaited_by
         successor = self._first_lacking(block_hash)
         if successor is not None and successor.worker is not None:
@@ -342,6 +353,7 @@ class Supply:
     def _first_lacking(self, block_hash: BlockHash, but_not_at: _Worker | None = None) -> _Prefill | None:
         """The earliest admitted request that could compute a block and whose worker does not hold the block."""
         held_by = self._blocks[block_hash].workers
+        # In order of admission, so that requests wait for earlier ones only.
         for prefill in self._prefills.values():
             if block_hash not in prefill.lacking or prefill.worker is None or prefill.worker is but_not_at:
                 continue

@@ -44,6 +44,7 @@ class TranscriptStore:
         self._tenant_of[name] = tenant
         self._token_ids.setdefault(tenant, OrderedDict())[name] = token_ids
         self._shares.add(tenant, cost)
+        # The new entry itself may be what goes, where its tenant is the one furthest above its share.
         while self.num_bytes > self._budget_bytes:
             self._drop_oldest(self._shares.first_to_give())
         return name in self._tenant_of

@@ -34,6 +34,7 @@ class Attempts:
         """Note new attempts; returns their replicas. Nobody reads what is computed at idle priority."""
         replicas = set()
         for each in assignments:
+            # Without a known attempt the new one counts as the latest.
             known, _ = self._readers.get(each.request_id, (each.attempt, ""))
             if not each.is_idle and each.attempt >= known:
                 self._readers[each.request_id] = (each.attempt, each.reply_to)
@@ -71,6 +72,7 @@ class Attempts:
         """Take a ping; returns the ones of `taken` that are not here, and the orphans. `taken`: attempts known to the
         replica as taken on by this worker; `sent`: others on their way."""
         here, named = dict.fromkeys(self.read_by(replica)), {*taken, *sent}
+        # A name takes an attempt off the list; an attempt that is over is not kept there either.
         unnamed = {each: self._unnamed_since.get(each, now) for each in here if each not in named}
         of_others = {each: at for each, at in self._unnamed_since.items() if self.reader(*each) not in (None, replica)}
         self._unnamed_since = of_others | unnamed

@@ -63,6 +63,7 @@ class BlockPool:
         self._by_beginning: dict[tuple[BlockHash, int], int] = {}
         """The block sealed last, by preceding hash and first token."""
 
+        # A stack: the lowest number is the first to be taken.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._queue: EvictionQueue[BlockHash] = EvictionQueue(LeastRecent()) if queue is None else queue
         self._sealed_journal: list[BlockHash] = []
@@ -90,6 +91,7 @@ class BlockPool:
         blocks = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
+            # The prefix ends at the first missing block; what comes behind is of no use.
             if block is None:
                 break
             blocks.append(block)
@@ -124,6 +126,7 @@ class BlockPool:
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold blocks that are held or cached already."""
         for block in blocks:
+            # The first holder takes the block out of the queue of evictable ones.
             if self._ref_counts[block] == 0:
                 self._queue.acquire(self._name(block))
             self._ref_counts[block] += 1
@@ -136,6 +139,7 @@ class BlockPool:
         """
         if count > self.num_available:
             raise OutOfBlocksError(f"{count} blocks requested, {self.num_available} available")
+        # Free blocks first: a cached one is evicted only where none is left.
         num_evicted = max(0, count - len(self._free))
         if num_evicted:
             for block_hash, reason in self._queue.evict_many(num_evicted, now):
@@ -159,6 +163,7 @@ class BlockPool:
                         self._free.append(block)
                     else:
                         cached.append(block_hash)
+        # Blocks that were counted as released must reach the queue, also where a later one fails.
         finally:
             self._queue.release(cached, now)
 
@@ -224,6 +229,7 @@ class BlockPool:
         leaving the pool before the end of its request.
         """
         assert self._ref_counts[block] > 0 and self._hashes[block] is None
+        # Two requests may compute the same block side by side; the first one names it.
         if block_hash not in self._by_hash:
             self._hashes[block] = block_hash
             self._by_hash[block_hash] = block
@@ -255,6 +261,7 @@ class BlockPool:
     def drain_journal(self) -> tuple[list[BlockHash], list[tuple[BlockHash, EvictionReason]]]:
         """Hashes sealed and hashes evicted since the last call. A hash of both counts as evicted if it is absent
         now."""
+        # A hash may have come, gone and come again: only where it is now counts.
         sealed = [block_hash for block_hash in self._sealed_journal if block_hash in self._by_hash]
         evicted = [gone for gone in self._evicted_journal if gone[0] not in self._by_hash]
         self._sealed_journal, self._evicted_journal = [], []

@@ -42,6 +42,7 @@ class Contents:
             return
         tail = request.tail_hash(num_sent)
         block = None if tail is None else self._pool.lookup(tail)
+        # The block is written further, so it must be this request's alone.
         if block is not None and len(request.token_ids) > num_sent and self._pool.take_over(block):
             request.blocks.append(block)
             request.num_computed = request.num_shared = num_sent
@@ -65,6 +66,7 @@ class Contents:
         start = num_matched * self._pool.block_size
         if request.num_computed != start or not self._pool.num_available or not self._pool.keeps_blocks:
             return
+        # Tokens [start, end) lie in the first missing block; the last token of all is computed for its output.
         parent = request.chain.parent(request.full_hashes(), num_matched)
         end = min(start + self._pool.block_size, len(request.token_ids) - 1)
         similar = self._pool.similar(parent, request.token_ids[start:end])
@@ -88,6 +90,7 @@ class Contents:
             return first
 
         rest, marked, block_size = request.retention(now), request.marked(now), self._pool.block_size
+        # Blocks [first, full.stop) are full and have no name yet.
         token_ids = request.token_ids
         for index in full:
             block_hash = hashes[index]
@@ -118,9 +121,11 @@ class Contents:
         if not blocks and handover is None:
             return []
         rest, marked = request.retention(now), request.marked(now)[first_new : request.num_sealed]
+        # A segment is kept as a whole: the most generous of its blocks' hints counts.
         if marked:
             rest = marked[0] if len(marked) == len(blocks) else most_generous(marked[0], rest)
 
+        # Held until the contents have been copied out (`Transfers.release`).
         self._pool.acquire(blocks)
         return [
             ExportedBlocks(

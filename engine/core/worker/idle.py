@@ -77,6 +77,7 @@ class IdleWork:
         computes nothing else.
         """
         block_size = self._pool.block_size
+        # Tokens: a new request waits for the step under way, so idle work is a small part of one.
         share = max(block_size, self.token_budget // SHARE) if is_alone else block_size
         num_blocks = min(share, num_left) // block_size
         while self._queue and num_blocks:
@@ -85,6 +86,7 @@ class IdleWork:
             matched = self._pool.match(hashes)
             num_missing = len(hashes) - len(matched)
             num_new = min(num_missing, num_blocks)
+            # Cached blocks that are held now are no longer there for running requests.
             num_taken = sum(self._pool.is_cached(block) for block in matched)
 
             if not num_missing:
@@ -92,6 +94,7 @@ class IdleWork:
                 self._end(request, now)
             elif (
                 now >= request.await_deadline
+                # Its beginning was evicted: the room is needed for something else.
                 or len(matched) < request.num_sealed
                 or num_missing * block_size > MAX_TOKENS
                 or num_taken + num_new > room
@@ -108,6 +111,7 @@ class IdleWork:
     def computed(self, request: Request, num_tokens: int, now: float) -> None:
         """The step is done and the new blocks are sealed: release all blocks."""
         self.counts.num_tokens += num_tokens
+        # Not `retire`: nobody has used these blocks yet, and eviction must not learn that somebody has.
         self._pool.pause(request.blocks, now, request.retention(now), request.marked(now))
         request.blocks = []
         if request.num_sealed == len(request.hashes):

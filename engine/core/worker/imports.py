@@ -75,6 +75,7 @@ class Imports:
         assignment = request.assignment
         for block_hash in assignment.awaited:
             self._hold_if_here(request, block_hash)
+            # The block has arrived, or was lost, before the request came.
             if self._early.is_settled(block_hash, now):
                 request.awaited.discard(block_hash)
 
@@ -98,6 +99,7 @@ class Imports:
         for request in self._awaiting():
             for block_hash in [block_hash for block_hash in here if block_hash in request.awaited]:
                 self._hold_if_here(request, block_hash)
+                # A sender that sends has not stalled.
                 request.await_deadline = now + request.assignment.await_timeout_s
 
     def keep_awaiting(self, request_ids: Iterable[str], now: float) -> None:
@@ -122,12 +124,15 @@ class Imports:
     def handed_over(self, handover: Handover, now: float) -> None:
         """Continue a decode assignment from the token that its prefill worker sampled."""
         request = self._registry.get(handover.request_id)
+        # The request of this attempt is still to come.
         if request is None or request.assignment.attempt < handover.attempt:
             self._early.hand_over(handover, now)
             return
+        # An older attempt's, or this worker has sampled the same token already.
         if request.assignment.attempt > handover.attempt or not request.awaits_handover:
             return
         request.awaits_handover = False
+        # The prefill worker has reported the scores of the prompt.
         request.num_to_score = 0
         request.token_ids.append(handover.token_id)
 
@@ -146,6 +151,7 @@ class Imports:
     def protect(self, requests: Iterable[Request]) -> None:
         """Have the blocks that waiting requests will use evicted late, except blocks with a swapped copy."""
         for request in requests:
+            # Swapped KV comes back from outside, so its blocks may go.
             if not request.protected and request.swapped is None:
                 request.protected = tuple(request.full_hashes())
                 self._pool.protect(request.protected)

@@ -29,6 +29,7 @@ def start_order(
 
     Among several tenants `choose` says before each request whose turn it is: it may have changed with the last one.
     """
+    # Swapped ones first: their KV waits outside, and takes room there.
     paused = sorted(preempted, key=lambda request: request.swapped is None)
     kinds = [(0, request) for request in paused] + [(1, request) for request in waiting]
     kinds.sort(key=_priority_and_kind)
@@ -86,6 +87,7 @@ def share_budget(
 
     weights = {request.arrival: 1.0 if weigh is None else weigh(request) for request in requests}
     oldest = min(requests, key=lambda each: rank(each, places))
+    # Half of the budget, rounded up, and a token at least: the oldest always moves.
     first = max(1, int((budget - budget // 2) / weights[oldest.arrival]))
     shares = {oldest.arrival: min(oldest.num_remaining, first)}
     left = budget - shares[oldest.arrival] * weights[oldest.arrival]
@@ -94,6 +96,7 @@ def share_budget(
         priority, place, arrival = rank(each, places)
         return priority, place, each.num_remaining, arrival
 
+    # The shortest first, so that most of them are done soonest; the oldest may get more here, too.
     for request in sorted(requests, key=shortest_first):
         if left < 1:
             break

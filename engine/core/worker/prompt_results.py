@@ -55,6 +55,7 @@ class ScoreStore:
             return
         self._scores[block_hash, num_top] = tuple(scores)
         self._size += len(scores) * (num_top + 1)
+        # The entry just put goes, too, where it alone is above the limit.
         while self._size > self._capacity:
             (_, oldest_top), oldest = self._scores.popitem(last=False)
             self._size -= len(oldest) * (oldest_top + 1)
@@ -108,6 +109,7 @@ def take_scores(store: ScoreStore, request: Request) -> None:
         kept = store.match(request.full_hashes(), num_top)
         request.scores += kept[request.num_scored : request.num_to_score]
     if request.num_scored < request.num_to_score:
+        # Cached positions behind the last kept score are computed again, for their scores only.
         request.num_computed = min(request.num_computed, request.num_scored)
 
 
@@ -129,6 +131,7 @@ def _keep_scores(store: ScoreStore, request: Request, first_new: int) -> None:
         return
     num_top, block_size = request.assignment.sampling.prompt_logprobs, request.block_size
     assert num_top is not None
+    # Scores are of token position + 1: block `index` has those of positions [index * size - 1, (index + 1) * size - 1).
     first = (first_new + 1) // block_size if first_new else 0
     for index in range(first, (request.num_scored + 1) // block_size):
         begin = max(0, index * block_size - 1) - request.assignment.num_scored

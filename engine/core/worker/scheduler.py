@@ -111,6 +111,7 @@ class Scheduler:
         """Queue an assignment. A newer attempt of a known request replaces the older one."""
         known = self._requests.get(assignment.request_id)
         if known is not None:
+            # Calls may overtake each other: an older attempt comes too late.
             if known.assignment.attempt >= assignment.attempt:
                 return
             self.abort(assignment.request_id, now)
@@ -122,6 +123,7 @@ class Scheduler:
             await_deadline=now + assignment.await_timeout_s,
             submitted_at=now,
         )
+        # Blocks need names where others may use them: from the cache, or by a hand-over.
         request.is_named = self.pool.keeps_blocks or assignment.stage is not Stage.WHOLE
         self._num_submitted += 1
         if assignment.is_idle:
@@ -250,6 +252,7 @@ class Scheduler:
         if request_id in self.running:
             self._leave_running(request, now, has_ended=False)
             self.preempted.appendleft(request)
+        # The others' chunks are computed as decided.
         chunks = tuple(chunk for chunk in output.chunks if chunk.request is not request)
         return replace(output, chunks=chunks)
 
@@ -356,6 +359,7 @@ class Scheduler:
         """Tenants with a preempted request that cannot start yet, and its priority."""
         for queue, request in start_order(self.preempted, self.waiting, turns.choose if turns else None):
             priority = held_up.get(request.tenant)
+            # A preempted request of this tenant goes before those that wait, and before other priorities.
             if priority is not None and (queue is self.waiting or priority != request.assignment.priority):
                 if turns is None:
                     return
@@ -363,6 +367,7 @@ class Scheduler:
             if not is_ready(request, now):
                 continue
             matched = self.pool.match(request.full_hashes())
+            # A running prefill is about to fill the next block: waiting costs less than computing it twice.
             if request.swapped is None and self._contents.is_being_computed(request, len(matched)):
                 if queue is self.preempted:
                     held_up[request.tenant] = request.assignment.priority
@@ -381,6 +386,8 @@ class Scheduler:
         turns = self._time.turns(self.running.values(), self.swap_policy.costs)
         for queue, request, matched in self._startable(turns, now):
             num_taken = self._num_taken(request, matched)
+            # Nobody overtakes the first that does not fit, or a long request would wait for ever. With nothing running
+            # it has all the room there is.
             if num_taken > room and self.running:
                 return
             room -= num_taken
@@ -403,6 +410,7 @@ class Scheduler:
         _, request, matched = next(self._startable(turns, now), (None, None, ()))
         while request is not None and len(self.running) > 1:
             has_place = len(self.running) < self.limits.max_requests
+            # The request starts without anybody giving way.
             if has_place and self._num_taken(request, matched) <= self._room():
                 return
             victim = self._above_share(request, turns)
@@ -418,6 +426,7 @@ class Scheduler:
         for other in self.running.values():
             used[other.tenant] = used.get(other.tenant, 0.0) + self._part(other)
         shares = self._time.shares()
+        # With this request the tenant would be above its own share, and would have to give back.
         if used.get(request.tenant, 0.0) + self._part(request) > shares[request.tenant]:
             return None
 
@@ -472,8 +481,10 @@ class Scheduler:
         if missing <= 0:
             return True
         while missing > self.pool.num_available:
+            # Before a running request is preempted, waiting ones give up the blocks held for them.
             if self._imports.drop_all_holds(now):
                 continue
+            # The last by rank, be it this request itself.
             victim = max(self.running.values(), key=lambda each: rank(each, places))
             self._preempt(victim, now)
             preempted.append(victim.request_id)

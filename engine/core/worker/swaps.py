@@ -62,6 +62,7 @@ class Swaps:
         own = tuple(computed[first:])
         num_kept = first * block_size  # positions in shared blocks, which stay in the pool
 
+        # Room outside the pool is bounded, and short contents are computed more quickly than copied.
         if (
             own
             and num_swapped_blocks(preempted) + len(own) <= self._policy.max_blocks
@@ -79,6 +80,7 @@ class Swaps:
         if swapped is None:
             return False
 
+        # Blocks [num_matched, first_block + num_blocks) of the sequence come back from outside.
         num_missing = swapped.first_block + swapped.num_blocks - num_matched
         if (
             num_matched < swapped.first_block

@@ -35,6 +35,7 @@ class Transfers:
         goes_on_here = header.handover is not None and header.handover.request_id in self._registry
         hashes = header.hashes if goes_on_here else header.full_hashes
         missing = [index for index, block_hash in enumerate(hashes) if self._pool.lookup(block_hash) is None]
+        # Where room is short the first ones are taken: the later ones are not hit without them.
         missing = missing[: self._pool.num_available]
         blocks = self._pool.allocate(len(missing), now)
         return IncomingBlocks(
@@ -46,6 +47,7 @@ class Transfers:
 
     def taken_in(self, incoming: IncomingBlocks, now: float, *, is_filled: bool) -> None:
         """Seal the filled blocks and release them; unfilled blocks are free again."""
+        # Named only now: a block is never visible before the import that filled it.
         if is_filled:
             for block, block_hash in zip(incoming.blocks, incoming.hashes, strict=True):
                 self._pool.seal(block, block_hash)
@@ -65,6 +67,7 @@ class Transfers:
                 missing.append(block_hash)
             else:
                 wish = self._pool.retention_of(block)
+                # Blocks with equal keys go into one segment.
                 key = wish.tenant, wish.priority, wish.expires_at is None
                 alike.setdefault(key, []).append((block_hash, block, wish))
 

@@ -75,6 +75,7 @@ class VirtualTime:
     def joined(self, tenant: str) -> None:
         """A request has come."""
         if tenant not in self._num_requests:
+            # Lifted to the least of the active ones, and never lowered: time is not saved up in idleness.
             least = min((self._times[other] for other in self._num_requests), default=self._last)
             self._times[tenant] = max(self._times.get(tenant, least), least)
         self._num_requests[tenant] += 1
@@ -87,6 +88,7 @@ class VirtualTime:
         del self._num_requests[tenant]
         self._last = self._times[tenant]
         least = min((self._times[other] for other in self._num_requests), default=self._last)
+        # A time up to the least says nothing: the tenant would be lifted to it again.
         self._times = {each: time for each, time in self._times.items() if each in self._num_requests or time > least}
 
     def computed(self, chunks: Iterable[ScheduledChunk], costs: WorkerCosts) -> None:
@@ -96,6 +98,7 @@ class VirtualTime:
             return
         known = list(chunks)
         for chunk in known:
+            # The time of the step itself is shared by its chunks alike.
             seconds = costs.step_s / len(known) + chunk_s(chunk, costs)
             tenant = chunk.request.tenant
             self._times[tenant] += seconds / self.weight(tenant)
@@ -117,6 +120,7 @@ class Turns:
 
     def started(self, request: Request) -> None:
         """Count the rest of a running request's prompt."""
+        # A request that decodes has nothing left of its prompt.
         if request.num_remaining > 1:
             ahead_s = request.num_remaining * self._costs.prefill_token_s / self._times.weight(request.tenant)
             self._ahead[request.tenant] = self._ahead.get(request.tenant, 0.0) + ahead_s
@@ -137,6 +141,7 @@ class Turns:
 def chunk_s(chunk: ScheduledChunk, costs: WorkerCosts) -> float:
     """Time for a chunk by itself."""
     num_drafted, num_pairs = len(chunk.draft), chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
+    # A token of an answer costs a decode; draft tokens beside it cost what drafts do.
     is_decode = chunk.start >= chunk.request.assignment.num_prompt_tokens
     tokens_s = costs.decode_token_s if is_decode else (chunk.num_tokens - num_drafted) * costs.prefill_token_s
     return tokens_s + num_drafted * costs.draft_token_s + num_pairs * costs.pair_s
