@@ -21,8 +21,8 @@ from raydix.engine.batches.batch_store import BatchStore, StoredBatch
 from raydix.engine.batches.execution import Execution
 from raydix.engine.batches.file_store import FileStore, StoreLimits
 from raydix.engine.batches.lines import LineLimits
-from raydix.engine.core.batches.allowance import Allowance
 from raydix.engine.core.batches.batch_run import Progress
+from raydix.engine.core.batches.lines import Allowance
 from raydix.engine.core.errors import OverloadedError, RequestError
 from raydix.engine.core.log_fields import about
 from raydix.engine.core.shares import Shares

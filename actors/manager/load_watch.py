@@ -48,4 +48,4 @@ class LoadWatch:
         """Look at the load; None without elastic workers."""
         if not self._directory.fleet.elastic and self._directory.fleet.plan is None:
             return None
-        return self._directory.divide(time.time(), *self.limits)
+        return self._directory.fleet.divide(self._directory.objectives, time.time(), *self.limits)

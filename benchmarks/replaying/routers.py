@@ -47,7 +47,7 @@ class Managed:
 
     def divide(self, now: float, most: int) -> Plan | None:
         """Have the directory look at the load of its elastic workers."""
-        return self._directory.divide(now, most)
+        return self._directory.fleet.divide(self._directory.objectives, now, most)
 
     def add(self, worker: ReplayWorker) -> None:
         """A worker has started."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raydix.engine.api.batches import Endpoint, Line, body_place, parse_line
-from raydix.engine.core.batches.ordering import PrefixOrder
+from raydix.engine.core.batches.lines import PrefixOrder
 from raydix.engine.core.batches.records import Problem
 
 MAX_PROBLEMS = 100

@@ -183,7 +183,7 @@ def test_a_line_waits_for_a_server_that_is_away(source: Path, tmp_path: Path, mo
             raise failures.pop()
         return await server.answer(url, body)
 
-    monkeypatch.setattr("raydix.engine.core.batches.line_queue.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("raydix.engine.core.batches.lines.FIRST_PAUSE_S", 0.01)
     summary = client_of(answer).batch(source, tmp_path / "out.jsonl", tenant="t")
     assert summary.num_completed == 3 and len(tenants) == 5 and set(tenants) == {"t"}
 

@@ -19,7 +19,7 @@ from raydix.engine.batches.execution import CHANGED, Execution
 from raydix.engine.batches.journal import Journal
 from raydix.engine.batches.lines import LineLimits
 from raydix.engine.batches.runner import FixedSlots
-from raydix.engine.core.batches.line_queue import MAX_ATTEMPTS
+from raydix.engine.core.batches.lines import MAX_ATTEMPTS
 from raydix.engine.core.batches.records import Answered, Record, Status, Stopped
 from tests.unit.batch_files import LIMITS, PATIENCE_S, Server, Stores, line_of, lines_of, prompts_of
 

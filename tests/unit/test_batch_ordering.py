@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydix.engine.core.batches.ordering import MAX_PIECES, PIECE, PrefixOrder
+from raydix.engine.core.batches.lines import MAX_PIECES, PIECE, PrefixOrder
 
 
 def order_of(prompts: list[str]) -> list[int]:

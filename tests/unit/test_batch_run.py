@@ -4,9 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from raydix.engine.core.batches.allowance import Allowance
 from raydix.engine.core.batches.batch_run import BatchRun
-from raydix.engine.core.batches.line_queue import FIRST_PAUSE_S, MAX_ATTEMPTS, MAX_PAUSE_S, LineQueue
+from raydix.engine.core.batches.lines import FIRST_PAUSE_S, MAX_ATTEMPTS, MAX_PAUSE_S, Allowance, LineQueue
 from raydix.engine.core.batches.records import Answered, Ended, Opened, Problem, Record, Status, Stopped, decode, encode
 
 RECORDS: list[Record] = [

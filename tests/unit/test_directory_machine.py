@@ -123,7 +123,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def divide(self, tpot_s: float | None) -> None:
         """Look at the load of the elastic workers."""
         self.directory.change_limits(0, self.directory.costs.prior, TENANTS, Objectives(ttft_s=1.0, tpot_s=tpot_s))
-        plan = self.directory.divide(self.epoch_s)
+        plan = self.directory.fleet.divide(self.directory.objectives, self.epoch_s)
         elastic = [worker for worker in self.directory.fleet.elastic if not worker.is_leaving]
         assert (plan is None) == (not elastic)
         if plan is not None and plan.division.is_split:

@@ -72,7 +72,7 @@ def test_before_the_first_look_all_do_both(pool: Directory) -> None:
 def test_duties_follow_the_load(pool: Directory) -> None:
     prompts(pool)
     answers(pool, 12, 4.0)
-    plan = pool.divide(4.0)
+    plan = pool.fleet.divide(pool.objectives, 4.0)
     assert plan is not None and plan.division == Division(2, 1)
     assert plan.duties == duties(pool)
     assert sorted(duties(pool).values()) == [Role.DECODE, Role.PREFILL, Role.PREFILL]
@@ -81,7 +81,7 @@ def test_duties_follow_the_load(pool: Directory) -> None:
         pool.end_request(f"a{number}", 20.0)
     prompts(pool, 8, 20.0)
     answers(pool, 28, 24.0)
-    later = pool.divide(24.0)
+    later = pool.fleet.divide(pool.objectives, 24.0)
     assert later is not None and later.division == Division(1, 2)
     assert list(later.duties.values()) == [Role.DECODE], "the others keep their duties"
 
@@ -89,7 +89,7 @@ def test_duties_follow_the_load(pool: Directory) -> None:
 def test_a_split_request_goes_where_the_duties_say(pool: Directory) -> None:
     prompts(pool)
     answers(pool, 12, 4.0)
-    pool.divide(4.0)
+    pool.fleet.divide(pool.objectives, 4.0)
     admission = admit(pool, "r", 400, 4.0)
     assert (duties(pool)[admission.prefill], duties(pool)[admission.decode]) == (Role.PREFILL, Role.DECODE)
     [decision] = pool.decisions.of("r")["r"]
@@ -136,10 +136,10 @@ def test_a_prefill_worker_decodes_when_the_others_are_gone(pool: Directory) -> N
 def test_divisions_are_held_for_a_while(pool: Directory) -> None:
     prompts(pool)
     answers(pool, 12, 4.0)
-    first = pool.divide(4.0)
+    first = pool.fleet.divide(pool.objectives, 4.0)
     answers(pool, 40, 4.0)
-    held = pool.divide(4.0 + HOLD_S / 2)
-    moved = pool.divide(4.0 + 2 * HOLD_S)
+    held = pool.fleet.divide(pool.objectives, 4.0 + HOLD_S / 2)
+    moved = pool.fleet.divide(pool.objectives, 4.0 + 2 * HOLD_S)
     assert first is not None and held is not None and moved is not None
     assert held.division == first.division != moved.division
 
@@ -147,13 +147,13 @@ def test_divisions_are_held_for_a_while(pool: Directory) -> None:
 def test_a_worker_that_leaves_or_joins_changes_the_division_at_once(pool: Directory) -> None:
     prompts(pool)
     answers(pool, 12, 4.0)
-    pool.divide(4.0)
+    pool.fleet.divide(pool.objectives, 4.0)
     pool.leave("a")
-    plan = pool.divide(4.1)
+    plan = pool.fleet.divide(pool.objectives, 4.1)
     assert plan is not None and sum(plan.division) in (0, 2)
     pool.register("d", Role.ELASTIC, 1, 10, (), token_budget=64)
     assert pool.fleet["d"].duty is Role.MIXED
-    plan = pool.divide(4.2)
+    plan = pool.fleet.divide(pool.objectives, 4.2)
     assert plan is not None and sum(plan.division) in (0, 3)
     assert pool.fleet["d"].duty in plan.duties.values() or pool.fleet["d"].duty is Role.MIXED
 
@@ -166,7 +166,7 @@ def test_the_last_worker_goes_where_nobody_asks_for_long_enough(make_directory: 
         directory.fleet.measured("a", 1, COSTS, num_free_blocks=1000)
 
     def look(now: float) -> tuple[int, bool]:
-        plan = directory.divide(now, most=3, shrink_after_s=10.0, least=0)
+        plan = directory.fleet.divide(directory.objectives, now, most=3, shrink_after_s=10.0, least=0)
         assert plan is not None
         return plan.num_wanted, plan.may_shrink
 
@@ -178,7 +178,7 @@ def test_the_last_worker_goes_where_nobody_asks_for_long_enough(make_directory: 
     assert looks[0] == (2, False) and looks[-1] == (0, True)
 
     directory.remove_worker("a")
-    assert directory.divide(60.0, 3, 10.0, 0) is None
+    assert directory.fleet.divide(directory.objectives, 60.0, 3, 10.0, 0) is None
     join()
     assert look(61.0) == (0, False), "the request that had it started has not come yet"
 
@@ -186,7 +186,7 @@ def test_the_last_worker_goes_where_nobody_asks_for_long_enough(make_directory: 
 def test_without_elastic_workers_there_is_no_plan(make_directory: MakeDirectory) -> None:
     directory = make_directory()
     directory.register("m", Role.MIXED, 1, 10, ())
-    assert directory.divide(1.0) is None
+    assert directory.fleet.divide(directory.objectives, 1.0) is None
     assert admit(directory, "r", 8).prefill == "m"
     report: Any = cache_report(directory, "", is_admin=True)
     assert [worker["duty"] for worker in report["workers"]] == [None]
@@ -203,7 +203,7 @@ def test_reports_show_duties(pool: Directory) -> None:
 def test_fixed_roles_stay_as_they_are(pool: Directory) -> None:
     pool.register("p", Role.PREFILL, 1, 10, (), token_budget=64)
     prompts(pool)
-    pool.divide(4.0)
+    pool.fleet.divide(pool.objectives, 4.0)
     assert pool.fleet["p"].load.role is Role.PREFILL and not pool.fleet["p"].load.is_elastic
 
 
@@ -232,7 +232,7 @@ def test_a_rate_fades_also_after_the_clock_was_put_back() -> None:
 
 def test_another_time_before_the_number_falls_begins_at_once(pool: Directory) -> None:
     def may_shrink(now: float, shrink_after_s: float) -> bool:
-        plan = pool.divide(now, 8, shrink_after_s=shrink_after_s)
+        plan = pool.fleet.divide(pool.objectives, now, 8, shrink_after_s=shrink_after_s)
         assert plan is not None
         return plan.may_shrink
 
@@ -244,13 +244,13 @@ def test_another_time_before_the_number_falls_begins_at_once(pool: Directory) ->
 def test_the_number_grows_as_fast_however_long_it_stays(pool: Directory, shrink_after_s: float) -> None:
     for second in range(30):
         prompts(pool, since=float(second), count=12)
-        plan = pool.divide(float(second), 8, shrink_after_s=shrink_after_s)
+        plan = pool.fleet.divide(pool.objectives, float(second), 8, shrink_after_s=shrink_after_s)
     assert plan is not None and plan.num_wanted > 3
 
 
 def test_requests_behind_all_others_want_no_worker(pool: Directory) -> None:
     prompts(pool, 48, priority=LATE_PRIORITY)
-    plan = pool.divide(4.0, 8)
+    plan = pool.fleet.divide(pool.objectives, 4.0, 8)
     assert plan is not None
     assert (plan.num_wanted, plan.load.queued_s, plan.load.prefill_rate) == (1, 0.0, 0.0)
 
@@ -259,7 +259,7 @@ def test_more_are_wanted_at_once_and_fewer_after_a_while(pool: Directory) -> Non
     """Load of three workers, of seven, and then none."""
 
     def look(now: float, most: int = 8) -> tuple[int, bool]:
-        plan = pool.divide(now, most, shrink_after_s=10.0)
+        plan = pool.fleet.divide(pool.objectives, now, most, shrink_after_s=10.0)
         assert plan is not None
         return plan.num_wanted, plan.may_shrink
 
@@ -276,7 +276,7 @@ def test_more_are_wanted_at_once_and_fewer_after_a_while(pool: Directory) -> Non
 
 
 def test_a_new_manager_does_not_ask_for_fewer(pool: Directory) -> None:
-    looks = [pool.divide(float(now), most=8, shrink_after_s=10.0) for now in range(12)]
+    looks = [pool.fleet.divide(pool.objectives, float(now), most=8, shrink_after_s=10.0) for now in range(12)]
     assert [look.may_shrink for look in looks if look is not None] == [False] * 10 + [True] * 2
 
 
@@ -302,11 +302,11 @@ def test_the_number_does_not_fall_while_the_queue_is_long(pool: Directory) -> No
         admit(pool, f"w{number}", 500, 0.0)
     numbers = []
     for second in range(0, 600, 60):
-        plan = pool.divide(float(second), 3)
+        plan = pool.fleet.divide(pool.objectives, float(second), 3)
         assert plan is not None
         numbers.append(plan.num_wanted)
     assert numbers == [3] * 10
     for number in range(24):
         pool.end_request(f"w{number}", 600.0)
-    plans = [pool.divide(now, 3) for now in (661.0, 722.0)]
+    plans = [pool.fleet.divide(pool.objectives, now, 3) for now in (661.0, 722.0)]
     assert [plan.num_wanted for plan in plans if plan is not None] == [1, 1]

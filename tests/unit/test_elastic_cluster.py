@@ -81,7 +81,7 @@ def test_duties_follow_a_load_that_shifts_from_prompts_to_answers(seed: int) -> 
         for _ in range(12):
             cluster.turn(random)
         cluster.pass_time(0.1)
-        directory.divide(cluster.now)
+        directory.fleet.divide(directory.objectives, cluster.now)
     num_prefill = duties(cluster).count(Role.PREFILL)
     assert num_prefill and Role.DECODE in duties(cluster)
     while sum(worker.queued_us for worker in directory.fleet.values()) > 300_000:
@@ -92,7 +92,7 @@ def test_duties_follow_a_load_that_shifts_from_prompts_to_answers(seed: int) -> 
         for _ in range(60):
             cluster.turn(random)
         cluster.pass_time(1.0)
-        directory.divide(cluster.now)
+        directory.fleet.divide(directory.objectives, cluster.now)
     assert duties(cluster).count(Role.PREFILL) < num_prefill
     cluster.drain(random)
     assert len(cluster.ended) == 70

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from raydix.engine.core.batches.allowance import Allowance
+from raydix.engine.core.batches.lines import Allowance
 from raydix.engine.core.errors import OverloadedError
 from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.memory import response_store, transcript_store

@@ -15,7 +15,7 @@ A validating batch can be cancelled and can expire, too.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raydix.engine.core.batches.line_queue import LineQueue
+from raydix.engine.core.batches.lines import LineQueue
 from raydix.engine.core.batches.records import Answered, Ended, Opened, Problem, Record, Status, Stopped
 
 

@@ -23,7 +23,7 @@ from raydix.engine.core.costs import WorkerCosts
 from raydix.engine.core.errors import LateError, NoWorkerError
 from raydix.engine.core.manager.block_index import BlockRecord
 from raydix.engine.core.manager.cache_statistics import CacheStatistics
-from raydix.engine.core.manager.elastic import SHRINK_S, Plan, with_roles
+from raydix.engine.core.manager.elastic import with_roles
 from raydix.engine.core.manager.explain import Decision, Decisions
 from raydix.engine.core.manager.explanations import Explanations
 from raydix.engine.core.manager.fleet import Fleet
@@ -201,12 +201,6 @@ class Directory:
             instructions += [Lost(receiver, hashes) for receiver in sorted(receivers & self.fleet.keys())]
         return instructions + self._handovers_lost(worker_id, worker.epoch)
 
-    def divide(self, now: float, most: int = 1, shrink_after_s: float = SHRINK_S, least: int = 1) -> Plan | None:
-        """Give the elastic workers the duties that suit the load; to be called every second or so. For
-        `Plan.num_wanted`, `most`, `least`: limits of their number; `shrink_after_s`: time for which fewer must have
-        been enough."""
-        return self.fleet.divide(self.objectives, now, most, shrink_after_s, least)
-
     # Messages of one incarnation of a worker, ignored when they come from an older one
 
     def blocks_changed(
@@ -253,8 +247,9 @@ class Directory:
     def save(self) -> list[Instruction]:
         """Ask the workers that stay for exports of blocks without a segment, to the disk; called periodically."""
         instructions: list[Instruction] = []
-        for worker in self.fleet.staying:
-            instructions += self.stock.ask_for_unsaved(worker.worker_id, is_busy=bool(worker.requests))
+        for worker in self.fleet.values():
+            if not worker.is_leaving:
+                instructions += self.stock.ask_for_unsaved(worker.worker_id, is_busy=bool(worker.requests))
         return instructions
 
     # Requests

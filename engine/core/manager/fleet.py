@@ -7,7 +7,7 @@ to date: placement looks at groups, and its cost does not grow with the number o
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
 from raydix.engine.core.costs import WorkerCosts
-from raydix.engine.core.manager.elastic import Elastic, Plan
+from raydix.engine.core.manager.elastic import SHRINK_S, Elastic, Plan
 from raydix.engine.core.manager.links import Links
 from raydix.engine.core.manager.peers import PeerCosts
 from raydix.engine.core.manager.placement import Candidate, WorkerLoad
@@ -59,11 +59,6 @@ class Fleet(Mapping[str, WorkerRecord]):
         return [worker for worker in self._workers.values() if worker.is_elastic and not worker.is_leaving]
 
     @property
-    def staying(self) -> list[WorkerRecord]:
-        """The workers that are not about to stop."""
-        return [worker for worker in self._workers.values() if not worker.is_leaving]
-
-    @property
     def nodes(self) -> frozenset[str]:
         """The nodes with workers."""
         return frozenset(worker.node for worker in self._workers.values())
@@ -98,7 +93,7 @@ class Fleet(Mapping[str, WorkerRecord]):
         self._peers.add(worker.worker_id, _kind(worker))
         worker.costs = self._peers.costs_of(worker.worker_id)
         self._workers[worker.worker_id] = worker
-        self._nodes_changed()
+        self.is_spread = len(self.nodes) > 1
         self._regroup([worker.worker_id])
 
     def leave(self, worker_id: str) -> None:
@@ -109,7 +104,7 @@ class Fleet(Mapping[str, WorkerRecord]):
     def remove(self, worker_id: str) -> None:
         """Forget a worker."""
         del self._workers[worker_id]
-        self._nodes_changed()
+        self.is_spread = len(self.nodes) > 1
         self.leaving -= {worker_id}
         self._groups.remove(worker_id)
         self._peers.remove(worker_id)
@@ -206,8 +201,12 @@ class Fleet(Mapping[str, WorkerRecord]):
             worker.tpots.pop(admission.request_id, None)
         self._regroup(involved)
 
-    def divide(self, objectives: Objectives, now: float, most: int, shrink_after_s: float, least: int) -> Plan | None:
-        """Give the elastic workers the duties that suit the load (`Directory.divide`)."""
+    def divide(
+        self, objectives: Objectives, now: float, most: int = 1, shrink_after_s: float = SHRINK_S, least: int = 1
+    ) -> Plan | None:
+        """Give the elastic workers the duties that suit the load; to be called every second or so. For
+        `Plan.num_wanted`, `most`, `least`: limits of their number; `shrink_after_s`: time for which fewer must have
+        been enough."""
         self.elastic_load.shrink_after(shrink_after_s)
         self.plan = self.elastic_load.plan(self.elastic, objectives, most, now, least)
         if self.plan is not None:
@@ -249,9 +248,6 @@ class Fleet(Mapping[str, WorkerRecord]):
         for worker_id in sorted(worker_ids):
             if worker_id in self._workers:
                 self._groups.put(worker_id, self._workers[worker_id].load)
-
-    def _nodes_changed(self) -> None:
-        self.is_spread = len(self.nodes) > 1
 
 
 class WorkerGroups:
