@@ -105,7 +105,7 @@ class BodyTooLargeError(RequestError):
 
 
 class BodyTimeoutError(RequestError):
-    """The rest of the request body did not come in time."""
+    """A request body of which the rest did not come in time."""
 
     status = 408
     code = "body_timeout"

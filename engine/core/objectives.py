@@ -18,7 +18,7 @@ class Objectives:
     """Latencies that requests are to have; None: no objective."""
 
     ttft_s: float | None = None
-    """From the admission to the first token."""
+    """Seconds from the admission to the first token."""
     tpot_s: float | None = None
     """Mean time of each further token."""
     when_late: WhenLate | None = None
@@ -30,7 +30,7 @@ class Objectives:
         return Objectives(ttft_s, tpot_s, None if when_late is None else WhenLate(when_late))
 
     def over(self, others: "Objectives") -> "Objectives":
-        """These objectives, and the others where there is none."""
+        """Merge with the others: their values where there is none here."""
         return Objectives(
             others.ttft_s if self.ttft_s is None else self.ttft_s,
             others.tpot_s if self.tpot_s is None else self.tpot_s,

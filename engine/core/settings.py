@@ -60,7 +60,7 @@ class EngineSettings:
     tenants: tuple[Tenant, ...] = ()
     """Tenants with shares of the pool."""
     deterministic: bool = False
-    """On a GPU: the same bits whatever the batch, as a CPU gives in bfloat16 anyway."""
+    """True for the same bits on a GPU whatever the batch, as a CPU gives in bfloat16 anyway."""
     quantization: Quantization | None = None
     device_share: float = 1.0
     """Share of the device's memory that this engine may use, where several engines share a GPU."""

@@ -30,7 +30,7 @@ class Tenant:
     min_priority: int | None = None
     """Lowest, most urgent `priority` of its requests; None: any."""
     weight: float = 1.0
-    """Its part of what tenants share, in the ratio of all weights: memory (`raydix.engine.core.shares`) and
+    """Part of the tenant in what tenants share, in the ratio of all weights: memory (`raydix.engine.core.shares`) and
     computing."""
 
     def require_priority(self, priority: int) -> None:

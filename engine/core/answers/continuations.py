@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 TOKEN_BYTES = 4
 MAX_BYTES = 960
-"""Of all continuations of one admission, and of one answer."""
+"""Limit of bytes of all continuations of one admission, and of one answer."""
 
 
 class BegunAnswer(NamedTuple):
     """The beginning of an answer."""
 
     name: bytes
-    """Of the place where the answer began (`BlockChain.answer_name`)."""
+    """Name of the place where the answer began (`BlockChain.answer_name`)."""
     token_ids: bytes
     """Packed."""
 

@@ -20,7 +20,7 @@ class ReasoningLimit:
     """The most tokens of the reasoning with which an answer begins."""
 
     num_tokens: int
-    """From the beginning of the answer on, without the closing tag, which is forced behind these."""
+    """Tokens from the beginning of the answer on, without the closing tag, which is forced behind these."""
     closing_id: int
     """Token of the closing tag."""
     lead: Lead

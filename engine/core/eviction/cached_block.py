@@ -43,7 +43,7 @@ class CachedBlock(Generic[Key]):
         """Evictable blocks whose parent is this one."""
         self.is_evictable = False
         self.stamp = 0
-        """Of the valid entry in the heaps; entries with another stamp are stale."""
+        """Stamp of the valid entry in the heaps; entries with another stamp are stale."""
 
     @property
     def is_leaf(self) -> bool:

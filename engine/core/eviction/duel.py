@@ -190,5 +190,5 @@ def once_first(key: Key, depth: int, visit: Visit[Key]) -> float:
 
 
 def once_first_sampled(key: Key, depth: int, visit: Visit[Key]) -> float:
-    """As `once_first`, for a block with `depth` sampled blocks before it."""
+    """Worth as `once_first`, for a block with `depth` sampled blocks before it."""
     return visit.number + (_LATEST if depth < visit.num_again_sampled else 0.0)

@@ -67,7 +67,7 @@ class LifeTable:
         return self._indices[kind][age_bin]
 
     def chances(self, kind: int) -> list[float]:
-        """For each bin, the chance of a return before the visit leaves the bin."""
+        """Chance of a return before the visit leaves its bin, for each bin."""
         pooled_at_risk = [gone + here / 2 for gone, here in zip(self._pooled_left, self._pooled_here, strict=True)]
         pooled = [
             (returned + PRIOR_CHANCE * PRIOR_VISITS) / (at_risk + PRIOR_VISITS)

@@ -210,7 +210,7 @@ class EvictionQueue(Generic[Key]):
         return evicted
 
     def evict_for(self, tenant: str, now: float) -> tuple[Key, EvictionReason] | None:
-        """As `evict_many` for one block in favour of a tenant; None if only blocks under other tenants' floors are
+        """Evict one block, as `evict_many`, in favour of a tenant; None if only blocks under other tenants' floors are
         left."""
         self._age(now)
         chosen = self._choose(now, tenant)

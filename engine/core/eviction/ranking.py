@@ -7,7 +7,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Visit(Generic[Key]):
-    """One request's use of a path of blocks, or one use of a trunk (see `survival`). Mutable; owned by a ranking.
+    """Use of a path of blocks by a request, or one use of a trunk (see `survival`). Mutable; owned by a ranking.
 
     `leaves` belongs to the queues: for each queue, the block of the visit that it would evict first.
     """

@@ -17,7 +17,7 @@ from raydix.engine.core.eviction.survival import MAX_VISITS, Survival
 
 
 class Sample(Generic[Key]):
-    """One in `one_in` blocks. 1 takes all, without asking for digests."""
+    """Sample of one in `one_in` blocks. 1 takes all, without asking for digests."""
 
     def __init__(self, survival: Survival[Key], one_in: int, digest: Callable[[Any], int]) -> None:
         assert one_in > 0

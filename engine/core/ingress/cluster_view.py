@@ -72,7 +72,7 @@ class ClusterView:
         self._followed: dict[str, int] = {}
         """Epoch of each worker whose token stream is read."""
         self._signs = SignsOfLife()
-        """Of followed workers."""
+        """Signs of life of followed workers."""
         self._silent: set[str] = set()
         self._doubted: dict[str, tuple[int, float]] = {}
         """Epoch of each worker that is doubted, and the end of the doubt."""

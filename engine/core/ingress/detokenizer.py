@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level BPE, where each token stands for fixed bytes.
+    """Detokenizer for byte-level BPE, where each token stands for fixed bytes.
 
     `token_bytes` holds the bytes of each id: kept, not copied. An unknown id raises IndexError.
     """
@@ -52,7 +52,7 @@ class ByteDetokenizer:
 
 
 class PrefixDetokenizer:
-    """For every other tokenizer: decodes a short window of recent ids and returns what its text grew by.
+    """Detokenizer for every other tokenizer: decodes a short window of recent ids and returns what its text grew by.
 
     `decode` turns a list of ids into text. It must be stable: appending ids may replace a run of U+FFFD at the end of
     the text, but nothing before it. (A byte-fallback decoder is, as long as the bytes are UTF-8; text it has shown

@@ -51,20 +51,20 @@ class Generation:
     cache: CacheHints
     session: str | None = None
     priority: int = 0
-    """As `Assignment.priority`."""
+    """Priority as `Assignment.priority`."""
     objectives: Objectives = NO_OBJECTIVES
     prediction: tuple[int, ...] = ()
-    """As `Assignment.prediction`."""
+    """Prediction as `Assignment.prediction`."""
     reasoning_turn: int | None = None
-    """As `AdmitRequest.reasoning_turn`."""
+    """Turn as `AdmitRequest.reasoning_turn`."""
     answer_name: bytes = b""
-    """As `AdmitRequest.answer_name`, from the first admission on."""
+    """Name as `AdmitRequest.answer_name`, from the first admission on."""
     tokens: list[int] = field(default_factory=list)
     """Generated and delivered tokens."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens behind the first; complete when the first token arrives."""
+    """Log-probabilities of the prompt's tokens behind the first; complete when the first token arrives."""
     pooled: bytes | None = None
-    """As `TokenEvent.pooled`, once it has come."""
+    """Pooled state as `TokenEvent.pooled`, once it has come."""
     attempt: int = 0
     prefill: str | None = None
     decode: str | None = None
@@ -80,7 +80,7 @@ class Generation:
     answered_at: float = 0.0
     """Time of this attempt's first token."""
     handover_s: float | None = None
-    """From this attempt's first token to the second one, where another worker computed the second one."""
+    """Seconds from this attempt's first token to the second one, where another worker computed the second one."""
     num_preemptions: int = 0
     accepted: list[int] = field(default_factory=list)
     """Positions of the tokens that were in a draft, ascending."""

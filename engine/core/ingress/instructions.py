@@ -85,7 +85,7 @@ class Ping(NamedTuple):
 
 
 class WorkerLost(NamedTuple):
-    """For the log: an incarnation's token stream has ended."""
+    """Line of the log: an incarnation's token stream has ended."""
 
     worker_id: str
     epoch: int
@@ -96,14 +96,14 @@ class WorkerLost(NamedTuple):
 
 
 class WorkerSilent(NamedTuple):
-    """For the log: a worker answers nothing, and its requests go on elsewhere."""
+    """Line of the log: a worker answers nothing, and its requests go on elsewhere."""
 
     worker_id: str
     num_requests: int
 
 
 class AttemptLost(NamedTuple):
-    """For the log: a worker lives and an attempt there is over, but some of its events did not arrive."""
+    """Line of the log: a worker lives and an attempt there is over, but some of its events did not arrive."""
 
     worker_id: str
     request_id: str
@@ -111,7 +111,7 @@ class AttemptLost(NamedTuple):
 
 
 class Named(NamedTuple):
-    """For the log: the last words of a worker that died or fell silent name a request."""
+    """Line of the log: the last words of a worker that died or fell silent name a request."""
 
     worker_id: str
     request_id: str
@@ -124,7 +124,7 @@ class Named(NamedTuple):
 
 
 class FailedOver(NamedTuple):
-    """For the log: a request goes on elsewhere."""
+    """Line of the log: a request goes on elsewhere."""
 
     request_id: str
     attempt: int
@@ -135,7 +135,7 @@ class FailedOver(NamedTuple):
 
 
 class MovedOn(NamedTuple):
-    """For the log: a request goes on elsewhere, because its worker is about to stop."""
+    """Line of the log: a request goes on elsewhere, because its worker is about to stop."""
 
     request_id: str
     attempt: int
@@ -146,7 +146,7 @@ class MovedOn(NamedTuple):
 
 
 class ModelDiffers(NamedTuple):
-    """For the log: the workers have another model than this replica."""
+    """Line of the log: the workers have another model than this replica."""
 
     theirs: str
     ours: str

@@ -14,7 +14,7 @@ class Outbox:
     """Assignments for workers, and reports for the manager."""
 
     assignments: dict[str, list[Assignment]] = field(default_factory=dict)
-    """By worker."""
+    """Assignments by worker."""
     first_tokens: list[FirstToken] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
 

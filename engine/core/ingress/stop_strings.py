@@ -31,13 +31,13 @@ class StopStrings:
         self._matched: str | None = None
         self._state = _ROOT
         self._targets: list[dict[str, int]] = [{}]
-        """By state: the next state for each character. A state is a beginning of some stop string."""
+        """Next state for each character, by state. A state is a beginning of some stop string."""
         self._depth = [0]
-        """By state: the length of its text."""
+        """Length of the text of each state."""
         self._stop_at: list[str | None] = [None]
-        """By state: the longest stop string at the end of its text."""
+        """Longest stop string at the end of the text of each state."""
         self._suffix = [_ROOT]
-        """By state: the state of the longest proper end of its text."""
+        """State of the longest proper end of the text of each state."""
 
         for stop in stops:
             self._add(stop)

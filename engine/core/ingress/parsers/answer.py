@@ -97,9 +97,9 @@ class Call:
     name: str
     arguments: list[str] = field(default_factory=list)
     broken: str | None = None
-    """As `CallEnds.broken`."""
+    """Reason as `CallEnds.broken`."""
     input: list[str] | None = None
-    """Of a custom tool: its input, which the arguments say."""
+    """Input of a custom tool, which the arguments say."""
 
     def take_input(self, text: str) -> None:
         """Take more of the input."""

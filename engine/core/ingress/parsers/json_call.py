@@ -23,7 +23,7 @@ class _Expects(Enum):
 
 
 class JsonCall:
-    """One call. Its arguments are passed on from the moment when its name is known; until then its text is held.
+    """Parser of a call. Its arguments are passed on once its name is known; until then its text is held.
 
     `before` is text that belongs to the call and stands before it: if there is no call, it is text again. With `names`
     only functions of these names are called, with `keys` the object has no other ones.

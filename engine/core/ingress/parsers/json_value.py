@@ -37,7 +37,7 @@ class _Expects(Enum):
 
 
 class JsonValue:
-    """One JSON value, which begins with the first character that is no white space."""
+    """Parser of a JSON value, which begins with the first character that is no white space."""
 
     __slots__ = ("_closers", "_escape", "_expects", "_is_key", "_is_string", "_scalar")
 
@@ -49,7 +49,7 @@ class JsonValue:
         self._is_key = False
         """True if the open string is a key."""
         self._escape = 0
-        """In a string: -1 behind a backslash, and the number of hexadecimal digits to come."""
+        """Escape within a string: -1 behind a backslash, and the number of hexadecimal digits to come."""
         self._scalar = ""
         """Number or word so far."""
 

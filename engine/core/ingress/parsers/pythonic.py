@@ -66,7 +66,7 @@ class PythonicCalls:
         return self._out.finish()
 
     def _give_up(self) -> None:
-        """From here on there is only text."""
+        """Take all that is still to come for text."""
         if self._place in (_Place.KEY, _Place.VALUE):
             self._out.end(broken=self._raw)
         elif self._place is not _Place.END or self._tag.is_open or self._raw.strip(WHITESPACE):

@@ -100,7 +100,7 @@ class Thinking:
         return reasoning, after
 
     def _reasoning(self, text: str) -> str:
-        """The part of reasoning that is certain: without white space at its beginning, and at its end so far."""
+        """Reasoning as far as it is certain: without white space at its beginning, and at its end so far."""
         text = self._space + text
         if not self._has_begun:
             text = text.lstrip(WHITESPACE)
