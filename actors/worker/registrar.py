@@ -95,7 +95,7 @@ class Registrar:
                 logger.exception("registration failed")
 
             # A new manager knows nothing of the blocks promised to this worker.
-            self._thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
+            self._thread.post(lambda engine: engine.scheduler.imports.stop_awaiting_all())
             await self._pause(HEARTBEAT_S / 2)
 
     async def _pause(self, seconds: float) -> None:
@@ -122,7 +122,7 @@ class Registrar:
             except TimeoutError:
                 extra = about("manager_lost", reason="TimeoutError")
                 logger.warning("the manager does not answer a heartbeat", extra=extra)
-                self._thread.post(lambda engine: engine.scheduler.stop_awaiting_all())
+                self._thread.post(lambda engine: engine.scheduler.imports.stop_awaiting_all())
 
     async def _introduce(self) -> Registration:
         """Describe the pool's present contents; the export stream starts over from exactly there."""

@@ -181,7 +181,7 @@ class Worker:
 
     async def stop_awaiting(self, request_ids: Sequence[str]) -> None:
         """Recompute the missing blocks of these requests, whose prefill worker is gone."""
-        self._thread.post(lambda engine: engine.scheduler.stop_awaiting(request_ids))
+        self._thread.post(lambda engine: engine.scheduler.imports.stop_awaiting(request_ids))
 
     async def ping(
         self,
@@ -197,7 +197,7 @@ class Worker:
         self._tokens.processes[ingress_id] = process
         orphans = self._tokens.compare(ingress_id, taken, sent, now)
         if awaiting:
-            self._thread.post(lambda engine: engine.scheduler.keep_awaiting(awaiting, now))
+            self._thread.post(lambda engine: engine.scheduler.imports.keep_awaiting(awaiting, now))
         for orphan in orphans:
             extra = about("orphan_aborted", request=orphan.request_id, attempt=orphan.number, ingress=ingress_id)
             logger.info("%s runs for nobody: aborted", orphan.request_id, extra=extra)
@@ -246,7 +246,7 @@ class Worker:
     async def blocks_lost(self, hashes: Sequence[BlockHash]) -> None:
         """Stop awaiting promised blocks that will not come."""
         now = time.monotonic()
-        self._thread.post(lambda engine: engine.scheduler.blocks_settled(hashes, now))
+        self._thread.post(lambda engine: engine.scheduler.imports.settled(hashes, now))
 
     async def register_again(self) -> None:
         """Look for the manager now: another one has taken over."""
@@ -280,7 +280,7 @@ class Worker:
             try:
                 engine.submit(assignment, now)
                 if assignment.promised_to not in (0, self._own.epoch):  # what was sent went to an earlier incarnation
-                    engine.scheduler.stop_awaiting([assignment.request_id])
+                    engine.scheduler.imports.stop_awaiting([assignment.request_id])
             except Exception as error:  # its ingress must hear that nothing will come
                 logger.exception(
                     "%s not taken on",

@@ -180,7 +180,7 @@ class Engine:
         if self.grammars is None:
             self._refuse_all(grammar.digest, "this model has none", now)
         elif self.grammars.require(grammar, assignment.request_id):
-            self.scheduler.grammar_settled(grammar.digest)
+            self.scheduler.imports.grammar_settled(grammar.digest)
 
     def abort(self, request_ids: Iterable[str], now: float, *, has_ended: bool = False) -> None:
         """Forget requests and free their blocks (`Scheduler.abort`). Unknown ids are requests that ended already.
@@ -207,7 +207,7 @@ class Engine:
         if self.grammars is not None:
             for news in self.grammars.news():
                 if news.error is None:
-                    self.scheduler.grammar_settled(news.digest)
+                    self.scheduler.imports.grammar_settled(news.digest)
                 else:
                     self._refuse_all(news.digest, news.error, now)
         refusals, self._refusals = self._refusals, []
@@ -222,9 +222,9 @@ class Engine:
         intact = header.num_bytes == 0 or (payload is not None and self._is_intact(header, payload))
         if intact and payload is not None:
             self._import_blocks(header, payload, now)
-        self.scheduler.blocks_settled(header.full_hashes, now)
+        self.scheduler.imports.settled(header.full_hashes, now)
         if header.handover is not None:
-            self.scheduler.handed_over(header.handover, now)
+            self.scheduler.imports.handed_over(header.handover, now)
         return intact
 
     def export(self, hashes: Iterable[BlockHash], now: float) -> tuple[list[ExportedSegment], tuple[BlockHash, ...]]:
@@ -288,7 +288,7 @@ class Engine:
 
     def _refuse_all(self, digest: bytes, reason: str, now: float) -> None:
         """End the requests that wait for a grammar that will not come."""
-        waiting = self.scheduler.grammar_settled(digest)
+        waiting = self.scheduler.imports.grammar_settled(digest)
         self._refusals += [self._refuse(request.request_id, reason, now) for request in waiting]
 
     def _end(self, request_id: str, detail: str, now: float) -> TokenEvent:

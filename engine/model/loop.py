@@ -133,7 +133,7 @@ class EngineLoop:
         scheduler = self._engine.scheduler
         if scheduler.running or scheduler.preempted:
             return _SPIN_S
-        now, deadline = time.monotonic(), scheduler.next_deadline()
+        now, deadline = time.monotonic(), scheduler.imports.next_deadline()
         if self._prepares_at is not None and self._prepares_at <= now:
             self._engine.prepare()
             self._prepares_at = None

@@ -229,7 +229,7 @@ class Cluster:
         self._obey(self.dispatch.not_admitted(list(admitting.values()), self.now, is_silent=False))
         for worker in self.workers.values():
             if worker.is_alive:
-                worker.post(worker.engine.scheduler.stop_awaiting_all)
+                worker.post(worker.engine.scheduler.imports.stop_awaiting_all)
                 worker.post(lambda w=worker: self._register(w))  # type: ignore[misc]
 
     def ping(self) -> None:
@@ -373,7 +373,7 @@ class Cluster:
     def wait(self) -> bool:
         """Time passes, up to what somebody waits for; False if nobody does."""
         moving = [worker for worker in self.workers.values() if worker.is_alive and not worker.is_stalled]
-        deadlines = [worker.engine.scheduler.next_deadline() for worker in moving]
+        deadlines = [worker.engine.scheduler.imports.next_deadline() for worker in moving]
         due = min((deadline for deadline in deadlines if deadline is not None), default=None)
         if due is None and self.dispatch.retry_at is None and not (self.num_lost and self.active):
             return False
@@ -422,9 +422,9 @@ class Cluster:
             case ingress.Abort(worker_id, request_id, attempt, has_ended):
                 self._call(worker_id, lambda w: self._abort(w, Attempt(request_id, attempt), has_ended=has_ended))
             case ingress.StopAwaiting(worker_id, request_id):
-                self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.stop_awaiting([request_id])))
+                self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.imports.stop_awaiting([request_id])))
             case ingress.Ping(worker_id, taken, sent, awaiting):
-                self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.keep_awaiting(awaiting, now)))
+                self._call(worker_id, lambda w: w.post(lambda: w.engine.scheduler.imports.keep_awaiting(awaiting, now)))
                 self._call(worker_id, lambda w: self._compare(w, taken, sent))
             case ingress.AttemptLost():
                 self.num_lost_attempts += 1
@@ -545,7 +545,7 @@ class Cluster:
                     self._answer("lost", partial(self._blocks_lost, self.workers[worker_id], hashes))
                 case HandoverLost(worker_id, request_id):
                     decode = self.workers[worker_id]
-                    stop = partial(decode.engine.scheduler.stop_awaiting, [request_id])
+                    stop = partial(decode.engine.scheduler.imports.stop_awaiting, [request_id])
                     self._answer("lost", partial(decode.post, stop))
                 case _:
                     raise AssertionError(f"there is no disk for {instruction}")
@@ -614,7 +614,7 @@ class Cluster:
 
     def _blocks_lost(self, worker: SimWorker, hashes: Sequence[bytes]) -> None:
         now = self.now
-        worker.post(lambda: worker.engine.scheduler.blocks_settled(hashes, now))
+        worker.post(lambda: worker.engine.scheduler.imports.settled(hashes, now))
 
 
 def _exports(worker: SimWorker) -> Channel:

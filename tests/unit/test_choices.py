@@ -381,7 +381,7 @@ def running(scheduler: Scheduler, **changes: object) -> Request:
     """Another request that has begun to decode."""
     asked = salted(A, "", **changes).assignment
     submit(scheduler, asked)
-    scheduler.grammar_settled(STATES.digest)
+    scheduler.imports.grammar_settled(STATES.digest)
     scheduler.schedule(0.0)
     return scheduler.running[asked.request_id]
 

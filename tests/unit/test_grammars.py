@@ -408,7 +408,7 @@ def test_a_request_waits_for_its_grammar_without_blocks_and_without_others() -> 
     assert step is not None and [event.request_id for event in step.events] == ["free"]
     waiting = engine.scheduler.get("constrained")
     assert waiting is not None and waiting.awaits_grammar and not waiting.blocks
-    assert engine.scheduler.next_deadline() is None
+    assert engine.scheduler.imports.next_deadline() is None
     gate.set()
     events = finish(engine)
     assert {event.request_id for event in events if event.finish} == {"constrained", "free"}

@@ -46,7 +46,7 @@ def fetch(scheduler: Scheduler, model: FakeModel, prompt: tuple[int, ...], hashe
     """Blocks of `prompt`, from its first on, arrive from elsewhere; the last one may be partial."""
     keys = keys_of(chain_of(), prompt)
     import_blocks(scheduler, model, hashes, [keys[4 * index : 4 * index + 4] for index in range(len(hashes))])
-    scheduler.blocks_settled(hashes, now)
+    scheduler.imports.settled(hashes, now)
 
 
 def test_a_request_is_prefilled_and_decoded(make_scheduler: MakeScheduler) -> None:
@@ -592,7 +592,7 @@ def test_a_decode_assignment_goes_on_from_imported_blocks(make_scheduler: MakeSc
     assert step(scheduler, model)[0].chunks == ()
     fetch(scheduler, model, sent, [*hashes, tail], now=0.0)
     assert step(scheduler, model)[0].chunks == ()
-    scheduler.handed_over(Handover("a", 0, answer[num_generated], tail), 0.0)
+    scheduler.imports.handed_over(Handover("a", 0, answer[num_generated], tail), 0.0)
     output, outcome = step(scheduler, model)
     assert scheduled(output) == {"a": (len(sent), 1)}, "nothing of the prompt is computed again"
     assert outcome.events[0].position == num_generated + 1
@@ -611,7 +611,7 @@ def test_a_prompt_that_its_prefill_worker_scored_is_not_scored_again(make_schedu
     answer = answer_to(assignment)
     submit(scheduler, assignment)
     fetch(scheduler, model, PROMPT[:8], hashes, now=0.0)
-    scheduler.handed_over(Handover("a", 0, answer[0], None), 0.0)
+    scheduler.imports.handed_over(Handover("a", 0, answer[0], None), 0.0)
     output, outcome = step(scheduler, model)
     assert scheduled(output) == {"a": (8, 3)}
     assert not outcome.scores and not any(chunk.scored for chunk in output.chunks)
@@ -631,7 +631,7 @@ def test_a_tail_that_others_hold_is_computed_again(make_scheduler: MakeScheduler
     assert block is not None
     scheduler.pool.acquire([block])
     answer = answer_to(assignment)
-    scheduler.handed_over(Handover("a", 0, answer[0], tail), 0.0)
+    scheduler.imports.handed_over(Handover("a", 0, answer[0], tail), 0.0)
     assert scheduled(step(scheduler, model)[0]) == {"a": (8, 3)}
     assert tokens_of(run_all(scheduler, model)["a"]) == answer[2:]
     scheduler.pool.release([block], 0.0)
@@ -643,11 +643,11 @@ def test_what_does_not_come_in_time_is_computed(make_scheduler: MakeScheduler) -
     hashes = hashes_of(PROMPT)
     assignment = make_assignment(prompt=PROMPT, stage=Stage.DECODE, awaited=hashes, await_timeout_s=5.0)
     submit(scheduler, assignment, now=1.0)
-    assert scheduler.next_deadline() == 6.0
+    assert scheduler.imports.next_deadline() == 6.0
     fetch(scheduler, model, PROMPT, hashes[:1], now=4.0)
-    assert scheduler.next_deadline() == 9.0, "something moves: wait on"
-    scheduler.keep_awaiting(["a", "unknown"], now=6.0)
-    assert scheduler.next_deadline() == 11.0
+    assert scheduler.imports.next_deadline() == 9.0, "something moves: wait on"
+    scheduler.imports.keep_awaiting(["a", "unknown"], now=6.0)
+    assert scheduler.imports.next_deadline() == 11.0
     assert step(scheduler, model, now=10.9)[0].chunks == ()
     assert scheduled(step(scheduler, model, now=11.0)[0]) == {"a": (4, 8)}
     assert tokens_of(run_all(scheduler, model)["a"]) == answer_to(assignment)[1:]
@@ -663,15 +663,15 @@ def test_a_handover_that_comes_too_late_is_ignored(make_scheduler: MakeScheduler
     submit(scheduler, assignment)
     _, outcome = step(scheduler, model, now=5.0)
     assert len(outcome.events) == has_sampled
-    scheduler.handed_over(Handover("a", 0, answer[0], None), 0.0)
+    scheduler.imports.handed_over(Handover("a", 0, answer[0], None), 0.0)
     assert tokens_of([*outcome.events, *run_all(scheduler, model, now=5.0)["a"]]) == answer
 
 
 @pytest.mark.parametrize(
     "give_up",
     [
-        lambda scheduler: scheduler.stop_awaiting(["a", "unknown"]),
-        lambda scheduler: scheduler.stop_awaiting_all(),
+        lambda scheduler: scheduler.imports.stop_awaiting(["a", "unknown"]),
+        lambda scheduler: scheduler.imports.stop_awaiting_all(),
     ],
 )
 def test_when_the_sender_is_gone_nobody_waits(
@@ -682,8 +682,8 @@ def test_when_the_sender_is_gone_nobody_waits(
     assignment = make_assignment(prompt=PROMPT, stage=Stage.DECODE, awaited=hashes_of(PROMPT))
     submit(scheduler, assignment)
     give_up(scheduler)
-    assert scheduler.next_deadline() is None
-    scheduler.handed_over(Handover("a", 0, 0, None), 0.0)
+    assert scheduler.imports.next_deadline() is None
+    scheduler.imports.handed_over(Handover("a", 0, 0, None), 0.0)
     assert tokens_of(run_all(scheduler, model)["a"]) == answer_to(assignment)
 
 
@@ -693,15 +693,15 @@ def test_lost_blocks_are_computed_and_the_others_kept(make_scheduler: MakeSchedu
     hashes = hashes_of(PROMPT)
     submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes, max_tokens=1))
     fetch(scheduler, model, PROMPT, hashes[:2], now=0.0)
-    scheduler.blocks_settled(hashes, 0.0)
+    scheduler.imports.settled(hashes, 0.0)
     assert scheduled(step(scheduler, model)[0]) == {"a": (8, 4)}
 
 
 def test_an_older_attempts_handover_is_ignored(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     submit(scheduler, make_assignment(prompt=PROMPT, stage=Stage.DECODE, attempt=1))
-    scheduler.handed_over(Handover("a", 0, 0, None), 0.0)
-    scheduler.handed_over(Handover("unknown", 0, 0, None), 0.0)
+    scheduler.imports.handed_over(Handover("a", 0, 0, None), 0.0)
+    scheduler.imports.handed_over(Handover("unknown", 0, 0, None), 0.0)
     assert step(scheduler, FakeModel(scheduler.pool))[0].chunks == ()
     scheduler.abort("a", 0.0)
 
@@ -723,7 +723,7 @@ def test_a_handover_may_overtake_its_request(make_scheduler: MakeScheduler, atte
         submit(scheduler, make_assignment(prompt=PROMPT, stage=Stage.DECODE, attempt=old))
     assignment = make_assignment(prompt=PROMPT, stage=Stage.DECODE, attempt=attempt)
     answer = answer_to(assignment)
-    scheduler.handed_over(Handover("a", attempt, answer[0], None), 0.0)
+    scheduler.imports.handed_over(Handover("a", attempt, answer[0], None), 0.0)
     submit(scheduler, assignment, now=0.1)
     assert scheduled(step(scheduler, model, now=0.1)[0]) == {"a": (0, len(PROMPT) + 1)}
     assert tokens_of(run_all(scheduler, model)["a"]) == answer[2:]
@@ -732,7 +732,7 @@ def test_a_handover_may_overtake_its_request(make_scheduler: MakeScheduler, atte
 def test_a_loss_may_overtake_its_request(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     hashes = hashes_of(PROMPT)
-    scheduler.blocks_settled(hashes, 0.0)
+    scheduler.imports.settled(hashes, 0.0)
     submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes), now=0.1)
     assert scheduled(step(scheduler, FakeModel(scheduler.pool), now=0.1)[0]) == {"a": (0, len(PROMPT))}
     scheduler.abort("a", 0.0)
@@ -741,7 +741,7 @@ def test_a_loss_may_overtake_its_request(make_scheduler: MakeScheduler) -> None:
 def test_an_old_loss_says_nothing_of_a_new_promise(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     hashes = hashes_of(PROMPT)
-    scheduler.blocks_settled(hashes, 0.0)
+    scheduler.imports.settled(hashes, 0.0)
     submit(scheduler, make_assignment(prompt=PROMPT, awaited=hashes), now=100.0)
     assert step(scheduler, FakeModel(scheduler.pool), now=100.0)[0].chunks == ()
     scheduler.abort("a", 0.0)

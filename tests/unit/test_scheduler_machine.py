@@ -229,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_overtaken &= stage is Stage.DECODE and num_generated + 1 < len(known.answer)
         if is_overtaken:
             handover = Handover(old.request_id, old.attempt + 1, known.answer[num_generated], None)
-            self.scheduler.handed_over(handover, self.now)
+            self.scheduler.imports.handed_over(handover, self.now)
         self._submit(
             make_assignment(
                 old.request_id,
@@ -317,9 +317,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         accepts = request.awaits_handover
         assert not accepts or request in self.scheduler.waiting, "a request that started may have sampled the token"
         token_id = known.answer[known.num_sent]
-        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt - 1, token_id, None), self.now)
+        self.scheduler.imports.handed_over(
+            Handover(assignment.request_id, assignment.attempt - 1, token_id, None), self.now
+        )
         assert request.awaits_handover == accepts, "an older attempt's handover was taken"
-        self.scheduler.handed_over(Handover(assignment.request_id, assignment.attempt, token_id, None), self.now)
+        self.scheduler.imports.handed_over(
+            Handover(assignment.request_id, assignment.attempt, token_id, None), self.now
+        )
         known.position += accepts
         if accepts:  # the prefill worker has scored the prompt before it sampled
             known.num_scored = len(known.scores)
@@ -327,16 +331,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def keep_awaiting(self, data: st.DataObject) -> None:
-        self.scheduler.keep_awaiting([self._draw(data, self.expected).assignment.request_id], self.now)
+        self.scheduler.imports.keep_awaiting([self._draw(data, self.expected).assignment.request_id], self.now)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def stop_awaiting(self, data: st.DataObject) -> None:
         some = data.draw(st.sampled_from([None, *self.expected]))
         if some is None:
-            self.scheduler.stop_awaiting_all()
+            self.scheduler.imports.stop_awaiting_all()
         else:
-            self.scheduler.stop_awaiting([some])
+            self.scheduler.imports.stop_awaiting([some])
 
     # Exports and the pool
 
@@ -434,7 +438,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             contents = [self.contents[block_hash] for block_hash in hashes]
             import_blocks(self.scheduler, self.model, hashes, contents, handover)
         tail = None if handover is None else handover.tail
-        self.scheduler.blocks_settled([block_hash for block_hash in hashes if block_hash != tail], self.now)
+        self.scheduler.imports.settled([block_hash for block_hash in hashes if block_hash != tail], self.now)
 
     def _submit(self, assignment: Assignment) -> None:
         chain = chain_of(assignment.salt, self.pool.block_size)

@@ -44,7 +44,7 @@ from raydix.engine.core.hashing import BlockChain
 from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.shares import weights_of
 from raydix.engine.core.tenants import Tenant, quotas
-from raydix.engine.core.types import Assignment, BlockHash, FinishReason, Handover, PromptEvent, Stage, TokenEvent
+from raydix.engine.core.types import Assignment, BlockHash, FinishReason, PromptEvent, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.contents import Contents
 from raydix.engine.core.worker.drafts.draft import Draft
@@ -99,7 +99,7 @@ class Scheduler:
         self._time = VirtualTime(weights_of(tenants))
         self.idle = IdleWork(pool, limits.token_budget, self._requests)
         self.early = EarlyMessages()
-        self._imports = Imports(pool, self.waiting, self._requests, self.early)
+        self.imports = Imports(pool, self.waiting, self._requests, self.early)
         self._swaps = Swaps(pool, self.swap_policy, limits.token_budget)
         self._contents = Contents(pool, self._swaps)
         self.transfers = Transfers(pool, self._requests)
@@ -132,7 +132,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._time.joined(request.tenant)
         self.waiting.append(request)
-        self._imports.begin(request, now)
+        self.imports.begin(request, now)
 
     def abort(self, request_id: str, now: float, *, has_ended: bool = False) -> bool:
         """Forget a request and release its blocks; False if it is unknown.
@@ -144,36 +144,6 @@ class Scheduler:
             return False
         self._remove(request, now, has_ended=has_ended)
         return True
-
-    # Messages about imports and grammars
-
-    def grammar_settled(self, digest: bytes) -> list[Request]:
-        """Have no request wait for this grammar any longer; returns the requests that did."""
-        return self._imports.grammar_settled(digest)
-
-    def blocks_settled(self, hashes: Iterable[BlockHash], now: float) -> None:
-        """Promised blocks have arrived in the pool, or will not come."""
-        self._imports.settled(hashes, now)
-
-    def keep_awaiting(self, request_ids: Iterable[str], now: float) -> None:
-        """The sender of these requests' KV is alive, only busy: wait as long again."""
-        self._imports.keep_awaiting(request_ids, now)
-
-    def stop_awaiting(self, request_ids: Iterable[str]) -> None:
-        """The sender of these requests' KV is gone: compute the missing KV."""
-        self._imports.stop_awaiting(request_ids)
-
-    def stop_awaiting_all(self) -> None:
-        """The manager is gone, so no block will be sent: compute all missing KV."""
-        self._imports.stop_awaiting_all()
-
-    def handed_over(self, handover: Handover, now: float) -> None:
-        """The prefill worker is done: continue the decode assignment from the token that it sampled."""
-        self._imports.handed_over(handover, now)
-
-    def next_deadline(self) -> float | None:
-        """The earliest time at which a waiting request gives up on its imports; None without any."""
-        return self._imports.next_deadline()
 
     def reset(self) -> int:
         """Forget every block without a holder, and stored results of prompts; returns the number of blocks."""
@@ -222,7 +192,7 @@ class Scheduler:
         # New requests, unless blocks are short.
         if not preempted:
             self._admit(now)
-        self._imports.protect((*self.waiting, *self.preempted))
+        self.imports.protect((*self.waiting, *self.preempted))
 
         # Prefills share the rest of the budget. Long contexts count, most beside decodes, which wait for the step.
         scheduled = {chunk.request.request_id for chunk in chunks}
@@ -277,7 +247,7 @@ class Scheduler:
             new = events_of(chunk, sampled, self.max_model_len)
             self.drafting.accept(chunk, sampled, new, now)
             first_new = self._contents.seal_full_blocks(request, now)
-            self._imports.arrived(request.hashes[first_new : request.num_sealed], now)
+            self.imports.arrived(request.hashes[first_new : request.num_sealed], now)
             if request.assignment.is_idle:
                 self.idle.computed(request, chunk.num_tokens, now)
                 continue
@@ -447,7 +417,7 @@ class Scheduler:
     def _start(self, request: Request, matched: list[int], now: float) -> None:
         """Run a request from the `matched` blocks on."""
         self.pool.acquire(matched)
-        self._imports.end(request, now)
+        self.imports.end(request, now)
 
         # KV from the cache, from outside the pool, from a handover, or from a similar block.
         request.begin_with(matched)
@@ -482,7 +452,7 @@ class Scheduler:
             return True
         while missing > self.pool.num_available:
             # Before a running request is preempted, waiting ones give up the blocks held for them.
-            if self._imports.drop_all_holds(now):
+            if self.imports.drop_all_holds(now):
                 continue
             # The last by rank, be it this request itself.
             victim = max(self.running.values(), key=lambda each: rank(each, places))
@@ -520,7 +490,7 @@ class Scheduler:
         else:
             (self.preempted if request in self.preempted else self.waiting).remove(request)
             self._contents.drop_tail(request, now)
-        self._imports.end(request, now)
+        self.imports.end(request, now)
         del self._requests[request.request_id]
         self._time.left(request.tenant)
 
