@@ -2,13 +2,14 @@
 
 As a hook of mkdocs the module adds the pages to the site while it is built; nothing is written into `docs/`:
 
-* `reference/`: configuration, HTTP API, metrics and command line, from the declarations in the code.
+* `reference/`: configuration, HTTP API, metrics, command line and modules, from the declarations in the code.
 * README.md, ARCHITECTURE.md and other documents outside `docs/`, with their links rewritten to the site's.
 
 `python docs/generate.py FOLDER` writes the same pages as files.
 """
 
 import argparse
+import ast
 import inspect
 import json
 import os
@@ -69,6 +70,9 @@ DOCUMENTS = {
 }
 """Documents outside `docs/` that are pages of the site, by their place in the repository, and the page's."""
 
+MODULE_FOLDERS = ("cli", "raydix", "configs", "actors", "engine", "kernels")
+"""Folders whose modules have a line on a page."""
+
 DOCUMENT: Schema = api_document(application(None))
 """OpenAPI's document of the routes."""
 
@@ -89,6 +93,7 @@ def pages() -> dict[str, str]:
         "reference/http.md": http_page(),
         "reference/metrics.md": metrics_page(),
         "reference/command-line.md": command_line_page(),
+        "reference/modules.md": modules_page(),
         **{uri: document_page(ROOT / source, uri) for source, uri in DOCUMENTS.items()},
     }
 
@@ -437,6 +442,32 @@ def _words(option: argparse.Action) -> Iterator[str]:
 
 def _help(option: argparse.Action) -> str:
     return (option.help or "") % {"default": option.default}
+
+
+# Modules
+
+
+def modules_page() -> str:
+    """Every module of the project with the first paragraph of its docstring, a table for each folder."""
+    parts = [
+        "# Modules",
+        "Generated from the modules' first lines. [Architecture](../architecture.md#code-map) says which folder may "
+        "import which.",
+    ]
+    for folder in MODULE_FOLDERS:
+        paths = [path for path in sorted((ROOT / folder).rglob("*.py")) if not path.is_symlink()]
+        for inside in dict.fromkeys(path.parent for path in paths):
+            own = [path for path in paths if path.parent == inside]
+            rows = [(f"`{path.stem}`", _summary(path)) for path in own if not path.stem.startswith("__")]
+            parts += [f"## `{inside.relative_to(ROOT)}`", _summary(inside / "__init__.py")]
+            parts += [_table(("module", ""), rows)] if rows else []
+    return _page(*parts)
+
+
+def _summary(path: Path) -> str:
+    """The first paragraph of a module's docstring, in one line."""
+    words = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(words.partition("\n\n")[0].split())
 
 
 # Documents outside docs/

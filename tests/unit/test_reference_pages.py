@@ -51,6 +51,13 @@ def test_routes_have_a_sentence(written: dict[str, str]) -> None:
     assert [path for path, sentence in routes if not sentence] == []
 
 
+def test_every_module_has_a_sentence(written: dict[str, str]) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", written["reference/modules.md"], re.M)
+    assert {"dispatch", "reading", "kv_cache_manager", "loader", "llm"} <= {module for module, _ in rows}
+    assert [module for module, sentence in rows if not sentence.endswith((".", ":"))] == []
+    assert re.search(r"^## `kernels/linear`\n\n.*\.$", written["reference/modules.md"], re.M)
+
+
 def test_metrics_have_the_values_of_their_own_tags(written: dict[str, str]) -> None:
     page = written["reference/metrics.md"]
     assert "| `raydix_requests` | counter | `tenant`, `outcome` (`stop`, `length`, `aborted`, `failed`) |" in page
