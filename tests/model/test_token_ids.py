@@ -52,7 +52,7 @@ PUBLISHED = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
 }
-"""The fetched tokenizer of each family."""
+"""The fetched tokenizers of families, which npm has without weights."""
 NUM_PADDING = 267
 """As many as Qwen 3 has."""
 TINY: dict[str, Any] = {
@@ -103,7 +103,7 @@ def settings(folder: Path, drafts: DraftLimits | None = None) -> EngineSettings:
         source=str(folder),
         dtype="bfloat16",
         device="cpu",
-        max_model_len=None,
+        max_model_len=512,
         block_size=16,
         num_blocks=200,
         pool_gib=1.0,
@@ -174,7 +174,7 @@ def test_padding_is_never_seen(family: str, tmp_path: Path) -> None:
     require_known_ids(model_folder(tmp_path, family, 257, 257 + NUM_PADDING), 257)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PUBLISHED)
 def test_padding_under_the_published_tokenizer_is_never_seen(family: str, tmp_path: Path) -> None:
     source = FETCHED / PUBLISHED[family]
     if not source.is_dir():
