@@ -49,6 +49,14 @@ class _Link:
     costs: LinkCosts
     fitted_at: float
 
+    def fade(self, now: float) -> None:
+        """Have what was observed before `fitted_at` count less."""
+        self.fit.fade(KEPT ** (FADES_PER_S * (now - self.fitted_at)))
+
+    def solve(self, now: float) -> None:
+        """Compute the costs from what was observed."""
+        self.costs, self.fitted_at = LinkCosts(*self.fit.solve(forgets=True)), now
+
 
 class Links:
     """The costs of each link. `now`, of all methods: seconds on any clock that goes on."""
@@ -74,9 +82,9 @@ class Links:
             # A new link begins with what all imports of its worker take together.
             link = self._links[key] = _Link(LinkFit((1.0, float(1 << 22)), costs), costs, self._now)
         # What was observed long ago counts less than what is observed now.
-        self._fade(link)
+        link.fade(self._now)
         link.fit.add((1.0, num_bytes), seconds)
-        _solve(link, self._now)
+        link.solve(self._now)
         self._links.move_to_end(key)
         if len(self._links) > self._capacity:
             self._links.popitem(last=False)
@@ -88,8 +96,8 @@ class Links:
             return None
         # Fading at each question would solve the fit anew for each candidate of a placement.
         if self._now - link.fitted_at >= FADE_S:
-            self._fade(link)
-            _solve(link, self._now)
+            link.fade(self._now)
+            link.solve(self._now)
         return link.costs
 
     def import_s(self, source: str, target: str, num_bytes: int, prior: WorkerCosts) -> float:
@@ -100,10 +108,3 @@ class Links:
     def known(self) -> dict[tuple[str, str], LinkCosts]:
         """The costs of each link by source and target, the last reported one last."""
         return {key: link.costs for key, link in self._links.items()}
-
-    def _fade(self, link: _Link) -> None:
-        link.fit.fade(KEPT ** (FADES_PER_S * (self._now - link.fitted_at)))
-
-
-def _solve(link: _Link, now: float) -> None:
-    link.costs, link.fitted_at = LinkCosts(*link.fit.solve(forgets=True)), now
