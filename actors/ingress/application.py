@@ -83,9 +83,7 @@ def _response(request: Request, error: RaydixError) -> Response:
     """The response with an error, in the form of the route."""
     if not request.url.path.startswith("/v1/messages"):
         return error_response(error)
-    response = error_response(error, ANTHROPIC)
-    response.headers.update(request_id_header(request))
-    return response
+    return error_response(error, ANTHROPIC, request_id_header(request))
 
 
 async def _raydix_error(request: Request, error: Exception) -> Response:

@@ -179,9 +179,9 @@ class SlicedResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def error_response(error: RaydixError, wire: WireFormat = OPENAI) -> Response:
-    """An API's error object with the error's status."""
-    headers = {}
+def error_response(error: RaydixError, wire: WireFormat = OPENAI, headers: Mapping[str, str] | None = None) -> Response:
+    """An API's error object with the error's status, and with these headers besides the error's own."""
+    headers = dict(headers or {})
     if isinstance(error, ServiceError):
         headers["retry-after"] = str(error.retry_after_s)
     elif isinstance(error, BodyTimeoutError):
@@ -196,10 +196,11 @@ def error_response(error: RaydixError, wire: WireFormat = OPENAI) -> Response:
 class EventStreamResponse(Response):
     """Streams events as they come.
 
-    The status line is sent with the first event, so an error before it is an error response; an error after it is an
-    error event, and then the end. `on_error` is called in both cases. After each `QUIET_S` without an event a sign of
-    life is sent, which clients ignore, so that neither clients nor proxies take the connection for dead. When the
-    client leaves, `events` is closed. `on_end` is called last, also if the client left before `events` began.
+    The status line is sent with the first event, so an error before it is an error response, with the same `headers`;
+    an error after it is an error event, and then the end. `on_error` is called in both cases. After each `QUIET_S`
+    without an event a sign of life is sent, which clients ignore, so that neither clients nor proxies take the
+    connection for dead. When the client leaves, `events` is closed. `on_end` is called last, also if the client left
+    before `events` began.
     """
 
     def __init__(
@@ -215,8 +216,7 @@ class EventStreamResponse(Response):
         self._wire = wire
         self._on_error = on_error
         self._on_end = on_end
-        usual = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        self._head = _encoded({**usual, **(headers or {})})
+        self._more_headers = headers or {}
         self._is_started = self._is_over = self._is_inside = False
         """Inside an event whose end has not been sent yet there is no sign of life."""
         self._sent_at = time.monotonic()
@@ -246,7 +246,7 @@ class EventStreamResponse(Response):
             self._on_error(error)
             self._is_over = True
             if not self._is_started:
-                await error_response(error, self._wire)(scope, receive, send)
+                await error_response(error, self._wire, self._more_headers)(scope, receive, send)
                 return
             await send({"type": "http.response.body", "body": self._wire.error_event(error), "more_body": True})
         self._is_over = True
@@ -255,7 +255,9 @@ class EventStreamResponse(Response):
     async def _send(self, send: Send, data: bytes) -> None:
         if not self._is_started:
             self._is_started = True
-            await send({"type": "http.response.start", "status": 200, "headers": self._head})
+            usual = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+            head = _encoded({**usual, **self._more_headers})
+            await send({"type": "http.response.start", "status": 200, "headers": head})
         self._sent_at = time.monotonic()
         self._is_inside = not data.endswith(b"\n\n")
         await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -21,7 +21,10 @@ from raydix.engine.core.ingress.body_room import BodyRoom
 
 
 async def messages_of(
-    events: AsyncGenerator[bytes], leave: asyncio.Event | None = None, commented: asyncio.Event | None = None
+    events: AsyncGenerator[bytes],
+    leave: asyncio.Event | None = None,
+    commented: asyncio.Event | None = None,
+    headers: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Messages that the response sends, with `commented` set at a comment; the client leaves when `leave` is set."""
     sent: list[dict[str, Any]] = []
@@ -35,7 +38,7 @@ async def messages_of(
         if commented is not None and message.get("body") == OPENAI.waiting:
             commented.set()
 
-    await EventStreamResponse(events, lambda _: None)({"type": "http"}, receive, send)
+    await EventStreamResponse(events, lambda _: None, headers=headers)({"type": "http"}, receive, send)
     return sent
 
 
@@ -68,8 +71,9 @@ def test_a_stream_that_fails_at_once_is_an_error_response() -> None:
         raise OverloadedError("too much to do")
         yield b""
 
-    sent = asyncio.run(messages_of(events()))
+    sent = asyncio.run(messages_of(events(), headers={"request-id": "req_mine"}))
     assert sent[0]["status"] == 429
+    assert {(b"request-id", b"req_mine"), (b"content-type", b"application/json")} <= set(sent[0]["headers"])
     assert OPENAI.waiting not in bodies(sent)
 
 
