@@ -11,11 +11,12 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from raydix.configs.pools import ElasticSection, WorkerSection
+from raydix.configs.pools import ElasticSection, WorkerSection, WorkersSection
 from raydix.configs.schema import Config, TenantSection
 from raydix.configs.section import Effect, Section, effects_of
 
 ROLE = "<role>"
+ELASTIC = "elastic"
 TENANTS = "tenants"
 MAX_SHOWN = 60
 """Characters of a value that a change shows."""
@@ -27,16 +28,24 @@ def _effects(section: type[BaseModel], prefix: str, of_all: Effect | None = None
     for name, field in section.model_fields.items():
         effect, path = own.get(name, of_all), f"{prefix}{name}"
         inner = next((each for each in _types_in(field.annotation) if issubclass(each, Section)), None)
-        if effect is not None and (inner is None or effect is Effect.ROLES):
-            yield path, effect
-        if effect is Effect.ROLES:
-            # The keys of all roles are those of one section; what elastic workers have besides stands below their name.
-            known = dict(_effects(WorkerSection, f"{prefix}{ROLE}.")) | dict(_effects(ElasticSection, f"{path}."))
-            shared = {f"{path}.{key}" for key in WorkerSection.model_fields}
-            if inner is ElasticSection:
-                yield from ((key, found) for key, found in known.items() if key not in shared)
+        if inner is WorkersSection:
+            yield from _effects_of_workers(path)
         elif inner is not None:
             yield from _effects(inner, f"{path}.", effect)
+        elif effect is not None:
+            yield path, effect
+
+
+def _effects_of_workers(path: str) -> Iterator[tuple[str, Effect]]:
+    """The effect of each role, of the keys that all roles have, and of those that elastic workers have besides."""
+    for role, effect in effects_of(WorkersSection).items():
+        yield f"{path}.{role}", effect
+
+    yield from _effects(WorkerSection, f"{path}.{ROLE}.")
+
+    elastic = f"{path}.{ELASTIC}."
+    shared = {f"{elastic}{name}" for name in WorkerSection.model_fields}
+    yield from ((key, effect) for key, effect in _effects(ElasticSection, elastic) if key not in shared)
 
 
 def _types_in(annotation: Any) -> Iterator[type]:
