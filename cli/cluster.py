@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class LocalCluster:
             self._start_ray(Path(folder))
         except Exception as error:  # of any kind: Ray has none of its own for this
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise StartupError(f"Ray cannot start: {reason}{_logs_since(began)}") from error
+            raise StartupError(f"Ray cannot start: {reason}{logs_since(began)}") from error
 
         from raydix.actors.logs import log_to_ray
 
@@ -297,15 +298,17 @@ def wait_until_running(app_name: str, progress: Callable[[str], None], stop: thr
         progress(f"starting the actors, {len(ready)} of {len(application.deployments)} parts ready")
 
 
-def _logs_since(began: float) -> str:
-    """Words that tell where Ray's logs are of a start that failed; none where Ray did not get as far as to log."""
+def logs_since(began: float) -> str:
+    """Words that tell where Ray's logs are of a start of this process that failed; none where Ray did not get as far as
+    to log."""
     from ray._common import utils
 
-    # Ray tells its folder only while it runs.
-    place: str = utils.get_default_ray_temp_dir()  # type: ignore[no-untyped-call]
-    folders = [path for path in Path(place).glob("session_2*/logs") if path.is_dir()]
-    new = [path for path in folders if path.stat().st_mtime >= began]
-    return f"; its logs are in {max(new, key=lambda path: path.stat().st_mtime)}" if new else ""
+    # Ray tells its folder only while it runs. The name of one has the local time of its beginning, and the id of the
+    # process that starts Ray. In containers that share the folder, several processes may have that id.
+    place = Path(utils.get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
+    earliest = datetime.fromtimestamp(began).strftime("session_%Y-%m-%d_%H-%M-%S_%f")
+    found = [path for path in place.glob(f"session_*_{os.getpid()}/logs") if path.parent.name > earliest]
+    return f"; its logs are in {found[0]}" if len(found) == 1 else ""
 
 
 def own_places(folder: Path) -> dict[str, str]:

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import psutil
 import pytest
 from ray._private.node import Node
 
-from raydix.cli.cluster import IRREPLACEABLE, ClusterDiedError, LocalCluster
+from raydix.cli.cluster import IRREPLACEABLE, ClusterDiedError, LocalCluster, logs_since
 from raydix.cli.spare_processes import SPARED, without_spare_processes
 from raydix.configs import load_config
 
@@ -63,6 +64,31 @@ cluster.stop()
     else:
         assert "cannot exceed 107 bytes" in line
         assert line.endswith("/logs") and Path(line.rpartition(" ")[2]).is_dir()
+
+
+def test_the_logs_of_a_failed_start_are_its_own_and_no_other_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    began = time.time()
+
+    def session(after_s: float, pid: int) -> Path:
+        """Logs of a session, as Ray names them, that began so long after the start."""
+        at = datetime.fromtimestamp(began + after_s).strftime("%Y-%m-%d_%H-%M-%S_%f")
+        logs = tmp_path / "ray" / f"session_{at}_{pid}" / "logs"
+        logs.mkdir(parents=True)
+        return logs
+
+    session(-0.5, os.getpid())  # of an earlier process of this number, or of this process
+    session(0.5, os.getpid() + 1)  # of another server that starts at the same time
+    session(0.5, int(f"1{os.getpid()}"))
+    assert logs_since(began) == ""
+
+    own = session(0.25, os.getpid())
+    assert logs_since(began) == f"; its logs are in {own}"
+
+    session(0.75, os.getpid())  # of another container that has a process of this number and the same folder
+    assert logs_since(began) == ""
 
 
 def test_the_death_of_a_process_is_seen_that_was_listed_before_its_exec(
