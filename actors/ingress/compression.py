@@ -25,17 +25,20 @@ class Compression:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or not takes_gzip(Headers(scope=scope).get("accept-encoding", "")):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, _Compressing(send).send)
+        is_asked = takes_gzip(Headers(scope=scope).get("accept-encoding", ""))
+        await self._app(scope, receive, _Compressing(send, is_asked).send)
 
 
 class _Compressing:
-    """Sends one response. Its head is held until the first part of the body says whether the body is large."""
+    """Sends one response. Its head is held until the first part of the body, which may tell whether it is large."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, is_asked: bool) -> None:
+        """`is_asked`: the client takes gzip."""
         self._send = send
+        self._is_asked = is_asked
         self._head: Message | None = None
         self._compressor: zlib._Compress | None = None
 
@@ -55,16 +58,22 @@ class _Compressing:
         await self._send(message)
 
     def _begun(self, head: Message, first: Message) -> Message:
-        """Return the head of a response, and get ready to compress a body that is large."""
+        """Return the head of a response, and get ready to compress a body that is large, for a client that asks."""
         headers = MutableHeaders(raw=list(head["headers"]))
-        is_large = first.get("more_body", False) or len(first.get("body", b"")) >= LEAST_BYTES
         is_stream = headers.get("content-type", "").startswith("text/event-stream")
-        if not is_large or is_stream or "content-encoding" in headers:
+        is_fixed = is_stream or "content-encoding" in headers or "content-range" in headers
+        if is_fixed or not _is_large(headers, first):
             return head
-        self._compressor = zlib.compressobj(LEVEL, wbits=GZIP)
-        del headers["content-length"]
-        headers["content-encoding"] = "gzip"
+
+        # In both forms, so that a cache gives neither to the clients of the other.
         headers.add_vary_header("accept-encoding")
+        if self._is_asked:
+            self._compressor = zlib.compressobj(LEVEL, wbits=GZIP)
+            del headers["content-length"]
+            headers["content-encoding"] = "gzip"
+            # A strong tag would let a client complete a part of this form with a range of the other.
+            if (tag := headers.get("etag", "")).startswith('"'):
+                headers["etag"] = f"W/{tag}"
         return {**head, "headers": headers.raw}
 
     @staticmethod
@@ -76,6 +85,15 @@ class _Compressing:
             return compressor.compress(body) + (compressor.flush() if is_last else b"")
 
         return compressed() if len(body) < BESIDE_BYTES else await asyncio.to_thread(compressed)
+
+
+def _is_large(headers: Headers, first: Message) -> bool:
+    """True if a body is large, by its declared length or its first part. A body of several parts without a length is an
+    answer too large to be made at once."""
+    declared = headers.get("content-length")
+    if declared is not None:
+        return int(declared) >= LEAST_BYTES
+    return first.get("more_body", False) or len(first.get("body", b"")) >= LEAST_BYTES
 
 
 def takes_gzip(accepted: str) -> bool:
