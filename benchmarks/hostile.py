@@ -7,7 +7,8 @@
 
 The server runs on this machine and is idle. The bodies of a corpus (`benchmarks.hostile_bodies`) go one at a time. With
 `--crowds` many clients, in a process of their own, send the same long body at once; bodies that stop before their last
-byte, and requests that never end, come last. The baseline is the longest gap of a look at the streams without a body.
+byte, and requests that never end, come last. A gap is the time between two pieces of a stream; the baseline is the
+longest gap of any stream in a few seconds without a body, measured every so many bodies and before each crowd.
 
 The wall time of a gap counts what else runs on the machine, the load generator among it. So the gap is also measured in
 processor time of the way that a token takes: of all threads of the ingress replica and of the worker, but for those
@@ -47,16 +48,16 @@ NUM_STREAMS = 8
 MIB = 1 << 20
 BODY_BYTES = 4 * MIB - 4096
 """Just below the default limit."""
-LOOK_S = 0.3
+GAP_ENDS_S = 0.3
 """Time behind an answer in which a gap that it has caused ends."""
 QUIET_S = 3.0
 SETTLE_S = 10.0
-"""Time behind the last body, or a crowd, after which memory is looked at."""
+"""Time behind the last body, or a crowd, after which memory is measured."""
 HELPER_SHARE = 0.3
 """Processor time of a thread that helps to compute, as a share of that of the thread that it helps, or more."""
 COUNTED = ("raydix_failovers_total", "raydix_holds_total")
 BASELINE_EVERY = 50
-"""Bodies between two looks at the streams alone."""
+"""Bodies between two measurements of the baseline."""
 HALF_SENT = 4200
 ATTACKER = "127.0.0.2"
 """Another address of this machine, as connections are counted by address."""
@@ -298,8 +299,8 @@ class Run:
         time.sleep(QUIET_S)  # the streams have begun
         way.find_helpers(QUIET_S)
 
-    def look(self) -> None:
-        """Measure the streams without a body."""
+    def measure_baseline(self) -> None:
+        """Measure the longest gap without a body."""
         self._streams.take_longest()
         time.sleep(QUIET_S)
         self._baseline = self._streams.take_longest()
@@ -310,12 +311,12 @@ class Run:
             if time.monotonic() > ends or not self._way.is_running():
                 return
             if number % BASELINE_EVERY == 0:
-                self.look()
+                self.measure_baseline()
             yield self._send(body.name, body.path, body.data(), body.content_type)
 
     def crowd(self, name: str) -> Outcome:
         """Have many clients send the same body at once."""
-        self.look()
+        self.measure_baseline()
         count, make = CROWDS[name]
         path, data = make()
         return self._send(name, path, data, "application/json", count, SETTLE_S)
@@ -332,7 +333,7 @@ class Run:
         else:
             statuses, peak = self._send_all(path, data, count)
         wall_s = time.monotonic() - started
-        time.sleep(LOOK_S)
+        time.sleep(GAP_ENDS_S)
         gap_s, gap_cpu_s = self._streams.take_longest()
         used = sum(map(cpu_s, self._way.processes())) - used
         time.sleep(settle_s)
@@ -432,8 +433,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for each in sorted(outcomes, key=attrgetter("growth_s"), reverse=True)[:20]:
         print(
-            f"gap {each.gap_cpu_s * 1e3:6,.0f} ms of processor time ({each.baseline_gap_cpu_s * 1e3:,.0f} without), "
-            f"{each.gap_s * 1e3:,.0f} ms ({each.baseline_gap_s * 1e3:,.0f}), processor {each.cpu_s:.2f} s of "
+            f"gap {each.gap_cpu_s * 1e3:6,.0f} ms of processor time (baseline {each.baseline_gap_cpu_s * 1e3:,.0f}), "
+            f"{each.gap_s * 1e3:,.0f} ms (baseline {each.baseline_gap_s * 1e3:,.0f}), processor {each.cpu_s:.2f} s of "
             f"{each.wall_s:.2f}, memory {each.memory_before:,.0f}, {each.memory_peak:,.0f}, {each.memory_after:,.0f} "
             f"MiB, {each.statuses}: {each.body}, {each.num_bytes:,} bytes"
         )

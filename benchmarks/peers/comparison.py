@@ -1,7 +1,6 @@
 """Cases of the comparison, and engines that are taken through them, round after round.
 
-Every engine gets the same prompts: random tokens, different in each case, round and
-repetition.
+Every engine gets the same prompts: random tokens, different in each case, round and repetition.
 
 * prefill: one prompt that no engine has seen, one token.
 * decode: the time for 65 tokens less the time for one, over 64, with the same prompts in both. The prompts were
