@@ -32,9 +32,8 @@ class DiskTier:
     """Moves segments between the object store and files, in threads."""
 
     def __init__(self, folder: str | None, runtime: Runtime) -> None:
-        from raydix.engine.model.segment_files import (
-            SegmentFiles,  # with numpy, which a manager without a disk can spare
-        )
+        # With numpy, which a manager without a disk can spare.
+        from raydix.engine.model.segment_files import SegmentFiles
 
         self._files = SegmentFiles(folder)
         self._runtime = runtime

@@ -249,7 +249,7 @@ class Cluster:
         """A worker's heartbeats and answers arrive again."""
         self.muted.discard(worker_id)
         worker = self.workers[worker_id]
-        if worker.is_alive and not self.manager.directory.fleet.current(worker_id, worker.epoch) is not None:
+        if worker.is_alive and self.manager.directory.fleet.current(worker_id, worker.epoch) is None:
             worker.post(lambda: self._register(worker))
 
     def deliver(self, channel: Channel) -> None:

@@ -298,7 +298,7 @@ def test_nothing_is_delivered_to_the_dead(split: Directory) -> None:
 
 def test_an_older_incarnation_is_ignored(split: Directory) -> None:
     join(split, "p", Role.PREFILL, A, epoch=5)
-    assert not split.fleet.current("p", 1) is not None and split.fleet.current("p", 5) is not None
+    assert split.fleet.current("p", 1) is None and split.fleet.current("p", 5) is not None
     assert join(split, "p", Role.MIXED, B, epoch=4) == []
     seal(split, "p", B)
     export(split, "p", B)
