@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raydix.engine.core.ingress.parsers import HERMES, MISTRAL
 from raydix.engine.core.ingress.parsers.bare import BareCalls
 from raydix.engine.core.ingress.parsers.events import AnswerEvent
-from raydix.engine.core.ingress.parsers.fits import fits
+from raydix.engine.core.ingress.parsers.fits import MAX_STEPS, fits
 from raydix.engine.core.ingress.parsers.hermes import HermesCalls
 from tests.unit.test_tool_parsers import FRAGMENTS, Summary, summary
 
@@ -98,7 +98,54 @@ POINT = {"$defs": {"point": {"required": ["x"], "properties": {"x": {"type": "nu
         ("1", {"allOf": [{"type": "integer"}, {"const": 2}]}, False),
         ("1", {"$ref": "#"}, True),
         ("1", {"type": "unheard of", "minimum": 5}, True),
+        ("{}", {"required": [[], {}]}, True),
+        ("{}", {"required": [[], "x"]}, False),
+        ("[[true]]", {"const": [[1]]}, False),
+        ('{"x": [1]}', {"enum": [{"x": [2]}, {"x": [1]}]}, True),
+        ('{"x": 1}', {"const": {"y": 1}}, False),
+        ("[1]", {"const": [1, 2]}, False),
     ],
 )
 def test_what_a_schema_allows(value: str, schema: dict[str, Any], expected: bool) -> None:
     assert fits(json.loads(value), schema) is expected
+
+
+class Counted(dict[str, Any]):
+    """A schema that counts the looks into it, and breaks the test at far more than the limit allows."""
+
+    num_looks = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.num_looks += 1
+        assert self.num_looks <= 10 * MAX_STEPS, "the check has no end"
+        return super().get(key, default)
+
+
+TWICE_ITSELF = {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        TWICE_ITSELF,
+        {"anyOf": [{"allOf": [{"$ref": "#"}, {"const": 1}]}] * 2},
+        {"allOf": [{"$ref": "#"}] * 2, "additionalProperties": {"$ref": "#"}},
+    ],
+    ids=["allOf", "anyOf", "values"],
+)
+def test_a_schema_that_doubles_at_each_level_is_looked_at_in_bounded_steps(schema: dict[str, Any]) -> None:
+    assert fits({"a": {"b": {}}}, Counted(schema))
+
+
+def test_long_lists_in_a_schema_count_with_their_length() -> None:
+    names = [f"{i}" for i in range(1000)]
+    schema = Counted({**TWICE_ITSELF, "enum": names})
+    assert fits("999", schema) and schema.num_looks < 1000
+    schema = Counted({**TWICE_ITSELF, "const": names})
+    assert fits(names, schema) and schema.num_looks < 1000
+
+
+def test_an_answer_under_a_schema_with_no_end_is_a_call() -> None:
+    functions = {"f": Counted(TWICE_ITSELF)}
+    events = BareCalls(HermesCalls(functions), functions).push('{"name":"f","arguments":{}}')
+    assert summary(events) == [("f", "{}")]
