@@ -71,14 +71,14 @@ def few_tools(value: object) -> object:
 
 
 def _parse_choice(value: object) -> str | tuple[str]:
-    """A word, or a tuple of the function's name."""
+    """A word, or a tuple of the tool's name."""
     if value in ("none", "auto", "required"):
         return str(value)
     kind = value.get("type") if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping) or kind not in ("function", "custom"):
         raise problem(
-            "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': a string}}, "
-            f"got {describe(value)}"
+            "must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': a string}} or "
+            f"{{'type': 'custom', 'custom': {{'name': a string}}}}, got {describe(value)}"
         )
     function = value.get(kind)
     name = function.get("name") if isinstance(function, Mapping) else None

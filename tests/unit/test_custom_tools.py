@@ -250,3 +250,10 @@ def test_a_grammar_that_cannot_be_compiled_is_named(form: dict[str, Any]) -> Non
     with pytest.raises(RequestError) as caught:
         check_grammar(grammar, param)
     assert caught.value.param == "tools[1].format.definition"
+
+
+@pytest.mark.parametrize("choice", ["any", {"type": "mcp"}, {"type": "custom"}, {"name": "apply_patch"}], ids=str)
+def test_the_refusal_of_a_choice_names_both_kinds_of_tools(choice: object) -> None:
+    with pytest.raises(RequestError, match="'function' or 'custom'") as caught:
+        responses(tool_choice=choice)
+    assert caught.value.param == "tool_choice"

@@ -147,7 +147,8 @@ def _parse_choice(value: object) -> str | Json:
     if isinstance(value, Mapping) and kind in (FUNCTION, CUSTOM) and isinstance(value.get("name"), str):
         return {"type": kind, "name": value["name"]}
     raise problem(
-        f"must be 'none', 'auto', 'required' or {{'type': 'function', 'name': a string}}, got {describe(value)}"
+        "must be 'none', 'auto', 'required' or {'type': 'function' or 'custom', 'name': a string}, "
+        f"got {describe(value)}"
     )
 
 
