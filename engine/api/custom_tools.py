@@ -4,12 +4,13 @@ A model knows such a tool as a function with the text as its one argument, `inpu
 expression of that argument. So the grammars in Lark are those without recursion, such as that of Codex' `apply_patch`.
 """
 
-import ast
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from raydix.engine.api.grammars import MAX_GRAMMAR_CHARS, require, short, unicode_of
 from raydix.engine.api.validation import LenientModel, StrictModel
@@ -25,11 +26,19 @@ class WrittenGrammar(StrictModel):
     definition: str = Field(description="The grammar.")
 
 
+def _required_by_type(grammar: WrittenGrammar | None, info: ValidationInfo) -> WrittenGrammar | None:
+    if grammar is None and info.data.get("type") == "grammar":
+        raise PydanticCustomError("missing", "a grammar is missing")
+    return grammar
+
+
 class InputFormat(StrictModel):
     """Form of a tool's input."""
 
     type: Literal["text", "grammar"] = Field(description="`text`: any.")
-    grammar: WrittenGrammar | None = Field(default=None, description="Of `grammar`.")
+    grammar: Annotated[WrittenGrammar | None, AfterValidator(_required_by_type)] = Field(
+        default=None, validate_default=True, description="Of `grammar`."
+    )
 
 
 class CustomDefinition(LenientModel):
@@ -120,6 +129,9 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+_ESCAPE = re.compile(r"\\(?:(?P<code>x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})|(?P<other>.))", re.DOTALL)
+_ESCAPED = dict(zip("abfnrtv\\\"'", "\a\b\f\n\r\t\v\\\"'", strict=True))
+"""Characters by the letters behind a backslash. Before any other letter a backslash is one, as in Lark."""
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 _Token = tuple[str, str]
 
@@ -140,6 +152,8 @@ class _Lark:
         """Regular expressions of rules."""
         self._open: list[str] = []
         """Rules that are being written, each a part of the one before."""
+        self._depth = 0
+        """Rules and brackets that are open, those of all rules together."""
         tokens = list(self._tokens(source))
         at = 0
         while at < len(tokens):
@@ -150,38 +164,42 @@ class _Lark:
         if name in self._known:
             return self._known[name]
         if name not in self._rules:
-            self._refuse(f"has no rule '{name[:100]}'")
+            self.refuse(f"has no rule '{name[:100]}'")
         if name in self._open:
-            self._refuse(f"has the rule '{name[:100]}' in itself; only grammars without recursion are supported here")
+            self.refuse(f"has the rule '{name[:100]}' in itself; only grammars without recursion are supported here")
         self._open.append(name)
         expression = _Expression(self, self._rules[name])
-        self._known[name] = found = self.sized(expression.whole())
+        self._known[name] = found = expression.whole()
         self._open.pop()
         return found
 
-    def sized(self, regex: str) -> str:
-        """Return a regular expression that is not too long: rules that use others twice double the length."""
-        if len(regex) > MAX_GRAMMAR_CHARS:
-            self._refuse(f"comes to a regular expression of more than {MAX_GRAMMAR_CHARS} characters")
-        return regex
+    def require_length(self, num_chars: int) -> None:
+        """Refuse a regular expression that is too long: rules that use others twice double the length."""
+        if num_chars > MAX_GRAMMAR_CHARS:
+            self.refuse(f"comes to a regular expression of more than {MAX_GRAMMAR_CHARS} characters")
 
-    def require_depth(self, depth: int) -> None:
-        if depth + len(self._open) > MAX_NESTED:
-            self._refuse(f"has more than {MAX_NESTED} rules and brackets in each other")
+    def enter(self) -> None:
+        """Begin a rule or a bracket within those that are open; `leave` ends it."""
+        self._depth += 1
+        if self._depth > MAX_NESTED:
+            self.refuse(f"has more than {MAX_NESTED} rules and brackets in each other")
 
-    def _refuse(self, finding: str) -> None:
+    def leave(self) -> None:
+        self._depth -= 1
+
+    def refuse(self, finding: str) -> None:
         require(finding, self._param)
 
     def refuse_token(self, token: _Token | None) -> None:
         shown = "the end of a rule" if token is None else f"'{token[1][:50]}'"
-        self._refuse(f"cannot be read as Lark at {shown}")
+        self.refuse(f"cannot be read as Lark at {shown}")
 
     def _tokens(self, source: str) -> Iterator[_Token]:
         at = 0
         while at < len(source):
             match = _TOKEN.match(source, at)
             if match is None:
-                self._refuse(f"cannot be read as Lark at '{source[at : at + 20]}'")
+                self.refuse(f"cannot be read as Lark at '{source[at : at + 20]}'")
             assert match is not None and match.lastgroup is not None
             if match.lastgroup != "space":
                 yield match.lastgroup, match[0]
@@ -195,11 +213,11 @@ class _Lark:
         if (kind, text) == ("directive", "%import"):
             self._import(body)
         elif kind == "directive":
-            self._refuse(f"has '{text[:20]}', which is not supported here")
+            self.refuse(f"has '{text[:20]}', which is not supported here")
         elif self._begins(tokens, at):
             name = text.lstrip("?!")
             if name in self._rules or name in self._known:
-                self._refuse(f"has two rules '{name[:100]}'")
+                self.refuse(f"has two rules '{name[:100]}'")
             self._rules[name] = body[body.index(("mark", ":")) + 1 :]
         else:
             self.refuse_token(tokens[at])
@@ -228,8 +246,12 @@ class _Lark:
                 names = {" ".join(words): ""}
         for own, name in names.items():
             if name not in _COMMON:
-                self._refuse(f"imports '{(name or own)[:100]}', which is not supported here")
-            self._known[own] = f"(?:{_COMMON[name]})"
+                self.refuse(f"imports '{(name or own)[:100]}', which is not supported here")
+            regex = f"(?:{_COMMON[name]})"
+            # The same import again changes nothing.
+            if own in self._rules or self._known.get(own, regex) != regex:
+                self.refuse(f"has two rules '{own[:100]}'")
+            self._known[own] = regex
 
 
 class _Expression:
@@ -239,7 +261,6 @@ class _Expression:
         self._lark = lark
         self._tokens = tokens
         self._at = 0
-        self._depth = 0
 
     def whole(self) -> str:
         found = self._alternatives()
@@ -248,18 +269,25 @@ class _Expression:
         return found
 
     def _alternatives(self) -> str:
-        self._depth += 1
-        self._lark.require_depth(self._depth)
+        self._lark.enter()
         found = [self._sequence()]
+        num_chars = len("(?:)") + len(found[0])
         while self._take("|"):
             found.append(self._sequence())
-        self._depth -= 1
-        return self._lark.sized(f"(?:{'|'.join(found)})")
+            num_chars += len("|") + len(found[-1])
+            self._lark.require_length(num_chars)
+        self._lark.require_length(num_chars)
+        self._lark.leave()
+        return f"(?:{'|'.join(found)})"
 
     def _sequence(self) -> str:
-        parts = []
+        parts: list[str] = []
+        num_chars = 0
         while self._at < len(self._tokens) and self._tokens[self._at][1] not in ("|", ")", "]", "->"):
             parts.append(self._repeated(self._atom()))
+            # Before they are joined: thousands of references to one long rule would come to gigabytes.
+            num_chars += len(parts[-1])
+            self._lark.require_length(num_chars)
         if self._take("->"):
             self._next("name")
         return "".join(parts)
@@ -268,7 +296,7 @@ class _Expression:
         kind, text = self._next()
         if kind == "text":
             if self._take(".."):
-                return f"[{_class_letter(self._text(text))}-{_class_letter(self._text(self._next('text')[1]))}]"
+                return self._range(self._text(text), self._text(self._next("text")[1]))
             literal = _META.sub(r"\\\g<0>", self._text(text.removesuffix("i")))
             return f"(?i:{literal})" if text.endswith("i") else f"(?:{literal})"
         if kind == "regex":
@@ -284,6 +312,14 @@ class _Expression:
         self._at -= 1
         self._refuse_here()
         raise AssertionError("unreachable")
+
+    def _range(self, first: str, last: str) -> str:
+        """Return the class of the characters between two."""
+        if len(first) != 1 or len(last) != 1 or first > last:
+            self._lark.refuse(
+                f"has the range '{first[:50]}' to '{last[:50]}'; a range is from one character to another"
+            )
+        return f"[{_class_letter(first)}-{_class_letter(last)}]"
 
     def _repeated(self, atom: str) -> str:
         """Return an atom as often as its sign says."""
@@ -301,10 +337,9 @@ class _Expression:
 
     def _text(self, quoted: str) -> str:
         try:
-            return str(ast.literal_eval(quoted))
-        except (ValueError, SyntaxError):
-            self._at -= 1
-            self._refuse_here()
+            return _unescaped(quoted)
+        except ValueError:
+            self._lark.refuse_token(("text", quoted))
             raise
 
     def _next(self, kind: str | None = None) -> _Token:
@@ -320,6 +355,23 @@ class _Expression:
 
     def _refuse_here(self) -> None:
         self._lark.refuse_token(self._tokens[self._at] if self._at < len(self._tokens) else None)
+
+
+def _unescaped(quoted: str) -> str:
+    """Return the text between quotes. Raises ValueError for an escape that is no character, and behind a flag."""
+    if not quoted.endswith('"'):
+        raise ValueError("a flag behind the text")
+    text = _ESCAPE.sub(_character, quoted[1:-1])
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")  # two halves, as JSON has them, are one character
+
+
+def _character(escape: re.Match[str]) -> str:
+    code, other = escape["code"], escape["other"]
+    if code is not None and (number := int(code[1:], 16)) <= sys.maxunicode:
+        return chr(number)
+    if code is not None or other in "xuU":
+        raise ValueError("an escape of no character")
+    return _ESCAPED.get(other, escape[0])
 
 
 def _class_letter(text: str) -> str:

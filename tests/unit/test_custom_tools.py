@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,6 +64,10 @@ def test_arguments_of_another_form(arguments: str, expected: str) -> None:
     assert input_of([arguments]) == input_of(arguments) == expected
 
 
+def nested(number: int, inner: str, num_brackets: int = 85) -> str:
+    return f"r{number}: {'(' * num_brackets}{inner}{')' * num_brackets}"
+
+
 @pytest.mark.parametrize(
     ("lark", "texts", "others"),
     [
@@ -75,6 +80,11 @@ def test_arguments_of_another_form(arguments: str, expected: str) -> None:
             ["1a"],
         ),
         ('start: "a.b" /c\\/d/i', ["a.bC/D"], ["axbc/d"]),
+        ('start: X X\n%import common.LF -> X\n%import common.LF -> X', ["\n\n"], ["\n"]),
+        (r'start: "\n\t\\\"" "\x41\u00e9\U0001f30a" "\ud83c\udf0a"', ['\n\t\\"Aé🌊🌊'], []),
+        (r'start: "\d" "\""i', ['\\d"'], ["5", '\\D"']),
+        (r'start: "\u0041".."\\"', ["A", "Z", "\\"], ["a", "u"]),
+        ("\n".join([nested(i, f"r{i + 1}", 8) for i in range(10)] + ['r10: "a"', "start: r0"]), ["a"], [""]),
     ],
 )  # fmt: skip
 def test_grammars_without_recursion_as_regular_expressions(lark: str, texts: list[str], others: list[str]) -> None:
@@ -101,6 +111,17 @@ def test_grammars_without_recursion_as_regular_expressions(lark: str, texts: lis
         ("start: " + "(" * 200 + '"a"' + ")" * 200, "in each other"),
         ("\n".join([f"r{i}: r{i + 1} r{i + 1}" for i in range(40)] + ['r40: "a"', "start: r0"]), "characters"),
         ("\n".join([f"r{i}: r{i + 1}" for i in range(4000)] + ['r4000: "a"', "start: r0"]), "in each other"),
+        ("\n".join([nested(i, f"r{i + 1}") for i in range(10)] + ['r10: "a"', "start: r0"]), "in each other"),
+        ('start: "ab".."c"', "the range 'ab' to 'c'"),
+        ('start: "a".."bc"', "the range 'a' to 'bc'"),
+        ('start: ""..""', "the range '' to ''"),
+        ('start: "b".."a"', "the range 'b' to 'a'"),
+        ('start: x\nx: "a"\n%import common.LF -> x', "two rules 'x'"),
+        ('start: x\n%import common.LF -> x\nx: "a"', "two rules 'x'"),
+        ("start: x\n%import common.LF -> x\n%import common.CR -> x", "two rules 'x'"),
+        (r'start: "\ud83c"', "at "),
+        (r'start: "\U00110000"', "at "),
+        (r'start: "\x4"', "at "),
         ("", "no rule"),
     ],
 )
@@ -109,6 +130,23 @@ def test_grammars_that_are_refused_by_name(lark: str, words: str) -> None:
     with pytest.raises(RequestError, match=re.escape(words)) as caught:
         parse_responses(json.dumps({"input": "x", "tools": [{"type": "custom", "name": "a"}, tool]}).encode())
     assert caught.value.param == "tools[1].format.definition"
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["x " * 20_000, "| x" * 20_000, "(x x) " * 5_000, "x~2 " * 10_000],
+    ids=["in a row", "alternatives", "brackets", "repeated"],
+)
+def test_a_grammar_is_refused_before_its_regular_expression_is_whole(start: str) -> None:
+    lark = f'start: {start}\nx: "{"a" * 20_000}"'
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="characters"):
+            regex_of_lark(lark, "p")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 40 << 20, "hundreds of megabytes whole"
 
 
 def responses(**fields: Any) -> GenerationSpec:
@@ -162,6 +200,28 @@ def test_what_is_missing_is_named(tool: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_responses(json.dumps({"input": "x", "tools": [tool]}).encode())
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"type": "grammar"}, "grammar"),
+        ({"type": "grammar", "grammar": None}, "grammar"),
+        ({"type": "grammar", "grammar": {"syntax": "regex"}}, "grammar.definition"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_in_a_chat_s_format_is_named(form: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(tools=[{"type": "custom", "custom": {"name": "a", "format": form}}])
+    assert caught.value.param == f"tools[0].custom.format.{param}"
+    assert caught.value.message == f"Missing required parameter: '{caught.value.param}'."
+
+
+def test_a_chat_s_format_of_any_text_needs_no_grammar() -> None:
+    for form in (None, {"type": "text"}, {"type": "text", "grammar": None}):
+        spec = chat(tools=[{"type": "custom", "custom": {"name": "a", "format": form}}])
+        assert spec.tools is not None and not spec.tools.strict
 
 
 def test_a_chat_s_tool_without_its_object_is_refused() -> None:
