@@ -8,7 +8,7 @@ what it never writes. So the text is replaced by the token's id, `<[151657]>` in
 |---|---|
 | structural tags | everywhere (`raydix.engine.model.grammar_source`) |
 | Lark and EBNF | in the quoted texts of rules; those of terminals are parts of a regular expression |
-| regular expressions | outside groups and classes, in an expression without alternatives there |
+| regular expressions | outside groups and classes, in an expression without alternatives and flags there |
 """
 
 import json
@@ -28,6 +28,8 @@ _PIECE = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
+_FLAGS = re.compile(r"\(\?[A-Za-z-]+\)")
+"""Flags of the rest of a group, such as `(?i)`."""
 _QUANTIFIERS = frozenset("*+?{")
 
 
@@ -115,7 +117,7 @@ def regex_with_tokens(source: str, tokens: Tokens) -> str | None:
 
 
 def _cuts(source: str, tokens: Tokens) -> list[tuple[int, str]]:
-    """Return the places of tokens outside groups and classes; none in an expression with alternatives there."""
+    """Return the places of tokens outside groups and classes; none if alternatives or flags are there, too."""
     cuts: list[tuple[int, str]] = []
     depth, at, in_class = 0, 0, False
     while at < len(source):
@@ -133,6 +135,8 @@ def _cuts(source: str, tokens: Tokens) -> list[tuple[int, str]]:
         elif character == "[":
             in_class = True
             at += source.startswith("[]", at) + 2 * source.startswith("[^]", at)  # a first ] is a member
+        elif not depth and _FLAGS.match(source, at):
+            return []  # in a part of the expression the flags would be missing
         elif character in "()":
             depth += 1 if character == "(" else -1
         elif character == "|" and not depth:

@@ -15,6 +15,7 @@ from raydix.engine.core.types import Grammar
 from raydix.engine.model import grammar_tokenizer
 from raydix.engine.model.grammar_source import canonical, native_source
 from raydix.engine.model.grammar_tokenizer import load_tokenizer
+from raydix.engine.model.grammar_tokens import regex_with_tokens
 from raydix.engine.model.sources import DEFAULT_MODEL, resolve_model
 from raydix.engine.model.tokenizer import Tokenizer
 from raydix.engine.serving.reader_work import GrammarQuestion, ReadingFacts
@@ -115,6 +116,26 @@ def test_a_strict_call_among_text_can_be_written(folder: Path) -> None:
     grammar = grammar_of(folder, strict, "auto")
     assert takes(folder, grammar, f"Let me look. {CALL}") and takes(folder, grammar, "It is noon.")
     assert not takes(folder, grammar, CALL.replace("zone", "place"))
+
+
+@pytest.mark.parametrize(
+    ("regex", "lark"),
+    [
+        ("a<t>b", "start: /a/ <[5]> /b/"),
+        ("(?i:a)<t>(b(?i)c)", "start: /(?i:a)/ <[5]> /(b(?i)c)/"),
+        ("[(?i)]<t>c", "start: /[(?i)]/ <[5]> /c/"),
+        (r"\(?i<t>c", r"start: /\(?i/ <[5]> /c/"),
+        ("(?i)yes<t>no", None),
+        ("a(?s-i)b<t>c", None),
+        ("(?-u)<t>c", None),
+        ("<t>(?i)c", None),
+        ("a<t>|b", None),
+    ],
+)
+def test_a_regular_expression_is_cut_at_a_token_only_where_its_parts_mean_the_same(
+    regex: str, lark: str | None
+) -> None:
+    assert regex_with_tokens(regex, {"<t>": 5}) == lark
 
 
 CITY = {"type": "structural_tag", "triggers": ["<tool_call>"]}
