@@ -224,6 +224,7 @@ def terminate(terminal: Terminal) -> None:
 def test_it_serves_until_it_is_told_to_stop(terminal: Terminal) -> None:
     """By Ctrl-C, twice; a server that was started again is ended by SIGTERM."""
     terminal.until("ready after")
+    terminal.until("}'")  # the end of the example, which may come in a later piece
     [line] = [line for line in terminal.screen.splitlines() if line.startswith("curl ")]
     words = shlex.split(line)
     request = urllib.request.Request(
