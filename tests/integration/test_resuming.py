@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -289,3 +290,18 @@ def test_raydix_chat_goes_on(gate: Path, two_replicas: Server) -> None:
     body = {"messages": QUESTION, "temperature": 0, "max_tokens": 160}
     reference = Client(two_replicas, "/v1/chat/completions", body).run().choices()[0]["text"]
     assert (beginning + rest).decode().rstrip("\n") == reference.rstrip("\n")
+
+
+def test_several_streams_go_on(gate: Path, two_replicas: Server) -> None:
+    asked = {**COMPLETION, "max_tokens": 200, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    bodies = [{**asked, "prompt": f"The {name} of the year are"} for name in ("seasons", "days")]
+    clients = [Client(two_replicas, "/v1/completions", body) for body in bodies]
+    with paced(two_replicas, gate, PACE_S), ThreadPoolExecutor(len(clients)) as threads:
+        runs = [threads.submit(client.run) for client in clients]
+        eventually(lambda: all(len(client.events) >= KILL_AFTER for client in clients), "both streams have begun", 120)
+        victim = next(pid for pid, load in loads().items() if load)
+        os.kill(victim, signal.SIGKILL)
+        gate.unlink()
+        assert sum(run.result(180).num_breaks for run in runs) > 0
+    for client in clients:
+        assert_is_whole(two_replicas, client)
