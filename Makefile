@@ -53,11 +53,12 @@ test: coverage test-kernels test-model test-cluster
 test-unit: develop
 	$(PYTEST) -m "not gpu" tests/unit --numprocesses=auto $(TESTS)
 
-# The same tests must run 99 % of the lines of engine/core, and 80 % of the lines of actors.
+# The same tests must run 99 % of the lines of engine/core, and 80 % of the lines of actors and of engine/serving each.
 coverage: develop
-	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov-report="
+	$(MAKE) test-unit TESTS="--cov=actors --cov=engine/core --cov=engine/serving --cov-report="
 	$(BIN)/coverage report --include='engine/core/*' --fail-under=99 --skip-covered
 	$(BIN)/coverage report --include='actors/*' --fail-under=80 --skip-covered
+	$(BIN)/coverage report --include='engine/serving/*' --fail-under=80 --skip-covered
 
 # Each operation against its reference, as the model with one thread in each of the processes.
 test-kernels: develop
