@@ -15,6 +15,7 @@ from raydix.actors.ingress.cache_control import CacheControl
 from raydix.actors.ingress.cluster_metrics import ClusterMetrics
 from raydix.actors.ingress.dispatcher import Dispatcher
 from raydix.engine.api.batches import LineAnswer, failed_answer
+from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from raydix.engine.api.responses import Json, model_object
@@ -162,8 +163,9 @@ class Frontend:
         """A job for each conversation in an HTTP body; arguments and errors as `Preparation.of_conversations`."""
         return await self._preparation.of_conversations(body, tenant, session=session, objectives=objectives, name=name)
 
-    async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
-        """Number of tokens of the prompt in an HTTP body; errors as `Preparation.of_body`."""
+    async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
+        """Number of tokens of the prompt in an HTTP body, and its edits; errors as
+        `Preparation.of_body`."""
         return await self._preparation.num_tokens(route, body, tenant)
 
     @contextmanager

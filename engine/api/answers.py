@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from raydix.engine.api.assembler import Piece
+from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.logprobs import TokenBytes
 from raydix.engine.api.responses import Choice, Json, ResponseHead, Usage
 from raydix.engine.api.spec import GenerationSpec
@@ -26,6 +27,8 @@ class AnswerContext:
     """The bytes of a token, special tokens by their names."""
     marked_tokens: tuple[int, ...] = ()
     """Tokens of the prompt before each of the request's marks."""
+    edits: ContextEdits | None = None
+    """What was left out of the client's chat, where the request asks for edits."""
     logprobs: Callable[[Piece], Json] | None = None
     """Renders a piece's log-probabilities as a chat's, if the request asks for them."""
     message: AnswerMessage | None = None

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from raydix.engine.api.context_edits import Edit
 from raydix.engine.api.validation import name_all
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatEnd, ChatTemplate
 from raydix.engine.core.errors import ContextLengthError, RequestError
@@ -273,6 +274,9 @@ class GenerationSpec:
     cache_ttl_s: float | None = None
     marks: tuple[PromptMark, ...] = ()
     """In the order of the prompt (chats only)."""
+    edits: tuple[Edit, ...] | None = None
+    """Edits of the messages before their prompt is made (chats only); None: the client does not ask what was left
+    out."""
     turn: Turn | None = None
     request_id: str | None = None
     ignored: tuple[str, ...] = ()

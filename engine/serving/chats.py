@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from raydix.engine.api.context_edits import Edit
 from raydix.engine.api.spec import ChatMessage, ContinuedAnswer, GenerationSpec, require_token_ids
 from raydix.engine.background import Background
 from raydix.engine.core.answers.prompt_form import ChatEnd, ChatTemplate
@@ -42,6 +43,9 @@ class Chat:
     """True if the next turn is likely to have the answer's text alone."""
     tools: tuple[Mapping[str, object], ...] = ()
     """Functions that the answer may call."""
+    edits: tuple[Edit, ...] = ()
+    """Edits of `original`, the chat as the client sent it, that made `messages`."""
+    original: tuple[ChatMessage, ...] = ()
 
 
 class Chats:
@@ -97,6 +101,8 @@ class Chats:
             is_stored=spec.store,
             may_be_resent=spec.num_samples == 1 and is_plain,
             tools=() if spec.tools is None else spec.tools.definitions,
+            edits=spec.edits or (),
+            original=spec.messages if reading.edits is None else reading.edits.original or spec.messages,
         )
 
     async def keep(self, chat: Chat, token_ids: Sequence[int], text: str, tenant: str) -> str | None:
@@ -110,7 +116,7 @@ class Chats:
         self._background.start(self._prepare_next_turn(chat, generation, answer))
 
     async def _prepare_next_turn(self, chat: Chat, generation: Generation, answer: ChatMessage) -> None:
-        turn = NextTurn(chat.messages, chat.prompt, answer, tools=chat.tools, template=chat.template)
+        turn = NextTurn(chat.original, chat.prompt, answer, tools=chat.tools, template=chat.template, edits=chat.edits)
         try:
             token_ids = await self._reader.next_turn(turn, chat.size + len(str(answer)))
         except (ServiceError, RequestError):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from raydix.engine.api.assembler import ChoiceAssembler, Piece
+from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.responses import ResponseHead, Usage, function_call, message_parts, total_usage
 from raydix.engine.api.resuming import EventIds
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
@@ -151,6 +152,8 @@ class Job:
     arrived_at: float
     marked_tokens: tuple[int, ...] = ()
     """Tokens of the prompt before each of the request's marks."""
+    edits: ContextEdits | None = None
+    """What was left out of the client's chat, where the request asks for edits."""
     event_ids: EventIds | None = None
     """Ids of the stream's events, if the request asks for ids."""
 

@@ -15,6 +15,7 @@ from itertools import count, zip_longest
 from typing import Self
 
 from raydix.engine.api.assembler import ChoiceAssembler
+from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.fields import REQUEST_ID_PATTERN
 from raydix.engine.api.reconnecting import BEGINNING, HEADER
 from raydix.engine.api.responses import ResponseHead, response_id, system_fingerprint
@@ -254,14 +255,15 @@ class Preparation:
         """The job of the Python handle's request; errors as `of_body`."""
         return await self._prepare(spec, size_of(spec), tenant, name=None)
 
-    async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> int:
-        """Number of tokens of the prompt in an HTTP body; errors as `of_body`."""
+    async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
+        """Number of tokens of the prompt in an HTTP body, and the edits that it asks for; errors as `of_body`."""
         reading = await self._read((route, body), len(body), tenant, self._room)
         if reading.chat is None:
-            return sum(map(len, reading.prompts))
+            return sum(map(len, reading.prompts)), None
         # One token stands for each answer that is named by its ids.
         answers = (each.token_ids for each in reading.spec.continued if each.token_ids is not None)
-        return len(reading.chat.token_ids) + sum(len(token_ids) - 1 for token_ids in answers)
+        num_tokens = len(reading.chat.token_ids) + sum(len(token_ids) - 1 for token_ids in answers)
+        return num_tokens, reading.edits
 
     async def _prepare(
         self,
@@ -295,6 +297,7 @@ class Preparation:
                 ),
                 arrived_at=arrived_at,
                 marked_tokens=reading.marked_tokens,
+                edits=reading.edits,
             )
             if start is not None:
                 start.give_ids(job, origin)

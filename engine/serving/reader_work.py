@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from raydix.engine.api.context_edits import ContextEdits, Edit
 from raydix.engine.api.routes import Route
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
 from raydix.engine.api.validation import NO_RULES, BodyRules
@@ -49,6 +50,8 @@ class Reading:
     chat: EncodedText | None = None
     marked_tokens: tuple[int, ...] = ()
     """Tokens of the prompt before each of the request's marks."""
+    edits: ContextEdits | None = None
+    """What was left out of the client's chat, where the request asks for edits."""
     prediction: Sequence[int] = ()
     """Tokens of the client's guess of a chat's answer, where workers draft from predictions."""
 
@@ -62,6 +65,8 @@ class NextTurn:
     answer: ChatMessage
     tools: tuple[Mapping[str, object], ...] = ()
     template: ChatTemplate = MODEL_TEMPLATE
+    edits: tuple[Edit, ...] = ()
+    """Edits of the next turn's messages, if the client asks for the same again."""
 
 
 @dataclass(frozen=True, slots=True)

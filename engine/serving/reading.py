@@ -5,15 +5,17 @@ requests, `reader_process` for long ones.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
+from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import naming, parse_conversations
 from raydix.engine.api.reasoning import effort_arguments, with_lead, with_limit
 from raydix.engine.api.routes import Route, parse
-from raydix.engine.api.spec import GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
+from raydix.engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
 from raydix.engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
 from raydix.engine.api.tools import AnswerForm, with_calls
 from raydix.engine.core.answers.prompt_form import ChatTemplate
@@ -41,6 +43,8 @@ SURPLUS = 2
 """Times the most tokens: a text whose slices have more tokens than this does not fit as a whole."""
 MOST_COUNTED = 131_072
 """Tokens of the longest text that `/tokenize` takes, where the context is not longer: some 50 MB while it is read."""
+UNEDITED = 2
+"""Times the context: a chat may be so long before its edits, if the context is longer than half of `MOST_COUNTED`."""
 
 MAX_BAD_TOKENS = 1024
 """Tokens of all bad words of a request."""
@@ -105,17 +109,34 @@ class Reader:
 
     def next_turn(self, turn: NextTurn) -> TokenIds:
         """Return the token ids with which the next turn's prompt begins; none if they are uncertain."""
+        messages, answer = self._edited_turn(turn) if turn.edits else (turn.messages, turn.answer)
         with self._limits(turn.template):
             token_ids = next_turn(
                 self._tokenizer,
                 turn.prompt,
-                turn.messages,
-                turn.answer,
+                messages,
+                answer,
                 tools=turn.tools,
                 template=turn.template,
                 special_tokens=self._facts.special_tokens_in_messages,
             )
         return array("I", token_ids)
+
+    def _edited_turn(self, turn: NextTurn) -> tuple[Sequence[ChatMessage], ChatMessage]:
+        """The messages and the answer of a turn as the next turn's edits will leave them: with the results of the
+        answer's calls another old result may be left out."""
+        calls = cast(Sequence[Mapping[str, Any]], turn.answer.get("tool_calls") or ())
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+        tools = ToolUse(turn.tools) if turn.tools else None
+        spec = GenerationSpec(kind="chat", messages=turn.messages, tools=tools, template=turn.template)
+        messages, _ = edited((*turn.messages, turn.answer, *results), turn.edits, partial(self._num_tokens, spec))
+        return messages[: len(turn.messages)], messages[len(turn.messages)]
+
+    def _num_tokens(self, spec: GenerationSpec, messages: Sequence[ChatMessage]) -> int:
+        """Tokens of the prompt of a request with these messages, which may be longer than the context: edits are to
+        shorten it."""
+        limit = max(UNEDITED * self._facts.model.max_model_len, MOST_COUNTED)
+        return len(self._chat_ids(replace(spec, messages=tuple(messages)), limit)[0].token_ids)
 
     def read_all(self, conversations: Conversations) -> list[Reading]:
         """Read each conversation as a request of its own; errors as `read_body`."""
@@ -168,6 +189,10 @@ class Reader:
 
     def _read_chat(self, spec: GenerationSpec) -> Reading:
         """Tokenize a chat; errors as `read`."""
+        edits = None
+        if spec.edits is not None:
+            messages, edits = edited(spec.messages, spec.edits, partial(self._num_tokens, spec))
+            spec = replace(spec, messages=messages)
         chat, ignored = self._encode_chat(spec)
         spec = replace(spec, ignored=(*spec.ignored, *ignored))
         if self._facts.has_reasoning:
@@ -178,7 +203,11 @@ class Reader:
                 "'include' of log-probabilities is not supported with a model that reasons.", param="include"
             )
         return Reading(
-            spec, chat=chat, marked_tokens=self._marked_tokens(spec, chat), prediction=self._prediction(spec)
+            spec,
+            chat=chat,
+            marked_tokens=self._marked_tokens(spec, chat),
+            edits=edits,
+            prediction=self._prediction(spec),
         )
 
     def _prediction(self, spec: GenerationSpec) -> TokenIds:

@@ -4,7 +4,7 @@ tests: what a request costs, which workers it has and whether it fails is said b
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from struct import pack
@@ -20,6 +20,7 @@ from raydix.actors.ingress.manager_link import Call, ManagerAnswers, ManagerLink
 from raydix.actors.local import LocalRuntime
 from raydix.actors.metric_values import Family
 from raydix.actors.rpc import ManagerClient
+from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import parse_conversations
 from raydix.engine.api.routes import parse
 from raydix.engine.api.spec import GenerationSpec, Prompt
@@ -159,6 +160,12 @@ class FakeReader(RequestReader):
 
     def _read_chat(self, spec: GenerationSpec) -> Reading:
         """A letter stands for each answer that has ids of its own."""
+        edits = None
+        if spec.edits is not None:
+            messages, edits = edited(
+                spec.messages, spec.edits, lambda chat: sum(len(str(message["content"])) for message in chat)
+            )
+            spec = replace(spec, messages=messages)
         continued = {answer.index for answer in spec.continued}
         parts = ["\0" if index in continued else str(message["content"]) for index, message in enumerate(spec.messages)]
         starts = [0, *accumulate(map(len, parts))]
@@ -172,6 +179,7 @@ class FakeReader(RequestReader):
             spec,
             chat=chat,
             marked_tokens=tuple(starts[mark.index] + mark.length for mark in spec.marks),
+            edits=edits,
             prediction=self._ids(spec.prediction or ""),
         )
 

@@ -259,7 +259,6 @@ def test_the_first_response_of_the_agents_sdk_is_answered(served: Served) -> Non
 def test_what_has_no_effect_is_named() -> None:
     reading = reader().read_body("messages", json.dumps(CLAUDE_CODE).encode())
     assert sorted(reading.spec.ignored) == [
-        "context_management",
         "output_config.effort",
         "system.x-anthropic-billing-header:",
         "tools.web_search_20250305",

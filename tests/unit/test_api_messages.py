@@ -154,7 +154,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
 
 
 def test_fields_without_effect_are_named() -> None:
-    fields = {"speed": "fast", "context_management": {"edits": []}, "new_in_autumn": 1, "temprature": 1}
+    fields = {"speed": "fast", "inference_geo": "eu", "new_in_autumn": 1, "temprature": 1}
     spec = spec_of(**fields, thinking={"type": "adaptive", "display": "omitted", "mood": "good"})
     assert set(spec.ignored) == {*fields, "thinking.display", "thinking.mood"}
     assert replace(spec, ignored=()) == spec_of(thinking={"type": "adaptive"})

@@ -91,7 +91,8 @@ async def count_tokens(request: Request) -> Response:
     here = replica(request)
     body = await here.body_of(request)
     work = here.frontend.num_tokens("count_tokens", body, request.state.tenant)
-    return json_response(count_body(await while_connected(request, work)), headers=request_id_header(request))
+    num_tokens, edits = await while_connected(request, work)
+    return json_response(count_body(num_tokens, edits), headers=request_id_header(request))
 
 
 @router.post("/v1/responses")
@@ -106,7 +107,8 @@ async def input_tokens(request: Request) -> Response:
     here = replica(request)
     body = await here.body_of(request)
     work = here.frontend.num_tokens("input_tokens", body, request.state.tenant)
-    return json_response(responses_count_body(await while_connected(request, work)))
+    num_tokens, _ = await while_connected(request, work)
+    return json_response(responses_count_body(num_tokens))
 
 
 @router.get("/v1/responses/{response_id}")

@@ -10,8 +10,10 @@ import orjson
 
 from raydix.engine.api.answers import AnswerContext, named_event
 from raydix.engine.api.anthropic.blocks import TTLS
+from raydix.engine.api.anthropic.context_management import edits_json, original_json
 from raydix.engine.api.anthropic.errors import ANTHROPIC, PING
 from raydix.engine.api.assembler import Piece
+from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.responses import Choice, Json, Usage
 from raydix.engine.core.ingress.parsers.answer import AnswerMessage, Call
 from raydix.engine.core.ingress.parsers.events import (
@@ -60,7 +62,7 @@ class MessageWriter:
         content = [block for part in parts if (block := _block(part)) is not None]
         if choice.message is not None and choice.message.reasoning:
             content.insert(0, _thinking(choice.message.reasoning))
-        yield orjson.dumps(self._message(content, self._stop(choice, usage), usage))
+        yield orjson.dumps(self._message(content, self._stop(choice, usage), usage) | self._managed())
 
     def first(self, usage: Usage) -> bytes:
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage.of_prompt)
@@ -73,8 +75,14 @@ class MessageWriter:
 
     def end(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
         yield self._closed()
-        delta = _event({"type": "message_delta", "delta": self._stop(choice, usage), "usage": self._usage(usage)})
+        stop, used = self._stop(choice, usage), self._usage(usage)
+        delta = _event({"type": "message_delta", "delta": stop, "usage": used, **self._managed()})
         yield delta + _event({"type": "message_stop"})
+
+    def _managed(self) -> Json:
+        """What edits of the chat left out, if the request asks for edits."""
+        edits = self._context.edits
+        return {} if edits is None else {"context_management": edits_json(edits)}
 
     def _part(self, event: AnswerEvent, message: AnswerMessage) -> bytes:
         """Events of a part of a parsed answer; `message` has all parts."""
@@ -172,9 +180,10 @@ def _block(part: str | Call) -> Json | None:
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
 
 
-def count_body(num_tokens: int) -> bytes:
-    """Body of `/v1/messages/count_tokens`."""
-    return orjson.dumps({"input_tokens": num_tokens})
+def count_body(num_tokens: int, edits: ContextEdits | None = None) -> bytes:
+    """Body of `/v1/messages/count_tokens`, with the length before the edits if the request asks for edits."""
+    managed = {} if edits is None else {"context_management": original_json(edits, num_tokens)}
+    return orjson.dumps({"input_tokens": num_tokens, **managed})
 
 
 def _event(data: Json) -> bytes:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field, StringConstraints
 
 from raydix.engine.api.anthropic.blocks import ROLES, CacheControl, Texts, Transcript, Turn, without_lines
+from raydix.engine.api.anthropic.context_management import ContextManagement
 from raydix.engine.api.anthropic.tools import ToolChoice, ToolDefinition, few_tools, server_tools, tool_use
 from raydix.engine.api.fields import SamplingFields, Stops, TemplateFields
 from raydix.engine.api.formats import Constraint
@@ -108,10 +109,12 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
     output_config: OutputConfig | None = Field(
         default=None, description="With `format`, a JSON schema that the answer follows."
     )
+    context_management: ContextManagement | None = Field(
+        default=None, description="Edits of the chat before the model sees it; the answer tells what they left out."
+    )
     output_format: Unsupported = None
     billing_policy: Ignored = None
     compaction: Unsupported = None
-    context_management: Ignored = None
     fallback_credit_token: Ignored = None
     fallbacks: UnlessEmpty = None
     mcp_servers: UnlessEmpty = None
@@ -140,8 +143,13 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
             logprobs=None,
             chat_end=ChatEnd.OPEN if continues else ChatEnd.ANSWER,
         )
-        ignored = (*spec.ignored, *server_tools(self.tools or ()), *left_out)
-        return replace(spec, api="messages", marks=tuple(transcript.marks), ignored=ignored[:MAX_IGNORED])
+        ignored = [*spec.ignored, *server_tools(self.tools or ()), *left_out]
+        edits = None
+        if self.context_management is not None:
+            edits = self.context_management.normal()
+            ignored += self.context_management.left_out()
+        marks = tuple(transcript.marks)
+        return replace(spec, api="messages", marks=marks, edits=edits, ignored=tuple(ignored[:MAX_IGNORED]))
 
     def _reasoning(self) -> ReasoningUse | None:
         """The wishes for reasoning in normal form."""

@@ -36,6 +36,27 @@ class MessageUsage(Shape):
     output_tokens: int = Field(description="Of the answer.")
 
 
+class AppliedEdit(Shape):
+    """An edit of the chat that left something out."""
+
+    type: str = Field(description="Type of the edit.")
+    cleared_input_tokens: int = Field(description="Tokens that the prompt is shorter.")
+    cleared_tool_uses: int | None = Field(default=None, description="Calls whose results were left out.")
+    cleared_thinking_turns: int | None = Field(default=None, description="Turns whose reasoning was left out.")
+
+
+class AppliedEdits(Shape):
+    """The edits of a chat."""
+
+    applied_edits: list[AppliedEdit] = Field(description="Edits that left something out.")
+
+
+class OriginalLength(Shape):
+    """A prompt's length before its edits."""
+
+    original_input_tokens: int = Field(description="Tokens of the prompt as the client sent it.")
+
+
 class MessageResponse(Shape):
     """A whole answer in Anthropic's form."""
 
@@ -49,6 +70,9 @@ class MessageResponse(Shape):
     )
     stop_sequence: str | None = Field(description="The stop sequence at the end.")
     usage: MessageUsage = Field(description="Tokens of the request.")
+    context_management: AppliedEdits | None = Field(
+        default=None, description="Where the request has this field: the edits of the chat."
+    )
 
 
 class MessageErrorDetail(Shape):
@@ -78,6 +102,7 @@ class MessageEvent(Shape):
     content_block: ContentBlock | None = Field(default=None, description="Of `content_block_start`: the empty block.")
     delta: dict[str, Any] | None = Field(default=None, description="More of the block, or the reason of the end.")
     usage: MessageUsage | None = Field(default=None, description="Of `message_delta`.")
+    context_management: AppliedEdits | None = Field(default=None, description="Of `message_delta`: the edits.")
     error: MessageErrorDetail | None = Field(default=None, description="Of `error`, which ends a stream that fails.")
 
 
@@ -85,3 +110,6 @@ class TokenCount(Shape):
     """Length of a chat's prompt."""
 
     input_tokens: int = Field(description="Tokens of the prompt.")
+    context_management: OriginalLength | None = Field(
+        default=None, description="Where the request has this field: the prompt's length before the edits."
+    )

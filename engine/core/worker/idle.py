@@ -20,8 +20,8 @@ from raydix.engine.core.worker.request import Request
 
 MAX_REQUESTS = 16
 """Limit of waiting idle requests."""
-MAX_TOKENS = 2048
-"""Limit of tokens computed for one idle request."""
+MAX_TOKENS = 8192
+"""Limit of tokens computed for one idle request: as many as a compacted chat may have behind its beginning."""
 SHARE = 8
 """A step without other work takes 1 / SHARE of the token budget."""
 
