@@ -54,6 +54,13 @@ def size_up(config: Config, model: ModelConfig, machine: Machine) -> Sizes:
     Raises:
         StartupError: nothing of use fits, or a configured number does not; says what would.
     """
+    if model.experts is not None and any(
+        runs_on_gpu(config, each, machine) for each in config.workers.sections.values()
+    ):
+        raise StartupError(
+            f"{model.architecture} has experts, which run on CPUs only: set workers.*.device to cpu, or take a model "
+            "without experts"
+        )
     block_bytes = kv_block_bytes(model, config.cache.block_size, config.model.dtype)
     rooms = {role: _room_gib(config, section, model, machine) for role, section in config.workers.sections.items()}
     weights_gib = max(_weights_gib(config, section, model, machine) for section in config.workers.sections.values())

@@ -45,6 +45,27 @@ class LayerNorms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """MLPs of which each token takes a few, and the names of their weights below a layer."""
+
+    num_experts: int
+    per_token: int
+    """Experts that each token goes through."""
+    intermediate_size: int
+    """Of one expert."""
+    normalised: bool
+    """A token's shares add up to one; otherwise they are its experts' shares of the softmax over all."""
+    layers: tuple[int, ...]
+    """Indices of the layers that have experts; the others have one MLP, of the model's `intermediate_size`."""
+    router: str = "mlp.gate"
+    gate: str | None = "mlp.experts.{}.gate_proj"
+    """Of each expert, whose number takes the place of the braces; None: `up` holds the gate projection, too."""
+    up: str = "mlp.experts.{}.up_proj"
+    """Without braces all experts are one tensor, [num_experts, rows, columns]."""
+    down: str = "mlp.experts.{}.down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A Llama-like decoder: attention over grouped heads and a gated MLP, with norms before or after each."""
 
@@ -92,6 +113,11 @@ class ModelConfig:
     """The rotary embedding of the layers with a window, where it is another one (Gemma 3)."""
     layers_without_rope: tuple[int, ...] = ()
     """Indices of the layers whose queries and keys are not rotated at all (SmolLM 3)."""
+    experts: ExpertsConfig | None = None
+
+    def experts_of_layer(self, index: int) -> ExpertsConfig | None:
+        """The experts of a layer; None: it has one MLP."""
+        return self.experts if self.experts is not None and index in self.experts.layers else None
 
     @property
     def rope_of_layer(self) -> tuple[RopeConfig | None, ...]:

@@ -8,7 +8,7 @@ to be pooled) are wanted: no other result is read. A batch without such rows (th
 there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
-from raydix.engine.model.config import ModelConfig, RopeConfig
+from raydix.engine.model.config import ExpertsConfig, ModelConfig, RopeConfig
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
 from raydix.engine.model.weights import Checkpoint, TensorSource
-from raydix.kernels.decoder_pass import DecoderPass, LayerWeights
+from raydix.kernels.decoder_pass import DecoderPass, DenseMLP, LayerWeights
+from raydix.kernels.experts import PackedExperts, experts, pack_experts
 from raydix.kernels.linear import Layout, PackedLinear, linear, pack_weight
 from raydix.kernels.paged_attention import paged_attention
 from raydix.kernels.rms_norm import rms_norm
@@ -80,6 +82,11 @@ class Decoder:
         self.dtype = dtype
         self.deterministic = deterministic
         self.device = torch.device(device)
+        if config.experts is not None and self.device.type == "cuda":
+            # A step on a GPU is a graph of fixed operations; experts are one product for each that has rows.
+            raise StartupError(
+                f"{config.architecture} has experts, which run on CPUs only: set workers.*.device to cpu"
+            )
         self.max_position = min(max_position or config.max_position, config.max_position)
         loader = _Loader(config, weights, dtype, self.device, self.max_position, quantization, deterministic)
 
@@ -134,7 +141,9 @@ class Decoder:
     def has_independent_rows(self) -> bool:
         """True if a row's bits depend on its tokens alone, whatever the number of rows."""
         layouts = {Layout.PANELS, Layout.INVARIANT}
-        return self._lm_head.layout in layouts and all(layer.down.layout in layouts for layer in self._layers)
+        return self._lm_head.layout in layouts and all(
+            product.layout in layouts for layer in self._layers for product in layer.products()
+        )
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
         """Store the KV of the batch's tokens; return the logits of its `logits_rows`, [R, V] in the model's dtype."""
@@ -188,7 +197,7 @@ class Decoder:
 
     def _layer_by_layer(self, residual_TE: Tensor, batch: ForwardBatch, pool: KVPool) -> Tensor:
         config = self.config
-        eps, activation, last = config.rms_norm_eps, config.activation, config.num_layers - 1
+        eps, last = config.rms_norm_eps, config.num_layers - 1
 
         x_TE = residual_TE if self._first_norm is None else rms_norm(residual_TE, self._first_norm, eps)
 
@@ -208,13 +217,18 @@ class Decoder:
                 y_TE = rms_norm(y_TE, layer.attention_post_norm, eps)
 
             x_TE, residual_TE = self._add(y_TE, residual_TE, layer.mlp_norm)
-            y_TE = linear(silu_and_mul(linear(x_TE, layer.gate_up), activation), layer.down)
+            y_TE = self._mlp(x_TE, layer.mlp)
             if layer.mlp_post_norm is not None:
                 y_TE = rms_norm(y_TE, layer.mlp_post_norm, eps)
 
             x_TE, residual_TE = self._add(y_TE, residual_TE, layer.next_norm)
 
         return x_TE
+
+    def _mlp(self, x_TE: Tensor, mlp: DenseMLP | PackedExperts) -> Tensor:
+        if isinstance(mlp, PackedExperts):
+            return experts(x_TE, mlp)
+        return linear(silu_and_mul(linear(x_TE, mlp.gate_up), self.config.activation), mlp.down)
 
     def _add(self, y_TE: Tensor, residual_TE: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add to the residual stream; returns what the next product reads, and the stream."""
@@ -312,11 +326,7 @@ class _Loader:
         return LayerWeights(
             qkv=self._qkv(f"{prefix}self_attn.", rope),
             output=self._packed([f"{prefix}self_attn.o_proj"], bias=config.attention_output_bias),
-            gate_up=self._packed(
-                [f"{prefix}mlp.{part}_proj" for part in (["gate_up"] if config.fused_gate_up else ["gate", "up"])],
-                bias=config.mlp_bias,
-            ),
-            down=self._packed([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
+            mlp=self._mlp(prefix) if (of := config.experts_of_layer(index)) is None else self._experts(prefix, of),
             mlp_norm=self.optional_norm(prefix, norms.mlp),
             next_norm=(
                 self.norm("model.norm")
@@ -334,6 +344,33 @@ class _Loader:
     def optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
         """A norm's weight as `norm` gives it; None without a name."""
         return None if name is None else self.norm(f"{prefix}{name}")
+
+    def _mlp(self, prefix: str) -> DenseMLP:
+        config = self._config
+        parts = ["gate_up"] if config.fused_gate_up else ["gate", "up"]
+        return DenseMLP(
+            self._packed([f"{prefix}mlp.{part}_proj" for part in parts], bias=config.mlp_bias),
+            self._packed([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
+        )
+
+    def _experts(self, prefix: str, of: ExpertsConfig) -> PackedExperts:
+        """The experts of a layer. The router keeps its bits: it is small, and decides for all that follows."""
+        names = [of.up] if of.gate is None else [of.gate, of.up]
+        first = zip(*(self._of_each(f"{prefix}{name}", of.num_experts) for name in names), strict=True)
+        return pack_experts(
+            pack_weight(self.tensor(f"{prefix}{of.router}.weight"), deterministic=self._deterministic),
+            [self.pack(torch.cat(parts)) for parts in first],
+            [self.pack(weight) for weight in self._of_each(f"{prefix}{of.down}", of.num_experts)],
+            of.per_token,
+            normalised=of.normalised,
+            activation=self._config.activation,
+        )
+
+    def _of_each(self, name: str, num_experts: int) -> Iterable[Tensor]:
+        """A weight of each expert, one after the other, from a tensor each or from one of all."""
+        if "{}" not in name:
+            return self.tensor(f"{name}.weight")
+        return (self.tensor(f"{name.format(expert)}.weight") for expert in range(num_experts))
 
     def _qkv(self, prefix: str, rope: RopeConfig | None) -> PackedLinear:
         """The q, k and v projections as one; the rows of each q and k head in the order that the kernels rotate."""

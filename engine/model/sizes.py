@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.settings import Quantization
-from raydix.engine.model.config import ModelConfig
+from raydix.engine.model.config import ExpertsConfig, ModelConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one number of each dtype that a model may compute in."""
@@ -37,9 +37,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     mlp = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
 
     # Rows, columns, and if there is a bias.
-    projections = {
+    of_attention = {
         **{f"self_attn.{name}": (rows, hidden, config.attention_bias) for name, rows in attention.items()},
         "self_attn.o_proj": (hidden, query_size, config.attention_output_bias),
+    }
+    of_mlp = {
         **{f"mlp.{name}": (rows, hidden, config.mlp_bias) for name, rows in mlp.items()},
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
@@ -49,7 +51,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         of_query, of_key = (query_size, kv_size) if config.qk_norm_spans_heads else (config.head_dim, config.head_dim)
         norms |= {"self_attn.q_norm": of_query, "self_attn.k_norm": of_key}
 
-    for prefix in (f"model.layers.{layer}." for layer in range(config.num_layers)):
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        projections = of_attention
+        if (experts := config.experts_of_layer(layer)) is None:
+            projections = of_attention | of_mlp
+        else:
+            shapes |= {f"{prefix}{name}": shape for name, shape in _expert_shapes(experts, hidden).items()}
         for name, size in norms.items():
             shapes[f"{prefix}{name}.weight"] = (size,)
         for name, (rows, columns, bias) in projections.items():
@@ -57,6 +65,23 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
 
+    return shapes
+
+
+def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer's experts, by their names below the layer."""
+    num, inner = experts.num_experts, experts.intermediate_size
+    parts = {experts.up: (inner, hidden), experts.down: (hidden, inner)}
+    if experts.gate is None:
+        parts[experts.up] = (2 * inner, hidden)
+    else:
+        parts[experts.gate] = (inner, hidden)
+    shapes: dict[str, tuple[int, ...]] = {f"{experts.router}.weight": (num, hidden)}
+    for name, shape in parts.items():
+        if "{}" in name:
+            shapes |= {f"{name.format(expert)}.weight": shape for expert in range(num)}
+        else:
+            shapes[f"{name}.weight"] = (num, *shape)
     return shapes
 
 
@@ -85,14 +110,15 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
     width = DTYPE_BYTES[dtype]
     total = 0
     shapes = expected_shapes(config)
+    router = "" if config.experts is None else f"{config.experts.router}.weight"
     head = "lm_head.weight"
     if config.tie_word_embeddings and not on_gpu:
         shapes[head] = shapes[_EMBEDDING]
     for name, shape in shapes.items():
         if len(shape) == 1:
             total += 4 * shape[0]  # norms and biases are float32
-        elif quantization is not None and name != _EMBEDDING:
-            total += math.prod(shape) + 4 * shape[0]
+        elif quantization is not None and name != _EMBEDDING and not (router and name.endswith(router)):
+            total += math.prod(shape) + 4 * math.prod(shape[:-1])
         else:
             total += width * math.prod(shape)
     num_tables = len(set(map(repr, config.rope_of_layer)))
@@ -103,7 +129,10 @@ def step_bytes(config: ModelConfig, token_budget: int, max_requests: int) -> int
     """Memory of one step's intermediate results, generously: a layer's in float32, and the logits."""
     queries = config.num_heads * config.head_dim
     keys = 2 * config.num_kv_heads * config.head_dim
-    widest = 4 * config.hidden_size + 2 * queries + keys + 3 * config.intermediate_size
+    inner = 3 * config.intermediate_size
+    if config.experts is not None:  # what goes into each of a token's experts, and what comes out
+        inner += config.experts.per_token * (2 * config.hidden_size + 3 * config.experts.intermediate_size)
+    widest = 4 * config.hidden_size + 2 * queries + keys + inner
     rows = max(max_requests, SCORED_ROWS)
     return 4 * token_budget * widest + LOGITS_BYTES * rows * config.vocab_size
 

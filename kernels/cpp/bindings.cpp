@@ -311,14 +311,9 @@ PyObject* onednn_linear(PyObject* const* args) {
   return THPVariable_Wrap(out);
 }
 
-// A decoder's weights, kept alive for as long as Python keeps the capsule.
-struct Decoder {
+// Weights, kept alive for as long as Python keeps the capsule that holds their owner.
+struct Weights {
   std::vector<Tensor> tensors;
-  std::vector<raydix::Layer> layers;
-  const float* first_norm;
-  int64_t num_heads, max_position = INT64_MAX;
-  float eps, scale, soft_cap;
-  bool silu;
 
   const float* floats(PyObject* o) {
     const Tensor* t = maybe_tensor(o);
@@ -327,8 +322,9 @@ struct Decoder {
     return data<float>(*t, at::kFloat, t->numel(), "norms and tables must be contiguous float32");
   }
 
+  // (packed, scales, bias, in_features, out_features)
   raydix::Weight weight(PyObject* o) {
-    const Tensor* of[3];  // packed, scales, bias
+    const Tensor* of[3];
     for (int i = 0; i < 3; ++i)
       if ((of[i] = maybe_tensor(PyTuple_GetItem(o, i)))) tensors.push_back(*of[i]);
     const int64_t in_features = integer(PyTuple_GetItem(o, 3)), out_features = integer(PyTuple_GetItem(o, 4));
@@ -336,8 +332,96 @@ struct Decoder {
   }
 };
 
-// Layers of (4 weights (packed, scales, bias, in, out), 6 norms, cos_sin, window), first_norm, num_heads, eps, scale,
-// soft_cap, whether SiLU.
+struct Experts : Weights {
+  raydix::Experts of;
+  bool silu;
+};
+
+// The memory of `raydix::experts` for up to `rows` rows of any of some layers.
+class ExpertMemory {
+ public:
+  raydix::ExpertBuffers buffers{};
+
+  ExpertMemory(const std::vector<const raydix::Experts*>& all, int64_t rows) {
+    int64_t logits = 0, ranks = 0, hidden = 0, inner = 0;
+    for (const raydix::Experts* e : all) {
+      logits = std::max(logits, e->router.out_features), hidden = std::max(hidden, e->router.in_features);
+      inner = std::max(inner, e->down[0].in_features), ranks = std::max(ranks, e->per_token);
+    }
+    const int64_t chosen = rows * ranks;
+    buffers.logits = take(rows * logits, at::kBFloat16), buffers.gathered = take(chosen * hidden, at::kBFloat16);
+    buffers.wide = take(chosen * 2 * inner, at::kBFloat16), buffers.activated = take(chosen * inner, at::kBFloat16);
+    buffers.outputs = take(chosen * hidden, at::kBFloat16), buffers.ids = (int32_t*)take(chosen, at::kInt);
+    buffers.shares = (float*)take(chosen, at::kFloat), buffers.places = (int64_t*)take(chosen, at::kLong);
+  }
+
+ private:
+  std::vector<Tensor> tensors;
+
+  void* take(int64_t count, at::ScalarType type) {
+    tensors.push_back(at::empty({count}, at::TensorOptions().dtype(type)));
+    return tensors.back().data_ptr();
+  }
+};
+
+// The router's weight, lists of the experts' gate_up and down weights, experts of a token, whether their shares add up
+// to one, whether SiLU.
+PyObject* make_experts(PyObject* const* args) {
+  check_type(raydix::has_linear(), "this build has no bfloat16 product");
+  auto result = std::make_unique<Experts>();
+  raydix::Experts& e = result->of;
+  e.router = result->weight(args[0]), e.per_token = integer(args[3]), e.normalised = args[4] == Py_True;
+  result->silu = args[5] == Py_True;
+  const int64_t count = e.router.out_features;
+  check(PyList_GET_SIZE(args[1]) == count && PyList_GET_SIZE(args[2]) == count, "the router must know each expert");
+  check(e.per_token > 0 && e.per_token <= count, "a token cannot have more experts than there are");
+  for (int64_t i = 0; i < count; ++i) {
+    e.gate_up.push_back(result->weight(PyList_GET_ITEM(args[1], i)));
+    e.down.push_back(result->weight(PyList_GET_ITEM(args[2], i)));
+    const raydix::Weight &up = e.gate_up.back(), &down = e.down.back();
+    check(up.in_features == e.router.in_features && down.out_features == e.router.in_features &&
+              up.out_features == 2 * down.in_features && down.in_features == e.down[0].in_features,
+          "experts must be of one shape");
+  }
+  return PyCapsule_New(result.release(), "raydix.experts",
+                       [](PyObject* capsule) { delete (Experts*)PyCapsule_GetPointer(capsule, "raydix.experts"); });
+}
+
+// Experts, x.
+PyObject* experts(PyObject* const* args) {
+  auto* owner = (Experts*)PyCapsule_GetPointer(args[0], "raydix.experts");
+  check_type(owner != nullptr, "expected experts");
+  const raydix::Experts& e = owner->of;
+  const Tensor& x = tensor(args[1]);
+  check(x.dim() == 2 && x.is_contiguous() && x.size(1) == e.router.in_features, "x must be [num_tokens, hidden]");
+  check_type(x.scalar_type() == at::kBFloat16, "x must be bfloat16");
+  const Tensor out = at::empty(x.sizes(), x.options());
+  const int64_t rows = x.size(0);
+  if (rows == 0) return THPVariable_Wrap(out);
+  ExpertMemory memory({&e}, rows);
+  run(rows * e.per_token * x.size(1) * e.down[0].in_features, 1 << 20, [&](raydix::Crew& crew) {
+    raydix::experts(e, x.data_ptr(), out.data_ptr(), rows, owner->silu, memory.buffers, crew);
+  });
+  return THPVariable_Wrap(out);
+}
+
+// A decoder's weights.
+struct Decoder : Weights {
+  std::vector<raydix::Layer> layers;
+  const float* first_norm;
+  int64_t num_heads, max_position = INT64_MAX;
+  float eps, scale, soft_cap;
+  bool silu;
+  std::vector<const raydix::Experts*> experts;
+  std::vector<PyObject*> owners;  // of the experts
+
+  ~Decoder() {
+    for (PyObject* owner : owners) Py_DECREF(owner);
+  }
+};
+
+// Layers of (4 weights (packed, scales, bias, in, out), 6 norms, cos_sin, window, experts or None), first_norm, num_heads,
+// eps, scale, soft_cap, whether SiLU. A layer with experts has None for its last two weights.
 PyObject* decoder(PyObject* const* args) {
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
   auto result = std::make_unique<Decoder>();
@@ -346,7 +430,13 @@ PyObject* decoder(PyObject* const* args) {
     auto item = [&](int at) { return PyTuple_GetItem(from, at); };
     raydix::Layer layer{};
     layer.qkv = result->weight(item(0)), layer.output = result->weight(item(1));
-    layer.gate_up = result->weight(item(2)), layer.down = result->weight(item(3));
+    if (item(12) == Py_None) {
+      layer.gate_up = result->weight(item(2)), layer.down = result->weight(item(3));
+    } else {
+      auto* owner = (Experts*)PyCapsule_GetPointer(item(12), "raydix.experts");
+      check_type(owner != nullptr, "expected experts");
+      result->owners.push_back(Py_NewRef(item(12))), result->experts.push_back(layer.experts = &owner->of);
+    }
     layer.mlp_norm = result->floats(item(4)), layer.next_norm = result->floats(item(5));
     layer.attention_post_norm = result->floats(item(6)), layer.mlp_post_norm = result->floats(item(7));
     layer.q_norm = result->floats(item(8)), layer.k_norm = result->floats(item(9));
@@ -378,6 +468,7 @@ PyObject* forward(PyObject* const* args) {
   for (const raydix::Layer& layer : decoder->layers) {
     check(layer.qkv.out_features == (heads + 2 * kv_heads) * dim, "the pool is not as wide as the decoder's heads");
     wide = std::max({wide, layer.qkv.out_features, layer.gate_up.out_features});
+    check(!layer.experts || layer.experts->router.in_features == hidden, "the experts must be as wide as the decoder");
   }
   raydix::Forward a{decoder->layers, decoder->first_norm};
   raydix::RotaryStore& r = a.rotary;
@@ -407,6 +498,8 @@ PyObject* forward(PyObject* const* args) {
   void* at[8];
   for (int i = 0; i < 8; ++i) at[i] = buffers[i].data_ptr();
   a.buffers = {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
+  ExpertMemory memory(decoder->experts, tokens);
+  a.expert_buffers = &memory.buffers;
   const Tensor out = at::empty({a.num_out, hidden}, embedded.options());
   a.pool = pool.data_ptr(), a.out = out.data_ptr(), a.layer_stride = pool.stride(1), a.hidden = hidden;
   a.eps = decoder->eps, a.silu = decoder->silu;
@@ -537,6 +630,8 @@ PyMethodDef methods[] = {
     method<linear, 5>("linear"),
     method<has_linear, 0>("has_linear"),
     method<onednn_linear, 4>("onednn_linear"),
+    method<make_experts, 6>("make_experts"),
+    method<experts, 2>("experts"),
     method<decoder, 7>("decoder"),
     method<forward, 9>("forward"),
     method<kv_copy, 4>("kv_copy"),

@@ -53,17 +53,21 @@ struct Pass {
         std::swap(b.attended, b.query), std::swap(b.residual, b.sum);
         rows = a.num_out;
       }
-      product(b.attended, layer.output, b.y, rows, &layer.gate_up);
+      product(b.attended, layer.output, b.y, rows, layer.experts ? &layer.experts->router : &layer.gate_up);
       if (layer.attention_post_norm) {
         norm(b.y, nullptr, layer.attention_post_norm, b.x, nullptr, rows);
         std::swap(b.x, b.y);
       }
       norm(b.y, b.residual, layer.mlp_norm, b.x, b.sum, rows);
       std::swap(b.residual, b.sum);
-      product(b.x, layer.gate_up, b.wide, rows, &layer.down);
-      const int64_t width = layer.down.in_features;
-      silu_and_mul(b.wide, b.activated, rows, width, 2 * width, a.silu, DType::bf16, crew);
-      product(b.activated, layer.down, b.y, rows, last ? nullptr : &a.layers[index + 1].qkv);
+      if (layer.experts) {
+        experts(*layer.experts, b.x, b.y, rows, a.silu, *a.expert_buffers, crew);
+      } else {
+        product(b.x, layer.gate_up, b.wide, rows, &layer.down);
+        const int64_t width = layer.down.in_features;
+        silu_and_mul(b.wide, b.activated, rows, width, 2 * width, a.silu, DType::bf16, crew);
+        product(b.activated, layer.down, b.y, rows, last ? nullptr : &a.layers[index + 1].qkv);
+      }
       if (layer.mlp_post_norm) {
         norm(b.y, nullptr, layer.mlp_post_norm, b.x, nullptr, rows);
         std::swap(b.x, b.y);

@@ -71,32 +71,59 @@ void task(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t ve
   end_rows();
 }
 
+// How one product is cut.
+struct Pieces {
+  int64_t panels, height, blocks, halved, whole;
+
+  // For `threads` threads that share this product alone, or several of them.
+  Pieces(const Linear& a, int threads) : panels((a.out_features + PANEL - 1) / PANEL), height(TASK_ROWS) {
+    while (height > FEW_ROWS && (a.rows + height - 1) / height * panels < 8 * threads) height /= 2;
+    blocks = (a.rows + height - 1) / height;
+    // The last panels are taken in halves, so that threads finish together.
+    halved = blocks == 1 ? std::min<int64_t>(panels, threads) : 0;
+    whole = blocks * panels - halved;
+  }
+
+  int64_t count() const { return whole + 2 * halved; }
+
+  Piece at(int64_t i) const {
+    const int64_t panel = i < whole ? (PANELS_FIRST ? i / blocks : i % panels) : whole + (i - whole) / 2;
+    const int64_t half = i < whole ? 0 : (i - whole) % 2 * (PANEL / 2), width = i < whole ? PANEL : PANEL / 2;
+    return Piece{i < whole ? (PANELS_FIRST ? i % blocks : i / panels) * height : 0, panel * PANEL + half, width};
+  }
+};
+
+void compute(const Linear& a, const Pieces& pieces, int64_t i, int threads) {
+  const Piece p = pieces.at(i);
+  const int64_t vectors = (std::min(p.width, a.out_features - p.column) + LANES - 1) / LANES;
+  if (vectors <= 0) return;
+  const bool more = i + threads < pieces.count();  // most likely the next one of this thread
+  const int64_t column = more ? pieces.at(i + threads).column : 0;
+  const void* next = more ? panel_of(a, column) : a.after;
+  task(a, p.row, std::min(pieces.height, a.rows - p.row), p.column, vectors, (const char*)next);
+}
+
 }  // namespace
 
 bool has_linear() { return true; }
 
 void linear(const Linear& a, Crew& crew) {
-  const int64_t panels = (a.out_features + PANEL - 1) / PANEL;
-  int64_t height = TASK_ROWS;
-  while (height > FEW_ROWS && (a.rows + height - 1) / height * panels < 8 * crew.threads) height /= 2;
-  const int64_t blocks = (a.rows + height - 1) / height;
-  if (blocks == 0) return;
-  // The last panels are taken in halves, so that threads finish together.
-  const int64_t halved = blocks == 1 ? std::min<int64_t>(panels, crew.threads) : 0, whole = blocks * panels - halved;
-  auto piece = [&](int64_t i) {
-    const int64_t panel = i < whole ? (PANELS_FIRST ? i / blocks : i % panels) : whole + (i - whole) / 2;
-    const int64_t half = i < whole ? 0 : (i - whole) % 2 * (PANEL / 2), width = i < whole ? PANEL : PANEL / 2;
-    return Piece{i < whole ? (PANELS_FIRST ? i % blocks : i / panels) * height : 0, panel * PANEL + half, width};
-  };
-  const int64_t count = whole + 2 * halved;
-  crew.share(count, [&](int64_t i) {
-    const Piece p = piece(i);
-    const int64_t vectors = (std::min(p.width, a.out_features - p.column) + LANES - 1) / LANES;
-    if (vectors <= 0) return;
-    const bool more = i + crew.threads < count;  // most likely the next one of this thread
-    const int64_t column = more ? piece(i + crew.threads).column : 0;
-    const void* next = more ? panel_of(a, column) : a.after;
-    task(a, p.row, std::min(height, a.rows - p.row), p.column, vectors, (const char*)next);
+  if (a.rows == 0) return;
+  const Pieces pieces(a, crew.threads);
+  crew.share(pieces.count(), [&](int64_t i) { compute(a, pieces, i, crew.threads); });
+}
+
+void linears(const std::vector<Linear>& all, Crew& crew) {
+  std::vector<Pieces> pieces;
+  std::vector<int64_t> ends;  // number of pieces of each product and those before it
+  for (const Linear& a : all) {
+    pieces.emplace_back(a, crew.threads);
+    ends.push_back((ends.empty() ? 0 : ends.back()) + pieces.back().count());
+  }
+  if (ends.empty()) return;
+  crew.share(ends.back(), [&](int64_t i) {
+    const size_t product = size_t(std::upper_bound(ends.begin(), ends.end(), i) - ends.begin());
+    compute(all[product], pieces[product], i - (product ? ends[product - 1] : 0), crew.threads);
   });
 }
 
@@ -104,6 +131,7 @@ void linear(const Linear& a, Crew& crew) {
 
 bool has_linear() { return false; }
 void linear(const Linear&, Crew&) {}
+void linears(const std::vector<Linear>&, Crew&) {}
 
 #endif
 

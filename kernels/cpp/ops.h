@@ -92,8 +92,26 @@ struct Weight {
   int64_t in_features, out_features;
 };
 
+// The experts of one layer.
+struct Experts {
+  Weight router;  // hidden -> one logit for each expert
+  std::vector<Weight> gate_up, down;
+  int64_t per_token;
+  bool normalised;  // the shares of a token's experts add up to one; otherwise they are those among all experts
+};
+
+// What the phases of `experts` hand to each other. Of one logit for each row and expert, or for each row and rank.
+struct ExpertBuffers {
+  void *logits, *gathered, *wide, *activated, *outputs;
+  int32_t* ids;
+  float* shares;
+  int64_t* places;
+  std::vector<Linear> first, second;  // products of those experts that have rows
+};
+
 struct Layer {
-  Weight qkv, output, gate_up, down;
+  Weight qkv, output, gate_up, down;  // without the last two where it has experts
+  const Experts* experts;             // null: none
   const float *mlp_norm, *next_norm, *attention_post_norm, *mlp_post_norm, *q_norm, *k_norm, *cos_sin;
   int64_t window;  // 0: none
   size_t plan;     // of the attention, among those of the call
@@ -112,6 +130,7 @@ struct Forward {
   Attention attention;
   std::vector<std::unique_ptr<AttentionPlan>> plans;
   Buffers buffers;
+  ExpertBuffers* expert_buffers;  // null: no layer has experts
   const int64_t* out_rows;
   int64_t num_out, hidden;
   void *pool, *out;
@@ -134,6 +153,9 @@ void kv_copy(char* pool, char* buffer, const int64_t* ids, int64_t count, int64_
              Crew& crew);
 bool has_linear();  // whether this build has the one below
 void linear(const Linear& a, Crew& crew);
+void linears(const std::vector<Linear>& all, Crew& crew);  // as one phase
+// out = for each row the sum of what its experts make of it, [rows, hidden] bfloat16.
+void experts(const Experts& e, const void* x, void* out, int64_t rows, bool silu, ExpertBuffers& b, Crew& crew);
 void sample(const Sample& a, DType dtype, Crew& crew);
 
 }  // namespace raydix

@@ -7,10 +7,21 @@ from typing import Any
 from torch import Tensor
 
 from raydix.kernels.cpp import cpu_ops
-from raydix.kernels.linear import PackedLinear
-from raydix.kernels.linear.packing import Layout
+from raydix.kernels.experts import PackedExperts
+from raydix.kernels.linear import Layout, PackedLinear
 
-__all__ = ["DecoderPass", "LayerWeights"]
+__all__ = ["DecoderPass", "DenseMLP", "LayerWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMLP:
+    """A gated MLP that every token goes through."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    def products(self) -> tuple[PackedLinear, ...]:
+        return self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +30,7 @@ class LayerWeights:
 
     qkv: PackedLinear
     output: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: DenseMLP | PackedExperts
     mlp_norm: Tensor | None
     next_norm: Tensor | None
     """The norm of the next layer's input, or the final norm, fused with this layer's last residual add."""
@@ -33,7 +43,7 @@ class LayerWeights:
     window: int | None
 
     def products(self) -> tuple[PackedLinear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        return self.qkv, self.output, *self.mlp.products()
 
 
 class DecoderPass:
@@ -95,13 +105,17 @@ class DecoderPass:
         return hidden
 
 
-def _weight(product: PackedLinear) -> tuple[Any, ...]:
-    return product.weight, product.scales, product.bias, product.in_features, product.out_features
-
-
 def _layer(layer: LayerWeights) -> tuple[Any, ...]:
+    gate_up, down, experts = None, None, None
+    if isinstance(layer.mlp, DenseMLP):
+        gate_up, down = layer.mlp.gate_up.as_tuple(), layer.mlp.down.as_tuple()
+    else:
+        experts = layer.mlp.handle
     return (
-        *(_weight(product) for product in layer.products()),
+        layer.qkv.as_tuple(),
+        layer.output.as_tuple(),
+        gate_up,
+        down,
         layer.mlp_norm,
         layer.next_norm,
         layer.attention_post_norm,
@@ -110,4 +124,5 @@ def _layer(layer: LayerWeights) -> tuple[Any, ...]:
         layer.k_norm,
         layer.cos_sin,
         layer.window,
+        experts,
     )

@@ -34,6 +34,10 @@ class PackedLinear:
     out_features: int
     layout: Layout
 
+    def as_tuple(self) -> tuple[Tensor, Tensor | None, Tensor | None, int, int]:
+        """The weight as the C++ kernels take it."""
+        return self.weight, self.scales, self.bias, self.in_features, self.out_features
+
 
 def best_layout(weight: Tensor, *, int8: bool = False) -> Layout:
     """Chooses our own product wherever it runs, since oneDNN's rows depend on their number where the CPU has matrix

@@ -29,6 +29,9 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "origin
 
 GEMMA3 = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+QWEN3_MOE = {"head_dim": 32, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [2]}
+
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -101,12 +104,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen 3 moe": ("Qwen3Moe", {**EXPERTS, **QWEN3_MOE}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
+    "olmoe": ("Olmoe", EXPERTS),
+    "granite moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0625,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
     "glm": ("Glm", {"head_dim": 32}),
     "glm 4": ("Glm4", {"head_dim": 32}),
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
 }
 
 LAYER_BY_LAYER = {"granite", "olmo 2", "olmo 3", "exaone 4", "exaone 4 without windows", "ministral 3"}
+LAYER_BY_LAYER |= {"olmoe", "granite moe"}
 """Cases with a part that the pass of all layers in one call does not know."""
 
 

@@ -131,6 +131,18 @@ def test_which_models_start_where() -> None:
     assert starts("SmolLM2-135M", MACHINES["8 GiB"])
 
 
+def test_experts_count_with_all_their_weights_and_run_on_cpus_only() -> None:
+    moe = model("qwen3moe", (151_936, 2048, 6144, 48, 32, 4, 128), 40_960, False)
+    assert 30.4e9 < weight_bytes(moe, "bfloat16", None, on_gpu=False) / 2 < 30.7e9
+    assert 15.4e9 < weight_bytes(moe, "bfloat16", "int8", on_gpu=False) / 2 < 15.6e9
+    _, on_gpu = chosen((), {}, MACHINES["card of 80 GiB"], options=_no_options())
+    with pytest.raises(StartupError, match="Qwen3MoeForCausalLM has experts, which run on CPUs only"):
+        size_up(on_gpu, moe, MACHINES["card of 80 GiB"])
+    large = Machine(16, 512, free_gib=500)
+    _, on_cpu = chosen((), {}, large, options=_no_options())
+    assert size_up(on_cpu, moe, large).max_model_len == 40_960
+
+
 def test_the_context_is_lowered_to_what_fits() -> None:
     small = plan("Qwen3-8B", MACHINES["card of 24 GiB"])[2]
     assert 8192 <= small < 40_960

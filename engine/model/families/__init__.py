@@ -19,16 +19,20 @@ from raydix.engine.model.families.gemma3 import GEMMA3
 from raydix.engine.model.families.glm import GLM
 from raydix.engine.model.families.glm4 import GLM4
 from raydix.engine.model.families.granite import GRANITE
+from raydix.engine.model.families.granitemoe import GRANITE_MOE
 from raydix.engine.model.families.helium import HELIUM
 from raydix.engine.model.families.llama import LLAMA
 from raydix.engine.model.families.ministral import MINISTRAL
 from raydix.engine.model.families.ministral3 import MINISTRAL3
 from raydix.engine.model.families.mistral import MISTRAL
+from raydix.engine.model.families.mixtral import MIXTRAL
 from raydix.engine.model.families.olmo2 import OLMO2
 from raydix.engine.model.families.olmo3 import OLMO3
+from raydix.engine.model.families.olmoe import OLMOE
 from raydix.engine.model.families.phi3 import PHI3
 from raydix.engine.model.families.qwen2 import QWEN2
 from raydix.engine.model.families.qwen3 import QWEN3
+from raydix.engine.model.families.qwen3_moe import QWEN3_MOE
 from raydix.engine.model.families.seed_oss import SEED_OSS
 from raydix.engine.model.families.smollm3 import SMOLLM3
 
@@ -37,6 +41,7 @@ _ALL = (
     *(QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
+    *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE),
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 """Supported families by model type."""

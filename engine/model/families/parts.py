@@ -1,10 +1,10 @@
 """Parts of a description that families share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from raydix.engine.core.errors import StartupError
-from raydix.engine.model.config import Activation, JsonObject, ModelConfig, RopeConfig, unsupported
+from raydix.engine.model.config import Activation, ExpertsConfig, JsonObject, ModelConfig, RopeConfig, unsupported
 from raydix.engine.model.families.family import Settings
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -48,6 +48,23 @@ def decoder(settings: Settings) -> ModelConfig:
         tie_word_embeddings=bool(settings["tie_word_embeddings"]),
         attention_bias=has_bias,
         attention_output_bias=has_bias,
+    )
+
+
+def experts_of(settings: Settings, layers: Iterable[int] | None = None) -> ExpertsConfig:
+    """Describe the experts of the named layers, None: of all, in the words of Qwen 3's configuration."""
+    # Some versions of transformers write the one name for the other.
+    stated = settings.stated.get("num_experts") or settings.stated.get("num_local_experts")
+    num_experts, per_token = int(stated or settings["num_experts"]), int(settings["num_experts_per_tok"])
+    if not 0 < per_token <= num_experts:
+        raise ValueError(f"a token cannot have {per_token} experts of {num_experts}")
+    every = range(int(settings["num_hidden_layers"]))
+    return ExpertsConfig(
+        num_experts=num_experts,
+        per_token=per_token,
+        intermediate_size=int(settings.get("moe_intermediate_size") or settings["intermediate_size"]),
+        normalised=bool(settings["norm_topk_prob"]),
+        layers=tuple(every if layers is None else layers),
     )
 
 
