@@ -27,6 +27,7 @@ from raydix.engine.core.ingress.room import Room
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
 from raydix.engine.core.tenants import Tenant, Tenants
 from raydix.engine.serving.accounting import BATCH, Accounting, internal_error
+from raydix.engine.serving.compaction import Compaction
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation
@@ -91,6 +92,9 @@ class Frontend:
         self._output = parts.output
         self._rendering = parts.rendering
         self._answer_room = parts.answer_room
+        self._compaction = Compaction(
+            parts.preparation, parts.output, parts.accounting, parts.reader, parts.dispatcher.prepare
+        )
         self._renderers = parts.renderers
         self.responses = parts.responses
 
@@ -141,7 +145,7 @@ class Frontend:
         last_event_id: str | None = None,
     ) -> Job:
         """The job of a request in an HTTP body; arguments and errors as `Preparation.of_body`."""
-        return await self._preparation.of_body(
+        job = await self._preparation.of_body(
             route,
             body,
             tenant,
@@ -150,6 +154,22 @@ class Frontend:
             name=name,
             last_event_id=last_event_id,
         )
+        if job.unread is None:
+            return job
+        return await self._compaction.begun_anew(job, session=session, objectives=objectives, name=name)
+
+    async def compacted(
+        self, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+    ) -> Job:
+        """The finished job of a summary in an HTTP body of `/v1/responses/compact`; errors as `prepare` and
+        `collect`."""
+        job = await self._preparation.of_body("compact", body, tenant, session=session, name=name)
+        await self._compaction.summarise(job)
+        return job
+
+    def compact_body(self, job: Job) -> bytes:
+        """The HTTP response of a finished job of a summary."""
+        return self._compaction.body(job)
 
     async def prepare_conversations(
         self,

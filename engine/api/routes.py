@@ -7,7 +7,7 @@ from pydantic import Field, RootModel
 
 from raydix.engine.api.anthropic.requests import parse_count, parse_messages
 from raydix.engine.api.embeddings import EmbeddingsRequest, parse_embeddings
-from raydix.engine.api.openai_responses.requests import parse_input_tokens, parse_responses
+from raydix.engine.api.openai_responses.requests import parse_compact, parse_input_tokens, parse_responses
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from raydix.engine.api.scoring import parse_generative_scoring, parse_score
 from raydix.engine.api.spec import GenerationSpec
@@ -21,6 +21,7 @@ Route: TypeAlias = Literal[
     "count_tokens",
     "responses",
     "input_tokens",
+    "compact",
     "embeddings",
     "generative_scoring",
     "score",
@@ -62,6 +63,7 @@ _PARSERS: Mapping[Route, Callable[[bytes, BodyRules], GenerationSpec]] = {
     "count_tokens": parse_count,
     "responses": parse_responses,
     "input_tokens": parse_input_tokens,
+    "compact": parse_compact,
     "embeddings": parse_embeddings,
     "generative_scoring": parse_generative_scoring,
     "score": parse_score,

@@ -81,6 +81,14 @@ class Turn:
     """The response has prompt and answer as texts and token ids."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Namespace and name of the functions that stand in namespaces, by the name that the model knows."""
+    num_instructions: int = 0
+    """Messages at the beginning that are the request's instructions."""
+    compact_threshold: int | None = None
+    """Tokens of the prompt above which a summary takes the conversation's place; None: never."""
+    compaction: tuple[str, str] | None = None
+    """Id and content of the item of a summary that was made for this request."""
+    is_whole: bool = False
+    """The messages have those of the response to go on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +328,10 @@ class GenerationSpec:
 
     @property
     def is_unresolved(self) -> bool:
-        """True while the messages lack those of the response to go on from, whose answers would be `continued`."""
-        return self.turn is not None and self.turn.previous is not None and not self.continued
+        """True while the messages may lack those of the response to go on from, whose answers would be `continued`. A
+        conversation that may be compacted is not read before either: a summary is asked for in other words."""
+        turn = self.turn
+        return turn is not None and not turn.is_whole and (turn.previous is not None or bool(turn.compact_threshold))
 
 
 def sampling_params(

@@ -152,6 +152,8 @@ class Job:
     arrived_at: float
     marked_tokens: tuple[int, ...] = ()
     """Tokens of the prompt before each of the request's marks."""
+    unread: GenerationSpec | None = None
+    """The request before it was read, where its conversation may be compacted."""
     edits: ContextEdits | None = None
     """What was left out of the client's chat, where the request asks for edits."""
     event_ids: EventIds | None = None

@@ -251,9 +251,17 @@ class Preparation:
         stream."""
         return await self._prepare((route, body), len(body), tenant, name=name, is_line=True)
 
-    async def of_spec(self, spec: GenerationSpec, tenant: Tenant) -> Job:
-        """The job of the Python handle's request; errors as `of_body`."""
-        return await self._prepare(spec, size_of(spec), tenant, name=None)
+    async def of_spec(
+        self,
+        spec: GenerationSpec,
+        tenant: Tenant,
+        *,
+        session: str | None = None,
+        objectives: Objectives = NO_OBJECTIVES,
+        name: str | None = None,
+    ) -> Job:
+        """The job of a request in normal form; arguments and errors as `of_body`."""
+        return await self._prepare(spec, size_of(spec), tenant, session=session, objectives=objectives, name=name)
 
     async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
         """Number of tokens of the prompt in an HTTP body, and the edits that it asks for; errors as `of_body`."""
@@ -298,6 +306,7 @@ class Preparation:
                 arrived_at=arrived_at,
                 marked_tokens=reading.marked_tokens,
                 edits=reading.edits,
+                unread=reading.unread,
             )
             if start is not None:
                 start.give_ids(job, origin)
@@ -317,8 +326,16 @@ class Preparation:
         with room.reserve(1, tenant):
             reading = await self._reader.read(request, size, tenant.name)
             if reading.spec.is_unresolved:
-                whole = await self._responses.going_on(reading.spec, tenant)
+                whole = reading.spec
+                assert whole.turn is not None
+                if whole.turn.previous is not None:
+                    whole = await self._responses.going_on(whole, tenant)
+                turn = whole.turn
+                assert turn is not None
+                whole = replace(whole, turn=replace(turn, is_whole=True))
                 reading = await self._reader.read(whole, size_of(whole), tenant.name)
+                if turn.compact_threshold:
+                    reading = replace(reading, unread=whole)
         return reading
 
     def _named(self, spec: GenerationSpec, name: str | None, start: StreamStart | None) -> tuple[str, Origin]:

@@ -50,6 +50,8 @@ class Reading:
     chat: EncodedText | None = None
     marked_tokens: tuple[int, ...] = ()
     """Tokens of the prompt before each of the request's marks."""
+    unread: GenerationSpec | None = None
+    """The request before it was read, where its conversation may be compacted."""
     edits: ContextEdits | None = None
     """What was left out of the client's chat, where the request asks for edits."""
     prediction: Sequence[int] = ()

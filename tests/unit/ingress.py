@@ -225,6 +225,8 @@ class FakeDispatcher(Dispatcher):
     """An unforeseen error of every generation."""
     begun: list[Generation] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    prepared: list[Sequence[int]] = field(default_factory=list)
+    """Prompts to be computed at idle priority."""
     is_started: bool = False
 
     def start(self) -> None:
@@ -234,7 +236,7 @@ class FakeDispatcher(Dispatcher):
         return self.is_ready
 
     def prepare(self, generation: Generation, token_ids: Sequence[int]) -> None:
-        pass
+        self.prepared.append(token_ids)
 
     def stopped(self, generation: Generation) -> None:
         generation.is_stopped = True

@@ -111,6 +111,21 @@ async def input_tokens(request: Request) -> Response:
     return json_response(responses_count_body(num_tokens))
 
 
+@router.post("/v1/responses/compact")
+async def compact(request: Request) -> Response:
+    """Summarise a conversation: the user's messages and an item `compaction`, with which later requests go on."""
+    here = replica(request)
+    body = await here.body_of(request)
+    work = here.frontend.compacted(
+        body,
+        request.state.tenant,
+        session=label_header(request, "x-session-id"),
+        name=request.headers.get("x-request-id"),
+    )
+    job = await while_connected(request, work)
+    return json_response(here.frontend.compact_body(job), headers=ignored_header(job.spec.ignored))
+
+
 @router.get("/v1/responses/{response_id}")
 async def response(request: Request, response_id: str) -> Response:
     """A stored response. `?cache_salt=<salt>` is that of its request."""

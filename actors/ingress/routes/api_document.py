@@ -12,8 +12,9 @@ from raydix.engine.api.batch_models import Batch, BatchList, FileDeleted, FileLi
 from raydix.engine.api.batches import BatchRequest
 from raydix.engine.api.conversations import ConversationsRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest
-from raydix.engine.api.openai_responses.requests import ResponsesRequest
+from raydix.engine.api.openai_responses.requests import CompactRequest, ResponsesRequest
 from raydix.engine.api.openai_responses.response_models import (
+    CompactedResponse,
     InputTokens,
     ResponseDeleted,
     ResponseEvent,
@@ -165,6 +166,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("post", "/v1/responses/input_tokens"): Operation(
         InputTokens, body=ResponsesRequest, errors=(*BODY, ResponseNotFoundError)
+    ),
+    ("post", "/v1/responses/compact"): Operation(
+        CompactedResponse, body=CompactRequest, parameters=NAMES, errors=(*GENERATION, ResponseNotFoundError)
     ),
     ("get", "/v1/responses/{response_id}"): Operation(ResponseObject, parameters=(SALT,), errors=_STORED_ERRORS),
     ("delete", "/v1/responses/{response_id}"): Operation(ResponseDeleted, parameters=(SALT,), errors=_STORED_ERRORS),

@@ -16,7 +16,8 @@ import orjson
 
 from raydix.engine.api.answers import AnswerContext
 from raydix.engine.api.assembler import Piece
-from raydix.engine.api.responses import Choice, Json, Usage
+from raydix.engine.api.openai_responses.compaction import item as compaction_item
+from raydix.engine.api.responses import ID_PREFIXES, Choice, Json, ResponseHead, Usage
 from raydix.engine.api.slices import array_of, document, ids_of
 from raydix.engine.api.wire import OPENAI, WireFormat
 from raydix.engine.core.errors import RaydixError
@@ -52,7 +53,9 @@ class ResponseWriter:
         self._turn = context.spec.turn
         self._unique = context.head.id.removeprefix("resp_")
         self._num_events = 0
-        self._index = 0
+        self._first = 0 if self._turn.compaction is None else 1
+        """Index of the answer's first item, behind that of a summary."""
+        self._index = self._first
         """Of the item that is open in the stream, or else of the next one."""
         self._open: Part | None = None
         """Text so far of the open message, or the open reasoning or call."""
@@ -65,10 +68,10 @@ class ResponseWriter:
         is_cut = choice.finish_reason is FinishReason.LENGTH
         parts = _parts(choice)
         logprobs = [] if choice.logprobs is None else choice.logprobs["content"]
-        items = []
+        items = [*self._summary()]
         for index, part in enumerate(parts):
             status = "incomplete" if is_cut and index == len(parts) - 1 else "completed"
-            items.append(self._item(index, part, status, [] if index else logprobs))
+            items.append(self._item(self._first + index, part, status, [] if index else logprobs))
 
         return self._response(
             "incomplete" if is_cut else "completed",
@@ -78,6 +81,11 @@ class ResponseWriter:
             usage=_usage(usage),
             **self._messages(choice),
         )
+
+    def _summary(self) -> Iterator[Json]:
+        """The item of a summary that was made for this request, if there is one."""
+        if self._turn.compaction is not None:
+            yield compaction_item(*self._turn.compaction)
 
     def _messages(self, choice: Choice) -> Json:
         """Prompt and answer as vLLM shows them: texts, with special tokens by their names, and token ids."""
@@ -96,7 +104,11 @@ class ResponseWriter:
     def first(self, usage: Usage) -> bytes:
         response = self._response("in_progress", [], store=self._turn.is_stored)
         opening = self._event("response.created", {"response": response})
-        return opening + self._event("response.in_progress", {"response": response})
+        opening += self._event("response.in_progress", {"response": response})
+        for item in self._summary():
+            for kind in ("added", "done"):
+                opening += self._event(f"response.output_item.{kind}", {"output_index": 0, "item": item})
+        return opening
 
     def piece(self, piece: Piece) -> bytes:
         if self._context.message is not None:
@@ -109,7 +121,7 @@ class ResponseWriter:
         return self._text(piece.text, logprobs) if piece.text or logprobs else b""
 
     def end(self, choice: Choice, usage: Usage) -> Iterator[bytes]:
-        if not self._index and self._open is None:
+        if self._index == self._first and self._open is None:
             yield self._opened("")
         is_cut = choice.finish_reason is FinishReason.LENGTH
         yield from self._closing("incomplete" if is_cut else "completed")
@@ -278,6 +290,30 @@ def _content_part(part: str | Reasoning, logprobs: object) -> Json:
 def count_body(num_tokens: int) -> bytes:
     """Body of `/v1/responses/input_tokens`."""
     return orjson.dumps({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+def compact_body(head: ResponseHead, user_texts: Sequence[str], compaction: Json, usage: Usage) -> bytes:
+    """Body of `/v1/responses/compact`: the user's messages, for clients that show them, and the summary."""
+    unique = head.id.removeprefix(ID_PREFIXES["responses"])
+    said = [
+        {
+            "id": f"msg_{unique}_{number}",
+            "type": "message",
+            "role": "user",
+            "status": "completed",
+            "content": [{"type": "input_text", "text": text}],
+        }
+        for number, text in enumerate(user_texts)
+    ]
+    return orjson.dumps(
+        {
+            "id": head.id,
+            "object": "response.compaction",
+            "created_at": head.created,
+            "output": [*said, compaction],
+            "usage": _usage(usage),
+        }
+    )
 
 
 def _usage(usage: Usage) -> Json:

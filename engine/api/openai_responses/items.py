@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from raydix.engine.api.openai_responses.compaction import text_of
 from raydix.engine.api.openai_responses.tools import flat_name
 from raydix.engine.api.prompts import MAX_MESSAGES, MAX_PARTS, Message
 from raydix.engine.api.responses import Json
@@ -19,6 +20,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "function_call_output": ("call_id", "output"),
     "custom_tool_call": ("call_id", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
+    "compaction": ("encrypted_content",),
 }
 """Required fields by the type of an item."""
 RESULTS = ("function_call_output", "custom_tool_call_output")
@@ -44,6 +46,8 @@ def as_items(value: object) -> object:
         for name in FIELDS[kind]:
             if item.get(name) is None:
                 raise problem(f"has no '{name}' in item {number}")
+        if kind == "compaction" and text_of(str(item["encrypted_content"])) is None:
+            raise problem(f"has a compaction in item {number} that this server has not made")
 
     return value
 
@@ -91,6 +95,7 @@ class Item(LenientModel):
         "function_call_output",
         "custom_tool_call",
         "custom_tool_call_output",
+        "compaction",
     ] = Field(default="message", description="Kind of item.")
     role: Literal["user", "assistant", "system", "developer"] | None = Field(
         default=None, description="Of a message: who speaks."
@@ -104,11 +109,16 @@ class Item(LenientModel):
     namespace: str = Field(default="", description="Of a call: the namespace of the function.")
     arguments: str = Field(default="", description="Of a call: its arguments, as JSON in a text.")
     input: str = Field(default="", description="Of a custom tool's call: its input.")
+    encrypted_content: str | None = Field(
+        default=None, description="Of a compaction: its content; the items before it but the system's are left out."
+    )
     output: Content = Field(default="", description="Of a result: a text, or a list of text parts.")
 
     def listed(self) -> Json:
         """The item as `/v1/responses/{id}/input_items` lists it, without an id."""
         item: Json = {"type": self.type, "status": "completed"}
+        if self.type == "compaction":
+            return {"type": self.type, "encrypted_content": self.encrypted_content}
         if self.type == "function_call":
             namespace = {"namespace": self.namespace} if self.namespace else {}
             return item | {"call_id": self.call_id, "name": self.name, **namespace, "arguments": self.arguments}
@@ -129,11 +139,23 @@ class Item(LenientModel):
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
     """The messages for the chat template: calls belong to the assistant's message before them, reasoning to the one
-    behind."""
+    behind. A compaction is a message of the user, and before the last one only the system's messages count."""
+    last = max((index for index, item in enumerate(items) if item.type == "compaction"), default=None)
+    if last is not None:
+        items = [*(item for item in items[:last] if item.role in ("system", "developer")), *items[last:]]
     messages: list[dict[str, Any]] = []
     is_thought = False
     """True behind reasoning, with which the assistant's message has begun."""
+    is_anew = False
+    """True behind a compaction, with whose message the next one of the user is joined."""
     for item in items:
+        was_anew, is_anew = is_anew, item.type == "compaction"
+        if item.type == "compaction":
+            messages.append({"role": "user", "content": text_of(item.encrypted_content or "")})
+            continue
+        if was_anew and item.type == "message" and item.role == "user":
+            messages[-1]["content"] += f"\n\n{item.content}"
+            continue
         begins, is_thought = not is_thought, False
         if item.type == "reasoning":
             if item.content:

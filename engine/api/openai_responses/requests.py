@@ -25,6 +25,7 @@ from raydix.engine.api.known import (
     Verbosity,
 )
 from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.openai_responses.compaction import SUMMARY_TOKENS, CompactionRule, asking
 from raydix.engine.api.openai_responses.items import Item, as_items, messages_of
 from raydix.engine.api.openai_responses.tools import Tool, ToolChoice, namespaces_of, server_tools, tool_use
 from raydix.engine.api.prompts import Label, Message
@@ -48,6 +49,7 @@ from raydix.engine.core.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
+COMPACTION = "compaction"
 
 ResponseId = Annotated[Label, StringConstraints(pattern=f"^{ID_PREFIXES['responses']}")]
 Metadata = dict[
@@ -153,6 +155,11 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
         default=None, description="Name of the request in logs; it goes before the header `x-request-id`."
     )
 
+    context_management: Annotated[list[CompactionRule], Field(max_length=16)] | None = Field(
+        default=None,
+        description="`compaction`: where the prompt has more than `compact_threshold` tokens, a summary takes the "
+        "conversation's place, and stands as an item before the answer.",
+    )
     enable_response_messages: bool | None = Field(
         default=None,
         description="The response has the text and the token ids of prompt and answer: `input_messages` and "
@@ -163,7 +170,6 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
     background: UnlessFalse = None
     background_options: UnlessEmpty = None
     client_metadata: Ignored = None
-    context_management: UnlessEmpty = None
     conversation: Unsupported = None
     image: UnlessEmpty = None
     max_tool_calls: Ignored = None
@@ -223,6 +229,8 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             repeated=self._repeated(),
             shows_messages=bool(self.enable_response_messages),
             namespaces=namespaces_of(self.tools or ()),
+            num_instructions=len(instructions),
+            compact_threshold=self._threshold(),
         )
         return replace(
             spec,
@@ -239,6 +247,14 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             if part != LOGPROBS:
                 yield f"include.{part[:100]}"
         yield from server_tools(self.tools or ())
+        for rule in self.context_management or ():
+            if rule.type != COMPACTION:
+                yield f"context_management.{rule.type}"
+
+    def _threshold(self) -> int | None:
+        """Tokens above which the conversation is compacted; None: it never is."""
+        given = [rule.compact_threshold for rule in self.context_management or () if rule.type == COMPACTION]
+        return min((each for each in given if each is not None), default=None)
 
     def constraint(self) -> Constraint | None:
         """Return the grammar that the answer must follow; errors as `FormatFields.constraint`."""
@@ -291,9 +307,37 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
         }
 
 
+class CompactRequest(ResponsesRequest):
+    """Body of `/v1/responses/compact`. Send `instructions` and `tools` of the conversation along: its prompt begins
+    with them, and what it begins with is found in the cache."""
+
+    input: Annotated[
+        list[Item],
+        FailFast(),
+        BeforeValidator(
+            lambda value: [] if value is None else as_items(value), json_schema_input_type=str | list[Item]
+        ),
+    ] = Field(default=[], description="The conversation, or its part behind `previous_response_id`.")
+
+    def spec(self) -> GenerationSpec:
+        """The request for the summary in normal form."""
+        if not self.input and self.previous_response_id is None:
+            raise RequestError("Missing required parameter: 'input' or 'previous_response_id'.", param="input")
+        spec = asking(super().spec())
+        return replace(spec, max_tokens=min(self.max_output_tokens or SUMMARY_TOKENS, SUMMARY_TOKENS))
+
+
+def parse_compact(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
+    """A body of `/v1/responses/compact` in normal form: a request for the summary. Raises RequestError naming the field
+    at fault."""
+    return parse_body(CompactRequest, body, takes_unknown=True).spec()
+
+
 def parse_input_tokens(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
     """A body of `/v1/responses/input_tokens` in normal form. Raises RequestError naming the field at fault."""
-    return replace(parse_responses(body, rules), max_tokens=0)
+    spec = parse_responses(body, rules)
+    assert spec.turn is not None
+    return replace(spec, max_tokens=0, turn=replace(spec.turn, compact_threshold=None))
 
 
 def parse_responses(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:

@@ -104,6 +104,18 @@ class InputTokens(Shape):
     input_tokens: int = Field(description="Tokens of the prompt.")
 
 
+class CompactedResponse(Shape):
+    """A conversation that a summary takes the place of."""
+
+    id: str = Field(description="Names the request of the summary for `/v1/requests/{id}/explain`.")
+    object: Literal["response.compaction"] = Field(description="Kind of the object.")
+    created_at: int = Field(description="Seconds since 1970.")
+    output: list[dict[str, Any]] = Field(
+        description="The user's messages, and an item `compaction`, with which later requests go on."
+    )
+    usage: ResponseUsage = Field(description="Tokens of the summary's request.")
+
+
 class ResponseDeleted(Shape):
     """A response that was deleted."""
 

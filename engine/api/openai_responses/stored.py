@@ -68,7 +68,8 @@ def going_on(spec: GenerationSpec, earlier: Sequence[StoredResponse]) -> Generat
         messages += each.messages
         continued.append(ContinuedAnswer(len(messages), None, token_ids=each.token_ids))
         messages.append({"role": "assistant", "content": each.text})
-    return replace(spec, messages=(*messages, *spec.messages[first:]), continued=tuple(continued))
+    turn = replace(spec.turn, is_whole=True)
+    return replace(spec, messages=(*messages, *spec.messages[first:]), continued=tuple(continued), turn=turn)
 
 
 def deleted_body(response_id: str) -> bytes:

@@ -1,0 +1,115 @@
+"""Runs compactions: a conversation is summarised, and begins anew with its summary."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from raydix.engine.api.openai_responses.answers import compact_body
+from raydix.engine.api.openai_responses.compaction import (
+    asked_about,
+    asking,
+    begun_anew,
+    compacted,
+    content_of,
+    item,
+    user_texts,
+)
+from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.background import Background
+from raydix.engine.core.errors import RequestError, ServiceError
+from raydix.engine.core.ingress.generation import Generation
+from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
+from raydix.engine.serving.accounting import Accounting
+from raydix.engine.serving.job import Job
+from raydix.engine.serving.output import OutputProcessor
+from raydix.engine.serving.preparation import Preparation
+from raydix.engine.serving.reader_pool import RequestReader, size_of
+
+
+class Compaction:
+    """Summarises conversations. `prepare` has a worker compute ids at idle priority (`Dispatcher.prepare`)."""
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        output: OutputProcessor,
+        accounting: Accounting,
+        reader: RequestReader,
+        prepare: Callable[[Generation, Sequence[int]], None],
+    ) -> None:
+        self._preparation = preparation
+        self._output = output
+        self._accounting = accounting
+        self._reader = reader
+        self._prepare = prepare
+        self._background = Background()
+
+    async def begun_anew(
+        self, job: Job, *, session: str | None = None, objectives: Objectives = NO_OBJECTIVES, name: str | None = None
+    ) -> Job:
+        """The job of a request whose conversation may be compacted: the same, or a new one behind a summary. The caller
+        closes it.
+
+        Raises:
+            RequestError: there is no room for a summary.
+            ServiceError: the summary failed.
+        """
+        unread = job.unread
+        assert unread is not None and unread.turn is not None and unread.turn.compact_threshold
+        [answer] = job.answers
+        # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.
+        if job.event_ids is not None or len(answer.generation.prompt) <= unread.turn.compact_threshold:
+            return job
+
+        job.close()  # The summary takes the place in the room meanwhile.
+        about = await self._preparation.of_spec(
+            asking(unread, leaves_question=True), job.tenant, session=session, objectives=objectives
+        )
+        await self._run(about)
+        text = begun_anew(unread.messages, _text(about))
+        spec = compacted(unread, text, f"cmp_{about.head.id.removeprefix('resp_')}")
+        return await self._preparation.of_spec(spec, job.tenant, session=session, objectives=objectives, name=name)
+
+    async def summarise(self, job: Job) -> None:
+        """Run the job of a summary to its end, and have the KV of the shortened conversation computed at idle
+        priority."""
+        await self._run(job)
+        self._background.start(self._prepare_beginning(job))
+
+    def body(self, job: Job) -> bytes:
+        """The response of `/v1/responses/compact` of a finished job of a summary."""
+        messages = asked_about(job.spec.messages)
+        text = begun_anew(messages, _text(job))
+        compaction = item(f"cmp_{job.head.id.removeprefix('resp_')}", content_of(text))
+        return compact_body(job.head, user_texts(messages), compaction, job.usage())
+
+    async def _run(self, job: Job) -> None:
+        with self._accounting.request(job):
+            try:
+                await self._output.collect(job)
+            finally:
+                job.close()
+
+    async def _prepare_beginning(self, job: Job) -> None:
+        """Have the blocks of the shortened conversation computed, which the next request begins with."""
+        spec, [answer] = job.spec, job.answers
+        text = begun_anew(asked_about(spec.messages), _text(job))
+        system = [message for message in spec.messages if message["role"] == "system"]
+        beginning = GenerationSpec(
+            kind="chat",
+            messages=(*system, {"role": "user", "content": text}),
+            tools=None if spec.tools is None else replace(spec.tools, may_call=False, required=(), strict=()),
+            template=spec.template,
+            max_tokens=0,
+        )
+        try:
+            reading = await self._reader.read(beginning, size_of(beginning), job.tenant.name)
+        except (ServiceError, RequestError):
+            return  # There is too much to read: the next request computes what it lacks.
+        if reading.chat is not None:
+            self._prepare(answer.generation, reading.chat.token_ids)
+
+
+def _text(job: Job) -> str:
+    """The text of the answer of a finished job, without reasoning."""
+    [answer] = job.answers
+    return answer.text if answer.message is None else answer.message.content

@@ -1,0 +1,163 @@
+"""Conversations that begin anew with a summary, at OpenAI's Responses API."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from raydix.engine.api.openai_responses.compaction import BEGIN, END, REQUEST, content_of, text_of
+from raydix.engine.api.openai_responses.requests import parse_compact, parse_responses
+from raydix.engine.core.errors import RequestError
+from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
+from tests.unit.served_app import app
+
+LONG = "a long word " * 100
+CHAT = [
+    {"role": "developer", "content": "be kind"},
+    {"role": "user", "content": "first"},
+    {"type": "function_call", "call_id": "c", "name": "clock", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": LONG},
+    {"role": "assistant", "content": "it is noon"},
+    {"role": "user", "content": "and now?"},
+]
+RULE = [{"type": "compaction", "compact_threshold": 1000}]
+SUMMARY = f"{BEGIN}{ANSWER}{END}"
+ANEW = f"first\n\n{SUMMARY}\n\nand now?"
+
+
+def post(path: str = "/v1/responses", **fields: Any) -> Callable[[], Awaitable[Reply]]:
+    return lambda: call(app, "POST", path, body_of("responses", **fields))
+
+
+def replica() -> Replica:
+    return Replica(max_model_len=40_000)
+
+
+def prompts_of(made: Replica) -> list[str]:
+    """The prompts that workers have got."""
+    return ["".join(map(chr, generation.prompt)) for generation in made.dispatcher.begun]
+
+
+def test_a_long_conversation_begins_anew_before_the_answer(served: Served) -> None:
+    made = replica()
+    reply = served(made, post(input=CHAT, instructions="brief", context_management=RULE))
+    assert reply.status == 200, reply.body
+    compaction, message = reply.json["output"]
+    assert compaction["type"] == "compaction" and text_of(compaction["encrypted_content"]) == ANEW
+    assert message["content"][0]["text"] == ANSWER
+    about, answered = prompts_of(made)
+    # The summary's prompt is the session's own with one more message, and the question is not part of it.
+    assert about.startswith(f"briefbe kindfirst{LONG}") and about.endswith(f"it is noon{REQUEST}")
+    assert answered == f"briefbe kind{ANEW}"
+
+
+def test_the_next_request_begins_with_the_same_prompt_whether_or_not_it_sends_all(served: Served) -> None:
+    made = replica()
+    output = served(made, post(input=CHAT, context_management=RULE)).json["output"]
+    more = {"role": "user", "content": "thanks"}
+    for sent in ([*CHAT, *output, more], [CHAT[0], *output, more]):
+        served(made, post(input=sent, context_management=RULE))
+        assert prompts_of(made)[-1] == f"be kind{ANEW}{ANSWER}thanks"
+    assert len(prompts_of(made)) == 4, "neither needs a summary of its own"
+
+
+def test_a_conversation_goes_on_by_the_id_of_its_compacted_response(served: Served) -> None:
+    made = replica()
+    first = served(made, post(input=CHAT[:4])).json
+    second = served(made, post(input="and now?", previous_response_id=first["id"], context_management=RULE)).json
+    assert [item["type"] for item in second["output"]] == ["compaction", "message"]
+    assert second["previous_response_id"] == first["id"]
+    served(made, post(input="thanks", previous_response_id=second["id"]))
+    assert prompts_of(made)[-1] == f"be kind{ANEW}{ANSWER}thanks"
+
+
+def test_a_stream_has_the_summary_before_the_answer(served: Served) -> None:
+    reply = served(replica(), post(input=CHAT, context_management=RULE, stream=True))
+    events = [json.loads(event.split("\ndata: ")[1]) for event in reply.body.decode().strip().split("\n\n")]
+    items = [(event["output_index"], event["item"]["type"]) for event in events if event["type"].endswith("item.done")]
+    assert items == [(0, "compaction"), (1, "message")]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert {event["output_index"] for event in deltas} == {1}
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["compaction", "message"]
+
+
+@pytest.mark.parametrize("fields", [{"input": "short"}, {"input": CHAT, "context_management": []}], ids=str)
+def test_what_is_short_or_not_to_be_compacted_is_answered_alone(served: Served, fields: dict[str, Any]) -> None:
+    made = replica()
+    [item] = served(made, post(**{"context_management": RULE, **fields})).json["output"]
+    assert item["type"] == "message" and len(prompts_of(made)) == 1
+
+
+def test_a_conversation_is_compacted_by_its_route(served: Served) -> None:
+    made = replica()
+    reply = served(made, post("/v1/responses/compact", input=CHAT, instructions="brief"))
+    assert reply.status == 200, reply.body
+    compacted = reply.json
+    assert compacted["object"] == "response.compaction" and compacted["usage"]["output_tokens"] == len(ANSWER) + 1
+    *said, item = compacted["output"]
+    assert [each["content"][0]["text"] for each in said] == ["first", "and now?"]
+    assert text_of(item["encrypted_content"]) == ANEW
+    assert prompts_of(made) == [f"briefbe kindfirst{LONG}it is noonand now?\n\n{REQUEST}"]
+    served(made, post(input=[*compacted["output"], {"role": "user", "content": "thanks"}], instructions="brief"))
+    assert prompts_of(made)[-1] == f"brief{ANEW}\n\nthanks"
+    assert [ended.outcome for ended in made.ledger.ended] == ["stop", "stop"]
+
+
+def test_the_beginning_of_the_shortened_conversation_is_computed_at_idle_priority() -> None:
+    async def run() -> str:
+        made = replica()
+        body = body_of("responses", input=CHAT, instructions="brief")
+        job = await made.frontend.compacted(body, made.frontend.tenants.named(None))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return "".join(map(chr, made.dispatcher.prepared[-1])) if job else ""
+
+    assert asyncio.run(run()) == f"briefbe kind{ANEW}"
+
+
+def test_a_stored_conversation_is_compacted_by_its_id(served: Served) -> None:
+    made = replica()
+    first = served(made, post(input=CHAT[:2])).json
+    compacted = served(made, post("/v1/responses/compact", input=None, previous_response_id=first["id"])).json
+    assert text_of(compacted["output"][-1]["encrypted_content"]) == f"first\n\n{SUMMARY}"
+    assert prompts_of(made)[-1].endswith(f"{ANSWER}{REQUEST}")
+
+
+def test_a_summary_is_not_summarised_as_the_users_words() -> None:
+    item = {"type": "compaction", "encrypted_content": content_of(ANEW)}
+    spec = parse_compact(json.dumps({"input": [item, {"role": "user", "content": "thanks"}]}).encode())
+    assert [message["role"] for message in spec.messages] == ["user"]
+    assert str(spec.messages[0]["content"]).startswith(f"{ANEW}\n\nthanks")
+
+
+def test_a_summary_has_the_tools_in_its_prompt_and_calls_none() -> None:
+    tool = {"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": False}
+    spec = parse_compact(json.dumps({"input": CHAT, "tools": [tool], "tool_choice": "required"}).encode())
+    assert spec.tools is not None and spec.tools.definitions and not (spec.tools.may_call or spec.tools.required)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"input": [{"type": "compaction", "encrypted_content": "gAAAA"}]}, "item 0"),
+        ({"input": [{"type": "compaction", "encrypted_content": "raydix.1.!"}]}, "item 0"),
+        ({"input": [{"type": "compaction"}]}, "encrypted_content"),
+        ({"input": "x", "context_management": [{"type": "compaction", "compact_threshold": 999}]}, "compact_threshold"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_gone_on_from_is_refused_by_name(body: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        parse_responses(json.dumps(body).encode())
+
+
+def test_a_compaction_of_nothing_is_refused() -> None:
+    with pytest.raises(RequestError, match="'input' or 'previous_response_id'"):
+        parse_compact(b"{}")
+
+
+def test_a_conversation_that_leaves_no_room_for_a_summary_is_refused_by_name(served: Served) -> None:
+    reply = served(Replica(max_model_len=1100), post("/v1/responses/compact", input=CHAT))
+    assert reply.status == 400 and reply.json["error"]["code"] == "context_length_exceeded"
