@@ -21,7 +21,6 @@ QWEN3_MOE = Family(
     model_type="qwen3moe",
     architecture="Qwen3MoeForCausalLM",
     also=("qwen3vlmoe", "Qwen3VLMoeForConditionalGeneration"),
-    gguf_name="qwen3moe",
     defaults={
         **qwen2.DEFAULTS,
         "num_key_value_heads": 4,
