@@ -110,3 +110,5 @@ class WorkerState:
     """Steps that `costs` were fitted to so far."""
     token_budget: int
     """Tokens of a step now."""
+    num_blocks: int | None = None
+    """All blocks of the pool."""

@@ -94,6 +94,7 @@ class WorkerWatch:
             state.num_empty_blocks,
             num_steps=state.num_steps,
             token_budget=state.token_budget,
+            num_blocks=state.num_blocks,
         )
         return self._directory.fleet.current(worker_id, epoch) is not None
 

@@ -63,6 +63,7 @@ class Measurements:
             pool.num_available - pool.num_cached,
             self._costs.num_steps,
             engine.scheduler.limits.token_budget,
+            pool.num_blocks,
         )
 
     def families(self) -> tuple[Family, ...]:

@@ -57,6 +57,7 @@ class TenantUse(Shape):
     requests: int = Field(description="Requests that were placed.")
     prompt_tokens: int = Field(description="Tokens of their prompts.")
     hit_tokens: int = Field(description="Tokens found in a cache.")
+    saved_s: float = Field(description="Predicted time that computing these tokens would have taken, in seconds.")
     hit_rate: float | None = Field(description="Over the last requests.")
 
 
@@ -77,6 +78,14 @@ class CachedWorker(Shape):
     node: str = Field(description="Ray's id of its node.")
     cached_blocks: int = Field(description="Blocks with a name.")
     available_blocks: int | None = Field(description="Blocks that no request holds; null before its first report.")
+    empty_blocks: int | None = Field(description="Of these, blocks without contents.")
+    blocks: int | None = Field(description="All blocks of the pool; null before its first report.")
+    requests: int = Field(description="Requests that it has.")
+    decoding: int = Field(description="Of these, requests whose tokens it computes now or will.")
+    queued: int = Field(description="Prompts that it computes now or will.")
+    queued_s: float = Field(description="Predicted time of these prompts, in seconds.")
+    token_budget: int = Field(description="Tokens of a step.")
+    leaving: bool = Field(description="True once it is about to stop.")
     costs: dict[str, float] = Field(description="Seconds per unit, as measured.")
 
 
@@ -128,6 +137,59 @@ class CacheReport(Shape):
     evicted_blocks: dict[str, int] | None = Field(default=None, description="Evictions by reason.")
 
 
+class ShownRequest(Shape):
+    """A request under way or ended. Times end in `_s` and are seconds since its arrival."""
+
+    number: int = Field(description="Its number at this replica; names the row.")
+    id: str = Field(description="As in its answer, for `/v1/requests/{id}/explain`.")
+    request: str = Field(description="Its name in logs.")
+    tenant: str = Field(description="Its tenant.")
+    kind: str = Field(description="chat, completion, messages, responses, embedding or scoring.")
+    stream: bool = Field(description="True if the answer is streamed.")
+    state: Literal["waiting", "prefilling", "decoding", "ended"] = Field(description="Part of its life.")
+    outcome: str | None = Field(description="How it ended: stop, length, tool_calls, aborted or failed.")
+    choices: int = Field(description="Answers that it asks for.")
+    attempts: int = Field(description="1, and one more for each failover.")
+    priority: int = Field(description="0, or more for what comes later.")
+    prefill_workers: list[str] = Field(description="Workers of its prompts.")
+    decode_workers: list[str] = Field(description="Workers of its answers.")
+    prompt_tokens: int = Field(description="Tokens of its prompts.")
+    cached_tokens: int = Field(description="Of these, tokens found in a cache; 0 before the first token.")
+    imported_tokens: int = Field(description="Of these, tokens that another place sent.")
+    generated_tokens: int = Field(description="Tokens of its answers so far.")
+    max_tokens: int = Field(description="The most of one answer.")
+    accepted_tokens: int = Field(description="Tokens of its answers that were in a draft.")
+    preemptions: int = Field(description="How often it had to make room.")
+    arrived_at: float = Field(description="Time of its arrival, in seconds since 1970.")
+    ended_at: float | None = Field(description="Time of its end, in seconds since 1970.")
+    placed_s: float | None = Field(description="Workers were chosen: those of the last attempt.")
+    first_token_s: float | None = Field(description="The first token came.")
+    ended_s: float | None = Field(description="It ended.")
+
+
+class RequestCounts(Shape):
+    """Requests under way."""
+
+    waiting: int = Field(description="No worker has them yet.")
+    prefilling: int = Field(description="No token has come.")
+    decoding: int = Field(description="Tokens come.")
+
+
+class RequestList(Shape):
+    """Requests of one replica: one's own, for administrators all."""
+
+    object: Literal["requests"] = Field(description="Kind of the object.")
+    counts: RequestCounts = Field(description="All requests under way.")
+    requests: list[ShownRequest] = Field(description="Those under way, oldest first, then the latest ended ones.")
+
+
+class RequestsEvent(Shape):
+    """Data of an event `requests`."""
+
+    counts: RequestCounts = Field(description="All requests under way.")
+    requests: list[ShownRequest] = Field(description="New and changed ones.")
+
+
 class BlockRun(Shape):
     """Consecutive blocks of a prompt from one source."""
 
@@ -167,6 +229,8 @@ class Attempt(Shape):
     block_size: int = Field(description="Token positions of a block.")
     blocks: list[BlockRun] = Field(description="The prompt's blocks.")
     unhashed_tokens: int = Field(description="Tokens behind the last full block.")
+    left_cache_at: int | None = Field(description="Position of the first token whose block was computed.")
+    why: str | None = Field(description="Why that block was computed, in a sentence.")
     note: str | None = Field(description="Why there are no blocks.")
     prefill_worker: str | None = Field(description="Worker of the prompt: the answer's, or another one.")
     decode_worker: str = Field(description="Worker of the answer.")
@@ -175,6 +239,8 @@ class Attempt(Shape):
     )
     candidates: list[Candidate] = Field(description="Workers that were compared.")
     predicted_ttft_s: float = Field(description="Predicted time to the first token, in seconds.")
+    uncached_s: float = Field(description="Predicted time of computing the whole prompt without a cache, in seconds.")
+    saved_s: float = Field(description="The part of that which the hits are predicted to save, in seconds.")
     objective_ttft_s: float | None = Field(description="Objective for the time to the first token, in seconds.")
     late: Literal["wait", "give_way"] | None = Field(
         description="What was done because every worker was predicted to be later than that; null in time."

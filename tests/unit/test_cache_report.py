@@ -64,3 +64,28 @@ def test_an_administrator_sees_the_use_of_all_and_its_own_prefixes(directory: Di
     workers: Any = report["workers"]
     [worker] = workers
     assert WorkerCosts(**worker["costs"]) == WorkerCosts()
+
+
+def test_a_worker_is_shown_with_its_load_and_its_pool(directory: Directory) -> None:
+    report: Any = cache_report(directory, "root", is_admin=True)
+    assert [report["workers"][0][name] for name in ("blocks", "requests", "queued")] == [None, 0, 0]
+    request = AdmitRequest("r5", 0, (b"q1",), 6, cache=CacheHints("acme"))
+    directory.admit(request, 0.0)
+    directory.fleet.measured("w", 1, None, 7, 3, num_blocks=9)
+    report = cache_report(directory, "root", is_admin=True)
+    shown = {name: report["workers"][0][name] for name in ("blocks", "available_blocks", "empty_blocks")}
+    assert shown == {"blocks": 9, "available_blocks": 7, "empty_blocks": 3}
+    assert [report["workers"][0][name] for name in ("requests", "decoding", "queued", "leaving")] == [1, 1, 1, False]
+    assert report["workers"][0]["queued_s"] > 0
+
+
+def test_hits_save_the_time_of_computing_them(directory: Directory) -> None:
+    report: Any = cache_report(directory, "root", is_admin=True)
+    saved = {name: use["saved_s"] for name, use in report["tenants"].items()}
+    assert saved["zoo"] == saved["root"] == 0
+    decisions = [decision.as_json() for [decision] in directory.decisions.of("r2").values()]
+    assert [decision["saved_s"] for decision in decisions] == [saved["acme"]]
+
+    # Ten tokens, eight of them cached, in one step either way.
+    assert decisions[0]["uncached_s"] == WorkerCosts().prefill_s(10, 0, 10, 0)
+    assert saved["acme"] == round(WorkerCosts().prefill_s(10, 0, 10, 0) - WorkerCosts().prefill_s(2, 8, 10, 0), 6)

@@ -1,6 +1,6 @@
 """What is said of a decision afterwards; `test_directory` has how decisions are kept."""
 
-from raydix.engine.core.manager.explain import Decision, Decisions
+from raydix.engine.core.manager.explain import HITS, WHY, BlockSource, Decision, Decisions
 from raydix.engine.core.manager.placement import Prediction
 from raydix.engine.core.types import DraftSource, DraftUse
 
@@ -47,3 +47,19 @@ def test_an_answer_with_a_name_of_its_own_is_found_by_both_names() -> None:
     assert [*decisions.of("0f0f", "alice")] == ["x-request-0f0f.ab12-0", "x-request-0f0f.ab12-1"]
     assert len(decisions.of("x-request")) == 3 and [*decisions.of("plain")] == ["plain"]
     assert not decisions.of("0f0f", "bob") and not decisions.of("ab12") and not decisions.of("")
+
+
+def test_a_miss_has_a_place_and_a_sentence() -> None:
+    def shown(*runs: tuple[BlockSource, int]) -> tuple[object, object]:
+        decision = Decision(0, "", 50, 4, runs, "a", "a", 0.25, ())
+        return decision.as_json()["left_cache_at"], decision.as_json()["why"]
+
+    assert shown() == shown((BlockSource.LOCAL, 3)) == (None, None)
+    assert shown(
+        (BlockSource.LOCAL, 3), (BlockSource.STORE, 2), (BlockSource.EVICTED, 1), (BlockSource.NEVER_SEEN, 9)
+    ) == (
+        20,
+        WHY[BlockSource.EVICTED],
+    )
+    assert shown((BlockSource.NEVER_SEEN, 1)) == (0, WHY[BlockSource.NEVER_SEEN])
+    assert {*BlockSource} - HITS == {*WHY}, "each reason has a sentence"

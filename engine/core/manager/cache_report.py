@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from raydix.engine.core.manager.directory import Directory
 from raydix.engine.core.manager.explain import HITS
+from raydix.engine.core.manager.records import US_PER_S
 
 NUM_HOTTEST = 10
 
@@ -26,6 +27,7 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
                 "requests": use.num_requests,
                 "prompt_tokens": use.num_prompt_tokens,
                 "hit_tokens": use.num_hit_tokens,
+                "saved_s": round(use.saved_s, 6),
                 "hit_rate": statistics.hit_rate(name),
             }
             for name, use in statistics.tenants.items()
@@ -52,6 +54,14 @@ def cache_report(directory: Directory, tenant: str, is_admin: bool) -> dict[str,
                 "node": worker.node,
                 "cached_blocks": len(directory.stock.pools[worker.worker_id].blocks),
                 "available_blocks": worker.num_free_blocks,
+                "empty_blocks": worker.num_empty_blocks,
+                "blocks": worker.num_blocks,
+                "requests": len(worker.requests),
+                "decoding": len(worker.decoding),
+                "queued": worker.num_queued,
+                "queued_s": worker.queued_us / US_PER_S,
+                "token_budget": worker.token_budget,
+                "leaving": worker.is_leaving,
                 "costs": asdict(worker.costs),
             }
             for worker in directory.fleet.values()

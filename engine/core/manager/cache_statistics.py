@@ -42,6 +42,8 @@ class TenantUse:
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
+    saved_s: float = 0.0
+    """Predicted time that computing the found tokens would have taken."""
 
 
 @dataclass(slots=True)
@@ -70,8 +72,10 @@ class CacheStatistics:
         hashes: Sequence[BlockHash],
         runs: Iterable[tuple[BlockSource, int]],
         preview: tuple[int, ...],
+        saved_s: float = 0.0,
     ) -> None:
-        """Count an admission; `runs`: sources of its blocks in order, each with a number of blocks."""
+        """Count an admission; `runs`: sources of its blocks in order, each with a number of blocks; `saved_s`:
+        predicted time that the hits save."""
         self.num_displaced_blocks *= 1 - 1 / WINDOW
         self.num_returned_blocks *= 1 - 1 / WINDOW
         num_hits = 0
@@ -83,6 +87,7 @@ class CacheStatistics:
         use.num_requests += 1
         use.num_prompt_tokens += num_tokens
         use.num_hit_tokens += num_hits
+        use.saved_s += saved_s
         self._lately.append((tenant, num_tokens, num_hits))
 
         if hashes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import nsmallest
 from itertools import groupby
+from types import MappingProxyType
 
 from raydix.engine.core.manager.placement import Placement, Prediction
 from raydix.engine.core.objectives import WhenLate
@@ -41,6 +42,21 @@ class BlockSource(StrEnum):
     RECOMPUTED = "recomputed"
     """Stored somewhere, but computing was predicted to be faster."""
 
+
+WHY: Mapping[BlockSource, str] = MappingProxyType(
+    {
+        BlockSource.NEVER_SEEN: "no prompt with these blocks has been computed before.",
+        BlockSource.EVICTED: "the blocks were computed before, and had to make room since; a larger pool, an object "
+        "store or a disk would have kept them.",
+        BlockSource.DIVERGED: "earlier prompts begin alike up to here, and go on differently. A date, an id or an "
+        "edited message in this place costs everything behind it: put what changes last.",
+        BlockSource.REASONING_LEFT_OUT: "an answer that may have reasoned began here; most chat templates leave the "
+        "reasoning of earlier answers out, so the prompt goes on otherwise.",
+        BlockSource.RECOMPUTED: "the blocks are somewhere, but computing them again was predicted to be quicker than "
+        "fetching them.",
+    }
+)
+"""Reasons of misses, for people."""
 
 HITS = frozenset({BlockSource.LOCAL, BlockSource.WORKER, BlockSource.STORE, BlockSource.DISK, BlockSource.PENDING})
 
@@ -76,6 +92,10 @@ class Decision:
     objective_ttft_s: float | None = None
     when_late: WhenLate | None = None
     """Treatment of the request, which no worker was predicted to serve in time; None in time."""
+    uncached_s: float = 0.0
+    """Predicted time of computing the whole prompt at the worker, had there been no cache."""
+    saved_s: float = 0.0
+    """The part of `uncached_s` that hits are predicted to save."""
 
     @property
     def regret_s(self) -> float | None:
@@ -89,6 +109,16 @@ class Decision:
         return max(0.0, self.ttft_s - min(others, default=self.ttft_s))
 
     @property
+    def first_miss(self) -> tuple[int, BlockSource] | None:
+        """The position of the first token whose block was computed, and the reason; None without such a block."""
+        position = 0
+        for source, count in self.runs:
+            if source not in HITS:
+                return position, source
+            position += count * self.block_size
+        return None
+
+    @property
     def _note(self) -> str | None:
         if not self.prefix_caching:
             return "cache.prefix_caching is false: nothing is kept for later requests"
@@ -96,6 +126,7 @@ class Decision:
 
     def as_json(self) -> dict[str, object]:
         """The decision as the explain endpoint shows it. Times in seconds, blocks as runs of equal sources."""
+        missed_at, reason = self.first_miss or (None, None)
         num_hashed = sum(count for _, count in self.runs) * self.block_size
         return {
             "attempt": self.attempt,
@@ -103,6 +134,8 @@ class Decision:
             "block_size": self.block_size,
             "blocks": [{"source": str(source), "hit": source in HITS, "count": count} for source, count in self.runs],
             "unhashed_tokens": self.num_tokens - num_hashed,
+            "left_cache_at": missed_at,
+            "why": None if reason is None else WHY[reason],
             "note": self._note,
             "prefill_worker": self.prefill,
             "decode_worker": self.decode,
@@ -113,6 +146,8 @@ class Decision:
                 for worker_id in prediction.worker_ids
             ],
             "predicted_ttft_s": round(self.predicted_ttft_s, 6),
+            "uncached_s": round(self.uncached_s, 6),
+            "saved_s": round(self.saved_s, 6),
             "objective_ttft_s": _rounded(self.objective_ttft_s),
             "late": self.when_late,
             "actual_ttft_s": _rounded(self.ttft_s),

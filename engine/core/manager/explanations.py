@@ -54,6 +54,9 @@ class Explanations:
 
         self._note_turn(request)
         considered = best_considered(placement)
+        worker = workers[placement.prefill]
+        uncached_s = worker.costs.prefill_s(request.num_tokens, 0, worker.token_budget, len(worker.decoding))
+        saved_s = max(0.0, uncached_s - placement.chosen.compute_s - placement.chosen.import_s) if num_cached else 0.0
         decision = Decision(
             attempt=request.attempt,
             tenant=request.cache.tenant,
@@ -63,6 +66,8 @@ class Explanations:
             prefill=placement.prefill,
             decode=placement.decode,
             predicted_ttft_s=placement.chosen.ttft_s,
+            uncached_s=uncached_s,
+            saved_s=saved_s,
             predicted_handover_s=placement.handover_s if request.generates else None,
             considered=considered,
             prefix_caching=self._keeps_segments,
@@ -71,7 +76,9 @@ class Explanations:
             when_late=when_late,
         )
         self._decisions.admitted(request.request_id, decision)
-        self._statistics.admitted(request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview)
+        self._statistics.admitted(
+            request.cache.tenant, request.num_tokens, request.hashes, runs, request.preview, saved_s=saved_s
+        )
 
     def _note_turn(self, request: AdmitRequest) -> None:
         """Note the last block before an answer with reasoning, maybe."""

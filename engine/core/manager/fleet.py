@@ -121,17 +121,19 @@ class Fleet(Mapping[str, WorkerRecord]):
         *,
         num_steps: int | None = None,
         token_budget: int | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         """Record a worker's costs and room.
 
         `costs`: None before the first measurement. `num_free_blocks`: blocks without a holder; `num_empty_blocks`: the
         part without contents. `num_steps`: steps behind the fit of the costs so far; None stands for more than before.
-        `token_budget`: that of a step now; None: as before.
+        `token_budget`: that of a step now, `num_blocks`: all blocks of the pool; None: as before.
         """
         worker = self.current(worker_id, epoch)
         if worker is None:
             return
         has_stepped = worker.measured(num_free_blocks, num_empty_blocks, num_steps)
+        worker.num_blocks = worker.num_blocks if num_blocks is None else num_blocks
         if token_budget is not None and token_budget != worker.token_budget:
             # A worker with another budget has other peers.
             worker.token_budget = token_budget

@@ -29,6 +29,8 @@ class WorkerRecord:
     """Blocks without a holder at the last report."""
     num_empty_blocks: int | None = None
     """Free blocks without contents at the last report."""
+    num_blocks: int | None = None
+    """All blocks of the pool at the last report."""
     num_steps: int | None = None
     """Steps behind the fit of the costs at the last report."""
     num_reserved_blocks: int = 0
