@@ -9,7 +9,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/pip install --disable-pip-version-check
 TORCH := 'torch>=2.11,<2.14'
 
-.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact chaos fuzz check check-style check-types check-imports check-documents docs wheel release-check manifests bench-peers clean
+.PHONY: install develop serve chat test test-unit test-kernels test-model test-cluster coverage mutants profile test-clients test-agents test-nodes test-tokenizers exhaustive exact chaos fuzz check check-style check-types check-imports check-documents docs screenshots wheel release-check manifests bench-peers clean
 
 # What serves. torch comes first: uv takes PyTorch's CPU build where there is no NVIDIA GPU, which is some gigabytes
 # smaller; without a way to PyTorch's own index, pip takes the build of PyPI. All other versions are those of CI.
@@ -191,6 +191,10 @@ check-documents: docs
 # The documentation in site/, its reference pages generated from the code; a broken link is an error.
 docs: develop
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Pictures of the page's views, in docs/guides/images; needs Chromium.
+screenshots: develop
+	$(BIN)/python -m tests.screenshots
 
 # The wheel and the source archive in dist/.
 wheel: install

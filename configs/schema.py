@@ -411,6 +411,9 @@ class HttpSection(Section):
     tokenizer_info: Annotated[bool, Effect.INGRESS] = Field(
         default=True, description="Whether /tokenizer_info describes the tokenizer."
     )
+    page: Annotated[bool, Effect.IN_PLACE] = Field(
+        default=True, description="Whether there is a page at / for people: chat, requests, the cluster, the cache."
+    )
     unknown_fields: Annotated[Literal["refuse", "ignore"], Effect.INGRESS] = Field(
         default="refuse",
         description="Answer to a body with a field that is unknown here: 400, or the answer without an effect of the "

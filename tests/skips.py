@@ -72,6 +72,12 @@ def has_no_helm() -> bool:
     return helm.executable() is None
 
 
+def has_no_chromium() -> bool:
+    from tests import browser
+
+    return browser.executable() is None
+
+
 def has_no_namespaces() -> bool:
     from tests.nodes.network import obstacle
 
@@ -100,6 +106,7 @@ ALLOWED = (
     Skip("tests/model/test_token_ids.py", "make test-tokenizers.*", "without the tokenizers", has_no_tokenizers),
     Skip("tests/model/test_gemma.py", "RAYDIX_GEMMA3_GGUF.*", "without that file", unset("RAYDIX_GEMMA3_GGUF")),
     Skip("tests/integration/test_examples.py", "langchain-openai.*", "without LangChain", lacks("langchain_openai")),
+    Skip("tests/integration/test_page.py", "no Chromium on this machine", "without Chromium", has_no_chromium),
     Skip("tests/nodes/", ".*", "without root, iproute2 or a free subnet", has_no_namespaces),
 )
 

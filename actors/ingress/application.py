@@ -27,6 +27,7 @@ from raydix.actors.ingress.routes import (
     batches,
     description,
     operation,
+    page,
     tokens,
 )
 from raydix.actors.ingress.routes.replica import Replica, replica, route_of
@@ -57,7 +58,7 @@ def application(of: Replica | None) -> FastAPI:
     app.add_middleware(CrossOrigin, allowed=allowed_origins)
     app.add_middleware(Compression)
     app.add_middleware(HeadAsGet)
-    for each in (answers, tokens, operation, batches, description):
+    for each in (answers, tokens, operation, batches, description, page):
         app.include_router(each.router)
     app.add_exception_handler(RaydixError, _raydix_error)
     app.add_exception_handler(HTTPException, _http_error)

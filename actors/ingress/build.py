@@ -39,6 +39,7 @@ from raydix.engine.serving.preparation import Preparation, PreparationFacts
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import ReadingFacts
 from raydix.engine.serving.rendering import Rendering, RenderThread
+from raydix.engine.serving.request_table import RequestTable
 from raydix.engine.serving.served_model import ServedModel
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
@@ -103,6 +104,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
         answer_room=AnswerRoom(replica_limits(config).answer_bytes),
         renderers=renderers(rendering, output.pieces, responses),
         accounting=Accounting(metrics, Refusals()),
+        requests=RequestTable(),
         metrics=ClusterMetrics(
             ReplicaMetrics(replica_id, lambda: (*families_of(metrics), *families_of(holds))),
             manager,

@@ -33,6 +33,7 @@ from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.rendering import Body, Renderer, Rendering, joined
+from raydix.engine.serving.request_table import RequestTable
 from raydix.engine.serving.served_model import ServedModel
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
@@ -72,6 +73,7 @@ class FrontendParts:
     answer_room: AnswerRoom
     renderers: Mapping[Api, Callable[[Job], Renderer]]
     accounting: Accounting
+    requests: RequestTable
     metrics: ClusterMetrics
 
 
@@ -83,6 +85,7 @@ class Frontend:
         self.cache = parts.cache
         self.tokenization = parts.tokenization
         self.accounting = parts.accounting
+        self.requests = parts.requests
         self.metrics = parts.metrics
         self._model = parts.model
         self._room = parts.room
@@ -190,8 +193,8 @@ class Frontend:
 
     @contextmanager
     def accounted(self, job: Job) -> Iterator[None]:
-        """Close the job and account for the request when the block ends."""
-        with closing(job), self.accounting.request(job):
+        """Have the request in the table of requests; close the job and account for the request when the block ends."""
+        with closing(job), self.accounting.request(job), self.requests.shown(job):
             yield
 
     @contextmanager

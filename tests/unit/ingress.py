@@ -45,6 +45,7 @@ from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
 from raydix.engine.serving.reading import Reader
 from raydix.engine.serving.rendering import Rendering, RenderThread, joined
+from raydix.engine.serving.request_table import RequestTable
 from raydix.engine.serving.served_model import ServedModel
 from raydix.engine.serving.stored_responses import StoredResponses
 from raydix.engine.serving.tokenization import Tokenization
@@ -436,6 +437,7 @@ class Replica:
         )
         self.rendering = Rendering(self.output.pieces, vocabulary.bytes_of, RenderThread())
         self.accounting = Accounting(self.ledger, Refusals(), self.clock)
+        self.requests = RequestTable(lambda: self._now, lambda: 1000.0, period_s=0.001)
         own = ReplicaMetrics("r", lambda: OWN_METRICS)
         metrics = ClusterMetrics(own, self.manager, lambda: (), LocalRuntime().find_worker)
         parts = FrontendParts(
@@ -453,6 +455,7 @@ class Replica:
             answer_room=self.answer_room,
             renderers=renderers(self.rendering, self.output.pieces, self.responses),
             accounting=self.accounting,
+            requests=self.requests,
             metrics=metrics,
         )
         self.frontend = Frontend(parts)

@@ -1,6 +1,6 @@
 """HTTP routes beside generation, by purpose."""
 
-OPEN_ROUTES = {"/health", "/ping", "/version", "/openapi.json", "/docs"}
+OPEN_ROUTES = {"/health", "/ping", "/version", "/openapi.json", "/docs", "/", "/page/{name}"}
 """Routes that need no API key."""
 PROBED_ROUTES = {"/health", "/ping"}
 """Routes by which load balancers ask whether a replica can serve."""

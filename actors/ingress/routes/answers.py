@@ -187,6 +187,18 @@ async def model(request: Request, name: str) -> Response:
     return json_response(model_body(replica(request).frontend.model_object(name)))
 
 
+@router.get("/v1/requests")
+async def requests(request: Request) -> Response:
+    """Requests of this replica, under way and lately ended; with tenants one's own, and all for administrators."""
+    return json_response(orjson.dumps(replica(request).frontend.requests.report(request.state.tenant)))
+
+
+@router.get("/v1/requests/events")
+async def requests_events(request: Request) -> Response:
+    """The same as a stream: an event for what has changed, at most two in a second."""
+    return EventStreamResponse(replica(request).frontend.requests.events(request.state.tenant), refusing(request))
+
+
 @router.get("/v1/requests/{request_id}/explain")
 async def explain(request: Request, request_id: str) -> Response:
     """Where each block of a request's prompt came from, and why its workers were chosen."""

@@ -30,6 +30,8 @@ from raydix.engine.api.report_models import (
     Explanation,
     Health,
     Load,
+    RequestList,
+    RequestsEvent,
     ServerInfo,
     Version,
 )
@@ -210,6 +212,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/v1/batches"): Operation(BatchList, parameters=LIST, errors=(*STORED, RequestError)),
     ("get", "/v1/batches/{batch_id}"): Operation(Batch, errors=STORED),
     ("post", "/v1/batches/{batch_id}/cancel"): Operation(Batch, errors=(*STORED, RequestError)),
+    ("get", "/v1/requests"): Operation(RequestList),
+    ("get", "/v1/requests/events"): Operation(None, events=RequestsEvent, errors=(OverloadedError,)),
     ("get", "/v1/requests/{request_id}/explain"): Operation(Explanation, errors=(NotFoundError, *MANAGER)),
     ("get", "/v1/cache"): Operation(CacheReport, errors=MANAGER),
     ("post", "/v1/cache/reset"): Operation(CacheReset, errors=MANAGER),
@@ -226,6 +230,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/version"): Operation(Version),
     ("get", "/openapi.json"): Operation(ApiDocument),
     ("get", "/docs"): Operation("text/html"),
+    ("get", "/"): Operation("text/html", errors=(NotFoundError,)),
+    ("get", "/page/{name}"): Operation("text/javascript", errors=(NotFoundError,)),
 }
 """By method and path."""
 

@@ -1,0 +1,65 @@
+/**
+ * The page: one view at a time, chosen by the part of the address behind `#`, and the dialog for a key.
+ */
+
+import { get, hasKey, keys, setKey } from "./api.js";
+import { add, fill, h } from "./dom.js";
+import "./chat.js";
+import "./requests.js";
+import "./cluster.js";
+import "./prefixes.js";
+import "./savings.js";
+
+const VIEWS = { chat: "Chat", requests: "Requests", cluster: "Cluster", prefixes: "Prefixes", savings: "Savings" };
+
+class App extends HTMLElement {
+  connectedCallback() {
+    this.main = h("main", { id: "main", tabindex: -1 });
+    this.nav = h("nav", { "aria-label": "Views" }, Object.entries(VIEWS).map(([name, title]) => h("a", { href: `#${name}` }, title)));
+    this.model = h("span", { class: "model" });
+    this.keyButton = h("button", { type: "button", class: "link", hidden: true, onclick: () => setKey("") }, "Forget the key");
+    this.dialog = keyDialog();
+    /** The chat is kept while other views are shown. */
+    this.chat = h("raydix-chat");
+    add(this, h("header", {}, h("strong", { class: "brand" }, "raydix"), this.nav, this.model, this.keyButton), this.main, this.dialog);
+    addEventListener("hashchange", () => this.route());
+    keys.addEventListener("needed", () => this.dialog.open || this.dialog.showModal());
+    keys.addEventListener("changed", () => location.reload());
+    this.route();
+    this.greet();
+  }
+
+  route() {
+    const wanted = location.hash.slice(1);
+    if (wanted === "main" && this.main.firstChild) return this.main.focus(); // the link that skips the header
+    const name = wanted in VIEWS ? wanted : "chat";
+    for (const link of this.nav.children) {
+      const isHere = link.getAttribute("href") === `#${name}`;
+      if (isHere) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    document.title = `${VIEWS[/** @type {keyof VIEWS} */ (name)]} – raydix`;
+    fill(this.main, name === "chat" ? this.chat : h(`raydix-${name}`));
+  }
+
+  async greet() {
+    this.keyButton.hidden = !hasKey();
+    try {
+      const models = await get("v1/models");
+      this.model.textContent = models.data[0].id;
+    } catch {
+      this.model.textContent = "";
+    }
+  }
+}
+
+/** @returns {any} */
+function keyDialog() {
+  const input = h("input", { type: "password", name: "key", autocomplete: "off", required: true });
+  return h("dialog", { "aria-label": "Key" }, h("form", { method: "dialog", onsubmit: () => setKey(input.value.trim()) },
+    h("h2", {}, "This server asks for a key"),
+    h("label", { class: "field" }, h("span", {}, "Your API key; it is kept until this tab is closed"), input),
+    h("div", { class: "row" }, h("button", { class: "main" }, "Use it"))));
+}
+
+customElements.define("raydix-app", App);
