@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 0.5
 """Interval between two reports of costs and metrics."""
+FIRST_STEPS = 2
+"""Steps of an engine that are not fitted: they read the weights from the disk's cache, and touch memory for the first
+time. One of 0.6 s in place of 0.1 s kept a worker of a quiet cluster from getting a request for half a minute."""
 
 
 class Measurements:
@@ -30,6 +33,8 @@ class Measurements:
         self._metrics = WorkerMetrics(worker_id, role)
         self._costs = CostFit(WorkerCosts())
         self._has_measured = False
+        self._num_first = 0
+        """Steps so far, up to `FIRST_STEPS`."""
         self.num_prefill_tokens = 0
         """Tokens of prompts that were computed here."""
 
@@ -40,7 +45,9 @@ class Measurements:
         self._metrics.step(step.shape)
 
         # A step that also did something unusual would teach a wrong time of the usual work.
-        if step.is_typical:
+        if self._num_first < FIRST_STEPS:
+            self._num_first += 1
+        elif step.is_typical:
             self._costs.step(step.shape, step_s)
             self._has_measured = True
         self.num_prefill_tokens += step.shape.num_prefill_tokens

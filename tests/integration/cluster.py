@@ -230,29 +230,44 @@ class Live:
         return len(json.loads(data)["workers"]) if status == 200 else 0
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Least time of a step, in seconds."""
+
+    step_s: float
+    prompt_token_s: float = 0.0
+    decode_s: float = 0.0
+    """For each request that gets a next token."""
+
+
 @contextlib.contextmanager
-def paced(server: Server, gate: Path, pace_s: float = PACE_S) -> Iterator[None]:
-    """Meanwhile each step of the present workers takes at least `pace_s`, on a machine of any speed.
+def paced(server: Server, gate: Path, pace: float | Pace = PACE_S) -> Iterator[None]:
+    """Meanwhile each step of the present workers takes at least so long, on a machine of any speed.
 
     So an answer of some hundred tokens outlasts whatever is done within, and its rest comes at once afterwards, or
     when somebody removes the file `gate`. The workers stay alive to everybody who watches them, which they would not
-    behind a gate that stops them.
+    behind a gate that stops them. Where a `Pace` is slower than the machine, all workers measure its costs.
     """
+    least = pace if isinstance(pace, Pace) else Pace(pace)
 
     def close(worker: Any) -> None:  # runs in the worker's process
         runner = worker._engine.runner
-        compute = runner.hidden
+        compute = runner.run
 
-        def hidden(chunks: Any) -> Any:
-            until = time.monotonic() + pace_s
-            while time.monotonic() < until and gate.exists():
-                time.sleep(0.01)
-            return compute(chunks)
+        def run(output: Any) -> Any:
+            began = time.monotonic()
+            num_decodes = sum(chunk.start >= chunk.request.assignment.num_prompt_tokens for chunk in output.chunks)
+            num_prompt_tokens = sum(chunk.num_tokens for chunk in output.chunks) - num_decodes
+            step_s = least.step_s + num_prompt_tokens * least.prompt_token_s + num_decodes * least.decode_s
+            done = compute(output)
+            while (left_s := began + step_s - time.monotonic()) > 0 and gate.exists():
+                time.sleep(min(left_s, 0.01))
+            return done
 
-        runner.hidden = hidden
+        runner.run = run
 
     def unhook(worker: Any) -> None:
-        del worker._engine.runner.hidden
+        del worker._engine.runner.run
 
     workers = server.incarnations()
     gate.touch()
