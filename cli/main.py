@@ -87,6 +87,10 @@ def parser() -> argparse.ArgumentParser:
     )
     replay.set_defaults(run=_replay)
 
+    models = commands.add_parser("models", help="list the families that run, which sizes fit here, and what is refused")
+    models.add_argument("--markdown", action="store_true", help="the tables of the documentation, without the machine")
+    models.set_defaults(run=_models)
+
     key = commands.add_parser("key", help="make an API key for a tenant, and the hash of it for the configuration")
     key.set_defaults(run=_key)
     return raydix
@@ -141,6 +145,12 @@ def _replay(options: argparse.Namespace) -> int:
     from raydix.cli import replay
 
     return replay.run(options)
+
+
+def _models(options: argparse.Namespace) -> int:
+    from raydix.cli import models
+
+    return models.run(markdown=options.markdown)
 
 
 def _key(_: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import pytest
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import RopeConfig
 from raydix.engine.model.families import FAMILIES, config_of
+from raydix.engine.model.families.refused import missing_for
 
 SMALL: dict[str, Any] = {
     "vocab_size": 200,
@@ -46,12 +47,40 @@ def test_families_with_other_names(config: dict[str, Any], name: str) -> None:
     assert config_of({**SMALL, **config}).architecture == FAMILIES[name].architecture
 
 
-@pytest.mark.parametrize("config", [{"architectures": ["MambaForCausalLM"]}, {"model_type": "mamba"}, {}])
+@pytest.mark.parametrize("config", [{"architectures": ["OtherForCausalLM"]}, {"model_type": "other"}, {}])
 def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
     with pytest.raises(StartupError, match="is not supported; raydix runs: ") as caught:
         config_of({**SMALL, **config})
     named = str(caught.value).replace("_", "").lower()
     assert all(name in named for name in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "recurrent state"),
+        ({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}, "attention sinks"),
+        ({"model_type": "deepseek_v3"}, "MLA"),
+        ({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"model_type": "gemma4_text"}}, "shared"),
+        ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "DeltaNet"),
+    ],
+)
+def test_a_refusal_names_what_is_missing(config: dict[str, Any], missing: str) -> None:
+    with pytest.raises(StartupError, match=f"is not supported: raydix lacks .*{missing}"):
+        config_of({**SMALL, **config})
+
+
+def test_no_family_is_both_run_and_refused() -> None:
+    for family in FAMILIES.values():
+        assert [name for name in (family.model_type, *family.architectures) if missing_for(name)] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sizes_of_families_go_up(name: str) -> None:
+    sizes = list(FAMILIES[name].sizes.values())
+    assert sizes and sizes == sorted(sizes)
+    has_experts = config_of({**SMALL, "model_type": name, "num_experts_per_tok": 2}).experts is not None
+    assert has_experts == FAMILIES[name].has_experts
 
 
 @pytest.mark.parametrize(

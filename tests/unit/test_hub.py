@@ -30,7 +30,7 @@ LLAMA = {
     "num_attention_heads": 2,
     "max_position_embeddings": 4096,
 }
-MIXTRAL = {**LLAMA, "architectures": ["MambaForCausalLM"], "model_type": "mixtral"}
+MAMBA = {**LLAMA, "architectures": ["MambaForCausalLM"], "model_type": "mamba"}
 HUGE = {**LLAMA, "hidden_size": 65_536, "intermediate_size": 262_144, "num_hidden_layers": 80}
 
 
@@ -129,7 +129,11 @@ INDEX = json.dumps({"weight_map": {"model.embed_tokens.weight": "a", "model.laye
 @pytest.mark.parametrize(
     ("config", "files", "says"),
     [
-        (MIXTRAL, {}, "the model architecture MambaForCausalLM is not supported; raydix runs: LlamaForCausalLM"),
+        (
+            MAMBA,
+            {},
+            "the model architecture MambaForCausalLM is not supported: raydix lacks layers with a recurrent state",
+        ),
         ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, {}, "the model's weights are quantised (awq)"),
         (HUGE, {}, "the model does not fit: a "),
         (

@@ -5,7 +5,7 @@ that also takes images or sound (`Gemma3ForConditionalGeneration`) the text part
 describes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from raydix.engine.core.errors import StartupError
@@ -33,6 +33,7 @@ from raydix.engine.model.families.phi3 import PHI3
 from raydix.engine.model.families.qwen2 import QWEN2
 from raydix.engine.model.families.qwen3 import QWEN3
 from raydix.engine.model.families.qwen3_moe import QWEN3_MOE
+from raydix.engine.model.families.refused import missing_for
 from raydix.engine.model.families.seed_oss import SEED_OSS
 from raydix.engine.model.families.smollm3 import SMOLLM3
 
@@ -57,13 +58,13 @@ def config_of(config: JsonObject) -> ModelConfig:
 
     Raises `StartupError` for a family, or a variation of one, that the decoder does not cover.
     """
-    if config.get("quantization_config"):
+    stated, config = config, _text_part(config)
+    family = _family(config)
+    if quantized := stated.get("quantization_config"):
         raise StartupError(
-            f"the model's weights are quantised ({config['quantization_config'].get('quant_method', 'unknown')}); "
+            f"the model's weights are quantised ({quantized.get('quant_method', 'unknown')}); "
             "raydix reads bfloat16, float16 and float32 weights: use an unquantised checkpoint or a GGUF file"
         )
-    config = _text_part(config)
-    family = _family(config)
 
     try:
         return family.describe(Settings(family.architecture, config, family.defaults))
@@ -93,9 +94,18 @@ def _family(config: JsonObject) -> Family:
         if name in by_name:
             return by_name[name]
     if names:
-        raise unsupported(f"the model architecture {names[0]}", (family.architecture for family in FAMILIES.values()))
+        raise _refusal(
+            f"the model architecture {names[0]}", names[0], [each.architecture for each in FAMILIES.values()]
+        )
 
     model_type = str(config.get("model_type", "unknown")).removesuffix("_text").replace("_", "").lower()
     if (family := FAMILIES.get(model_type) or by_name.get(model_type)) is None:
-        raise unsupported(f"the model type {config.get('model_type')!r}", FAMILIES)
+        raise _refusal(f"the model type {config.get('model_type')!r}", model_type, FAMILIES)
     return family
+
+
+def _refusal(what: str, name: str, supported: Iterable[str]) -> StartupError:
+    """Name what is missing for a model that does not run, or where that is not known the families that do."""
+    if (missing := missing_for(name)) is not None:
+        return StartupError(f"{what} is not supported: raydix lacks {missing}; `raydix models` lists what runs")
+    return unsupported(what, supported)

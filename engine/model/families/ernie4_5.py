@@ -16,6 +16,8 @@ def _describe(settings: Settings) -> ModelConfig:
 ERNIE4_5 = Family(
     model_type="ernie45",
     architecture="Ernie4_5ForCausalLM",
+    title="ERNIE 4.5, dense",
+    sizes={"0.3B": 0.36},
     defaults={
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,

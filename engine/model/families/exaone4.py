@@ -30,6 +30,8 @@ def _describe(settings: Settings) -> ModelConfig:
 EXAONE4 = Family(
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
+    title="EXAONE 4",
+    sizes={"1.2B": 1.28, "32B": 32.0},
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window_pattern": 4},
     describe=_describe,
 )

@@ -52,6 +52,10 @@ class Family:
     """As in `config.json`, without underscores and an ending `_text`."""
     architecture: str
     """As in `config.json`'s `architectures`."""
+    title: str
+    """As its makers write it."""
+    sizes: Mapping[str, float]
+    """The commonest published models, smallest first, with their parameters in billions, experts all counted."""
     also: tuple[str, ...] = ()
     """Other architectures and model types that are the same decoder, names as above."""
     gguf_name: str | None = None
@@ -60,3 +64,13 @@ class Family:
     """Values that a `config.json` may leave out because the publisher's configuration class supplies them."""
     describe: Callable[[Settings], ModelConfig]
     """Raises `KeyError`, `TypeError`, `ValueError` or `ZeroDivisionError` for settings that are absent or unusable."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Every architecture of the family, as `config.json` names it."""
+        return (self.architecture, *(name for name in self.also if not name.islower()))
+
+    @property
+    def has_experts(self) -> bool:
+        """True if its layers are mixtures of experts."""
+        return "num_experts" in self.defaults

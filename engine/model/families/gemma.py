@@ -34,6 +34,8 @@ def _describe(settings: Settings) -> ModelConfig:
 GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
+    title="Gemma",
+    sizes={"2B": 2.51, "7B": 8.54},
     gguf_name="gemma",
     defaults={**DEFAULTS, "vocab_size": 256_000},
     describe=_describe,

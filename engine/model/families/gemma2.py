@@ -47,6 +47,8 @@ def _describe(settings: Settings) -> ModelConfig:
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
+    title="Gemma 2",
+    sizes={"2B": 2.61, "9B": 9.24, "27B": 27.2},
     gguf_name="gemma2",
     defaults=DEFAULTS,
     describe=_describe,

@@ -30,6 +30,8 @@ def _describe(settings: Settings) -> ModelConfig:
 GEMMA3 = Family(
     model_type="gemma3",
     architecture="Gemma3ForCausalLM",
+    title="Gemma 3",
+    sizes={"270M": 0.268, "1B": 1.0, "4B": 3.88, "12B": 11.8, "27B": 27.0},
     gguf_name="gemma3",
     defaults={
         **gemma2.DEFAULTS,

@@ -21,4 +21,6 @@ def glm(settings: Settings) -> ModelConfig:
     return replace(interleaved(decoder(settings)), attention_output_bias=False, fused_gate_up=True)
 
 
-GLM = Family(model_type="glm", architecture="GlmForCausalLM", defaults=DEFAULTS, describe=glm)
+GLM = Family(
+    model_type="glm", architecture="GlmForCausalLM", title="GLM-4", sizes={"9B": 9.4}, defaults=DEFAULTS, describe=glm
+)

@@ -12,4 +12,11 @@ def _describe(settings: Settings) -> ModelConfig:
     return replace(glm.glm(settings), norms=norms)
 
 
-GLM4 = Family(model_type="glm4", architecture="Glm4ForCausalLM", defaults=glm.DEFAULTS, describe=_describe)
+GLM4 = Family(
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    title="GLM-4 0414",
+    sizes={"9B": 9.4, "32B": 32.6},
+    defaults=glm.DEFAULTS,
+    describe=_describe,
+)

@@ -21,6 +21,8 @@ def _describe(settings: Settings) -> ModelConfig:
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
+    title="Granite 3, dense",
+    sizes={"2B": 2.53, "8B": 8.17},
     defaults={
         "max_position_embeddings": 2048,
         "embedding_multiplier": 1.0,

@@ -26,6 +26,8 @@ def _describe(settings: Settings) -> ModelConfig:
 GRANITE_MOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
+    title="Granite 3 MoE",
+    sizes={"1B-A400M": 1.33, "3B-A800M": 3.3},
     defaults={**granite.GRANITE.defaults, "num_experts": 8, "num_experts_per_tok": 2},
     describe=_describe,
 )

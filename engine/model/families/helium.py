@@ -15,6 +15,8 @@ def _describe(settings: Settings) -> ModelConfig:
 HELIUM = Family(
     model_type="helium",
     architecture="HeliumForCausalLM",
+    title="Helium",
+    sizes={"2B": 2.02},
     defaults={
         "rms_norm_eps": 1e-8,
         "rope_theta": 100_000.0,

@@ -20,6 +20,8 @@ def _describe(settings: Settings) -> ModelConfig:
 MINISTRAL = Family(
     model_type="ministral",
     architecture="MinistralForCausalLM",
+    title="Ministral",
+    sizes={"8B": 8.02},
     defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8},
     describe=_describe,
 )

@@ -37,6 +37,8 @@ def _describe(settings: Settings) -> ModelConfig:
 MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
+    title="Ministral 3",
+    sizes={"3B": 3.43, "8B": 8.49, "14B": 13.5},
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262_144,

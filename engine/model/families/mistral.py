@@ -21,6 +21,8 @@ def _describe(settings: Settings) -> ModelConfig:
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
+    title="Mistral",
+    sizes={"7B": 7.25, "Nemo 12B": 12.2, "Small 24B": 23.6},
     defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8},
     describe=_describe,
 )

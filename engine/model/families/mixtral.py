@@ -28,6 +28,8 @@ def _describe(settings: Settings) -> ModelConfig:
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    title="Mixtral",
+    sizes={"8x7B": 46.7, "8x22B": 140.6},
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,

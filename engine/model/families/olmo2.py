@@ -21,4 +21,11 @@ def olmo(settings: Settings) -> ModelConfig:
     return replace(decoder(settings), norms=POST_NORMS, qk_norm=True, qk_norm_spans_heads=True)
 
 
-OLMO2 = Family(model_type="olmo2", architecture="Olmo2ForCausalLM", defaults=DEFAULTS, describe=olmo)
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    title="OLMo 2",
+    sizes={"1B": 1.48, "7B": 7.3, "13B": 13.7, "32B": 32.2},
+    defaults=DEFAULTS,
+    describe=olmo,
+)

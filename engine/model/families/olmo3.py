@@ -26,6 +26,8 @@ def _describe(settings: Settings) -> ModelConfig:
 OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
+    title="OLMo 3",
+    sizes={"7B": 7.3, "32B": 32.2},
     defaults={**olmo2.DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096},
     describe=_describe,
 )

@@ -17,6 +17,8 @@ def _describe(settings: Settings) -> ModelConfig:
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
+    title="OLMoE",
+    sizes={"1B-7B": 6.92},
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,

@@ -30,6 +30,8 @@ def _describe(settings: Settings) -> ModelConfig:
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
+    title="Phi 3 and 4",
+    sizes={"mini 3.8B": 3.82, "4 mini 3.8B": 3.84, "medium 14B": 14.0, "4 14B": 14.7},
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,

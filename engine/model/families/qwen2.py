@@ -26,6 +26,8 @@ def _describe(settings: Settings) -> ModelConfig:
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    title="Qwen 2 and 2.5",
+    sizes={"0.5B": 0.49, "1.5B": 1.54, "3B": 3.09, "7B": 7.62, "14B": 14.8, "32B": 32.8, "72B": 72.7},
     also=("qwen2vl", "qwen25vl", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     gguf_name="qwen2",
     defaults=DEFAULTS,

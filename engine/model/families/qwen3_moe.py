@@ -20,6 +20,8 @@ def _describe(settings: Settings) -> ModelConfig:
 QWEN3_MOE = Family(
     model_type="qwen3moe",
     architecture="Qwen3MoeForCausalLM",
+    title="Qwen 3 MoE",
+    sizes={"30B-A3B": 30.5, "235B-A22B": 235.1},
     also=("qwen3vlmoe", "Qwen3VLMoeForConditionalGeneration"),
     defaults={
         **qwen2.DEFAULTS,

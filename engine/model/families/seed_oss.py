@@ -15,6 +15,8 @@ def _describe(settings: Settings) -> ModelConfig:
 SEED_OSS = Family(
     model_type="seedoss",
     architecture="SeedOssForCausalLM",
+    title="Seed-OSS",
+    sizes={"36B": 36.2},
     defaults={
         "max_position_embeddings": 524_288,
         "num_key_value_heads": 8,

@@ -24,6 +24,8 @@ def _describe(settings: Settings) -> ModelConfig:
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
+    title="SmolLM 3",
+    sizes={"3B": 3.08},
     defaults={
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 4,

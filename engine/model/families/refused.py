@@ -1,0 +1,61 @@
+"""Architectures that are widely run and that the decoder does not cover, and what is missing for each."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Models that do not run for one reason."""
+
+    title: str
+    architectures: tuple[str, ...]
+    """As in `config.json`'s `architectures`, without the ending that says what a model is for: `DeepseekV3`."""
+    missing: str
+    """The part of these models that the decoder has not."""
+
+
+REFUSED = (
+    Refused("gpt-oss", ("GptOss",), "attention sinks and experts stored in 4 bits (MXFP4)"),
+    Refused("DeepSeek V2 and V3, Kimi K2", ("DeepseekV2", "DeepseekV3"), "attention through a latent (MLA)"),
+    Refused(
+        "Qwen 3 Next, Qwen 3.5 and 3.6",
+        ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
+        "layers with a recurrent state (gated DeltaNet)",
+    ),
+    Refused("LFM 2", ("Lfm2", "Lfm2Moe"), "layers with short convolutions"),
+    Refused(
+        "Granite 4, Nemotron-H, Falcon H1, Jamba, Bamba, Zamba 2, Mamba",
+        ("GraniteMoeHybrid", "NemotronH", "FalconH1", "Jamba", "Bamba", "Zamba2", "Mamba", "Mamba2", "FalconMamba"),
+        "layers with a recurrent state (Mamba)",
+    ),
+    Refused("Qwen 2 MoE", ("Qwen2Moe",), "an expert for every token behind a gate of its own"),
+    Refused(
+        "GLM-4.5 and later, ERNIE 4.5 MoE, dots.llm1, MiniMax M2",
+        ("Glm4Moe", "Glm4MoeLite", "GlmMoeDsa", "Ernie4_5_Moe", "Dots1", "MiniMaxM2"),
+        "routing with a correction of each expert's score, and experts for every token",
+    ),
+    Refused("Llama 4", ("Llama4",), "attention in chunks, and routing that scales an expert's input"),
+    Refused("Phi 3.5 MoE", ("Phimoe", "PhiMoE"), "layer norms, and routing by sparse mixing"),
+    Refused("Command R, Command A", ("Cohere", "Cohere2"), "layer norms, and attention and MLP side by side"),
+    Refused(
+        "StableLM, Phi 1 and 2, Falcon, StarCoder 2, GPT-NeoX, GPT-2, OPT, BLOOM, MPT",
+        ("StableLm", "Phi", "Falcon", "Starcoder2", "GPTNeoX", "GPT2", "GPTJ", "OPT", "Bloom", "MPT", "Mpt"),
+        "layer norms with a bias",
+    ),
+    Refused("Gemma 3n", ("Gemma3n",), "embeddings for each layer, and alternating updates (AltUp)"),
+    Refused("Gemma 4", ("Gemma4",), "embeddings for each layer, and KV shared between layers"),
+    Refused("T5, BART, Whisper", ("T5", "Bart", "Whisper"), "an encoder beside the decoder"),
+    Refused("BERT and its kin", ("Bert", "Roberta", "ModernBert"), "attention in both directions"),
+)
+
+_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model", "TextModel", "ForMaskedLM")
+
+
+def missing_for(architecture: str) -> str | None:
+    """What the decoder lacks for an architecture or a model type; None: it is not known here."""
+    names = {architecture, *(architecture.removesuffix(ending) for ending in _ENDINGS)}
+    wanted = {name.removesuffix("_text").replace("_", "").lower() for name in names}
+    for each in REFUSED:
+        if any(name.replace("_", "").lower() in wanted for name in each.architectures):
+            return each.missing
+    return None
