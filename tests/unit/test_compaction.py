@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from raydix.engine.api.openai_responses.compaction import BEGIN, END, REQUEST, content_of, text_of
+from raydix.engine.api.openai_responses.compaction import BEGIN, END, REQUEST, content_of, text_of, user_texts
 from raydix.engine.api.openai_responses.requests import parse_compact, parse_responses
 from raydix.engine.core.errors import RequestError
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
@@ -161,3 +164,15 @@ def test_a_compaction_of_nothing_is_refused() -> None:
 def test_a_conversation_that_leaves_no_room_for_a_summary_is_refused_by_name(served: Served) -> None:
     reply = served(Replica(max_model_len=1100), post("/v1/responses/compact", input=CHAT))
     assert reply.status == 400 and reply.json["error"]["code"] == "context_length_exceeded"
+
+
+@given(st.lists(st.sampled_from([BEGIN, END, "a", " b\n"]), max_size=12).map("".join))
+def test_what_the_user_said_is_the_text_outside_summaries(text: str) -> None:
+    outside = re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), "", text, flags=re.DOTALL).strip()
+    assert user_texts([{"role": "user", "content": text}]) == ([outside] if outside else [])
+
+
+def test_many_beginnings_of_summaries_are_read_in_one_pass() -> None:
+    """One that follows each of them to the end of the text takes an hour."""
+    text = BEGIN * 200_000
+    assert user_texts([{"role": "user", "content": text}]) == [text.strip()]

@@ -7,7 +7,6 @@ but the system's messages, and a client that sends the item alone comes to the s
 """
 
 import base64
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
@@ -32,7 +31,6 @@ REQUEST = (
     "figures that matter, what has failed, and the next steps. Write the summary alone and call no function."
 )
 """The message that asks for a summary."""
-_SUMMARY = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
 _PREFIX = "raydix.1."
 """Begins the content of every item of this server."""
 
@@ -110,7 +108,7 @@ def asked_about(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
 
 def user_texts(messages: Sequence[ChatMessage]) -> list[str]:
     """What the user has said, without earlier summaries."""
-    said = (_SUMMARY.sub("", str(each["content"])).strip() for each in messages if each["role"] == "user")
+    said = (_without_summaries(str(each["content"])).strip() for each in messages if each["role"] == "user")
     return [text for text in said if text]
 
 
@@ -141,3 +139,15 @@ def _older(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     """The messages that a summary is of: all but a question at the end."""
     is_question = len(messages) > 1 and messages[-1]["role"] == "user" and messages[-2]["role"] == "assistant"
     return messages[:-1] if is_question else messages
+
+
+def _without_summaries(text: str) -> str:
+    """The text outside its summaries. A beginning without an end is the user's own text.
+
+    One pass: a client may write any number of beginnings, each of which a regular expression would follow to the end.
+    """
+    kept, at = [], 0
+    while (begin := text.find(BEGIN, at)) >= 0 and (end := text.find(END, begin)) >= 0:
+        kept.append(text[at:begin])
+        at = end + len(END)
+    return "".join([*kept, text[at:]])
