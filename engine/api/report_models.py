@@ -162,7 +162,8 @@ class ShownRequest(Shape):
     preemptions: int = Field(description="How often it had to make room.")
     arrived_at: float = Field(description="Time of its arrival, in seconds since 1970.")
     ended_at: float | None = Field(description="Time of its end, in seconds since 1970.")
-    placed_s: float | None = Field(description="Workers were chosen: those of the last attempt.")
+    placed_s: float | None = Field(description="Workers were chosen.")
+    moved_s: float | None = Field(description="Other workers were chosen, after the last failover.")
     first_token_s: float | None = Field(description="The first token came.")
     ended_s: float | None = Field(description="It ended.")
 

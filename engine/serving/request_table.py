@@ -124,7 +124,8 @@ class RequestTable:
         generations = [answer.generation for answer in job.answers]
         usage = job.usage()
         firsts = [answer.first_token_at for answer in job.answers if answer.first_token_at is not None]
-        placed = [each.placed_at for each in generations if each.placed_at]
+        placed = [each.first_placed_at for each in generations if each.first_placed_at]
+        moved = [each.placed_at for each in generations if each.placed_at > each.first_placed_at]
         return {
             "number": number,
             "id": job.head.id,
@@ -149,6 +150,7 @@ class RequestTable:
             "arrived_at": round(job.arrived_at + self._wall_offset_s, 3),
             "ended_at": None if ended_at is None else round(ended_at + self._wall_offset_s, 3),
             "placed_s": _since(job, min(placed, default=None)),
+            "moved_s": _since(job, max(moved, default=None)),
             "first_token_s": _since(job, min(firsts, default=None)),
             "ended_s": _since(job, ended_at),
         }

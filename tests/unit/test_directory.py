@@ -641,6 +641,16 @@ def test_hits_and_misses_have_a_source_or_a_reason(make_directory: MakeDirectory
     assert directory.statistics.evicted_blocks[EvictionReason.FULL] == 1
 
 
+def test_blocks_that_went_with_their_worker_were_not_evicted(make_directory: MakeDirectory) -> None:
+    directory = make_directory()
+    join(directory, "m", Role.MIXED)
+    seal(directory, "m", A, B)
+    directory.remove_worker("m")
+    join(directory, "n", Role.MIXED)
+    assert sources_of_admission(directory, "r", A, B) == [BlockSource.LOST] * 2
+    assert directory.statistics.num_returned_blocks == 0, "more room would not have kept them"
+
+
 def test_an_earlier_answer_that_may_have_reasoned_is_named_as_the_reason(make_directory: MakeDirectory) -> None:
     """Turns of a chat whose answers reasoned; the second prompt's question begins behind its last full block."""
     directory = make_directory()

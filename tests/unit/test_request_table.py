@@ -57,6 +57,7 @@ def test_a_request_is_shown_from_its_beginning_to_its_end(served: Served) -> Non
                 await anext(pieces)
                 [row] = rows(replica)
                 assert (row["state"], row["generated_tokens"], row["ended_at"]) == ("decoding", 1, None)
+                assert (row["attempts"], row["moved_s"]) == (1, None)
                 assert replica.requests.report(EVERYONE)["counts"] == {"waiting": 0, "prefilling": 0, "decoding": 1}
                 async for _ in pieces:
                     pass
@@ -67,6 +68,23 @@ def test_a_request_is_shown_from_its_beginning_to_its_end(served: Served) -> Non
         assert row["first_token_s"] < row["ended_s"]
         assert round(row["ended_at"] - row["arrived_at"], 3) == row["ended_s"]
         assert replica.requests.report(EVERYONE)["counts"] == {"waiting": 0, "prefilling": 0, "decoding": 0}
+
+    served(replica, life)
+
+
+def test_a_failover_leaves_the_time_of_the_first_placement(served: Served) -> None:
+    replica = Replica()
+
+    async def life() -> None:
+        job = await job_of(replica)
+        [answer] = job.answers
+        with replica.frontend.accounted(job):
+            answer.generation.place(Admission("r", 0, "p", "d", 1, 1, (), ()), 4, job.arrived_at + 0.5)
+            answer.generation.start_over()
+            answer.generation.place(Admission("r", 1, "e", "e", 1, 1, (), ()), 4, job.arrived_at + 3.0)
+            [row] = rows(replica)
+            assert (row["attempts"], row["placed_s"], row["moved_s"]) == (2, 0.5, 3.0)
+            assert row["decode_workers"] == ["e"]
 
     served(replica, life)
 

@@ -330,7 +330,7 @@ async function explanation(id, chat) {
   let texts = null;
   const tokens = () => (texts ??= post("tokenize", { ...chat, return_token_strs: true }).then((/** @type {any} */ answer) => answer.token_strs.map(readable)));
   const box = h("div", {}, h("h2", {}, "Where the prompt came from"), h("p", {}, saved(attempt)), strip(attempt, tokens),
-    row && [h("h2", {}, "Where the time went"), timeline(row, attempt)],
+    row && [h("h2", {}, "Where the time went"), timeline(row, explained.choices[0].attempts[0])],
     h("h2", {}, "Why this worker"), sums(attempt), h("p", { class: "id" }, id));
   return { box, attempt };
 }

@@ -17,6 +17,7 @@ export const SOURCES = {
   pending: { name: "waited for", kind: "pending" },
   never_seen: { name: "computed: new", kind: "computed" },
   evicted: { name: "computed: evicted", kind: "evicted" },
+  lost: { name: "computed: lost", kind: "evicted" },
   diverged: { name: "computed: diverged", kind: "diverged" },
   reasoning_left_out: { name: "computed: reasoning left out", kind: "diverged" },
   recomputed: { name: "computed: quicker", kind: "recomputed" },
@@ -111,10 +112,10 @@ function texts(box, picture, attempt, tokens) {
 /**
  * A request's life beside what was expected of it.
  * @param {Row} row
- * @param {Attempt | undefined} attempt
+ * @param {Attempt | undefined} attempt The first one, of which the prompt was expected.
  */
 export function timeline(row, attempt) {
-  const end = row.ended_s ?? row.first_token_s ?? row.placed_s ?? 0;
+  const end = row.ended_s ?? row.moved_s ?? row.first_token_s ?? row.placed_s ?? 0;
   const chosen = attempt?.candidates.find((/** @type {any} */ each) => each.worker === attempt.prefill_worker);
   const placed = row.placed_s ?? 0;
   const expected = chosen ? placed + chosen.wait_s + chosen.import_s + chosen.compute_s : 0;
@@ -143,6 +144,11 @@ export function timeline(row, attempt) {
       add(picture, s("rect", { x: (1000 * part.from) / longest, width: Math.max(2, (1000 * (part.to - part.from)) / longest), y: lane.y, height: 18, class: part.kind }, s("title", {}, label)));
       add(list, h("li", {}, h("i", { class: part.kind }), label));
     }
+  }
+  if (row.moved_s !== null) {
+    const x = (1000 * row.moved_s) / longest;
+    add(picture, s("line", { x1: x, x2: x, y1: 0, y2: 18, class: "moved" }));
+    add(list, h("li", {}, `went on elsewhere at ${time(row.moved_s)}, after a failover`));
   }
   return h("div", { class: "strip-box" }, picture, list);
 }

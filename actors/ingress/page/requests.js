@@ -123,7 +123,7 @@ function explainedChoice(choice, row) {
   for (const attempt of choice.attempts) {
     add(box, choice.attempts.length > 1 && h("h3", {}, `Attempt ${attempt.attempt + 1} at ${attempt.prefill_worker}`), strip(attempt));
   }
-  add(box, h("p", {}, saved(last)), h("h3", {}, "Where the time went"), timeline(row, last), sums(last));
+  add(box, h("p", {}, saved(last)), h("h3", {}, "Where the time went"), timeline(row, choice.attempts[0]), sums(last));
   return box;
 }
 

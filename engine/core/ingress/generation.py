@@ -73,6 +73,8 @@ class Generation:
     imported_tokens: int = 0
     """Prompt tokens whose KV was promised from elsewhere to the first attempt's prefill worker."""
     placed_at: float = 0.0
+    first_placed_at: float = 0.0
+    """Time of the first attempt's placement; `placed_at` is the present one's."""
     answered_by: str | None = None
     """The worker that sent this attempt's first token, once that is delivered."""
     taken_by: set[str] = field(default_factory=set)
@@ -139,6 +141,7 @@ class Generation:
             self.priority = max(self.priority, LATE_PRIORITY)
         self.placed_at = now
         if self.attempt == 0:
+            self.first_placed_at = now
             self.imported_tokens = len(admission.prefill_awaited) * block_size
 
     def assignments(self, admission: Admission, reply_to: str, await_timeout_s: float) -> list[tuple[str, Assignment]]:

@@ -34,6 +34,8 @@ class BlockSource(StrEnum):
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
     """Stored before, and evicted to make room."""
+    LOST = "lost"
+    """Stored before, and gone since for another reason: with its worker, by a reset, by a failure."""
     DIVERGED = "diverged"
     """The blocks before this one are known, with another continuation."""
     REASONING_LEFT_OUT = "reasoning_left_out"
@@ -48,6 +50,8 @@ WHY: Mapping[BlockSource, str] = MappingProxyType(
         BlockSource.NEVER_SEEN: "no prompt with these blocks has been computed before.",
         BlockSource.EVICTED: "the blocks were computed before, and had to make room since; a larger pool, an object "
         "store or a disk would have kept them.",
+        BlockSource.LOST: "the blocks were computed before, and are gone since: with a worker that ended, by a reset "
+        "of the cache, or by a failure.",
         BlockSource.DIVERGED: "earlier prompts begin alike up to here, and go on differently. A date, an id or an "
         "edited message in this place costs everything behind it: put what changes last.",
         BlockSource.REASONING_LEFT_OUT: "an answer that may have reasoned began here; most chat templates leave the "

@@ -108,7 +108,7 @@ class Explanations:
                 reasons.append(BlockSource.RECOMPUTED)
                 continue
             if block_hash in gone:
-                reasons.append(BlockSource.EVICTED)
+                reasons.append(BlockSource.EVICTED if gone[block_hash] else BlockSource.LOST)
                 self._statistics.num_returned_blocks += gone[block_hash]
             # Another block followed here after an answer with reasoning: the template has left the reasoning out since.
             elif earlier is not None and earlier < turn and follower != block_hash:
