@@ -66,15 +66,29 @@ def parser() -> argparse.ArgumentParser:
     batch.set_defaults(run=_batch)
 
     chat = commands.add_parser("chat", help="chat with a running server in the terminal")
-    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    _add_server(chat)
     chat.add_argument("--model", help="the model's name (default: the server's first)")
     chat.add_argument("--system", help="a system message to begin with")
     chat.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: %(default)s)")
     chat.add_argument(
         "--temperature", type=float, default=0.2, help="0: always the likeliest token (default: %(default)s)"
     )
-    chat.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (OPENAI_API_KEY)")
     chat.set_defaults(run=_chat)
+
+    requests = commands.add_parser("requests", help="print a running server's requests, under way and lately ended")
+    _add_server(requests)
+    requests.add_argument("--json", action="store_true", help="as the server has them")
+    requests.set_defaults(run=_requests)
+
+    why = commands.add_parser("why", help="print why a prompt was cached, or was not")
+    why.add_argument("id", nargs="?", default="last", help="id of an answer (default: the request that came last)")
+    _add_server(why)
+    why.add_argument("--json", action="store_true", help="as the server has it")
+    why.set_defaults(run=_why)
+
+    top = commands.add_parser("top", help="show a running server's requests, live")
+    _add_server(top)
+    top.set_defaults(run=_top)
 
     replay = commands.add_parser("replay", help="send the requests of a recording again, and compare the answers")
     replay.add_argument("recording", metavar="FILE", help="a file that logging.recording made; it contains prompts")
@@ -94,6 +108,12 @@ def parser() -> argparse.ArgumentParser:
     key = commands.add_parser("key", help="make an API key for a tenant, and the hash of it for the configuration")
     key.set_defaults(run=_key)
     return raydix
+
+
+def _add_server(command: argparse.ArgumentParser) -> None:
+    """The options of commands that ask a running server over HTTP."""
+    command.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    command.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (OPENAI_API_KEY)")
 
 
 def _add_config(command: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -139,6 +159,24 @@ def _chat(options: argparse.Namespace) -> int:
     from raydix.cli import chat
 
     return chat.run(options)
+
+
+def _requests(options: argparse.Namespace) -> int:
+    from raydix.cli import observe
+
+    return observe.run_requests(options)
+
+
+def _why(options: argparse.Namespace) -> int:
+    from raydix.cli import observe
+
+    return observe.run_why(options)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from raydix.cli import observe
+
+    return observe.run_top(options)
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -1,0 +1,242 @@
+"""`raydix requests`, `raydix why` and `raydix top`: what a running server does, and why a prompt hit or missed.
+
+All of it is read from the HTTP routes of a server, any that the terminal reaches, and is what the key may see.
+Nothing is asked of the server once a command has ended.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+import aiohttp
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from raydix.cli.chat import CONNECT_TIMEOUT_S, api_key
+from raydix.engine.core.errors import StartupError
+
+Row: TypeAlias = Mapping[str, Any]
+Attempt: TypeAlias = Mapping[str, Any]
+
+LAST = "last"
+MAX_EVENT_BYTES = 4 << 20
+STRIP_BLOCKS = 4
+"""Lines of a strip, at most; a block of a longer prompt shares its character with others."""
+WIDE = 110
+"""Columns of a terminal from which on a table has all of its own."""
+NUM_NARROW = 5
+COLOURS = {
+    "local": "green",
+    "worker": "blue",
+    "store": "blue",
+    "disk": "magenta",
+    "pending": "bright_magenta",
+    "evicted": "red",
+    "lost": "red",
+    "diverged": "yellow",
+    "reasoning_left_out": "yellow",
+}
+"""Of sources; the others were computed."""
+COMPUTED = "dark_orange"
+
+
+def run_requests(options: argparse.Namespace) -> int:
+    """Print the requests under way and lately ended. Raises StartupError where the server does not answer."""
+    report = asyncio.run(_server(options).get("/v1/requests"))
+    if options.json:
+        print(json.dumps(report))
+    else:
+        _print(_counts(report["counts"]), _table(report["requests"]))
+    return 0
+
+
+def run_why(options: argparse.Namespace) -> int:
+    """Print where the blocks of a request's prompt came from. Raises StartupError where the server knows no such
+    request."""
+    explained = asyncio.run(_explained(_server(options), options.id))
+    if options.json:
+        print(json.dumps(explained))
+        return 0
+    for choice in explained["choices"]:
+        for attempt in choice["attempts"]:
+            _print(*_explanation(choice["id"], attempt))
+    return 0
+
+
+def run_top(options: argparse.Namespace) -> int:
+    """Show the requests, live, until Ctrl-C. Raises StartupError where the server does not answer, or without a
+    terminal."""
+    if not sys.stdout.isatty():
+        raise StartupError("raydix top needs a terminal; raydix requests prints the same once")
+    asyncio.run(_follow(_server(options)))
+    return 0
+
+
+class ObservedServer:
+    """The server that is asked. `key`: its API key, if it has tenants."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+
+    async def get(self, path: str) -> Any:
+        """The object of a route. Raises StartupError."""
+        try:
+            async with self._session() as session, session.get(self._url + path) as reply:
+                await self._check(reply)
+                return await reply.json()
+        except aiohttp.ClientError as error:
+            raise self._away(error) from None
+
+    async def requests(self) -> AsyncGenerator[Any]:
+        """The data of the server's events about requests. Raises StartupError where it does not answer."""
+        try:
+            async with self._session() as session, session.get(f"{self._url}/v1/requests/events") as reply:
+                await self._check(reply)
+                async for line in reply.content:
+                    if line.startswith(b"data:"):
+                        yield json.loads(line.removeprefix(b"data:"))
+        except aiohttp.ClientError as error:
+            raise self._away(error) from None
+
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S)
+        return aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=MAX_EVENT_BYTES)
+
+    def _away(self, error: Exception) -> StartupError:
+        return StartupError(f"{self._url} cannot be reached: {error or type(error).__name__}")
+
+    async def _check(self, reply: aiohttp.ClientResponse) -> None:
+        if reply.ok:
+            return
+        try:
+            message = (await reply.json())["error"]["message"]
+        except (ValueError, KeyError, TypeError, aiohttp.ClientError):
+            message = f"{reply.status} {reply.reason}"
+        raise StartupError(f"{self._url}: {message}")
+
+
+def _server(options: argparse.Namespace) -> ObservedServer:
+    return ObservedServer(options.url, api_key(options.api_key_env))
+
+
+async def _explained(server: ObservedServer, name: str) -> Any:
+    """The explanation of a request, or of the one that came last."""
+    if name == LAST:
+        rows = (await server.get("/v1/requests"))["requests"]
+        if not rows:
+            raise StartupError("the server has had no request yet, or not from this key's tenant")
+        name = max(rows, key=lambda row: row["arrived_at"])["id"]
+    return await server.get(f"/v1/requests/{quote(name, safe='')}/explain")
+
+
+async def _follow(server: ObservedServer) -> None:
+    """Redraw the table with each event."""
+    rows: dict[int, Row] = {}
+    with Live(screen=True, auto_refresh=False) as live:
+        async for event in server.requests():
+            rows |= {row["number"]: row for row in event["requests"]}
+            newest = sorted(rows.values(), key=lambda row: (row["state"] == "ended", -row["number"]))
+            num_shown = max(1, live.console.height - 4)
+            rows = {row["number"]: row for row in newest[: 2 * num_shown]}
+            live.update(Group(_counts(event["counts"]), _table(newest[:num_shown])), refresh=True)
+
+
+def _print(*parts: RenderableType) -> None:
+    console = Console(highlight=False)
+    for part in parts:
+        console.print(part)
+
+
+def _counts(counts: Mapping[str, int]) -> Text:
+    return Text(" · ".join(f"{number:,} {state}" for state, number in counts.items()))
+
+
+def _table(rows: Iterable[Row]) -> Table:
+    """The rows, on a narrow terminal without the last columns: a name that is cut off cannot be asked for."""
+    names = ("state", "request", "cached", "answer", "first", "prompt", "tok/s", "worker")
+    num_columns = len(names) if Console().width >= WIDE else NUM_NARROW
+    table = Table(box=None, pad_edge=False)
+    for name in names[:num_columns]:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("state", "request", "worker") else "right")
+    for row in rows:
+        table.add_row(*_cells(row)[:num_columns], style="dim" if row["state"] == "ended" else None)
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    first, ended = row["first_token_s"], row["ended_s"]
+    lasted = ended - first if ended is not None and first is not None else 0
+    return [
+        row["outcome"] if row["state"] == "ended" else row["state"],
+        row["request"],
+        "-" if first is None else _share(row["cached_tokens"], row["prompt_tokens"]),
+        f"{row['generated_tokens']:,}/{row['max_tokens']:,}",
+        _time(first),
+        f"{row['prompt_tokens']:,}",
+        f"{(row['generated_tokens'] - row['choices']) / lasted:.0f}" if lasted > 0 else "-",
+        " → ".join(dict.fromkeys([*row["prefill_workers"], *row["decode_workers"]])) or "-",
+    ]
+
+
+def _explanation(name: str, attempt: Attempt) -> list[RenderableType]:
+    """What `raydix why` prints of an attempt."""
+    hits = sum(run["count"] for run in attempt["blocks"] if run["hit"]) * attempt["block_size"]
+    lines: list[RenderableType] = [
+        Text(f"{name}, attempt {attempt['attempt'] + 1}: {attempt['prompt_tokens']:,} prompt tokens", style="bold"),
+        _strip(attempt),
+        _legend(attempt),
+    ]
+    if attempt["why"] is not None:
+        place = attempt["left_cache_at"]
+        begin = "not cached: " if place == 0 else f"the cached path ends at token {place:,}: "
+        lines.append(Text(begin + attempt["why"]))
+    if attempt["note"] is not None:
+        lines.append(Text(attempt["note"]))
+    said = [
+        f"{_share(min(hits, attempt['prompt_tokens']), attempt['prompt_tokens'])} cached",
+        f"first token after {_time(attempt['actual_ttft_s'])}, expected {_time(attempt['predicted_ttft_s'])}",
+        f"all of it computed: {_time(attempt['uncached_s'])}, as predicted",
+        f"prefill at {attempt['prefill_worker']}, decode at {attempt['decode_worker']}",
+    ]
+    return [*lines, Text("; ".join(said)), Text("")]
+
+
+def _strip(attempt: Attempt) -> Text:
+    """A character for each block, or for several of a long prompt."""
+    sources = [run["source"] for run in attempt["blocks"] for _ in range(run["count"])]
+    width = Console().width * STRIP_BLOCKS
+    step = max(1, -(-len(sources) // width))
+    strip = Text()
+    for source in sources[::step]:
+        strip.append("█" if source in COLOURS else "▒", style=COLOURS.get(source, COMPUTED))
+    return strip
+
+
+def _legend(attempt: Attempt) -> Text:
+    counts: dict[str, int] = {}
+    for run in attempt["blocks"]:
+        counts[run["source"]] = counts.get(run["source"], 0) + run["count"]
+    legend = Text()
+    for source, count in counts.items():
+        legend.append("█ " if source in COLOURS else "▒ ", style=COLOURS.get(source, COMPUTED))
+        legend.append(f"{source} {count:,}   ")
+    if attempt["unhashed_tokens"]:
+        legend.append(f"and {attempt['unhashed_tokens']} tokens, shorter than a block")
+    return legend
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

@@ -1,0 +1,192 @@
+"""`raydix requests`, `why` and `top` against a small HTTP server with requests of its own."""
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from raydix.cli.main import main
+from raydix.engine.core.manager.explain import BlockSource, Decision
+
+ROW = {
+    "number": 2,
+    "id": "chatcmpl-b",
+    "request": "b",
+    "state": "ended",
+    "outcome": "stop",
+    "choices": 1,
+    "prefill_workers": ["p"],
+    "decode_workers": ["d"],
+    "prompt_tokens": 1200,
+    "cached_tokens": 900,
+    "generated_tokens": 41,
+    "max_tokens": 300,
+    "arrived_at": 20.0,
+    "first_token_s": 0.25,
+    "ended_s": 2.25,
+}
+RUNNING = ROW | {
+    "number": 1,
+    "id": "cmpl-a",
+    "request": "request-a",
+    "state": "decoding",
+    "outcome": None,
+    "arrived_at": 10.0,
+    "ended_s": None,
+}
+COUNTS = {"waiting": 0, "prefilling": 3, "decoding": 1}
+RUNS = ((BlockSource.LOCAL, 7), (BlockSource.EVICTED, 2), (BlockSource.NEVER_SEEN, 1))
+DECISION = Decision(0, "t", 170, 16, RUNS, "p", "d", 0.3, (), 0.25, uncached_s=1.5, saved_s=1.25)
+KEY = "rdx-k"
+
+
+def routes(rows: list[Any]) -> web.Application:
+    """The routes that the commands ask, which need the key."""
+
+    @web.middleware
+    async def keyed(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.headers.get("authorization") != f"Bearer {KEY}":
+            return web.json_response({"error": {"message": "A key is needed."}}, status=401)
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    async def requests(request: web.Request) -> web.Response:
+        return web.json_response({"object": "requests", "counts": COUNTS, "requests": rows})
+
+    async def explain(request: web.Request) -> web.Response:
+        if request.match_info["id"] != ROW["id"]:
+            return web.json_response({"error": {"message": "No such request is remembered."}}, status=404)
+        choices = [{"id": "b-0", "attempts": [DECISION.as_json()]}]
+        return web.json_response({"id": ROW["id"], "object": "request.explanation", "choices": choices})
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        event = f"event: requests\ndata: {json.dumps({'counts': COUNTS, 'requests': rows})}\n\n"
+        await response.write(event.encode())
+        await asyncio.Event().wait()
+        return response
+
+    application = web.Application(middlewares=[keyed])
+    application.router.add_get("/v1/requests", requests)
+    application.router.add_get("/v1/requests/events", events)
+    application.router.add_get("/v1/requests/{id}/explain", explain)
+    return application
+
+
+@pytest.fixture
+def rows() -> list[Any]:
+    return [RUNNING, ROW]
+
+
+@pytest.fixture
+def url(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of the server, whose key is in the environment; the screen is wide."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("COLUMNS", "200")
+    ready: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        runner = web.AppRunner(routes(rows), handler_cancellation=True, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        ready.set_result((f"http://127.0.0.1:{runner.addresses[0][1]}", asyncio.get_running_loop(), stop))
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()])
+    thread.start()
+    address, loop, stop = ready.result(timeout=10)
+    yield address
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+
+
+def test_requests_are_a_table(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["requests", "--url", url]) == 0
+    counts, _, running, ended = capsys.readouterr().out.splitlines()
+    assert counts.strip() == "0 waiting · 3 prefilling · 1 decoding"
+    assert running.split() == ["decoding", "request-a", "75%", "41/300", "250", "ms", "1,200", "-", "p", "→", "d"]
+    assert ended.split() == ["stop", "b", "75%", "41/300", "250", "ms", "1,200", "20", "p", "→", "d"]
+
+
+def test_a_narrow_terminal_has_whole_names(
+    url: str, rows: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows[0] = rows[0] | {"request": "7b60869c-f283-44f0-9de5-0c132aefed17", "state": "prefilling"}
+    assert main(["requests", "--url", url]) == 0
+    _, header, running, _ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["state", "request", "cached", "answer", "first"]
+    assert running.split() == ["prefilling", "7b60869c-f283-44f0-9de5-0c132aefed17", "75%", "41/300", "250", "ms"]
+
+
+def test_requests_are_an_object_for_programs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["requests", "--json", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == [RUNNING, ROW]
+
+
+@pytest.mark.parametrize("name", [[], ["last"], ["chatcmpl-b"]])
+def test_why_shows_the_blocks_and_the_reason(url: str, name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", *name, "--url", url]) == 0
+    title, strip, legend, why, sums = capsys.readouterr().out.strip().splitlines()
+    assert title == "b-0, attempt 1: 170 prompt tokens"
+    assert strip == "█" * 9 + "▒"
+    assert legend.split("   ") == ["█ local 7", "█ evicted 2", "▒ never_seen 1", "and 10 tokens, shorter than a block"]
+    assert why.startswith("the cached path ends at token 112: the blocks were computed before, and had to make room")
+    assert "66% cached; first token after 250 ms, expected 300 ms; all of it computed: 1.50 s" in sums
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["why", "other"], "No such request is remembered."),
+        (["top"], "raydix top needs a terminal"),
+    ],
+)
+def test_what_cannot_be_shown(
+    url: str, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--url", url]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_server_that_has_had_no_request(url: str, rows: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    rows.clear()
+    assert main(["why", "--url", url]) == 2
+    assert "no request yet" in capsys.readouterr().err
+
+
+def test_a_wrong_key_and_a_server_that_is_away(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "other")
+    assert main(["requests", "--url", url]) == 2
+    assert "A key is needed." in capsys.readouterr().err
+    assert main(["requests", "--url", "http://127.0.0.1:1"]) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_top_shows_the_requests_until_it_is_ended(url: str) -> None:
+    outer, inner = pty.openpty()
+    command = [sys.executable, "-m", "raydix", "top", "--url", url]
+    process = subprocess.Popen(command, stdout=inner, stderr=inner, env={**os.environ, "TERM": "xterm"})
+    os.close(inner)
+    shown = b""
+    while b"request-a" not in shown or b"3 prefilling" not in shown:
+        shown += os.read(outer, 1 << 16)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    os.close(outer)
