@@ -27,7 +27,8 @@ MAX_ROWS = 200
 """Requests under way, the oldest ones, and as many ended ones, the latest, in one answer; the counts have all."""
 PERIOD_S = 0.5
 """Interval between two looks at the table for a follower."""
-MAX_FOLLOWERS = 16
+MAX_FOLLOWERS = 8
+"""Of each tenant, so that none keeps the others out."""
 
 
 class State(StrEnum):
@@ -59,7 +60,8 @@ class RequestTable:
         self._ended: defaultdict[str, deque[Row]] = defaultdict(lambda: deque(maxlen=NUM_ENDED))
         """Rows by tenant, the latest first. Tenants are configured, so there are few."""
         self._num_begun = 0
-        self._num_followers = 0
+        self._num_followers: Counter[str] = Counter()
+        """By tenant."""
 
     @contextmanager
     def shown(self, job: Job) -> Iterator[None]:
@@ -86,14 +88,14 @@ class RequestTable:
         """Server-sent events `requests`, each with the counts and the rows that are new or have changed.
 
         Raises:
-            OverloadedError: others follow already, as many as a replica takes.
+            OverloadedError: the tenant has as many followers already as a replica takes of one.
         """
-        if self._num_followers >= MAX_FOLLOWERS:
+        if self._num_followers[tenant.name] >= MAX_FOLLOWERS:
             raise OverloadedError(
-                f"{MAX_FOLLOWERS} clients follow the requests and no more are accepted; try again later",
+                f"{MAX_FOLLOWERS} of your clients follow the requests and no more are accepted; try again later",
                 retry_after_s=5,
             )
-        self._num_followers += 1
+        self._num_followers[tenant.name] += 1
         try:
             sent: dict[int, bytes] = {}
             is_first = True
@@ -107,7 +109,7 @@ class RequestTable:
                 sent, is_first = rows, False
                 await asyncio.sleep(self._period_s)
         finally:
-            self._num_followers -= 1
+            self._num_followers[tenant.name] -= 1
 
     def _jobs_of(self, tenant: Tenant) -> list[tuple[int, Job]]:
         return [(n, job) for n, job in self._under_way.items() if tenant.is_admin or job.tenant.name == tenant.name]

@@ -155,17 +155,20 @@ def test_a_stream_of_requests_ends_with_its_client(served: Served) -> None:
     assert served(replica, ask("/v1/requests/events", "wrong")).status == 401
 
 
-def test_followers_are_few(served: Served) -> None:
-    replica = Replica()
+def test_a_tenant_has_few_followers_and_keeps_nobody_out(served: Served) -> None:
+    replica = Replica(tenants=TENANTS)
 
     async def follow() -> None:
-        streams = [replica.requests.events(EVERYONE) for _ in range(MAX_FOLLOWERS)]
+        streams = [replica.requests.events(A) for _ in range(MAX_FOLLOWERS)]
         for stream in streams:
             await anext(stream)
         with pytest.raises(OverloadedError):
-            await anext(replica.requests.events(EVERYONE))
+            await anext(replica.requests.events(A))
+        others = replica.requests.events(B)
+        await anext(others)
+        await others.aclose()
         await streams.pop().aclose()
-        streams.append(replica.requests.events(EVERYONE))
+        streams.append(replica.requests.events(A))
         await anext(streams[-1])
         for stream in streams:
             await stream.aclose()
