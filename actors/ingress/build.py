@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from raydix.actors.ingress.batches import ROUTES, Batches, BatchSettings
@@ -36,6 +37,7 @@ from raydix.engine.serving.answer_rendering import renderers
 from raydix.engine.serving.chats import Chats
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation, PreparationFacts
+from raydix.engine.serving.prompt_records import PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import ReadingFacts
 from raydix.engine.serving.rendering import Rendering, RenderThread
@@ -79,12 +81,13 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
     answers, root = ManagerAnswers(manager), root_hash(model.identity.fingerprint)
     chats = _chats(model, Transcripts(answers, root, metrics.looked_up), reader=reader, dispatcher=dispatcher)
     responses = StoredResponses(answers, root, chats.shown)
+    records = PromptRecords(partial(model.tokenizer.decode, skip_special_tokens=False))
     output = OutputProcessor(dispatcher.generate, dispatcher.stopped, chats, prefix_caching=config.cache.prefix_caching)
     rendering = Rendering(output.pieces, model.vocabulary.bytes_of, RenderThread())
     parts = FrontendParts(
         model=model.served,
         tenants=all_tenants,
-        cache=CacheControl(manager, model.tokenizer.decode),
+        cache=CacheControl(manager, model.tokenizer.decode, records),
         tokenization=Tokenization(reader, room, _description(model) if config.http.tokenizer_info else None),
         room=room,
         reader=reader,
@@ -97,6 +100,7 @@ def build_frontend(config: Config, runtime: Runtime, replica_id: str, holds: Hol
             responses=responses,
             vocabulary=model.vocabulary,
             root=lambda: dispatcher.root,
+            records=records,
         ),
         output=output,
         responses=responses,

@@ -11,6 +11,7 @@ from raydix.actors.rpc import ManagerClient
 from raydix.engine.api.responses import ID_PREFIXES, Json
 from raydix.engine.core.errors import NotFoundError, OverloadedError, PermissionDeniedError
 from raydix.engine.core.tenants import Tenant
+from raydix.engine.serving.prompt_records import PromptRecords
 
 POLL_S = 0.2
 MAX_FOLLOWERS = 16
@@ -20,8 +21,9 @@ MAX_FOLLOWERS = 16
 class CacheControl:
     """Asks the manager on behalf of a tenant. `decode` turns token ids into text."""
 
-    def __init__(self, manager: ManagerLink, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, manager: ManagerLink, decode: Callable[[Sequence[int]], str], records: PromptRecords) -> None:
         self._manager = manager
+        self._records = records
         self._decode = decode
         self._num_followers = 0
 
@@ -36,7 +38,8 @@ class CacheControl:
         choices = await self._manager.ask(lambda manager: manager.explain(name, asking))
         if not choices:
             raise NotFoundError(f"No request '{request_id}' is remembered.", param="id")
-        return {"id": request_id, "object": "request.explanation", "choices": choices}
+        known = self._records.explained(request_id, asking, choices)
+        return {"id": request_id, "object": "request.explanation", "choices": choices, **known}
 
     async def report(self, tenant: Tenant) -> Json:
         """State of the cache with the tenant's own use and prefixes. An administrator also sees the use of every tenant

@@ -27,6 +27,9 @@ class AnswerContext:
     """The bytes of a token, special tokens by their names."""
     marked_tokens: tuple[int, ...] = ()
     """Tokens of the prompt before each of the request's marks."""
+    diagnosis: Callable[[int], Json | None] | None = None
+    """What the answer says of the prompt beside an earlier one, given the tokens that were found; None: the request
+    does not ask."""
     edits: ContextEdits | None = None
     """What was left out of the client's chat, where the request asks for edits."""
     logprobs: Callable[[Piece], Json] | None = None

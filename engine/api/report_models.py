@@ -265,12 +265,34 @@ class ExplainedChoice(Shape):
     attempts: list[Attempt] = Field(description="Its placements.")
 
 
+class ExplainedPrefix(Shape):
+    """A prompt beside the earlier one of the same tenant that it shares most tokens with."""
+
+    previous: str = Field(description="Id of the earlier answer.")
+    reason: str | None = Field(
+        description="`system_changed`, `tools_changed`, `tools_reordered`, `volatile`, `message_edited`, "
+        "`reasoning_left_out`, `white_space`, `shorter_than_a_block`, `another_salt`, `evicted` or `template`; null "
+        "where the prompt goes on from the earlier one, and was hit."
+    )
+    token_index: int | None = Field(description="Of the first other token.")
+    part: str | None = Field(description="The first other part: `system`, `tools[2]`, `messages[5]`.")
+    lost_tokens: int = Field(description="Tokens that would have been found behind the place.")
+    lost_s: float | None = Field(description="Their part of the prompt's predicted computation, in seconds.")
+    text_before: str | None = Field(default=None, description="Text of both prompts before the place.")
+    previous_text: str | None = Field(default=None, description="How the earlier prompt goes on.")
+    text: str | None = Field(default=None, description="How this prompt goes on.")
+
+
 class Explanation(Shape):
     """Sources of a prompt's blocks, and reasons of the choice of workers."""
 
     id: str = Field(description="As asked for.")
     object: Literal["request.explanation"] = Field(description="Kind of the object.")
     choices: list[ExplainedChoice] = Field(description="One for each answer.")
+    prefix: ExplainedPrefix | None = Field(
+        description="Of a chat at this replica: where its prompt left the one before."
+    )
+    ignored: list[str] | None = Field(description="Of a chat at this replica: its fields without effect.")
 
 
 class CacheEvent(Shape):

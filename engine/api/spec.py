@@ -282,6 +282,8 @@ class GenerationSpec:
     cache_ttl_s: float | None = None
     marks: tuple[PromptMark, ...] = ()
     """In the order of the prompt (chats only)."""
+    previous_message: str | None = None
+    """Id of the answer whose prompt this one is compared with; None: the client does not ask."""
     edits: tuple[Edit, ...] | None = None
     """Edits of the messages before their prompt is made (chats only); None: the client does not ask what was left
     out."""

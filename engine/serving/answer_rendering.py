@@ -116,6 +116,7 @@ def _context_of(job: Job, rendering: Rendering) -> AnswerContext:
         job.spec,
         rendering.bytes_of,
         job.marked_tokens,
+        None if job.diagnosis is None else job.diagnosis.cache_miss,
         job.edits,
         logprobs=None if render is None else logprobs,
         message=job.answers[0].message,

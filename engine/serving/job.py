@@ -16,6 +16,7 @@ from raydix.engine.core.ingress.room import Permit
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import FinishReason, TokenEvent, TokenLogprobs
 from raydix.engine.serving.chats import Chat
+from raydix.engine.serving.prompt_records import Diagnosis
 
 MANY_LISTED = 128
 """Log-probabilities of a position above which they are most of an answer's memory."""
@@ -154,6 +155,8 @@ class Job:
     """Tokens of the prompt before each of the request's marks."""
     unread: GenerationSpec | None = None
     """The request before it was read, where its conversation may be compacted."""
+    diagnosis: Diagnosis | None = None
+    """The prompt beside an earlier one, if the request asks why it was not hit."""
     edits: ContextEdits | None = None
     """What was left out of the client's chat, where the request asks for edits."""
     event_ids: EventIds | None = None

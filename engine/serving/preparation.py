@@ -36,6 +36,7 @@ from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
 from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, Pooling, Salt
 from raydix.engine.serving.chats import Chat, Chats
 from raydix.engine.serving.job import Answer, Job
+from raydix.engine.serving.prompt_records import PromptRecords, record_of
 from raydix.engine.serving.reader_pool import RequestReader, size_of
 from raydix.engine.serving.reader_work import Conversations, Reading, Request
 from raydix.engine.serving.served_model import ServedModel
@@ -168,9 +169,11 @@ class Preparation:
         responses: StoredResponses,
         vocabulary: Vocabulary,
         root: Callable[[], BlockHash | None],
+        records: PromptRecords,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
+        self._records = records
         self._reader = reader
         self._room = room
         self._line_room = Room(room.max_requests)
@@ -310,8 +313,21 @@ class Preparation:
             )
             if start is not None:
                 start.give_ids(job, origin)
+            self._record(job)
             _hand_out(permits, job.answers)
         return job
+
+    def _record(self, job: Job) -> None:
+        """Keep what later prompts are compared with, and compare this one if its request asks. Raises RequestError for
+        another tenant's message."""
+        spec, answer = job.spec, job.answers[0]
+        if spec.kind != "chat" or not self._facts.prefix_caching:
+            return
+        generation = answer.generation
+        record = record_of(spec, generation.prompt, generation.salt.private, self._facts.block_size)
+        if spec.previous_message is not None:
+            job.diagnosis = self._records.diagnosis(spec.previous_message, job.tenant, record)
+        self._records.add(job.head.id, job.tenant.name, generation.session, record, spec.ignored)
 
     def _check(self, spec: GenerationSpec, tenant: Tenant, start: StreamStart | None) -> None:
         """Raise RequestError for a request that this tenant, model or kind of stream cannot have."""

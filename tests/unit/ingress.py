@@ -41,6 +41,7 @@ from raydix.engine.serving.answer_rendering import renderers
 from raydix.engine.serving.chats import Chats
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation, PreparationFacts
+from raydix.engine.serving.prompt_records import PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
 from raydix.engine.serving.reading import Reader
@@ -397,6 +398,7 @@ class Replica:
         self.dispatcher = FakeDispatcher()
         self.manager = FakeLink()
         self.ledger = Ledger()
+        self.records = PromptRecords(tokenizer.decode)
         vocabulary = Vocabulary(tokenizer)
         self.chats = Chats(
             tokenizer=tokenizer,
@@ -426,6 +428,7 @@ class Replica:
             responses=self.responses,
             vocabulary=vocabulary,
             root=lambda: ROOT,
+            records=self.records,
             clock=self.clock,
         )
         self.output = OutputProcessor(
@@ -443,7 +446,7 @@ class Replica:
         parts = FrontendParts(
             model=model,
             tenants=tenants or Tenants(),
-            cache=CacheControl(self.manager, tokenizer.decode),
+            cache=CacheControl(self.manager, tokenizer.decode, self.records),
             tokenization=Tokenization(self.reader, self.room, description),
             room=self.room,
             reader=self.reader,

@@ -141,7 +141,16 @@ class MessageWriter:
             "content": content,
             **stop,
             "usage": self._usage(usage),
+            **self._diagnosed(usage),
         }
+
+    def _diagnosed(self, usage: Usage) -> Json:
+        """Why the prompt was not hit up to the end of an earlier one, if the request asks."""
+        diagnose = self._context.diagnosis
+        if diagnose is None:
+            return {}
+        reason = diagnose(usage.cached_tokens)
+        return {"diagnostics": None if reason is None else {"cache_miss_reason": reason}}
 
     def _usage(self, usage: Usage) -> Json:
         """Anthropic's usage object. The tokens before the last mark are written to the cache unless they were found

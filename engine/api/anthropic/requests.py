@@ -42,6 +42,14 @@ class Metadata(LenientModel):
     user_id: Annotated[str, StringConstraints(max_length=512)] | None = Field(default=None, description="Who asks.")
 
 
+class Diagnostics(LenientModel):
+    """A question about the cache."""
+
+    previous_message_id: Annotated[str, StringConstraints(max_length=256)] | None = Field(
+        default=None, description="Id of this client's message before."
+    )
+
+
 class OutputFormat(LenientModel):
     """Form of the answer."""
 
@@ -214,11 +222,13 @@ class MessagesRequest(ChatBody):
         default=None, description="Send the answer as server-sent events while it is generated."
     )
     metadata: Metadata | None = Field(default=None, description="With `user_id`, who asks.")
+    diagnostics: Diagnostics | None = Field(
+        default=None, description="The answer tells why the prompt did not hit all of an earlier message's."
+    )
 
     service_tier: ServiceTier = None
     inference_geo: Ignored = None
     container: Unsupported = None
-    diagnostics: Unsupported = None
     thread: Unsupported = None
 
     stop: Unsupported = None
@@ -235,6 +245,7 @@ class MessagesRequest(ChatBody):
             is_capped=True,
             stop=tuple(dict.fromkeys(self.stop_sequences or ())),
             stream=bool(self.stream),
+            previous_message=None if self.diagnostics is None else self.diagnostics.previous_message_id,
             user=(self.metadata and self.metadata.user_id) or None,
         )
 

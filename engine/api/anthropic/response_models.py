@@ -57,6 +57,30 @@ class OriginalLength(Shape):
     original_input_tokens: int = Field(description="Tokens of the prompt as the client sent it.")
 
 
+class CacheMissReason(Shape):
+    """Why a prompt was not hit up to the end of an earlier one: Anthropic's type, and raydix's reason."""
+
+    type: str = Field(
+        description="`system_changed`, `tools_changed`, `messages_changed`, `previous_message_not_found` or "
+        "`unavailable`."
+    )
+    cache_missed_input_tokens: int | None = Field(
+        default=None, description="Tokens that would have been found behind the place."
+    )
+    reason: str | None = Field(default=None, description="As `prefix.reason` of `/v1/requests/{id}/explain`.")
+    token_index: int | None = Field(default=None, description="Of the first other token.")
+    part: str | None = Field(default=None, description="The first other part: `system`, `tools[2]`, `messages[5]`.")
+    text_before: str | None = Field(default=None, description="Text of both prompts before the place.")
+    previous_text: str | None = Field(default=None, description="How the earlier prompt goes on.")
+    text: str | None = Field(default=None, description="How this prompt goes on.")
+
+
+class CacheDiagnostics(Shape):
+    """The prompt beside an earlier one."""
+
+    cache_miss_reason: CacheMissReason = Field(description="The reason.")
+
+
 class MessageResponse(Shape):
     """A whole answer in Anthropic's form."""
 
@@ -72,6 +96,9 @@ class MessageResponse(Shape):
     usage: MessageUsage = Field(description="Tokens of the request.")
     context_management: AppliedEdits | None = Field(
         default=None, description="Where the request has this field: the edits of the chat."
+    )
+    diagnostics: CacheDiagnostics | None = Field(
+        default=None, description="Where the request names an earlier message: why its prompt was not hit, if so."
     )
 
 
