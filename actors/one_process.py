@@ -9,7 +9,7 @@ import os
 import threading
 import time
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from raydix.actors.changes import log_refused, when_changed
 from raydix.actors.ingress.application import application
@@ -95,7 +95,7 @@ class OneProcess:
         except StartupError as error:
             log_refused(INGRESS, error)
 
-    def application(self) -> FastAPI:
+    def application(self) -> Starlette:
         """The HTTP application, the same that Serve runs."""
         return application(self.replica)
 

@@ -17,6 +17,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -27,10 +28,7 @@ from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 from ray.util.metrics import Metric
 
-from raydix.actors.ingress.application import application
 from raydix.actors.ingress.cluster_metrics import UP
-from raydix.actors.ingress.routes import OPEN_ROUTES
-from raydix.actors.ingress.routes.api_document import api_document
 from raydix.actors.instruments import instruments_of
 from raydix.actors.metrics import HoldMetrics, IngressMetrics, ManagerMetrics, WorkerMetrics
 from raydix.cli.main import parser
@@ -44,9 +42,12 @@ from raydix.engine.api.embeddings import EmbeddingsRequest, EmbedRequest, EmbedR
 from raydix.engine.api.fields import SamplingFields
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse
 from raydix.engine.api.openai_responses.requests import ResponsesRequest
+from raydix.engine.api.openapi import document
 from raydix.engine.api.prompts import Message
 from raydix.engine.api.reasoning import ReasoningFields
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, HttpFields
+from raydix.engine.api.route import Access
+from raydix.engine.api.routes import ROUTES
 from raydix.engine.api.schema_words import Schema, bounds, default, resolve, type_of
 from raydix.engine.api.scoring import ScoringFields
 from raydix.engine.api.tokenization import DetokenizeRequest, TokenizeRequest
@@ -73,8 +74,11 @@ DOCUMENTS = {
 MODULE_FOLDERS = ("cli", "raydix", "configs", "actors", "engine", "kernels")
 """Folders whose modules have a line on a page."""
 
-DOCUMENT: Schema = api_document(application(None))
+DOCUMENT: Schema = document(ROUTES, version=version("raydix"))
 """OpenAPI's document of the routes."""
+
+_KEYS = {Access.EVERYBODY: "no", Access.TENANTS: "yes", Access.ADMINISTRATORS: "administrator"}
+"""The key that a route needs."""
 
 _LINK = re.compile(r"(!?\[(?:[^\]]|\n)*?\])\(([^)\s]+)\)")
 
@@ -242,15 +246,7 @@ def http_page() -> str:
 def _routes() -> str:
     return _table(
         ("route", "key", ""),
-        (
-            (
-                f"`{method.upper()} {path}`",
-                "no" if path in OPEN_ROUTES else "yes",
-                " ".join(operation.get("description", "").split()),
-            )
-            for path, operations in DOCUMENT["paths"].items()
-            for method, operation in operations.items()
-        ),
+        ((f"`{route.method} {route.shown_path}`", _KEYS[route.access], route.sentence) for route in ROUTES),
     )
 
 

@@ -200,7 +200,7 @@ class LLM:
 
     def reset_cache(self) -> None:
         """Forget all KV that no request uses."""
-        self._wait(self._server.replica.frontend.cache.reset(EVERYONE))
+        self._wait(self._server.replica.frontend.cache.reset())
 
     def close(self) -> None:
         """End the threads and processes, and free the memory. Nothing can be asked afterwards."""

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
+from starlette.applications import Starlette
 
 from raydix.actors.changes import log_refused, when_changed
 from raydix.actors.ingress.application import application
@@ -39,7 +39,7 @@ class Ingress:
         self._changing = asyncio.Lock()
         self.replica = IngressReplica()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor."""
         return application(self.replica)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from raydix.engine.api import routes
 from raydix.engine.api.batches import LineAnswer
-from raydix.engine.api.routes import Route
 from raydix.engine.background import Background
 from raydix.engine.batches.batch_store import BatchStore, StoredBatch
 from raydix.engine.batches.execution import Execution
@@ -39,11 +39,8 @@ MAX_BATCHES = 8
 """Running batches of one replica, shared like arriving files; but one batch of each tenant always runs."""
 MAX_UPLOADS = 8
 """Arriving files of one replica. Among several tenants none holds more than it leaves free (`Shares.may_take`)."""
-ROUTES: dict[str, Route] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completion",
-    "/v1/embeddings": "embeddings",
-}
+ROUTES: dict[str, str] = {route.path: route.name for route in routes.ROUTES if route.is_batchable}
+"""Names of the routes of lines, by path."""
 
 
 class LineServer(Protocol):
@@ -52,7 +49,7 @@ class LineServer(Protocol):
     @property
     def num_under_way(self) -> int: ...
 
-    async def answer_line(self, route: Route, body: bytes, tenant: Tenant) -> LineAnswer: ...
+    async def answer_line(self, route: str, body: bytes, tenant: Tenant) -> LineAnswer: ...
 
 
 @dataclass(frozen=True, slots=True)

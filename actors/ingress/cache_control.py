@@ -9,7 +9,7 @@ import orjson
 from raydix.actors.ingress.manager_link import ManagerLink
 from raydix.actors.rpc import ManagerClient
 from raydix.engine.api.responses import ID_PREFIXES, Json
-from raydix.engine.core.errors import NotFoundError, OverloadedError, PermissionDeniedError
+from raydix.engine.core.errors import NotFoundError, OverloadedError
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.serving.prompt_records import PromptRecords
 
@@ -49,25 +49,18 @@ class CacheControl:
             prefix["preview"] = self._decode(prefix.pop("token_ids"))
         return report
 
-    async def reset(self, tenant: Tenant) -> Json:
-        """Forget all KV that no request uses.
-
-        Raises:
-            PermissionDeniedError: the tenant is no administrator.
-        """
-        require_admin(tenant)
+    async def reset(self) -> Json:
+        """Forget all KV that no request uses."""
         counts = await self._manager.ask(lambda manager: manager.reset_cache())
         return {"object": "cache.reset", **counts}
 
-    async def events(self, since: int | None, tenant: Tenant) -> AsyncGenerator[bytes]:
+    async def events(self, since: int | None) -> AsyncGenerator[bytes]:
         """Server-sent events: `snapshot` first unless everything from `since` on is known, then `stored` and `removed`,
         each with the sequence number to go on from.
 
         Raises:
-            PermissionDeniedError: the tenant is no administrator.
             OverloadedError: others follow already, as many as a replica takes.
         """
-        require_admin(tenant)
         if self._num_followers >= MAX_FOLLOWERS:
             raise OverloadedError(
                 f"{MAX_FOLLOWERS} clients follow the cache's events and no more are accepted; try again later",
@@ -88,12 +81,6 @@ class CacheControl:
                 await asyncio.sleep(POLL_S)
         finally:
             self._num_followers -= 1
-
-
-def require_admin(tenant: Tenant) -> None:
-    """Raise PermissionDeniedError unless a tenant is an administrator."""
-    if not tenant.is_admin:
-        raise PermissionDeniedError(f"The tenant '{tenant.name}' is not an administrator.")
 
 
 def _event(kind: str, next_sequence: int, hashes: list[str]) -> bytes:

@@ -19,7 +19,6 @@ from raydix.engine.api.context_edits import ContextEdits
 from raydix.engine.api.embeddings import EmbedRequest, EmbedResponse, as_embed_request
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from raydix.engine.api.responses import Json, model_object
-from raydix.engine.api.routes import Route
 from raydix.engine.api.spec import Api
 from raydix.engine.core.errors import RaydixError, ServiceError
 from raydix.engine.core.ingress.answer_room import AnswerRoom, Claim
@@ -138,7 +137,7 @@ class Frontend:
 
     async def prepare(
         self,
-        route: Route,
+        route: str,
         body: bytes,
         tenant: Tenant,
         *,
@@ -186,7 +185,7 @@ class Frontend:
         """A job for each conversation in an HTTP body; arguments and errors as `Preparation.of_conversations`."""
         return await self._preparation.of_conversations(body, tenant, session=session, objectives=objectives, name=name)
 
-    async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
+    async def num_tokens(self, route: str, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
         """Number of tokens of the prompt in an HTTP body, and its edits; errors as
         `Preparation.of_body`."""
         return await self._preparation.num_tokens(route, body, tenant)
@@ -254,7 +253,7 @@ class Frontend:
 
     # Batches
 
-    async def answer_line(self, route: Route, body: bytes, tenant: Tenant) -> LineAnswer:
+    async def answer_line(self, route: str, body: bytes, tenant: Tenant) -> LineAnswer:
         """Answer a line of a batch; an error is an answer."""
         name = uuid.uuid4().hex
         try:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raydix.engine.api.guards import IDENTITY
+from raydix.engine.api.parameters import TPOT_HEADER, TTFT_HEADER
 from raydix.engine.api.prompts import MAX_LABEL_LEN
 from raydix.engine.api.spec import MAX_OBJECTIVE_MS
 from raydix.engine.api.wire import OPENAI, WireFormat
@@ -31,8 +32,6 @@ from raydix.engine.core.objectives import Objectives
 T = TypeVar("T")
 
 JSON = "application/json"
-TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
-"""Objectives of a request, by the names that llm-d and GKE's gateways have for them."""
 IGNORED_HEADER = "x-raydix-ignored"
 """Header of a response with the names of the body's fields that had no effect."""
 MAX_SHOWN = 40

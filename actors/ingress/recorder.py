@@ -32,9 +32,10 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST, TPOT_HEADER, TTFT_HEADER
+from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST
 from raydix.configs.schema import Config
 from raydix.engine.api.answer_digest import LEFT, digest_of, name_in
+from raydix.engine.api.parameters import TPOT_HEADER, TTFT_HEADER
 from raydix.engine.api.reconnecting import HEADER
 from raydix.engine.core.log_fields import about
 from raydix.engine.serving.job import Job
@@ -42,18 +43,6 @@ from raydix.engine.serving.job import Job
 logger = logging.getLogger(__name__)
 
 WARNING = "contains prompts"
-RECORDED = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/messages",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/score",
-    "/generative_scoring",
-    "/invocations",
-)
-"""Routes whose requests are recorded."""
 KEPT_HEADERS = ("content-type", "x-session-id", "x-request-id", TTFT_HEADER, TPOT_HEADER, HEADER.lower())
 """Headers that an answer or its place depends on."""
 MOST_ANSWER_BYTES = 16 << 20
@@ -129,7 +118,7 @@ def recorder_of(config: Config) -> Recorder | None:
 
 
 class Recording:
-    """Has requests to `RECORDED` routes, and their answers, noted by a recorder, if there is one."""
+    """Has requests for answers of the model, and the answers, noted by a recorder, if there is one."""
 
     def __init__(self, app: ASGIApp, recorder: Callable[[], Recorder | None]) -> None:
         """`recorder` is known only once the replica has its configuration."""
@@ -174,13 +163,15 @@ class _Exchange:
     async def receive(self) -> Message:
         """Pass a message to the application; the body's last part is noted first."""
         message = await self._receive()
-        path = getattr(self._scope.get("route"), "path", None)  # known to whoever reads the body
-        if message["type"] == "http.request" and path in RECORDED and self._number is None:
+        route = self._scope.get("route")  # only a route's handler reads a body, so the route is known by then
+        if route is None or not route.declared.is_answer:
+            return message
+        if message["type"] == "http.request" and self._number is None:
             self._body.append(message.get("body", b""))
             if not message.get("more_body", False):
                 whole, self._body = b"".join(self._body), []
                 headers = Headers(scope=self._scope)
-                self._number = await asyncio.to_thread(self._recorder.request, path, headers, whole)
+                self._number = await asyncio.to_thread(self._recorder.request, route.path, headers, whole)
         return message
 
     async def send(self, message: Message) -> None:

@@ -1,18 +1,19 @@
-"""The description of the HTTP API, as OpenAPI's document: bodies from the models that validate them, responses from
-their shapes, errors from their classes."""
+"""The description of the HTTP API, as OpenAPI's document: routes as they are declared (`raydix.engine.api.routes`),
+bodies from the models that validate them, responses from their shapes, errors from their classes."""
 
 import inspect
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from raydix.engine.api.response_models import ErrorResponse
 from raydix.engine.api.responses import Json
+from raydix.engine.api.route import Access, Route
 from raydix.engine.api.schema_words import Schema
-from raydix.engine.core.errors import AuthenticationError, PermissionDeniedError, RaydixError, ServiceError
+from raydix.engine.core.errors import ServiceError
 
 REF = "#/components/schemas/{model}"
 JSON = "application/json"
@@ -25,72 +26,19 @@ Models: TypeAlias = Mapping[type[BaseModel], Schema]
 """References to models' schemas."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of a route beside those of its path."""
-
-    name: str
-    place: Literal["query", "header"]
-    description: str
-    values: tuple[str, ...] | None = None
-    """The values that it takes; None: any text."""
-
-    def object(self) -> Json:
-        """OpenAPI's parameter object."""
-        schema: Json = {"type": "string"}
-        if self.values is not None:
-            schema["enum"] = list(self.values)
-        return {"name": self.name, "in": self.place, "description": self.description, "schema": schema}
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """Contents of one route and method, beside its sentence."""
-
-    response: type[BaseModel] | str | None
-    """Model of a JSON response, or the media type of another one; None: only `events`, or never a success."""
-    body: type[BaseModel] | None = None
-    form: type[BaseModel] | None = None
-    """A body that is a form."""
-    events: type[BaseModel] | None = None
-    """Data of server-sent events."""
-    ends_with_done: bool = False
-    """The last event is `[DONE]`."""
-    parameters: tuple[Parameter, ...] = ()
-    errors: tuple[type[RaydixError], ...] = ()
-    """Besides those that any route may have."""
-    error: type[BaseModel] = ErrorResponse
-    """Model of an error."""
-    statuses: Mapping[int, int] = field(default_factory=dict)
-    """HTTP status by the status of an error, where the two differ."""
-
-    @property
-    def models(self) -> list[type[BaseModel]]:
-        """All models of the route."""
-        kinds = (self.body, self.form, self.response, self.events, self.error)
-        return [each for each in kinds if isinstance(each, type)]
-
-
-def document(
-    paths: Mapping[str, Mapping[str, Json]],
-    operations: Mapping[tuple[str, str], Operation],
-    *,
-    version: str,
-    open_routes: Collection[str],
-) -> Json:
-    """OpenAPI's document.
-
-    `paths` is FastAPI's account of the routes: methods, sentences, and the parameters in paths. `operations` are by
-    method and path, in the order of the document. Paths in `open_routes` need no key.
-    """
-    every: list[type[BaseModel]] = [ErrorResponse, *(model for each in operations.values() for model in each.models)]
+def document(routes: Sequence[Route], *, version: str) -> Json:
+    """OpenAPI's document of the routes, in their order."""
+    every: list[type[BaseModel]] = [ErrorResponse, *(model for route in routes for model in route.models)]
     models = dict.fromkeys(every)
     schemas, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     references = {model: schemas[model, "validation"] for model in models}
+    paths: dict[str, dict[str, Json]] = {}
+    for route in routes:
+        paths.setdefault(route.shown_path, {})[route.method.lower()] = _operation(route, references)
     return {
         "openapi": "3.1.0",
         "info": {"title": "raydix", "version": version, "description": "OpenAI's API over a shared prefix cache."},
-        "paths": _paths(paths, operations, references, open_routes),
+        "paths": {**paths},
         "components": {
             "schemas": definitions["$defs"],
             "securitySchemes": {
@@ -104,47 +52,45 @@ def document(
     }
 
 
-def _paths(
-    paths: Mapping[str, Mapping[str, Json]],
-    operations: Mapping[tuple[str, str], Operation],
-    models: Models,
-    open_routes: Collection[str],
-) -> Json:
-    described: dict[str, Json] = {}
-    for (method, path), operation in operations.items():
-        said = paths[path][method]
-        described.setdefault(path, {})[method] = _operation(said, operation, models, is_open=path in open_routes)
-    return {**described}
-
-
-def _operation(said: Json, operation: Operation, models: Models, *, is_open: bool) -> Json:
-    own = said.get("parameters", [])
-    assert isinstance(own, list)
-    sentence = " ".join(str(said.get("description", "")).split())
+def _operation(route: Route, models: Models) -> Json:
     described: Json = {
-        "operationId": said["operationId"],
-        "summary": sentence.partition(". ")[0].rstrip("."),
-        "description": sentence,
-        "parameters": [*own, *(each.object() for each in operation.parameters)],
-        "responses": _success(operation, models) | _errors(operation, models, is_open=is_open),
-        "security": [] if is_open else [{}, {"key": []}],
+        "operationId": _operation_id(route),
+        "summary": route.sentence.partition(". ")[0].rstrip("."),
+        "description": route.sentence,
+        "parameters": [
+            *(_path_parameter(name) for name in route.path_parameters),
+            *(each.object() for each in route.parameters),
+        ],
+        "responses": _success(route, models) | _errors(route, models),
+        "security": [] if route.access is Access.EVERYBODY else [{}, {"key": []}],
     }
-    if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": {JSON: {"schema": models[operation.body]}}}
-    if operation.form is not None:
-        described["requestBody"] = {"required": True, "content": {FORM: {"schema": models[operation.form]}}}
+    if route.body is not None:
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": models[route.body]}}}
+    if route.form is not None:
+        described["requestBody"] = {"required": True, "content": {FORM: {"schema": models[route.form]}}}
     return described
 
 
-def _success(operation: Operation, models: Models) -> Json:
+def _operation_id(route: Route) -> str:
+    """A name that is unique in the document; clients that are generated from the document name methods by it."""
+    place = re.sub(r"\W", "_", route.shown_path)
+    return f"{route.operation or route.name}{place}_{route.method.lower()}"
+
+
+def _path_parameter(name: str) -> Json:
+    title = name.replace("_", " ").title()
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "title": title}}
+
+
+def _success(route: Route, models: Models) -> Json:
     """The response of a success, by its status."""
     content: Json = {}
-    if isinstance(operation.response, str):
-        content[operation.response] = {"schema": {"type": "string"}}
-    elif operation.response is not None:
-        content[JSON] = {"schema": models[operation.response]}
-    if operation.events is not None:
-        content[EVENTS] = {"schema": _event(models[operation.events], ends_with_done=operation.ends_with_done)}
+    if isinstance(route.response, str):
+        content[route.response] = {"schema": {"type": "string"}}
+    elif route.response is not None:
+        content[JSON] = {"schema": models[route.response]}
+    if route.events is not None:
+        content[EVENTS] = {"schema": _event(models[route.events], ends_with_done=route.ends_with_done)}
     return {"200": {"description": "Success.", "content": content}} if content else {}
 
 
@@ -159,13 +105,12 @@ def _event(data: Schema, *, ends_with_done: bool) -> Schema:
     return {"type": "object", "properties": fields, "required": ["data"]}
 
 
-def _errors(operation: Operation, models: Models, *, is_open: bool) -> Json:
+def _errors(route: Route, models: Models) -> Json:
     """The responses of errors, by status."""
-    common = [PermissionDeniedError] if is_open else [AuthenticationError, PermissionDeniedError]
     words: dict[int, list[str]] = {500: [UNFORESEEN]}
     waits: set[int] = set()
-    for kind in dict.fromkeys((*common, *operation.errors)):
-        status = operation.statuses.get(kind.status, kind.status)
+    for kind in route.all_errors:
+        status = route.wire.statuses.get(kind.status, kind.status)
         words.setdefault(status, []).append(f"`{kind.code}`: {inspect.getdoc(kind) or ''}")
         if issubclass(kind, ServiceError):
             waits.add(status)
@@ -173,7 +118,7 @@ def _errors(operation: Operation, models: Models, *, is_open: bool) -> Json:
         str(status): {
             "description": " ".join(words[status]),
             **({"headers": {"retry-after": RETRY_AFTER}} if status in waits else {}),
-            "content": {JSON: {"schema": models[operation.error]}},
+            "content": {JSON: {"schema": models[route.wire.error]}},
         }
         for status in sorted(words)
     }

@@ -1,8 +1,11 @@
-"""Checks of parameters in a request's query."""
+"""Names of headers with a request's parameters, and checks of parameters in its query."""
 
 from collections.abc import Mapping
 
 from raydix.engine.core.errors import RequestError
+
+TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
+"""Objectives of a request, by the names that llm-d and GKE's gateways have for them."""
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 

@@ -1,32 +1,176 @@
-"""Routes with a prompt in their bodies, and how each body is read."""
+"""Every route of the HTTP API, each declared once.
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+`ROUTES` is in the order of OpenAPI's document. A route's handler is in `raydix.actors.ingress.routes`; that of a route
+whose body asks the model for an answer is the same for all of them.
+"""
 
-from pydantic import Field, RootModel
+from collections.abc import Sequence
+from typing import Any
 
-from raydix.engine.api.anthropic.requests import parse_count, parse_messages
+from pydantic import BaseModel, Field, RootModel
+
+from raydix.engine.api.anthropic.errors import ANTHROPIC
+from raydix.engine.api.anthropic.requests import CountRequest, MessagesRequest, parse_count, parse_messages
+from raydix.engine.api.anthropic.response_models import MessageEvent, MessageResponse, TokenCount
+from raydix.engine.api.batch_models import Batch, BatchList, FileDeleted, FileList, FileObject, UploadForm
+from raydix.engine.api.batches import BatchRequest
+from raydix.engine.api.conversations import ConversationsRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest, parse_embeddings
-from raydix.engine.api.openai_responses.requests import parse_compact, parse_input_tokens, parse_responses
+from raydix.engine.api.openai_responses.requests import (
+    CompactRequest,
+    ResponsesRequest,
+    parse_compact,
+    parse_input_tokens,
+    parse_responses,
+)
+from raydix.engine.api.openai_responses.response_models import (
+    CompactedResponse,
+    InputTokens,
+    ResponseDeleted,
+    ResponseEvent,
+    ResponseItems,
+    ResponseObject,
+)
+from raydix.engine.api.parameters import TPOT_HEADER, TTFT_HEADER
+from raydix.engine.api.reconnecting import HEADER
+from raydix.engine.api.report_models import (
+    ApiDocument,
+    CacheEvent,
+    CacheReport,
+    CacheReset,
+    Explanation,
+    Health,
+    Load,
+    RequestList,
+    RequestsEvent,
+    ServerInfo,
+    Version,
+)
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from raydix.engine.api.scoring import parse_generative_scoring, parse_score
+from raydix.engine.api.response_models import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Detokenized,
+    EmbeddingList,
+    Invoked,
+    InvokedEvent,
+    LabelScores,
+    Model,
+    ModelList,
+    ScoreList,
+    Tokenized,
+    TokenizerInfo,
+)
+from raydix.engine.api.route import Access, Parameter, Parse, Route
+from raydix.engine.api.scoring import (
+    GenerativeScoringRequest,
+    ScoreRequest,
+    parse_generative_scoring,
+    parse_score,
+)
 from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.tokenization import DetokenizeRequest, TokenizeRequest
 from raydix.engine.api.validation import NO_RULES, BodyRules, LenientModel, parse_body
-from raydix.engine.core.errors import RequestError
+from raydix.engine.api.wire import OPENAI, WireFormat
+from raydix.engine.core.errors import (
+    AnswerChangedError,
+    AnswerNotFoundError,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ContextLengthError,
+    LateError,
+    MediaTypeError,
+    ModelFailedError,
+    ModelNotFoundError,
+    NotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    RaydixError,
+    RequestError,
+    ResponseNotFoundError,
+    ServiceError,
+)
 
-Route: TypeAlias = Literal[
-    "completion",
-    "chat",
-    "messages",
-    "count_tokens",
-    "responses",
-    "input_tokens",
-    "compact",
-    "embeddings",
-    "generative_scoring",
-    "score",
-    "invocation",
-]
+# Errors that several routes have.
+
+BODY = (
+    RequestError,
+    ContextLengthError,
+    ModelNotFoundError,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    MediaTypeError,
+    OverloadedError,
+    ServiceError,
+)
+ANSWER = (*BODY, LateError, ModelFailedError, NoWorkerError)
+MANAGER = (ServiceError, NoWorkerError)
+STORED_RESPONSE = (RequestError, ResponseNotFoundError, *MANAGER)
+STORED_FILE = (NotFoundError, ServiceError)
+UPLOAD = (RequestError, BodyTimeoutError, BodyTooLargeError, MediaTypeError, OverloadedError)
+
+# Parameters that several routes have.
+
+REQUEST_HEADERS = (
+    Parameter("x-request-id", "header", "Name of the request, in `id` and logs; behind the body's `request_id`."),
+    Parameter(
+        "x-session-id",
+        "header",
+        "Requests of one session prefer one worker; up to 512 characters; behind the body's `session_id`.",
+    ),
+    Parameter(
+        TTFT_HEADER, "header", "Objective for the time to the first token, in ms; behind the body's `slo_ttft_ms`."
+    ),
+    Parameter(
+        TPOT_HEADER, "header", "Objective for the time of each further token, in ms; behind the body's `slo_tpot_ms`."
+    ),
+)
+LAST_EVENT = Parameter(
+    HEADER,
+    "header",
+    "Of a stream: 0 gives each event an `id`; the last event's id goes on behind it, with the same body.",
+)
+SALT = Parameter("cache_salt", "query", "That of the response's request.")
+LIST = (
+    Parameter("limit", "query", "Most objects of the list."),
+    Parameter("after", "query", "Id of the object behind which the list begins: `last_id` of the part before."),
+    Parameter("order", "query", "By time, the newest first by default.", ("desc", "asc")),
+)
+
+
+def _answer(
+    path: str,
+    name: str,
+    sentence: str,
+    *,
+    body: type[BaseModel],
+    response: type[BaseModel],
+    parse: Parse | None = None,
+    operation: str = "",
+    events: type[BaseModel] | None = None,
+    ends_with_done: bool = False,
+    errors: tuple[type[RaydixError], ...] = (),
+    wire: WireFormat = OPENAI,
+) -> Route:
+    """A route that has the model answer a body; one with `events` also streams, and a stream may be gone on with."""
+    return Route(
+        method="POST",
+        path=path,
+        name=name,
+        operation=operation,
+        sentence=sentence,
+        parse=parse,
+        body=body,
+        response=response,
+        events=events,
+        ends_with_done=ends_with_done,
+        parameters=REQUEST_HEADERS if events is None else (*REQUEST_HEADERS, LAST_EVENT),
+        errors=(*ANSWER, *(() if events is None else (AnswerChangedError,)), *errors),
+        wire=wire,
+        is_answer=True,
+    )
 
 
 class Invocation(RootModel[ChatCompletionRequest | CompletionRequest | EmbeddingsRequest]):
@@ -56,21 +200,569 @@ def parse_invocation(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec
     )
 
 
-_PARSERS: Mapping[Route, Callable[[bytes, BodyRules], GenerationSpec]] = {
-    "completion": parse_completion,
-    "chat": parse_chat,
-    "messages": parse_messages,
-    "count_tokens": parse_count,
-    "responses": parse_responses,
-    "input_tokens": parse_input_tokens,
-    "compact": parse_compact,
-    "embeddings": parse_embeddings,
-    "generative_scoring": parse_generative_scoring,
-    "score": parse_score,
-    "invocation": parse_invocation,
-}
+# Answers of the model
+
+CHAT = _answer(
+    "/v1/chat/completions",
+    "chat",
+    "Answer a chat; whole or as server-sent events.",
+    operation="chat_completions",
+    parse=parse_chat,
+    body=ChatCompletionRequest,
+    response=ChatCompletion,
+    events=ChatCompletionChunk,
+    ends_with_done=True,
+    errors=(AnswerNotFoundError,),
+)
+
+CONVERSATIONS = _answer(
+    "/v1/chat/completions/batch",
+    "conversations",
+    "Answer several chats that share all fields but their messages, with one choice for each, in their order; as "
+    "at vLLM. The decisions behind the choice 0 are explained as those of `<id>-0`.",
+    body=ConversationsRequest,
+    response=ChatCompletion,
+    errors=(AnswerNotFoundError,),
+)
+
+COMPLETION = _answer(
+    "/v1/completions",
+    "completion",
+    "Complete a prompt: a text, token ids, or a list of either; whole or as server-sent events.",
+    operation="completions",
+    parse=parse_completion,
+    body=CompletionRequest,
+    response=Completion,
+    events=CompletionChunk,
+    ends_with_done=True,
+)
+
+EMBEDDINGS = _answer(
+    "/v1/embeddings",
+    "embeddings",
+    "One vector for each input, pooled from the hidden states of the served model.",
+    parse=parse_embeddings,
+    body=EmbeddingsRequest,
+    response=EmbeddingList,
+)
+
+GENERATIVE_SCORING = _answer(
+    "/generative_scoring",
+    "generative_scoring",
+    "For each item the probability of the first label as the next token behind query and item; as at vLLM.",
+    parse=parse_generative_scoring,
+    body=GenerativeScoringRequest,
+    response=ScoreList,
+)
+
+SCORE = _answer(
+    "/v1/score",
+    "score",
+    "For each item the probabilities of all labels as the next token behind query and item; as at SGLang.",
+    parse=parse_score,
+    body=ScoreRequest,
+    response=LabelScores,
+)
+
+RESPONSES = _answer(
+    "/v1/responses",
+    "responses",
+    "Answer in the form of OpenAI's Responses API, and store the response; whole or as server-sent events.",
+    operation="create_response",
+    parse=parse_responses,
+    body=ResponsesRequest,
+    response=ResponseObject,
+    events=ResponseEvent,
+    errors=(ResponseNotFoundError,),
+)
+
+INPUT_TOKENS = Route(
+    method="POST",
+    path="/v1/responses/input_tokens",
+    name="input_tokens",
+    sentence="Count the tokens of the prompt that `/v1/responses` would make of an input.",
+    parse=parse_input_tokens,
+    body=ResponsesRequest,
+    response=InputTokens,
+    errors=(*BODY, ResponseNotFoundError),
+)
+
+COMPACT = Route(
+    method="POST",
+    path="/v1/responses/compact",
+    name="compact",
+    sentence="Summarise a conversation: the user's messages and an item `compaction`, with which later requests go on.",
+    parse=parse_compact,
+    body=CompactRequest,
+    response=CompactedResponse,
+    parameters=REQUEST_HEADERS,
+    errors=(*ANSWER, ResponseNotFoundError),
+)
+
+MESSAGES = _answer(
+    "/v1/messages",
+    "messages",
+    "Answer a chat in Anthropic's form; whole or as server-sent events.",
+    parse=parse_messages,
+    body=MessagesRequest,
+    response=MessageResponse,
+    events=MessageEvent,
+    wire=ANTHROPIC,
+)
+
+COUNT_TOKENS = Route(
+    method="POST",
+    path="/v1/messages/count_tokens",
+    name="count_tokens",
+    sentence="Count the tokens of the prompt that `/v1/messages` would make of a chat.",
+    parse=parse_count,
+    body=CountRequest,
+    response=TokenCount,
+    errors=BODY,
+    wire=ANTHROPIC,
+)
+
+INVOCATION = _answer(
+    "/invocations",
+    "invocation",
+    "Answer a chat, a completion or a request for embeddings, by the fields of the body; as SageMaker asks.",
+    operation="invocations",
+    parse=parse_invocation,
+    body=Invocation,
+    response=Invoked,
+    events=InvokedEvent,
+    ends_with_done=True,
+    errors=(AnswerNotFoundError,),
+)
+
+# Stored responses
+
+RESPONSE = Route(
+    method="GET",
+    path="/v1/responses/{response_id}",
+    name="response",
+    sentence="A stored response. `?cache_salt=<salt>` is that of its request.",
+    response=ResponseObject,
+    parameters=(SALT,),
+    errors=STORED_RESPONSE,
+)
+
+DELETE_RESPONSE = Route(
+    method="DELETE",
+    path="/v1/responses/{response_id}",
+    name="delete_response",
+    sentence="Forget a stored response. No later one can go on from it.",
+    response=ResponseDeleted,
+    parameters=(SALT,),
+    errors=STORED_RESPONSE,
+)
+
+CANCEL_RESPONSE = Route(
+    method="POST",
+    path="/v1/responses/{response_id}/cancel",
+    name="cancel_response",
+    sentence="Refused: only a response in the background can be cancelled, and there are none here. To end a response, "
+    "close its connection.",
+    parameters=(SALT,),
+    errors=STORED_RESPONSE,
+)
+
+INPUT_ITEMS = Route(
+    method="GET",
+    path="/v1/responses/{response_id}/input_items",
+    name="input_items",
+    sentence="The input of a stored response, a page of items; `?limit=20&order=desc&after=<id>`.",
+    response=ResponseItems,
+    parameters=(
+        Parameter("limit", "query", "Most items of the page, 1 to 100; 20."),
+        Parameter("order", "query", "Order of the items; desc.", ("asc", "desc")),
+        Parameter("after", "query", "Id of the item before the page."),
+        SALT,
+    ),
+    errors=STORED_RESPONSE,
+)
+
+# Tokens and models
+
+TOKENIZE = Route(
+    method="POST",
+    path="/tokenize",
+    name="tokenize",
+    sentence="The tokens of a text or of a chat's prompt, and their number.",
+    body=TokenizeRequest,
+    response=Tokenized,
+    errors=BODY,
+)
+
+DETOKENIZE = Route(
+    method="POST",
+    path="/detokenize",
+    name="detokenize",
+    sentence="The text of tokens, with the names of special tokens.",
+    body=DetokenizeRequest,
+    response=Detokenized,
+    errors=BODY,
+)
+
+TOKENIZER_INFO = Route(
+    method="GET",
+    path="/tokenizer_info",
+    name="tokenizer_info",
+    sentence="The tokenizer: its class, size, special tokens and chat template. `http.tokenizer_info: false` turns it "
+    "off.",
+    response=TokenizerInfo,
+    errors=(NotFoundError,),
+)
+
+MODELS = Route(
+    method="GET",
+    path="/v1/models",
+    name="models",
+    sentence="The model that is served, with its context length.",
+    response=ModelList,
+)
+
+MODEL = Route(
+    method="GET",
+    path="/v1/models/{name:path}",
+    name="model",
+    sentence="The served model, if it has this name; 404 for another one.",
+    response=Model,
+    errors=(ModelNotFoundError,),
+)
+
+# Files and batches
+
+UPLOAD_FILE = Route(
+    method="POST",
+    path="/v1/files",
+    name="upload_file",
+    sentence="Upload a file of JSON lines as a form, with the purpose `batch`.",
+    form=UploadForm,
+    response=FileObject,
+    errors=(*STORED_FILE, *UPLOAD),
+)
+
+LIST_FILES = Route(
+    method="GET",
+    path="/v1/files",
+    name="list_files",
+    sentence="One's files; `limit`, `after`, `order` and `purpose` choose.",
+    response=FileList,
+    parameters=(*LIST, Parameter("purpose", "query", "Only files with this purpose.")),
+    errors=(*STORED_FILE, RequestError),
+)
+
+FILE = Route(
+    method="GET",
+    path="/v1/files/{file_id}",
+    name="file",
+    sentence="A file's name, size and times.",
+    response=FileObject,
+    errors=STORED_FILE,
+)
+
+FILE_CONTENT = Route(
+    method="GET",
+    path="/v1/files/{file_id}/content",
+    name="file_content",
+    sentence="A file's content.",
+    response="application/octet-stream",
+    errors=STORED_FILE,
+)
+
+DELETE_FILE = Route(
+    method="DELETE",
+    path="/v1/files/{file_id}",
+    name="delete_file",
+    sentence="Erase a file; begun batches keep the input.",
+    response=FileDeleted,
+    errors=STORED_FILE,
+)
+
+CREATE_BATCH = Route(
+    method="POST",
+    path="/v1/batches",
+    name="create_batch",
+    sentence="Run the lines of an uploaded file, in room left by clients.",
+    body=BatchRequest,
+    response=Batch,
+    errors=(*STORED_FILE, *BODY),
+)
+
+LIST_BATCHES = Route(
+    method="GET",
+    path="/v1/batches",
+    name="list_batches",
+    sentence="One's batches; `limit` and `after` choose.",
+    response=BatchList,
+    parameters=LIST,
+    errors=(*STORED_FILE, RequestError),
+)
+
+BATCH = Route(
+    method="GET",
+    path="/v1/batches/{batch_id}",
+    name="batch",
+    sentence="The state of a batch, with files after the end.",
+    response=Batch,
+    errors=STORED_FILE,
+)
+
+CANCEL_BATCH = Route(
+    method="POST",
+    path="/v1/batches/{batch_id}/cancel",
+    name="cancel_batch",
+    sentence="End a batch; the answers so far are the output.",
+    response=Batch,
+    errors=(*STORED_FILE, RequestError),
+)
+
+# Requests and the cache
+
+REQUESTS = Route(
+    method="GET",
+    path="/v1/requests",
+    name="requests",
+    sentence="Requests of this replica, under way and lately ended; with tenants one's own, and all for "
+    "administrators.",
+    response=RequestList,
+)
+
+REQUESTS_EVENTS = Route(
+    method="GET",
+    path="/v1/requests/events",
+    name="requests_events",
+    sentence="The list of `/v1/requests` as a stream: an event for what has changed, at most two in a second.",
+    events=RequestsEvent,
+    errors=(OverloadedError,),
+)
+
+EXPLAIN = Route(
+    method="GET",
+    path="/v1/requests/{request_id}/explain",
+    name="explain",
+    sentence="Where each block of a request's prompt came from, and why its workers were chosen.",
+    response=Explanation,
+    errors=(NotFoundError, *MANAGER),
+)
+
+CACHE = Route(
+    method="GET",
+    path="/v1/cache",
+    name="cache",
+    sentence="Sizes, hit rates, evictions, and each worker's costs; with tenants one's own share of them.",
+    response=CacheReport,
+    errors=MANAGER,
+)
+
+RESET_CACHE = Route(
+    method="POST",
+    path="/v1/cache/reset",
+    name="reset_cache",
+    sentence="Forget all KV that no request uses; for administrators where there are tenants.",
+    access=Access.ADMINISTRATORS,
+    response=CacheReset,
+    errors=MANAGER,
+)
+
+CACHE_EVENTS = Route(
+    method="GET",
+    path="/v1/cache/events",
+    name="cache_events",
+    sentence="Stream which blocks come and go; `?since=<number>` goes on where one left off. For administrators.",
+    access=Access.ADMINISTRATORS,
+    events=CacheEvent,
+    parameters=(Parameter("since", "query", "Number from which to go on; without it a snapshot comes first."),),
+    errors=(RequestError, OverloadedError, *MANAGER),
+)
+
+RESET_PREFIX_CACHE = Route(
+    method="POST",
+    path="/reset_prefix_cache",
+    name="reset_prefix_cache",
+    sentence="As `/v1/cache/reset`, under vLLM's name: KV that requests use stays, and the object store is reset, too.",
+    access=Access.ADMINISTRATORS,
+    response=CacheReset,
+    parameters=(
+        Parameter("reset_running_requests", "query", "Not supported: only false is taken.", ("false", "0")),
+        Parameter(
+            "reset_external",
+            "query",
+            "Taken: the object store is reset in either case.",
+            ("true", "false", "1", "0"),
+        ),
+    ),
+    errors=(RequestError, *MANAGER),
+)
+
+# Operation
+
+HEALTH = Route(
+    method="GET",
+    path="/health",
+    name="health",
+    sentence="200 while a request could be served, with the manager or without; 503 otherwise.",
+    access=Access.EVERYBODY,
+    response=Health,
+    errors=MANAGER,
+    is_probe=True,
+)
+
+PING = Route(
+    method="GET",
+    path="/ping",
+    name="ping",
+    sentence="As `/health`, under SageMaker's name.",
+    access=Access.EVERYBODY,
+    response=Health,
+    errors=MANAGER,
+    is_probe=True,
+)
+
+PING_BY_POST = Route(
+    method="POST",
+    path="/ping",
+    name="ping",
+    sentence="As `/health`, under SageMaker's name.",
+    access=Access.EVERYBODY,
+    response=Health,
+    errors=MANAGER,
+    is_probe=True,
+)
+
+LOAD = Route(
+    method="GET",
+    path="/load",
+    name="load",
+    sentence="Answers under way at this replica; with tenants one's own, and all answers for administrators.",
+    response=Load,
+)
+
+METRICS = Route(
+    method="GET",
+    path="/metrics",
+    name="metrics",
+    sentence="Metrics of this replica, the workers and the manager, in Prometheus' text format. For administrators.",
+    access=Access.ADMINISTRATORS,
+    response="text/plain; version=0.0.4; charset=utf-8",
+)
+
+SERVER_INFO = Route(
+    method="GET",
+    path="/server_info",
+    name="server_info",
+    sentence="Model, settings and versions, without names of files, keys or tenants. For administrators.",
+    operation="show_server_info",
+    access=Access.ADMINISTRATORS,
+    response=ServerInfo,
+    parameters=(Parameter("config_format", "query", "Form of the configuration.", ("json",)),),
+    errors=(RequestError,),
+)
+
+VERSION = Route(
+    method="GET",
+    path="/version",
+    name="version",
+    sentence="The version of raydix.",
+    operation="show_version",
+    access=Access.EVERYBODY,
+    response=Version,
+)
+
+OPENAPI = Route(
+    method="GET",
+    path="/openapi.json",
+    name="openapi",
+    sentence="All routes, bodies, responses and errors, as OpenAPI's document.",
+    access=Access.EVERYBODY,
+    response=ApiDocument,
+)
+
+DOCS = Route(
+    method="GET",
+    path="/docs",
+    name="docs",
+    sentence="The description in `/openapi.json` as a page, which needs no other server.",
+    access=Access.EVERYBODY,
+    response="text/html",
+)
+
+PAGE = Route(
+    method="GET",
+    path="/",
+    name="page",
+    sentence="A page for people: chat, requests, the cluster and the cache.",
+    access=Access.EVERYBODY,
+    response="text/html",
+    errors=(NotFoundError,),
+)
+
+PAGE_FILE = Route(
+    method="GET",
+    path="/page/{name}",
+    name="page_file",
+    sentence="Scripts and styles of the page.",
+    access=Access.EVERYBODY,
+    response="text/javascript",
+    errors=(NotFoundError,),
+)
+
+ROUTES: Sequence[Route] = (
+    CHAT,
+    CONVERSATIONS,
+    COMPLETION,
+    EMBEDDINGS,
+    GENERATIVE_SCORING,
+    SCORE,
+    RESPONSES,
+    INPUT_TOKENS,
+    COMPACT,
+    MESSAGES,
+    COUNT_TOKENS,
+    INVOCATION,
+    RESPONSE,
+    DELETE_RESPONSE,
+    CANCEL_RESPONSE,
+    INPUT_ITEMS,
+    TOKENIZE,
+    DETOKENIZE,
+    TOKENIZER_INFO,
+    MODELS,
+    MODEL,
+    UPLOAD_FILE,
+    LIST_FILES,
+    FILE,
+    FILE_CONTENT,
+    DELETE_FILE,
+    CREATE_BATCH,
+    LIST_BATCHES,
+    BATCH,
+    CANCEL_BATCH,
+    REQUESTS,
+    REQUESTS_EVENTS,
+    EXPLAIN,
+    CACHE,
+    RESET_CACHE,
+    CACHE_EVENTS,
+    RESET_PREFIX_CACHE,
+    HEALTH,
+    PING,
+    PING_BY_POST,
+    LOAD,
+    METRICS,
+    SERVER_INFO,
+    VERSION,
+    OPENAPI,
+    DOCS,
+    PAGE,
+    PAGE_FILE,
+)
+"""In the order of OpenAPI's document."""
+
+_PARSERS = {route.name: route.parse for route in ROUTES if route.parse is not None}
 
 
-def parse(route: Route, body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
-    """The request in a body. Raises RequestError naming the field at fault."""
-    return _PARSERS[route](body, rules)
+def parse(name: str, body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:
+    """The request in a body that came by the route with this name. Raises RequestError naming the field at fault."""
+    return _PARSERS[name](body, rules)

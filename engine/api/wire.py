@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pydantic import BaseModel
+
+from raydix.engine.api.response_models import ErrorResponse
 from raydix.engine.api.responses import error_body
 from raydix.engine.api.stream import error_event
 from raydix.engine.core.errors import RaydixError
@@ -18,6 +21,8 @@ class WireFormat:
     """The last event of a stream that cannot go on."""
     waiting: bytes
     """Sent in a stream when there is nothing else to send for a while; clients ignore it."""
+    error: type[BaseModel]
+    """Model of an error response."""
     statuses: Mapping[int, int] = field(default_factory=dict)
     """HTTP status by the status of an error, where the two differ."""
 
@@ -26,4 +31,4 @@ class WireFormat:
         return self.statuses.get(error.status, error.status)
 
 
-OPENAI = WireFormat(error_body, error_event, b": waiting\n\n")
+OPENAI = WireFormat(error_body, error_event, b": waiting\n\n", ErrorResponse)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 
-from raydix.engine.core.errors import AuthenticationError, RequestError
+from raydix.engine.core.errors import AuthenticationError, PermissionDeniedError, RequestError
 from raydix.engine.core.eviction.queue import Quota
 from raydix.engine.core.hashing import DIGEST_BYTES
 from raydix.engine.core.types import Salt
@@ -32,6 +32,11 @@ class Tenant:
     weight: float = 1.0
     """Part of the tenant in what tenants share, in the ratio of all weights: memory (`raydix.engine.core.shares`) and
     computing."""
+
+    def require_admin(self) -> None:
+        """Raise PermissionDeniedError unless the tenant is an administrator."""
+        if not self.is_admin:
+            raise PermissionDeniedError(f"The tenant '{self.name}' is not an administrator.")
 
     def require_priority(self, priority: int) -> None:
         """Raise RequestError for a priority with which a request would go before more urgent tenants' requests."""

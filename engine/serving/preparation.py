@@ -20,7 +20,6 @@ from raydix.engine.api.fields import REQUEST_ID_PATTERN
 from raydix.engine.api.reconnecting import BEGINNING, HEADER
 from raydix.engine.api.responses import ResponseHead, response_id, system_fingerprint
 from raydix.engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
-from raydix.engine.api.routes import Route
 from raydix.engine.api.spec import GenerationSpec, sampling_params
 from raydix.engine.core.answers.prompt_form import ChatEnd
 from raydix.engine.core.errors import RequestError
@@ -191,7 +190,7 @@ class Preparation:
 
     async def of_body(
         self,
-        route: Route,
+        route: str,
         body: bytes,
         tenant: Tenant,
         *,
@@ -249,7 +248,7 @@ class Preparation:
                 raise
         return jobs
 
-    async def of_line(self, route: Route, body: bytes, tenant: Tenant, name: str) -> Job:
+    async def of_line(self, route: str, body: bytes, tenant: Tenant, name: str) -> Job:
         """The job of a line of a batch, with a name of the server's; errors as `of_body`, and RequestError for a
         stream."""
         return await self._prepare((route, body), len(body), tenant, name=name, is_line=True)
@@ -266,7 +265,7 @@ class Preparation:
         """The job of a request in normal form; arguments and errors as `of_body`."""
         return await self._prepare(spec, size_of(spec), tenant, session=session, objectives=objectives, name=name)
 
-    async def num_tokens(self, route: Route, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
+    async def num_tokens(self, route: str, body: bytes, tenant: Tenant) -> tuple[int, ContextEdits | None]:
         """Number of tokens of the prompt in an HTTP body, and the edits that it asks for; errors as `of_body`."""
         reading = await self._read((route, body), len(body), tenant, self._room)
         if reading.chat is None:

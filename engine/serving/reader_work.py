@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from raydix.engine.api.context_edits import ContextEdits, Edit
-from raydix.engine.api.routes import Route
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
 from raydix.engine.api.validation import NO_RULES, BodyRules
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE, ChatTemplate
@@ -16,8 +15,8 @@ from raydix.engine.core.ingress.parsers import HERMES, ToolFormat
 from raydix.engine.core.types import Grammar
 from raydix.engine.serving.served_model import ServedModel
 
-Request: TypeAlias = tuple[Route, bytes] | GenerationSpec
-"""A route and a body, or a request of the Python handle."""
+Request: TypeAlias = tuple[str, bytes] | GenerationSpec
+"""The name of a route and a body, or a request of the Python handle."""
 TokenRoute: TypeAlias = Literal["tokenize", "detokenize"]
 TokenIds: TypeAlias = "array[int]"
 

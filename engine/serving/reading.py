@@ -14,7 +14,7 @@ from typing import Any, cast
 from raydix.engine.api.context_edits import edited
 from raydix.engine.api.conversations import naming, parse_conversations
 from raydix.engine.api.reasoning import effort_arguments, with_lead, with_limit
-from raydix.engine.api.routes import Route, parse
+from raydix.engine.api.routes import parse
 from raydix.engine.api.spec import ChatMessage, GenerationSpec, Prompt, ToolUse, max_tokens_for, require_token_ids
 from raydix.engine.api.tokenization import detokenize_body, parse_detokenize, parse_tokenize, tokenize_body
 from raydix.engine.api.tools import AnswerForm, with_calls
@@ -146,7 +146,7 @@ class Reader:
                 readings.append(self.read(spec))
         return readings
 
-    def read_body(self, route: Route, body: bytes) -> Reading:
+    def read_body(self, route: str, body: bytes) -> Reading:
         """Read the request in an HTTP body. Raises RequestError as `read`, or naming the field at fault."""
         reading = self.answer((route, body))
         assert isinstance(reading, Reading)

@@ -17,9 +17,6 @@ from raydix.engine.core.worker.scheduler import Scheduler
 from tests.unit.served_app import CURRENT
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-    from raydix.actors.ingress.replica import IngressReplica
     from tests.unit.ingress import Replica, Served
 
 settings.register_profile("unit", deadline=None)  # how long one example takes says more of the machine than of the code
@@ -60,27 +57,12 @@ def make_directory() -> Iterator[Callable[..., Directory]]:
         directory.check_integrity()
 
 
-APPLICATIONS: list["FastAPI"] = []
-"""Applications of replicas that are over. FastAPI describes the routes of each new application anew, which takes longer
-than most tests, and only its state says which replica answers."""
-
-
-def take_application(of: "IngressReplica") -> "FastAPI":
-    """The application of a replica; a used one where there is one."""
-    from raydix.actors.ingress.application import application
-
-    app = APPLICATIONS.pop() if APPLICATIONS else application(of)
-    app.state.replica = of
-    return app
-
-
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
     """Runs a function while the routes answer from a replica built by the test."""
 
     from ray import serve
 
-    from raydix.actors.ingress import app as app_module
     from raydix.actors.ingress import replica as replica_module
     from raydix.actors.ingress.app import Ingress  # all of Serve, which other tests can spare
     from raydix.configs import Config
@@ -92,7 +74,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
         ingress = as_written.__new__(as_written)
         context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="r"), servable_object=ingress)
         monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-        monkeypatch.setattr(app_module, "application", take_application)
         monkeypatch.setattr(replica_module, "forgo_torch", lambda: None)
         monkeypatch.setattr(replica_module, "build_frontend", lambda *_: replica.frontend)
         whole = Config.model_validate({"workers": {"mixed": {}}, "batches": {"gib": 0}} | config)
@@ -103,7 +84,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> "Served":
         await ingress.reconfigure(part.live)
         yield
         CURRENT.reset(token)
-        APPLICATIONS.append(app)
 
     def run(replica: "Replica", work: Callable[[], Awaitable[Any]], **config: Any) -> Any:
         async def serve_and_work() -> Any:

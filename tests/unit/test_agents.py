@@ -11,7 +11,6 @@ import pytest
 
 from raydix.configs.schema import ModelSection
 from raydix.engine.api.anthropic.errors import error_body
-from raydix.engine.api.routes import Route
 from raydix.engine.api.validation import BodyRules
 from raydix.engine.core.answers.transcripts import EncodedText
 from raydix.engine.core.errors import ContextLengthError
@@ -227,7 +226,7 @@ def reader() -> Reader:
     return Reader(facts, Tokenizer(folder))
 
 
-def read(route: Route, body: dict[str, Any]) -> EncodedText:
+def read(route: str, body: dict[str, Any]) -> EncodedText:
     """The prompt of a body."""
     chat = reader().read_body(route, json.dumps(body).encode()).chat
     assert chat is not None

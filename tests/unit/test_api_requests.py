@@ -12,7 +12,6 @@ from raydix.engine.api import routes, validation
 from raydix.engine.api.normal_form import MAX_CHOICES
 from raydix.engine.api.prompts import MAX_PROMPTS
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from raydix.engine.api.routes import Route
 from raydix.engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
 from raydix.engine.api.validation import BodyRules
 from raydix.engine.core.answers.prompt_form import ChatEnd, ChatTemplate
@@ -302,7 +301,7 @@ def test_unknown_fields_are_refused_unless_the_server_takes_them() -> None:
         ("score", {"query": "x", "items": ["y"], "label_token_ids": [1, 2]}),
     ],
 )
-def test_vectors_and_scores_name_fields_without_effect(route: Route, fields: dict[str, Any]) -> None:
+def test_vectors_and_scores_name_fields_without_effect(route: str, fields: dict[str, Any]) -> None:
     body = json.dumps({**fields, "metadata": {"a": "b"}, "knob": 1}).encode()
     with pytest.raises(RequestError, match="knob"):
         routes.parse(route, body)

@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fastapi import FastAPI
 from rich.console import Console
+from starlette.applications import Starlette
 
 from raydix.cli import chat, local
 from raydix.cli.cluster import free_port, who_may_use
@@ -763,7 +763,7 @@ def test_a_port_that_was_taken_during_the_start_of_one_process_is_named() -> Non
 
         async def listen() -> None:
             stopping = asyncio.create_task(asyncio.Event().wait())
-            await local._listen(FastAPI(), config, Console(file=io.StringIO()), stopping)
+            await local._listen(Starlette(), config, Console(file=io.StringIO()), stopping)
 
         with pytest.raises(StartupError, match=f"127.0.0.1:{port}"):
             asyncio.run(listen())

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.hostile_bodies import HostileBody, Sizes, fields_of, hostile_bodies
-from raydix.actors.ingress.application import application
-from raydix.actors.ingress.routes.api_document import api_document
+from raydix.engine.api.openapi import document as document_of
 from raydix.engine.api.requests import ChatCompletionRequest
+from raydix.engine.api.routes import ROUTES
 
 SMALL = Sizes(max_body_bytes=16 << 10)
 """A corpus of small bodies has the same cases."""
@@ -19,7 +19,7 @@ SMALL = Sizes(max_body_bytes=16 << 10)
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return dict(api_document(application(None)))
+    return dict(document_of(ROUTES, version="0"))
 
 
 @pytest.fixture(scope="module")

@@ -342,7 +342,7 @@ def test_head_of_a_stream_ends(served: Served) -> None:
     """A stream of events has no end of its own; the client's receive never says that the client left."""
     is_closed = False
 
-    async def events(since: int | None, tenant: Tenant) -> Any:
+    async def events(since: int | None) -> Any:
         nonlocal is_closed
         try:
             yield b"data: 1\n\n"

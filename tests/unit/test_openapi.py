@@ -2,21 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from html.parser import HTMLParser
+from importlib.metadata import version
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from jsonschema import Draft202012Validator
+from starlette.applications import Starlette
 
 from raydix.actors.ingress.application import application
-from raydix.actors.ingress.routes.api_document import OPERATIONS, api_document
 from raydix.actors.ingress.routes.description import Description
 from raydix.engine.api.anthropic.requests import CountRequest, MessagesRequest
 from raydix.engine.api.embeddings import EmbeddingsRequest
 from raydix.engine.api.openai_responses.requests import ResponsesRequest
+from raydix.engine.api.openapi import document
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest
+from raydix.engine.api.route import Access, Route
+from raydix.engine.api.routes import ROUTES
 from raydix.engine.api.tokenization import DetokenizeRequest, TokenizeRequest
 from raydix.engine.api.validation import IGNORED, NOT_SUPPORTED
 from raydix.engine.core.manager.cache_report import cache_report
@@ -26,7 +29,7 @@ from raydix.engine.core.types import Role
 from tests.unit.ingress import Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 
-DOCUMENT: Any = json.loads(json.dumps(api_document(application(None))))
+DOCUMENT: Any = json.loads(json.dumps(document(ROUTES, version=version("raydix"))))
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 
 
@@ -67,9 +70,11 @@ def test_a_route_that_never_succeeds_says_so() -> None:
     ] == ["/v1/responses/{response_id}/cancel"]
 
 
-def test_every_route_is_described_and_every_description_is_a_route() -> None:
-    routes = {(method, path) for path, methods in application(None).openapi()["paths"].items() for method in methods}
-    assert routes == OPERATIONS.keys()
+def test_every_route_is_described_and_served() -> None:
+    described = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]
+    assert sorted(described) == sorted((route.method.lower(), route.shown_path) for route in ROUTES)
+    served = application(Replica()).routes  # type: ignore[arg-type]
+    assert [getattr(route, "declared", None) for route in served] == list(ROUTES)
     assert DOCUMENT["paths"].keys() >= {"/v1/chat/completions", "/docs", "/metrics"}
 
 
@@ -247,29 +252,36 @@ def test_other_replies_are_as_described(served: Served, method: str, path: str, 
 def test_a_description_that_could_not_be_made_is_made_for_the_next_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = iter([MemoryError("no room")])
 
-    def made(of: FastAPI) -> dict[str, Any]:
+    def made(routes: Sequence[Route], *, version: str) -> dict[str, Any]:
         for failure in failures:
             raise failure
-        return dict(api_document(of))
+        return dict(document(routes, version=version))
 
     async def asked() -> None:
-        fresh = application(None)
+        fresh = Starlette()
         with pytest.raises(MemoryError):
             await Description.of(fresh)
         first = await Description.of(fresh)
         assert json.loads(first.document) == DOCUMENT
         assert await Description.of(fresh) is first, "made once"
 
-    monkeypatch.setattr("raydix.actors.ingress.routes.description.api_document", made)
+    monkeypatch.setattr("raydix.actors.ingress.routes.description.document", made)
     asyncio.run(asked())
 
 
-@pytest.mark.parametrize(("method", "path"), list(OPERATIONS))
+@pytest.mark.parametrize(("method", "path"), [(route.method.lower(), route.shown_path) for route in ROUTES])
 def test_a_route_needs_the_key_that_it_says(served: Served, method: str, path: str) -> None:
     replica = Replica(tenants=Tenants([Tenant("a")], {key_hash("k"): "a"}))
     reply = served(replica, ask(method, path))
     assert (reply.status != 401) == (DOCUMENT["paths"][path][method]["security"] == [])
     validate_reply(method, path, reply)
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.access is Access.ADMINISTRATORS], ids=str)
+def test_a_route_for_administrators_refuses_other_tenants(served: Served, route: Route) -> None:
+    replica = Replica(tenants=Tenants([Tenant("a")], {key_hash("k"): "a"}))
+    reply = served(replica, ask(route.method, route.path, authorization="Bearer k"))
+    assert (reply.status, reply.json["error"]["code"]) == (403, "permission_denied")
 
 
 def test_reports_of_the_manager_are_as_described(make_directory: Callable[..., Directory]) -> None:

@@ -302,7 +302,7 @@ def test_a_text_too_long_for_the_longest_tokens_is_tokenized_at_its_beginning_al
     before = tokenized()
     for body, route in ((completion(" " * CONTEXT * (LONGEST_TOKEN + 1)), "completion"), (chat("x" * 99_999), "chat")):
         with pytest.raises(ContextLengthError, match="512"):
-            reader().read_body(route, body)  # type: ignore[arg-type]
+            reader().read_body(route, body)
     assert tokenized() - before <= 2 * MIN_SLICE, "for the estimate in the error"
 
 
@@ -420,8 +420,8 @@ def test_the_process_reads_as_this_one_does() -> None:
 
     async def work(readers: Readers) -> None:
         for route, body in bodies:
-            here: Reading = reader().read_body(route, body)  # type: ignore[arg-type]
-            assert await readers.read((route, body), len(body)) == here  # type: ignore[arg-type]
+            here: Reading = reader().read_body(route, body)
+            assert await readers.read((route, body), len(body)) == here
         assert await readers.read(spec, 2) == reader().read(spec)
         with pytest.raises(ModelNotFoundError) as error:
             await readers.read(("completion", completion("x", model="other")), 99)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raydix.actors.ingress.recorder import RECORDED, WARNING
-from raydix.actors.ingress.routes import answers
+from raydix.actors.ingress.recorder import WARNING
 from raydix.cli.main import main
 from raydix.cli.replay import ComparedAnswer, Recorded, read, report, send_again
 from raydix.engine.api.answer_digest import LEFT, digest_of, name_in
+from raydix.engine.api.routes import ROUTES
 from raydix.engine.core.errors import StartupError
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
@@ -231,8 +231,10 @@ def test_what_the_disk_does_not_take_ends_the_recording(
     assert "the disk is full" in caplog.text
 
 
-def test_recorded_routes_are_routes() -> None:
-    assert set(RECORDED) <= {getattr(route, "path", None) for route in answers.router.routes}
+def test_requests_for_answers_are_recorded_and_no_others() -> None:
+    recorded = {route.path for route in ROUTES if route.is_answer}
+    assert {"/v1/chat/completions/batch", "/v1/embeddings", "/invocations"} < recorded
+    assert not {"/tokenize", "/v1/messages/count_tokens", "/v1/files"} & recorded
 
 
 def test_a_stream_has_the_same_digest_however_its_text_is_divided() -> None:

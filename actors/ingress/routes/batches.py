@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import orjson
-from fastapi import APIRouter
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from raydix.actors.ingress.batches import Batches
 from raydix.actors.ingress.http import ClientGoneError, json_response
-from raydix.actors.ingress.routes.replica import replica
+from raydix.actors.ingress.routes.replica import Endpoint, replica
 from raydix.actors.ingress.upload import Form
+from raydix.engine.api import routes
 from raydix.engine.api.batches import (
     MAX_LIFE_S,
     MIN_LIFE_S,
@@ -27,6 +27,7 @@ from raydix.engine.api.batches import (
     parse_batch,
 )
 from raydix.engine.api.responses import Json
+from raydix.engine.api.route import Route
 from raydix.engine.api.validation import request_error
 from raydix.engine.batches.batch_store import PURPOSE, StoredBatch
 from raydix.engine.batches.file_store import Upload
@@ -34,7 +35,6 @@ from raydix.engine.core.errors import BodyTimeoutError, NotFoundError, RequestEr
 from raydix.engine.core.log_fields import about
 
 logger = logging.getLogger(__name__)
-router = APIRouter()
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -48,7 +48,6 @@ PROGRESS_BYTES = 512 << 10
 the whole time: a large file over a slow line goes on, and one that only holds a place does not."""
 WRITTEN_BYTES = 256 << 10
 """Bytes of a file gathered for one write."""
-CONTENT_TYPE = "application/octet-stream"
 
 
 def _batches(request: Request) -> Batches:
@@ -70,9 +69,7 @@ async def _on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
         raise ServiceError(reason, retry_after_s=30) from None
 
 
-@router.post("/v1/files")
 async def upload_file(request: Request) -> Response:
-    """Upload a file of JSON lines as a form, with the purpose `batch`."""
     batches, tenant = _batches(request), request.state.tenant.name
     form = Form(request.headers.get("content-type"))
     with batches.uploading(tenant):
@@ -87,9 +84,7 @@ async def upload_file(request: Request) -> Response:
     return json_response(orjson.dumps(record.object()))
 
 
-@router.get("/v1/files")
 async def list_files(request: Request) -> Response:
-    """One's files; `limit`, `after`, `order` and `purpose` choose."""
     listing = Listing.of(request, most=MAX_FILES, usual=MAX_FILES)
     purpose = request.query_params.get("purpose")
     files = await _on_disk(_batches(request).files.all, request.state.tenant.name)
@@ -97,30 +92,22 @@ async def list_files(request: Request) -> Response:
     return json_response(listing.page([(file.created_at, file.object()) for file in chosen]))
 
 
-@router.get("/v1/files/{file_id}")
 async def file(request: Request, file_id: str) -> Response:
-    """A file's name, size and times."""
     record = await _on_disk(_batches(request).files.get, request.state.tenant.name, file_id)
     return json_response(orjson.dumps(record.object()))
 
 
-@router.get("/v1/files/{file_id}/content")
 async def file_content(request: Request, file_id: str) -> Response:
-    """A file's content."""
     path = await _on_disk(_batches(request).files.content, request.state.tenant.name, file_id)
-    return FileResponse(path, media_type=CONTENT_TYPE)
+    return FileResponse(path, media_type=str(routes.FILE_CONTENT.response))
 
 
-@router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Erase a file; begun batches keep the input."""
     await _on_disk(_batches(request).files.erase, request.state.tenant.name, file_id)
     return json_response(deleted_body(file_id))
 
 
-@router.post("/v1/batches")
 async def create_batch(request: Request) -> Response:
-    """Run the lines of an uploaded file, in room left by clients."""
     batches = _batches(request)
     asked = parse_batch(await replica(request).body_of(request))
     batch = await _on_disk(batches.store.create, request.state.tenant.name, batches.model_name, asked)
@@ -128,23 +115,17 @@ async def create_batch(request: Request) -> Response:
     return _batch_response(batch)
 
 
-@router.get("/v1/batches")
 async def list_batches(request: Request) -> Response:
-    """One's batches; `limit` and `after` choose."""
     listing = Listing.of(request, most=MAX_BATCHES, usual=NUM_BATCHES)
     found = await _on_disk(_batches(request).store.all, request.state.tenant.name)
     return json_response(listing.page([(batch.record.created_at, _object(batch)) for batch in found]))
 
 
-@router.get("/v1/batches/{batch_id}")
 async def batch(request: Request, batch_id: str) -> Response:
-    """The state of a batch, with files after the end."""
     return _batch_response(await _on_disk(_batches(request).store.get, request.state.tenant.name, batch_id))
 
 
-@router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """End a batch; the answers so far are the output."""
     return _batch_response(await _on_disk(_batches(request).store.cancel, request.state.tenant.name, batch_id))
 
 
@@ -246,3 +227,16 @@ def _number(text: str, name: str, least: int, most: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
         raise RequestError(f"'{name}' must be an integer from {least} to {most}, got '{text[:20]}'.", param=name)
     return int(text)
+
+
+ENDPOINTS: Mapping[Route, Endpoint] = {
+    routes.UPLOAD_FILE: upload_file,
+    routes.LIST_FILES: list_files,
+    routes.FILE: file,
+    routes.FILE_CONTENT: file_content,
+    routes.DELETE_FILE: delete_file,
+    routes.CREATE_BATCH: create_batch,
+    routes.LIST_BATCHES: list_batches,
+    routes.BATCH: batch,
+    routes.CANCEL_BATCH: cancel_batch,
+}

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raydix.actors.ingress.routes.replica import replica
+from raydix.actors.ingress.routes.replica import Endpoint, replica
+from raydix.engine.api import routes
+from raydix.engine.api.route import Route
 from raydix.engine.core.errors import NotFoundError
-
-router = APIRouter()
 
 FOLDER = Path(__file__).parents[1] / "page"
 INDEX = "index.html"
@@ -73,15 +72,11 @@ FILES: Mapping[str, File] = MappingProxyType({path.name: File.read(path) for pat
 """By name. Read once: nothing that a client writes reaches a file system."""
 
 
-@router.get("/")
 async def page(request: Request) -> Response:
-    """A page for people: chat, requests, the cluster and the cache."""
     return await page_file(request, INDEX)
 
 
-@router.get("/page/{name}")
 async def page_file(request: Request, name: str) -> Response:
-    """Scripts and styles of the page."""
     file = FILES.get(name)
     if file is None or not replica(request).config.http.page:
         raise NotFoundError(f"There is no page '{request.url.path[:100]}' here.")
@@ -89,3 +84,9 @@ async def page_file(request: Request, name: str) -> Response:
     if file.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(file.content, headers=headers, media_type=file.content_type)
+
+
+ENDPOINTS: Mapping[Route, Endpoint] = {
+    routes.PAGE: page,
+    routes.PAGE_FILE: page_file,
+}

@@ -1,17 +1,22 @@
 """The replica that answers a request, as routes see it."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeAlias
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from raydix.actors.ingress.batches import Batches
 from raydix.actors.ingress.frontend import Frontend
 from raydix.actors.ingress.recorder import Recorder
 from raydix.configs.schema import Config
+from raydix.engine.api.route import Route
 from raydix.engine.core.errors import RaydixError
 from raydix.engine.core.tenants import Tenant
 from raydix.engine.serving.accounting import OTHER_ROUTE
+
+Endpoint: TypeAlias = Callable[..., Awaitable[Response]]
+"""Answers a request of a route; parameters of the path are further arguments."""
 
 
 class Replica(Protocol):
@@ -35,15 +40,21 @@ class Replica(Protocol):
         """Read a JSON body within the limits."""
 
 
-def route_of(request: Request) -> str:
+def route_of(request: Request) -> Route:
+    """The route of a request that reached one."""
+    found: Route = request.scope["route"].declared
+    return found
+
+
+def path_of(request: Request) -> str:
     """Path of the route of a request, with names in place of ids, so that there are few; `OTHER_ROUTE` without one."""
     return str(getattr(request.scope.get("route"), "path", OTHER_ROUTE))
 
 
 def refusing(request: Request) -> Callable[[RaydixError], None]:
     """Accounts for errors that a stream's client gets."""
-    ingress, route = replica(request), route_of(request)
-    return lambda error: ingress.refused(error, route)
+    ingress, path = replica(request), path_of(request)
+    return lambda error: ingress.refused(error, path)
 
 
 def replica(request: Request) -> Replica:

@@ -3,6 +3,7 @@
 import orjson
 
 from raydix.engine.api.answers import named_event
+from raydix.engine.api.anthropic.response_models import MessageError
 from raydix.engine.api.wire import WireFormat
 from raydix.engine.core.errors import ContextLengthError, RaydixError
 
@@ -44,4 +45,4 @@ def error_event(error: RaydixError) -> bytes:
 
 
 PING = named_event("ping", b'{"type":"ping"}')
-ANTHROPIC = WireFormat(error_body, error_event, PING, _STATUSES)
+ANTHROPIC = WireFormat(error_body, error_event, PING, MessageError, _STATUSES)
