@@ -21,7 +21,7 @@ class App extends HTMLElement {
     this.dialog = keyDialog();
     /** The chat is kept while other views are shown. */
     this.chat = h("raydix-chat");
-    add(this, h("header", {}, h("strong", { class: "brand" }, "raydix"), this.nav, this.model, this.keyButton), this.main, this.dialog);
+    add(this, h("header", {}, h("h1", { class: "brand" }, "raydix"), this.nav, this.model, this.keyButton), this.main, this.dialog);
     addEventListener("hashchange", () => this.route());
     keys.addEventListener("needed", () => this.dialog.open || this.dialog.showModal());
     keys.addEventListener("changed", () => location.reload());

@@ -3,7 +3,7 @@
  */
 
 import { events, get, post } from "./api.js";
-import { saved, strip, sums, timeline } from "./explain.js";
+import { parting, saved, strip, sums, timeline } from "./explain.js";
 import { add, count, fill, h, percent, several, time } from "./dom.js";
 
 /** @typedef {{token: string, logprob: number, top_logprobs: {token: string, logprob: number}[]}} Scored */
@@ -329,7 +329,7 @@ async function explanation(id, chat) {
   /** @type {Promise<string[]> | null} */
   let texts = null;
   const tokens = () => (texts ??= post("tokenize", { ...chat, return_token_strs: true }).then((/** @type {any} */ answer) => answer.token_strs.map(readable)));
-  const box = h("div", {}, h("h2", {}, "Where the prompt came from"), h("p", {}, saved(attempt)), strip(attempt, tokens),
+  const box = h("div", {}, h("h2", {}, "Where the prompt came from"), h("p", {}, saved(attempt)), strip(attempt, tokens), parting(explained.prefix),
     row && [h("h2", {}, "Where the time went"), timeline(row, explained.choices[0].attempts[0])],
     h("h2", {}, "Why this worker"), sums(attempt), h("p", { class: "id" }, id));
   return { box, attempt };

@@ -109,6 +109,67 @@ function texts(box, picture, attempt, tokens) {
   });
 }
 
+/** What is to be done about a reason, for people. @type {Record<string, [string, string]>} */
+const ADVICE = {
+  volatile: ["A date, a counter or an id", "Move what changes behind everything that stays, into the last message."],
+  system_changed: ["Another system prompt", "Keep it for the whole session; say what is new in a message at the end."],
+  tools_changed: ["Other tools", "Keep them for the whole session."],
+  tools_reordered: ["The same tools in another order", "Sort them."],
+  message_edited: ["An earlier message was changed or taken away", "Append a correction instead."],
+  white_space: ["The same words with other white space", "Send back texts as they came."],
+  reasoning_left_out: ["Reasoning was left out", "Most chat templates do this to earlier answers; nothing needs to change."],
+  template: ["The same parts, written otherwise", "Keep the options of the chat template and the choice of tools."],
+  another_salt: ["Another cache_salt", "Nothing is shared between salts."],
+  shorter_than_a_block: ["Shorter than a block", "Nothing can be shared."],
+  evicted: ["The prompts agree, and the KV had to make room", "A larger pool, an object store or a disk keeps more."],
+};
+
+/**
+ * The place where a prompt left the earlier one that it shares most with: the two texts, with the difference marked.
+ * @param {Record<string, any> | null | undefined} prefix As `/v1/requests/{id}/explain` has it of a chat.
+ */
+export function parting(prefix) {
+  if (!prefix?.reason) return null;
+  const [name, advice] = ADVICE[prefix.reason] ?? [prefix.reason, ""];
+  const place = [prefix.part && `in ${prefix.part}`, prefix.token_index !== null && `at token ${count(prefix.token_index)}`].filter(Boolean).join(", ");
+  const lost = prefix.lost_tokens > 0 ? `${several(prefix.lost_tokens, "token")} behind it ${prefix.lost_s ? `and about ${time(prefix.lost_s)} ` : ""}were lost. ` : "";
+  const [before, now] = [prefix.previous_text, prefix.text];
+  return h("section", { class: "parting" }, h("h2", {}, "Where it left the prompt before"),
+    h("p", { class: "why" }, h("strong", {}, `${name}${place && `, ${place}`}. `), lost, advice),
+    typeof before === "string" && typeof now === "string" && h("div", { class: "two" },
+      side("the prompt before", prefix.text_before ?? "", before, now), side("this prompt", prefix.text_before ?? "", now, before)));
+}
+
+/**
+ * @param {string} title
+ * @param {string} shared What stands before both texts.
+ * @param {string} text
+ * @param {string} other
+ */
+function side(title, shared, text, other) {
+  let start = 0;
+  while (start < text.length && text[start] === other[start]) start++;
+  const end = start + met(text.slice(start), other.slice(start));
+  return h("figure", {}, h("figcaption", {}, title), h("pre", { tabindex: 0 }, shared, text.slice(0, start), h("mark", {}, text.slice(start, end)), text.slice(end)));
+}
+
+/**
+ * How far a text goes before it is the other text again, for a dozen characters; all of it where it never is.
+ * @param {string} text
+ * @param {string} other
+ */
+function met(text, other) {
+  for (let reach = 0; reach < 80; reach++) {
+    for (let step = 0; step <= reach; step++) {
+      for (const [i, j] of [[step, reach], [reach, step]]) {
+        const piece = text.slice(i, i + 12);
+        if (piece.length === 12 && piece === other.slice(j, j + 12)) return i;
+      }
+    }
+  }
+  return text.length;
+}
+
 /**
  * A request's life beside what was expected of it.
  * @param {Row} row
@@ -163,7 +224,7 @@ export function sums(attempt) {
     h("th", { scope: "row" }, each.worker, each.worker === attempt.prefill_worker && " ✓"),
     h("td", {}, `${count(each.local_blocks)} + ${count(each.imported_blocks)}`),
     columns.map(([name]) => h("td", {}, time(each[name])))));
-  return h("div", { class: "scroll" }, h("table", {}, h("caption", {}, "Workers compared: the least cost is chosen"),
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" }, h("table", {}, h("caption", {}, "Workers compared: the least cost is chosen"),
     h("thead", {}, h("tr", {}, ["worker", "blocks here + imported", ...columns.map(([, name]) => name)].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, rows)));
 }

@@ -98,7 +98,7 @@ function icicle(roots) {
       const share = (width * (branch.hits + most / 50)) / total;
       const cell = h("div", { class: "cell", title: `${branch.text}\n${several(branch.requests, "request")}, ${count(branch.hits)} tokens saved` }, branch.text.trim() || "…");
       Object.assign(cell.style, { left: `${100 * from}%`, width: `${100 * share}%`, top: `${row * ROW}px`, height: `${ROW - 2}px` });
-      cell.style.setProperty("--heat", `${Math.round((80 * branch.hits) / most)}%`);
+      cell.style.setProperty("--heat", `${Math.round((45 * branch.hits) / most)}%`);
       add(box, cell);
       draw(branch.children, from, share, row + 1);
       from += share;
@@ -110,7 +110,7 @@ function icicle(roots) {
 
 /** @param {Prefix[]} prefixes */
 function table(prefixes) {
-  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["tokens saved", "requests", "begins with"].map((name) => h("th", { scope: "col" }, name)))),
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" }, h("table", {}, h("thead", {}, h("tr", {}, ["tokens saved", "requests", "begins with"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, prefixes.map((prefix) => h("tr", {}, h("td", {}, count(prefix.hit_tokens)), h("td", {}, count(prefix.requests)), h("td", { class: "preview" }, prefix.preview))))));
 }
 

@@ -3,7 +3,7 @@
  */
 
 import { events, get } from "./api.js";
-import { saved, strip, sums, timeline } from "./explain.js";
+import { parting, saved, strip, sums, timeline } from "./explain.js";
 import { add, count, fill, h, note, percent, several, time } from "./dom.js";
 
 /** @typedef {import("./explain.js").Row} Row */
@@ -22,7 +22,7 @@ class Requests extends HTMLElement {
     this.empty = note("No request yet. Ask something in the chat, or send one with curl.");
     this.dialog = h("dialog", { class: "request", "aria-label": "One request" });
     const columns = ["state", "request", "prompt", "cached", "answer", "first token", "tokens/s", "worker"];
-    fill(this, this.counts, h("div", { class: "scroll" }, h("table", { class: "requests" },
+    fill(this, this.counts, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" }, h("table", { class: "requests" },
       h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))), this.body)), this.empty, this.dialog);
     const seen = () => this.follow();
     document.addEventListener("visibilitychange", seen, { signal: this.ending.signal });
@@ -78,7 +78,7 @@ class Requests extends HTMLElement {
     this.dialog.showModal();
     try {
       const explained = await get(`v1/requests/${encodeURIComponent(row.id)}/explain`);
-      fill(this.dialog, h("h2", {}, `${row.kind} ${row.id}`), facts(row), explained.choices.map((/** @type {any} */ choice) => explainedChoice(choice, row)), close);
+      fill(this.dialog, h("h2", {}, `${row.kind} ${row.id}`), facts(row), explained.choices.map((/** @type {any} */ choice) => explainedChoice(choice, row)), parting(explained.prefix), close);
     } catch (error) {
       fill(this.dialog, h("h2", {}, row.id), facts(row), timeline(row, undefined), note(/** @type {Error} */ (error).message), close);
     }

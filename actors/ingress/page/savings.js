@@ -46,7 +46,7 @@ class Savings extends HTMLElement {
       [time(sum("saved_s")), "of computing, as predicted at each request"], ...(price > 0 ? [[money(hits), "at this price"]] : [])];
     fill(this.figures, h("div", { class: "tiles" }, tiles.map(([figure, text]) => h("p", { class: "tile" }, h("strong", {}, figure), text))),
       bar([{ name: "cached", value: hits, kind: "local" }, { name: "computed", value: prompt - hits, kind: "computed" }], prompt, "Prompt tokens:"),
-      tenants.length > 1 && h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["tenant", "requests", "prompt tokens", "cached", "lately", "saved"].map((name) => h("th", { scope: "col" }, name)))),
+      tenants.length > 1 && h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" }, h("table", {}, h("thead", {}, h("tr", {}, ["tenant", "requests", "prompt tokens", "cached", "lately", "saved"].map((name) => h("th", { scope: "col" }, name)))),
         h("tbody", {}, tenants.map(([name, use]) => row(name, use))))),
       h("p", { class: "facts" }, `Since the manager started; ${several(sum("requests"), "request")}.`));
   }
