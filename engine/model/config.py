@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from raydix.engine.core.errors import StartupError
 
 JsonObject: TypeAlias = Mapping[str, Any]
-Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,11 @@ class ExpertsConfig:
     up: str = "mlp.experts.{}.up_proj"
     """Without braces all experts are one tensor, [num_experts, rows, columns]."""
     down: str = "mlp.experts.{}.down_proj"
+    has_bias: bool = False
+    """The router and each projection have one."""
+    stored: Literal["plain", "transposed", "mxfp4"] = "plain"
+    """As in gpt-oss unless plain: all experts are one tensor, the rows of gate and up alternate, and weights are
+    [num_experts, columns, rows], or in MXFP4 blocks of 32 columns with one scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,8 @@ class ModelConfig:
     """The rotary embedding of the layers with a window, where it is another one (Gemma 3)."""
     layers_without_rope: tuple[int, ...] = ()
     """Indices of the layers whose queries and keys are not rotated at all (SmolLM 3)."""
+    attention_sinks: bool = False
+    """Each head has a score of one more key, which every query sees and whose value is zero (gpt-oss)."""
     experts: ExpertsConfig | None = None
 
     def experts_of_layer(self, index: int) -> ExpertsConfig | None:

@@ -8,7 +8,7 @@ to be pooled) are wanted: no other result is read. A batch without such rows (th
 there.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from raydix.engine.core.settings import Quantization
 from raydix.engine.model.config import ExpertsConfig, ModelConfig, RopeConfig
 from raydix.engine.model.families import read_config
 from raydix.engine.model.kv_pool import KVPool
+from raydix.engine.model.mxfp4 import widened
+from raydix.engine.model.sizes import BLOCKS, SCALES
 from raydix.engine.model.weights import Checkpoint, TensorSource
 from raydix.kernels.decoder_pass import DecoderPass, DenseMLP, LayerWeights
 from raydix.kernels.experts import PackedExperts, experts, pack_experts
@@ -280,6 +282,7 @@ class Decoder:
             soft_cap=self.config.attention_soft_cap,
             deterministic=self.deterministic,
             max_query_len=batch.max_query_len,
+            sinks=layer.sinks,
         )
 
 
@@ -339,6 +342,7 @@ class _Loader:
             k_norm=self._head_norm(f"{prefix}self_attn.k_norm", rope) if config.qk_norm else None,
             cos_sin=self._cos_sin(rope),
             window=config.layer_windows[index],
+            sinks=self._weights.tensor(f"{prefix}self_attn.sinks").float() if config.attention_sinks else None,
         )
 
     def optional_norm(self, prefix: str, name: str | None) -> Tensor | None:
@@ -356,21 +360,38 @@ class _Loader:
     def _experts(self, prefix: str, of: ExpertsConfig) -> PackedExperts:
         """The experts of a layer. The router keeps its bits: it is small, and decides for all that follows."""
         names = [of.up] if of.gate is None else [of.gate, of.up]
-        first = zip(*(self._of_each(f"{prefix}{name}", of.num_experts) for name in names), strict=True)
+        parts = zip(*(self._of_each(f"{prefix}{name}", of) for name in names), strict=True)
+        first = (torch.cat(each) if of.stored == "plain" else _halves(each[0]) for each in parts)
+        first_biases, second_biases = (self._biases(f"{prefix}{name}", of) for name in (of.up, of.down))
+        router_bias = self.tensor(f"{prefix}{of.router}.bias") if of.has_bias else None
         return pack_experts(
-            pack_weight(self.tensor(f"{prefix}{of.router}.weight"), deterministic=self._deterministic),
-            [self.pack(torch.cat(parts)) for parts in first],
-            [self.pack(weight) for weight in self._of_each(f"{prefix}{of.down}", of.num_experts)],
+            pack_weight(self.tensor(f"{prefix}{of.router}.weight"), router_bias, deterministic=self._deterministic),
+            [
+                self.pack(weight, None if bias is None else _halves(bias))
+                for weight, bias in zip(first, first_biases, strict=True)
+            ],
+            [self.pack(*pair) for pair in zip(self._of_each(f"{prefix}{of.down}", of), second_biases, strict=True)],
             of.per_token,
             normalised=of.normalised,
             activation=self._config.activation,
         )
 
-    def _of_each(self, name: str, num_experts: int) -> Iterable[Tensor]:
-        """A weight of each expert, one after the other, from a tensor each or from one of all."""
+    def _of_each(self, name: str, of: ExpertsConfig) -> Iterable[Tensor]:
+        """A weight of each expert, [rows, columns], one after the other, from a tensor each or from one of all."""
+        if of.stored == "mxfp4":
+            blocks, scales = self._weights.tensor(f"{name}{BLOCKS}"), self._weights.tensor(f"{name}{SCALES}")
+            return (
+                widened(*pair).to(device=self._device, dtype=self._dtype) for pair in zip(blocks, scales, strict=True)
+            )
+        if of.stored == "transposed":
+            return (weight.T.contiguous() for weight in self.tensor(name))
         if "{}" not in name:
             return self.tensor(f"{name}.weight")
-        return (self.tensor(f"{name.format(expert)}.weight") for expert in range(num_experts))
+        return (self.tensor(f"{name.format(expert)}.weight") for expert in range(of.num_experts))
+
+    def _biases(self, name: str, of: ExpertsConfig) -> Sequence[Tensor | None]:
+        """The bias of each expert, or nothing for each."""
+        return list(self.tensor(f"{name}_bias")) if of.has_bias else [None] * of.num_experts
 
     def _qkv(self, prefix: str, rope: RopeConfig | None) -> PackedLinear:
         """The q, k and v projections as one; the rows of each q and k head in the order that the kernels rotate."""
@@ -414,6 +435,11 @@ class _Loader:
         ).to(self._device)
         self._tables.append((rope, table))
         return table
+
+
+def _halves(rows: Tensor) -> Tensor:
+    """Rows of gate and up that alternate, as those of gate followed by those of up."""
+    return torch.cat((rows[0::2], rows[1::2]))
 
 
 def _query_scale(config: ModelConfig, max_position: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -16,6 +16,10 @@ SCORED_ROWS = 128
 """Rows whose logits are held at once when prompts are scored."""
 LOGITS_BYTES = 3 * 4
 """Of one logit while rows are sampled: in float32, adjusted, and for a ranking."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the two tensors of a weight in MXFP4: two numbers to a byte, and exponents."""
+MXFP4_COLUMNS = 32
+"""Columns of one block."""
 _EMBEDDING = "model.embed_tokens.weight"
 _MAX_NAMED = 4
 
@@ -58,6 +62,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             projections = of_attention | of_mlp
         else:
             shapes |= {f"{prefix}{name}": shape for name, shape in _expert_shapes(experts, hidden).items()}
+        if config.attention_sinks:
+            shapes[f"{prefix}self_attn.sinks"] = (config.num_heads,)
         for name, size in norms.items():
             shapes[f"{prefix}{name}.weight"] = (size,)
         for name, (rows, columns, bias) in projections.items():
@@ -71,6 +77,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer's experts, by their names below the layer."""
     num, inner = experts.num_experts, experts.intermediate_size
+    if experts.stored != "plain":
+        return _stored_shapes(experts, hidden)
     parts = {experts.up: (inner, hidden), experts.down: (hidden, inner)}
     if experts.gate is None:
         parts[experts.up] = (2 * inner, hidden)
@@ -82,6 +90,20 @@ def _expert_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, 
             shapes |= {f"{name.format(expert)}.weight": shape for expert in range(num)}
         else:
             shapes[f"{name}.weight"] = (num, *shape)
+    return shapes
+
+
+def _stored_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """As `_expert_shapes`, of gpt-oss: one tensor of all experts for each weight, and one for each bias."""
+    num, inner = experts.num_experts, experts.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {f"{experts.router}.weight": (num, hidden), f"{experts.router}.bias": (num,)}
+    for name, rows, columns in ((experts.up, 2 * inner, hidden), (experts.down, hidden, inner)):
+        shapes[f"{name}_bias"] = (num, rows)
+        if experts.stored == "mxfp4":
+            shapes[f"{name}{BLOCKS}"] = (num, rows, columns // MXFP4_COLUMNS, MXFP4_COLUMNS // 2)
+            shapes[f"{name}{SCALES}"] = (num, rows, columns // MXFP4_COLUMNS)
+        else:
+            shapes[name] = (num, columns, rows)
     return shapes
 
 
@@ -115,8 +137,13 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization | N
     if config.tie_word_embeddings and not on_gpu:
         shapes[head] = shapes[_EMBEDDING]
     for name, shape in shapes.items():
-        if len(shape) == 1:
-            total += 4 * shape[0]  # norms and biases are float32
+        if name.endswith(SCALES):
+            continue
+        if name.endswith(BLOCKS):  # widened when they are loaded, two numbers from a byte
+            shape = (*shape[:-1], 2 * shape[-1])
+            total += math.prod(shape) * (width if quantization is None else 1)
+        elif len(shape) == 1 or name.endswith("_bias"):
+            total += 4 * math.prod(shape)  # norms and biases are float32
         elif quantization is not None and name != _EMBEDDING and not (router and name.endswith(router)):
             total += math.prod(shape) + 4 * math.prod(shape[:-1])
         else:

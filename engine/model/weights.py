@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raydix.engine.core.errors import StartupError
 from raydix.engine.model.config import ModelConfig
-from raydix.engine.model.sizes import check_names, expected_shapes
+from raydix.engine.model.sizes import BLOCKS, SCALES, check_names, expected_shapes
 from raydix.engine.model.stored_tensors import StoredTensor, read_headers
 
 _DTYPES = ("BF16", "F16", "F32")
@@ -65,6 +65,9 @@ class RandomTensors:
     def tensor(self, name: str) -> Tensor:
         """Return a new random tensor of the named tensor's shape."""
         shape = self._shapes[name]
+        if name.endswith((BLOCKS, SCALES)):  # of exponents such as weights have
+            low, high = (0, 256) if name.endswith(BLOCKS) else (118, 122)
+            return torch.randint(low, high, shape, generator=self._generator, device=self._generator.device).byte()
         values = torch.randn(shape, generator=self._generator, device=self._generator.device, dtype=torch.bfloat16)
         return values.mul_(shape[-1] ** -0.5) if len(shape) > 1 else values.mul_(0.1).add_(1.0)
 
@@ -79,8 +82,9 @@ def _check(stored: Mapping[str, StoredTensor], config: ModelConfig, folder: Path
                 f"{name} in {tensor.file} has the shape {list(tensor.shape)}, config.json calls for {list(shape)}"
             )
 
-        width = 4 if tensor.dtype == "F32" else 2
-        if tensor.dtype not in _DTYPES:
+        is_mxfp4 = name.endswith((BLOCKS, SCALES))
+        width = 1 if is_mxfp4 else 4 if tensor.dtype == "F32" else 2
+        if tensor.dtype not in (("U8",) if is_mxfp4 else _DTYPES):
             raise StartupError(
                 f"{name} in {tensor.file} is stored as {tensor.dtype}; raydix reads {', '.join(_DTYPES)}"
             )

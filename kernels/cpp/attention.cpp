@@ -533,10 +533,15 @@ class Worker {
   void finish() const {
     for (int64_t r = 0; r < heads * rows; ++r) {
       const int64_t at = element(r / rows, r % rows);
-      const float scale = 1.0f / states[r].sum;
+      float maximum = states[r].maximum, sum = states[r].sum, keep = 1.0f;
+      if (a.sinks) {  // one more key, whose value is zero
+        const float sink = a.sinks[at / a.head_dim % a.num_heads] * LOG2_E, both = std::max(maximum, sink);
+        keep = std::exp2(maximum - both), sum = sum * keep + std::exp2(sink - both), maximum = both;
+      }
+      const float scale = keep / sum;
       for (int64_t d = 0; d < a.head_dim; d += LANES)
         store((T*)a.out + at + d, load(values + r * a.head_dim + d) * scale);
-      if (a.lse) a.lse[at / a.head_dim] = states[r].maximum * LN_2 + std::log(states[r].sum);
+      if (a.lse) a.lse[at / a.head_dim] = maximum * LN_2 + std::log(sum);
     }
   }
 };

@@ -160,6 +160,7 @@ PyObject* paged_attention(PyObject* const* args) {
   a.soft_cap = args[8] == Py_None ? 0.0f : number(args[8]);
   check(args[7] == Py_None || a.sliding_window > 0, "sliding_window must be positive");
   check(args[8] == Py_None || a.soft_cap > 0, "soft_cap must be positive");
+  if (args[11] != Py_None) a.sinks = data<float>(tensor(args[11]), at::kFloat, a.num_heads, "sinks must be [num_heads]");
   check_tables(a, k.size(0));
   Tensor out;
   if (args[10] == Py_None) {
@@ -250,14 +251,21 @@ PyObject* rms_norm(PyObject* const* args) {
   return residual ? pair(out, sum) : THPVariable_Wrap(out);
 }
 
+raydix::Activation activation_of(PyObject* o) {
+  const int64_t kind = integer(o);
+  check(kind >= 0 && kind <= int64_t(raydix::Activation::clamped_swiglu), "unknown activation");
+  return raydix::Activation(kind);
+}
+
 PyObject* silu_and_mul(PyObject* const* args) {
   const Tensor& x = tensor(args[0]);
   check(x.dim() == 2 && x.stride(1) == 1 && x.size(1) % 2 == 0, "x must be [num_tokens, 2 * intermediate]");
   const int64_t rows = x.size(0), width = x.size(1) / 2;
   const Tensor out = at::empty({rows, width}, x.options());
   const DType dtype = dtype_of(x);
+  const raydix::Activation kind = activation_of(args[1]);
   run(x.numel(), 32768, [&](raydix::Crew& crew) {
-    raydix::silu_and_mul(x.data_ptr(), out.data_ptr(), rows, width, x.stride(0), args[1] == Py_True, dtype, crew);
+    raydix::silu_and_mul(x.data_ptr(), out.data_ptr(), rows, width, x.stride(0), kind, dtype, crew);
   });
   return THPVariable_Wrap(out);
 }
@@ -334,7 +342,7 @@ struct Weights {
 
 struct Experts : Weights {
   raydix::Experts of;
-  bool silu;
+  raydix::Activation activation;
 };
 
 // The memory of `raydix::experts` for up to `rows` rows of any of some layers.
@@ -365,13 +373,13 @@ class ExpertMemory {
 };
 
 // The router's weight, lists of the experts' gate_up and down weights, experts of a token, whether their shares add up
-// to one, whether SiLU.
+// to one, activation.
 PyObject* make_experts(PyObject* const* args) {
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
   auto result = std::make_unique<Experts>();
   raydix::Experts& e = result->of;
   e.router = result->weight(args[0]), e.per_token = integer(args[3]), e.normalised = args[4] == Py_True;
-  result->silu = args[5] == Py_True;
+  result->activation = activation_of(args[5]);
   const int64_t count = e.router.out_features;
   check(PyList_GET_SIZE(args[1]) == count && PyList_GET_SIZE(args[2]) == count, "the router must know each expert");
   check(e.per_token > 0 && e.per_token <= count, "a token cannot have more experts than there are");
@@ -400,7 +408,7 @@ PyObject* experts(PyObject* const* args) {
   if (rows == 0) return THPVariable_Wrap(out);
   ExpertMemory memory({&e}, rows);
   run(rows * e.per_token * x.size(1) * e.down[0].in_features, 1 << 20, [&](raydix::Crew& crew) {
-    raydix::experts(e, x.data_ptr(), out.data_ptr(), rows, owner->silu, memory.buffers, crew);
+    raydix::experts(e, x.data_ptr(), out.data_ptr(), rows, owner->activation, memory.buffers, crew);
   });
   return THPVariable_Wrap(out);
 }
@@ -411,7 +419,7 @@ struct Decoder : Weights {
   const float* first_norm;
   int64_t num_heads, max_position = INT64_MAX;
   float eps, scale, soft_cap;
-  bool silu;
+  raydix::Activation activation;
   std::vector<const raydix::Experts*> experts;
   std::vector<PyObject*> owners;  // of the experts
 
@@ -420,8 +428,8 @@ struct Decoder : Weights {
   }
 };
 
-// Layers of (4 weights (packed, scales, bias, in, out), 6 norms, cos_sin, window, experts or None), first_norm, num_heads,
-// eps, scale, soft_cap, whether SiLU. A layer with experts has None for its last two weights.
+// Layers of (4 weights (packed, scales, bias, in, out), 6 norms, cos_sin, window, experts or None, sinks or None),
+// first_norm, num_heads, eps, scale, soft_cap, activation. A layer with experts has None for its last two weights.
 PyObject* decoder(PyObject* const* args) {
   check_type(raydix::has_linear(), "this build has no bfloat16 product");
   auto result = std::make_unique<Decoder>();
@@ -441,12 +449,14 @@ PyObject* decoder(PyObject* const* args) {
     layer.attention_post_norm = result->floats(item(6)), layer.mlp_post_norm = result->floats(item(7));
     layer.q_norm = result->floats(item(8)), layer.k_norm = result->floats(item(9));
     layer.cos_sin = result->floats(item(10)), layer.window = item(11) == Py_None ? 0 : integer(item(11));
+    layer.sinks = result->floats(item(13));
+    check(item(13) == Py_None || tensor(item(13)).numel() == integer(args[2]), "sinks must be [num_heads]");
     result->max_position = std::min(result->max_position, tensor(item(10)).size(0));
     result->layers.push_back(layer);
   }
   result->first_norm = result->floats(args[1]), result->num_heads = integer(args[2]);
   result->eps = number(args[3]), result->scale = number(args[4]);
-  result->soft_cap = args[5] == Py_None ? 0.0f : number(args[5]), result->silu = args[6] == Py_True;
+  result->soft_cap = args[5] == Py_None ? 0.0f : number(args[5]), result->activation = activation_of(args[6]);
   return PyCapsule_New(result.release(), "raydix.decoder",
                        [](PyObject* capsule) { delete (Decoder*)PyCapsule_GetPointer(capsule, "raydix.decoder"); });
 }
@@ -502,7 +512,7 @@ PyObject* forward(PyObject* const* args) {
   a.expert_buffers = &memory.buffers;
   const Tensor out = at::empty({a.num_out, hidden}, embedded.options());
   a.pool = pool.data_ptr(), a.out = out.data_ptr(), a.layer_stride = pool.stride(1), a.hidden = hidden;
-  a.eps = decoder->eps, a.silu = decoder->silu;
+  a.eps = decoder->eps, a.activation = decoder->activation;
   release(true, [&] { raydix::together(threads, [&](raydix::Crew& crew) { raydix::forward(a, crew); }); });
   return THPVariable_Wrap(out);
 }
@@ -623,7 +633,7 @@ PyMethodDef method(const char* name) {
 }
 
 PyMethodDef methods[] = {
-    method<paged_attention, 11>("paged_attention"),
+    method<paged_attention, 12>("paged_attention"),
     method<rotary_kv_store, 10>("rotary_kv_store"),
     method<rms_norm, 4>("rms_norm"),
     method<silu_and_mul, 2>("silu_and_mul"),

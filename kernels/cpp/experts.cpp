@@ -66,7 +66,8 @@ void group(const Experts& e, int64_t rows, bool one_row, ExpertBuffers& b) {
 
 }  // namespace
 
-void experts(const Experts& e, const void* x, void* out, int64_t rows, bool silu, ExpertBuffers& b, Crew& crew) {
+void experts(const Experts& e, const void* x, void* out, int64_t rows, Activation activation, ExpertBuffers& b,
+             Crew& crew) {
   const Weight& router = e.router;
   const int64_t hidden = router.in_features, ranks = e.per_token, inner = e.down[0].in_features;
   const bool one_row = rows == 1;  // every expert reads it where it is
@@ -86,7 +87,7 @@ void experts(const Experts& e, const void* x, void* out, int64_t rows, bool silu
     });
   }
   linears(b.first, crew);
-  silu_and_mul(b.wide, b.activated, rows * ranks, inner, 2 * inner, silu, DType::bf16, crew);
+  silu_and_mul(b.wide, b.activated, rows * ranks, inner, 2 * inner, activation, DType::bf16, crew);
   linears(b.second, crew);
   crew.share(rows, grain(hidden * ranks), [&](int64_t row) {
     const bf16* outputs = (const bf16*)b.outputs;

@@ -45,6 +45,7 @@ struct Pass {
       if (last && a.num_out == 0) return;
       Attention attention = a.attention;
       attention.query = b.query, attention.out = b.attended, attention.sliding_window = layer.window;
+      attention.sinks = layer.sinks;
       attention.key_cache = rotary.key_cache, attention.value_cache = rotary.value_cache;
       paged_attention(attention, *a.plans[layer.plan], DType::bf16, crew);
       if (last) {
@@ -61,11 +62,11 @@ struct Pass {
       norm(b.y, b.residual, layer.mlp_norm, b.x, b.sum, rows);
       std::swap(b.residual, b.sum);
       if (layer.experts) {
-        experts(*layer.experts, b.x, b.y, rows, a.silu, *a.expert_buffers, crew);
+        experts(*layer.experts, b.x, b.y, rows, a.activation, *a.expert_buffers, crew);
       } else {
         product(b.x, layer.gate_up, b.wide, rows, &layer.down);
         const int64_t width = layer.down.in_features;
-        silu_and_mul(b.wide, b.activated, rows, width, 2 * width, a.silu, DType::bf16, crew);
+        silu_and_mul(b.wide, b.activated, rows, width, 2 * width, a.activation, DType::bf16, crew);
         product(b.activated, layer.down, b.y, rows, last ? nullptr : &a.layers[index + 1].qkv);
       }
       if (layer.mlp_post_norm) {

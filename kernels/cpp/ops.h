@@ -11,10 +11,14 @@ namespace raydix {
 
 enum class DType { f32, bf16, fp16 };
 
+// In the order of `KINDS` in raydix/kernels/silu_and_mul.
+enum class Activation { silu, gelu_tanh, clamped_swiglu };
+
 struct Attention {
   const void *query, *key_cache, *value_cache;  // query rows are contiguous
   void* out;
   float* lse;                   // null if not wanted
+  const float* sinks;           // null: none; of each head the score of a key whose value is zero
   const int32_t* block_tables;  // [num_sequences, table_stride]
   const int32_t* query_start;   // [num_sequences + 1]
   const int32_t* context_lens;  // [num_sequences]
@@ -114,7 +118,8 @@ struct Layer {
   const Experts* experts;             // null: none
   const float *mlp_norm, *next_norm, *attention_post_norm, *mlp_post_norm, *q_norm, *k_norm, *cos_sin;
   int64_t window;  // 0: none
-  size_t plan;     // of the attention, among those of the call
+  const float* sinks;  // null: none
+  size_t plan;         // of the attention, among those of the call
 };
 
 // What the operations of a pass hand to each other, each as large as the batch needs.
@@ -136,7 +141,7 @@ struct Forward {
   void *pool, *out;
   int64_t layer_stride;  // elements from one layer of a block to the next: keys, then values
   float eps;
-  bool silu;
+  Activation activation;
 };
 
 // One phase or more of a crew's work each.
@@ -146,8 +151,8 @@ void rotary_kv_store(const RotaryStore& a, DType dtype, bool float_norms, Crew& 
 // `residual` and `sum` may be null; `weight` is float32 if `float_weight`, else of x's dtype.
 void rms_norm(const void* x, const void* residual, const void* weight, void* out, void* sum, int64_t rows,
               int64_t width, int64_t stride, float eps, DType dtype, bool float_weight, Crew& crew);
-void silu_and_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, bool silu, DType dtype,
-                  Crew& crew);
+void silu_and_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t stride, Activation activation,
+                  DType dtype, Crew& crew);
 // Copies blocks of `pool` to `buffer`, or back if `scatter`.
 void kv_copy(char* pool, char* buffer, const int64_t* ids, int64_t count, int64_t block_bytes, bool scatter,
              Crew& crew);
@@ -155,7 +160,8 @@ bool has_linear();  // whether this build has the one below
 void linear(const Linear& a, Crew& crew);
 void linears(const std::vector<Linear>& all, Crew& crew);  // as one phase
 // out = for each row the sum of what its experts make of it, [rows, hidden] bfloat16.
-void experts(const Experts& e, const void* x, void* out, int64_t rows, bool silu, ExpertBuffers& b, Crew& crew);
+void experts(const Experts& e, const void* x, void* out, int64_t rows, Activation activation, ExpertBuffers& b,
+             Crew& crew);
 void sample(const Sample& a, DType dtype, Crew& crew);
 
 }  // namespace raydix

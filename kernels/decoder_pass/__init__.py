@@ -9,6 +9,7 @@ from torch import Tensor
 from raydix.kernels.cpp import cpu_ops
 from raydix.kernels.experts import PackedExperts
 from raydix.kernels.linear import Layout, PackedLinear
+from raydix.kernels.silu_and_mul import KINDS
 
 __all__ = ["DecoderPass", "DenseMLP", "LayerWeights"]
 
@@ -41,6 +42,8 @@ class LayerWeights:
     cos_sin: Tensor
     """[max_position, head_dim] float32."""
     window: int | None
+    sinks: Tensor | None = None
+    """[num_heads] float32: of each head the score of a key whose value is zero."""
 
     def products(self) -> tuple[PackedLinear, ...]:
         return self.qkv, self.output, *self.mlp.products()
@@ -64,8 +67,7 @@ class DecoderPass:
         assert ops is not None
         self._forward = ops.forward
         rows = [_layer(layer) for layer in layers]
-        silu = activation == "silu"
-        self._decoder = ops.decoder(rows, first_norm, num_heads, eps, scale, soft_cap, silu)
+        self._decoder = ops.decoder(rows, first_norm, num_heads, eps, scale, soft_cap, KINDS.index(activation))
 
     @staticmethod
     def supports(layers: tuple[LayerWeights, ...]) -> bool:
@@ -125,4 +127,5 @@ def _layer(layer: LayerWeights) -> tuple[Any, ...]:
         layer.cos_sin,
         layer.window,
         experts,
+        layer.sinks,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from raydix.kernels.cpp import cpu_ops
 from raydix.kernels.experts.reference import experts_reference, route_reference
 from raydix.kernels.linear import Layout, PackedLinear, linear
-from raydix.kernels.silu_and_mul import silu_and_mul
+from raydix.kernels.silu_and_mul import KINDS, silu_and_mul
 
 __all__ = ["PackedExperts", "experts", "experts_reference", "pack_experts"]
 
@@ -53,7 +53,7 @@ def pack_experts(
         ops = cpu_ops()
         assert ops is not None
         first, second = [product.as_tuple() for product in gate_up], [product.as_tuple() for product in down]
-        handle = ops.make_experts(router.as_tuple(), first, second, per_token, normalised, activation == "silu")
+        handle = ops.make_experts(router.as_tuple(), first, second, per_token, normalised, KINDS.index(activation))
     return PackedExperts(
         router=router,
         gate_up=tuple(gate_up),

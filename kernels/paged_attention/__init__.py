@@ -26,6 +26,7 @@ def paged_attention(
     out: Tensor | None = ...,
     deterministic: bool = ...,
     max_query_len: int | None = ...,
+    sinks: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -45,6 +46,7 @@ def paged_attention(
     out: Tensor | None = ...,
     deterministic: bool = ...,
     max_query_len: int | None = ...,
+    sinks: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -63,6 +65,7 @@ def paged_attention(
     out: Tensor | None = None,
     deterministic: bool = False,
     max_query_len: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of each sequence's newest queries over all its KV (prefix plus chunk).
 
@@ -76,9 +79,12 @@ def paged_attention(
     log-sum-exp of the scores, [num_tokens, num_heads] float32. With `deterministic` each row's bits depend only on the
     row's query and KV, never on chunking, neighbours or threads; on CPU they never do (bfloat16 and float32).
     `max_query_len` is a bound on the queries of a sequence that the caller guarantees; it saves a GPU from
-    looking for more. Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
+    looking for more. `sinks` [num_heads] float32, on CPUs only: of each head the score of one more key, whose value is
+    zero. Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
     """
     if query.is_cuda:
+        if sinks is not None:
+            raise ValueError("attention with sinks runs on CPUs only")
         from raydix.kernels.paged_attention.triton import paged_attention_triton
 
         return paged_attention_triton(
@@ -110,6 +116,7 @@ def paged_attention(
             soft_cap,
             return_lse,
             out,
+            sinks,
         )
         return result
     computed, lse = paged_attention_reference(
@@ -122,6 +129,7 @@ def paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=sinks,
     )
     if out is not None:
         computed = out.copy_(computed)

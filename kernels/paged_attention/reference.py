@@ -15,11 +15,13 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(mask(cap(scale * q k^T))) v per sequence and head, in float32; returns (out, lse).
 
     A query at position p sees keys 0..p, with `sliding_window` only the last `sliding_window` of them. Masked keys
-    count for nothing, whatever the pool holds there. Shapes as in `paged_attention`.
+    count for nothing, whatever the pool holds there. `sinks` [num_heads]: each head's score of one more key, which
+    every query sees and whose value is zero. Shapes as in `paged_attention`.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key_cache.shape[1]
@@ -46,7 +48,11 @@ def paged_attention_reference(
             visible &= key_position > position - sliding_window
         scores = scores.masked_fill(~visible[:, None, None, :], -torch.inf)
         values = values.masked_fill(~visible.any(0)[None, :, None], 0.0)
-        attended = torch.einsum("qkgn,knd->qkgd", torch.softmax(scores, -1), values)
+        weighed = scores
+        if sinks is not None:  # one more key per head, without a value
+            of_head = sinks.float().view(1, num_kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+            weighed = torch.cat((scores, of_head), -1)
+        attended = torch.einsum("qkgn,knd->qkgd", torch.softmax(weighed, -1)[..., :length], values)
         out[begin:end] = attended.reshape(end - begin, num_heads, head_dim).to(out.dtype)
-        lse[begin:end] = torch.logsumexp(scores, -1).reshape(end - begin, num_heads)
+        lse[begin:end] = torch.logsumexp(weighed, -1).reshape(end - begin, num_heads)
     return out, lse

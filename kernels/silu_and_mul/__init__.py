@@ -5,22 +5,27 @@ from torch import Tensor
 from raydix.kernels.cpp import cpu_ops
 from raydix.kernels.silu_and_mul.reference import silu_and_mul_reference
 
-__all__ = ["silu_and_mul"]
+__all__ = ["KINDS", "silu_and_mul"]
+
+KINDS = ("silu", "gelu_tanh", "clamped_swiglu")
+"""In the order of the C++ kernels' `Activation`."""
 
 
 def silu_and_mul(x: Tensor, kind: str = "silu") -> Tensor:
     """act(gate) * up for `x` [num_tokens, 2 * intermediate], gate first; returns [num_tokens, intermediate].
 
-    `kind` is "silu" or "gelu_tanh". Float32 inside, rounded once. Raises `ValueError` on another kind or an odd width.
+    `kind` is one of `KINDS`; "clamped_swiglu" is gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up
+    between -7 and 7 (gpt-oss), on CPUs only. Float32 inside, rounded once. Raises `ValueError` on another kind or an
+    odd width.
     """
-    if kind not in ("silu", "gelu_tanh"):
-        raise ValueError(f"unknown activation {kind!r}; known are silu and gelu_tanh")
+    if kind not in KINDS:
+        raise ValueError(f"unknown activation {kind!r}; known are {', '.join(KINDS)}")
     if x.is_cuda:
         from raydix.kernels.silu_and_mul.triton import silu_and_mul_triton
 
         return silu_and_mul_triton(x, kind)
     ops = cpu_ops()
     if ops is not None:
-        result: Tensor = ops.silu_and_mul(x, kind == "silu")
+        result: Tensor = ops.silu_and_mul(x, KINDS.index(kind))
         return result
     return silu_and_mul_reference(x, kind)

@@ -63,6 +63,19 @@ def test_matches_reference_with_window_and_cap(dtype: torch.dtype, options: dict
     check_against_reference(case, [Chunk(0, 120, 300), Chunk(1, 63, 64)], **options)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matches_reference_with_sinks(dtype: torch.dtype, sliding_window: int | None) -> None:
+    """Of no weight, of one like a key's, and so heavy that nothing else counts."""
+    case = paged_case([300, 64], num_heads=8, num_kv_heads=2, dtype=dtype)
+    sinks = torch.tensor([-200.0, -1.0, 0.0, 1.0, 2.0, 5.0, 9.0, 200.0])
+    chunks = [Chunk(0, 120, 300), Chunk(1, 63, 64)]
+    check_against_reference(case, chunks, sliding_window=sliding_window, sinks=sinks)
+    out = attend(case, chunks, sinks=sinks)
+    assert torch.equal(out[:, 0], attend(case, chunks)[:, 0])
+    assert torch.equal(out[:, 7], torch.zeros_like(out[:, 7]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_before_the_window_may_be_gone(dtype: torch.dtype) -> None:
     case = paged_case([300], dtype=dtype)
@@ -82,7 +95,9 @@ def test_no_queries() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 100, "soft_cap": 5.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 100, "soft_cap": 5.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0] * 3)}]
+)
 @needs_cpp
 def test_bits_do_not_depend_on_chunks(dtype: torch.dtype, options: dict[str, float]) -> None:
     length = 600

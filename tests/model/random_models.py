@@ -118,6 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 8.0,
         },
     ),
+    "gpt-oss": ("GptOss", {**EXPERTS, "head_dim": 32, "sliding_window": 24}),
     "glm": ("Glm", {"head_dim": 32}),
     "glm 4": ("Glm4", {"head_dim": 32}),
     "gemma 3": ("Gemma3", {**GEMMA3, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),

@@ -59,8 +59,7 @@ def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
     ("config", "missing"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "recurrent state"),
-        ({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}, "attention sinks"),
-        ({"model_type": "deepseek_v3"}, "MLA"),
+        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "MLA"),
         ({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"model_type": "gemma4_text"}}, "shared"),
         ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "DeltaNet"),
     ],
@@ -202,6 +201,19 @@ def test_exaone_rotates_windowed_layers_only_if_there_are_any() -> None:
 def test_granite_multiplies_and_divides() -> None:
     config = config_of({**SMALL, "model_type": "granite", "embedding_multiplier": 12, "logits_scaling": 8})
     assert (config.embedding_scale, config.logit_scale, config.attention_scale) == (12.0, 0.125, 1.0)
+
+
+def test_gpt_oss_reads_mxfp4_and_no_other_activation() -> None:
+    mxfp4 = config_of({**SMALL, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}})
+    assert mxfp4.experts is not None and mxfp4.experts.stored == "mxfp4"
+    plain = config_of({**SMALL, "model_type": "gpt_oss"})
+    assert plain.experts is not None and plain.experts.stored == "transposed"
+    assert plain.layer_windows == (128, None, 128, None)
+    assert plain.rope.scaling is not None and plain.rope.scaling["truncate"] is False
+    with pytest.raises(StartupError, match=r"weights are quantised \(fp8\)"):
+        config_of({**SMALL, "model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(StartupError, match="swiglu_limit"):
+        config_of({**SMALL, "model_type": "gpt_oss", "swiglu_limit": 5.0})
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])

@@ -18,6 +18,7 @@ from raydix.engine.model.families.gemma2 import GEMMA2
 from raydix.engine.model.families.gemma3 import GEMMA3
 from raydix.engine.model.families.glm import GLM
 from raydix.engine.model.families.glm4 import GLM4
+from raydix.engine.model.families.gpt_oss import GPT_OSS
 from raydix.engine.model.families.granite import GRANITE
 from raydix.engine.model.families.granitemoe import GRANITE_MOE
 from raydix.engine.model.families.helium import HELIUM
@@ -42,7 +43,7 @@ _ALL = (
     *(QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3),
     *(PHI3, SMOLLM3, GLM, GLM4, HELIUM, ERNIE4_5, SEED_OSS),
     *(GRANITE, OLMO2, OLMO3, EXAONE4, MINISTRAL3),
-    *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE),
+    *(QWEN3_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GPT_OSS),
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 """Supported families by model type."""
@@ -60,7 +61,8 @@ def config_of(config: JsonObject) -> ModelConfig:
     """
     stated, config = config, _text_part(config)
     family = _family(config)
-    if quantized := stated.get("quantization_config"):
+    quantized = stated.get("quantization_config")
+    if quantized and quantized.get("quant_method") not in family.reads_quantized:
         raise StartupError(
             f"the model's weights are quantised ({quantized.get('quant_method', 'unknown')}); "
             "raydix reads bfloat16, float16 and float32 weights: use an unquantised checkpoint or a GGUF file"

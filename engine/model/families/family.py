@@ -60,6 +60,8 @@ class Family:
     """Other architectures and model types that are the same decoder, names as above."""
     gguf_name: str | None = None
     """As in GGUF's `general.architecture`; None: GGUF files name it otherwise, or cannot be read."""
+    reads_quantized: tuple[str, ...] = ()
+    """Kinds of quantised weights, as `quant_method` names them, that the loader widens."""
     defaults: JsonObject
     """Values that a `config.json` may leave out because the publisher's configuration class supplies them."""
     describe: Callable[[Settings], ModelConfig]

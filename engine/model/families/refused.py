@@ -15,7 +15,6 @@ class Refused:
 
 
 REFUSED = (
-    Refused("gpt-oss", ("GptOss",), "attention sinks and experts stored in 4 bits (MXFP4)"),
     Refused("DeepSeek V2 and V3, Kimi K2", ("DeepseekV2", "DeepseekV3"), "attention through a latent (MLA)"),
     Refused(
         "Qwen 3 Next, Qwen 3.5 and 3.6",
