@@ -51,6 +51,13 @@ _SANDWICH_LAYER_TENSORS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERT_TENSORS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+"""The experts' tensors are one of all, and become one for each expert, whose number takes the place of the braces."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _SINGLE_DIGIT_VOCABULARIES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _SHARD_BYTES = 2 << 30
@@ -109,6 +116,14 @@ class GgufModel:
             config["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
         if self.kind.startswith("gemma"):
             config |= self._gemma(config)
+        if self.kind == "qwen3moe":
+            config |= {
+                "model_type": "qwen3_moe",
+                "num_experts": int(self._setting("expert_count")),
+                "num_experts_per_tok": int(self._setting("expert_used_count")),
+                "moe_intermediate_size": int(self._setting("expert_feed_forward_length")),
+                "norm_topk_prob": True,  # as every published one; the file does not say
+            }
 
         return config
 
@@ -119,7 +134,8 @@ class GgufModel:
         return {"eos_token_id": sorted({int(token_id) for token_id in found if token_id is not None})}
 
     def hf_names(self) -> dict[str, str]:
-        """Map the name of each tensor in the file to Hugging Face's name."""
+        """Map the name of each tensor in the file to Hugging Face's name; with braces, in whose place the number of an
+        expert goes, where the tensor is one of all experts."""
         return {name: self._hf_name(name) for name in self._tensors if name != _ROPE_FACTORS}
 
     def num_elements(self, name: str) -> int:
@@ -153,6 +169,13 @@ class GgufModel:
         tensor = torch.tensor(values)  # a copy: what was float32 in the file is a view of it
         return tensor.to(torch.bfloat16) if tensor.dim() > 1 else tensor
 
+    def hf_tensors(self, name: str) -> dict[str, "torch.Tensor"]:
+        """Return what the named tensor of the file holds, by Hugging Face's names, as `tensor` does."""
+        hf_name, tensor = self._hf_name(name), self.tensor(name)
+        if "{}" not in hf_name:
+            return {hf_name: tensor}
+        return {hf_name.format(expert): weight.clone() for expert, weight in enumerate(tensor)}
+
     def _hf_name(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")
         if stem in _TENSORS:
@@ -160,6 +183,8 @@ class GgufModel:
         block, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
         parts = _SANDWICH_LAYER_TENSORS if self.kind in ("gemma2", "gemma3") else _LAYER_TENSORS
+        if self.kind == "qwen3moe":
+            parts = _LAYER_TENSORS | _EXPERT_TENSORS
         if block != "blk" or part not in parts:
             raise StartupError(f"{self.path} has a tensor that no supported model has: {name}")
         return f"model.layers.{layer}.{parts[part]}.{suffix}"
@@ -204,6 +229,8 @@ class GgufModel:
     def _recognize(self) -> None:
         """Find the model's family, and refuse what is not supported."""
         kind = self._field("general.architecture")
+        if kind in _FAMILIES and kind != "qwen3moe" and (self._field(f"{kind}.expert_count") or 0) > 0:
+            raise StartupError(f"{self.path.name} is a {kind} with experts, which raydix reads from safetensors only")
         if kind not in _FAMILIES:
             raise unsupported(f"the GGUF architecture {kind!r} of {self.path.name}", _FAMILIES)
         if (self._field("split.count") or 1) > 1:
@@ -288,11 +315,10 @@ def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], Non
     """One safetensors file, or several of about `_SHARD_BYTES` with an index, so that memory holds one at a time."""
     from safetensors.torch import save_file
 
-    names = model.hf_names()
     shards: list[list[str]] = [[]]
     filled_bytes = 0
 
-    for name in names:
+    for name in model.hf_names():
         num_bytes = 2 * model.num_elements(name)
         if shards[-1] and filled_bytes + num_bytes > _SHARD_BYTES:
             shards.append([])
@@ -304,8 +330,11 @@ def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], Non
     for index, shard in enumerate(shards, start=1):
         progress(f"dequantising weights, part {index} of {len(shards)}")
         file_name = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        save_file({names[name]: model.tensor(name) for name in shard}, folder / file_name, {"format": "pt"})
-        weight_map |= {names[name]: file_name for name in shard}
+        tensors: dict[str, torch.Tensor] = {}
+        for name in shard:
+            tensors |= model.hf_tensors(name)
+        save_file(tensors, folder / file_name, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file_name)
 
     if len(shards) > 1:
         _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})

@@ -23,6 +23,7 @@ QWEN3_MOE = Family(
     title="Qwen 3 MoE",
     sizes={"30B-A3B": 30.5, "235B-A22B": 235.1},
     also=("qwen3vlmoe", "Qwen3VLMoeForConditionalGeneration"),
+    gguf_name="qwen3moe",
     defaults={
         **qwen2.DEFAULTS,
         "num_key_value_heads": 4,
