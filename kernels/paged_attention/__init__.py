@@ -83,8 +83,6 @@ def paged_attention(
     zero. Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
     """
     if query.is_cuda:
-        if sinks is not None:
-            raise ValueError("attention with sinks runs on CPUs only")
         from raydix.kernels.paged_attention.triton import paged_attention_triton
 
         return paged_attention_triton(
@@ -101,6 +99,7 @@ def paged_attention(
             out=out,
             deterministic=deterministic,
             max_query_len=max_query_len,
+            sinks=sinks,
         )
     ops = cpu_ops()
     if ops is not None:

@@ -518,6 +518,7 @@ def paged_attention_triton(
     deterministic: bool = False,
     max_query_len: int | None = None,
     max_context_len: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As `paged_attention`, on one device and without waiting for it.
 
@@ -526,6 +527,8 @@ def paged_attention_triton(
     that find nothing to do. Contents of `block_tables`, `query_start` and `context_lens` are not checked, and tokens
     that belong to no sequence are left alone in `out`.
     """
+    if sinks is not None:
+        raise ValueError("attention with sinks runs on CPUs only")
     _check(query, key_cache, value_cache, block_tables, query_start, context_lens, scale, out)
     num_tokens, num_heads = query.shape[:2]
     num_sequences, max_blocks = block_tables.shape
