@@ -16,7 +16,7 @@ INGRESS_SILENCE_S = 10.0
 WORKER_SILENCE_S = 4.0
 """Silence of a worker after which the manager forgets the worker until it registers again."""
 DOUBTED_SILENCE_S = 2.0
-"""The same for a worker that an ingress replica takes for silent, too."""
+"""Seconds without a heartbeat after which a worker counts as silent if an ingress replica takes it for silent, too."""
 
 STARTING_REPORT_S = 1.0
 """Interval at which a host tells the manager that its worker is starting."""
@@ -75,7 +75,7 @@ class Registration:
     node: str = ""
     """Ray's id of the node that the worker runs on."""
     attempts: frozenset[Attempt] = frozenset()
-    """Those under way at the worker."""
+    """Attempts under way at the worker."""
     process: ProcessName | None = None
 
 

@@ -29,7 +29,7 @@ class Family:
     description: str
     values: Mapping[Labels, float | Distribution]
     bounds: tuple[float, ...] = ()
-    """Of a histogram, ascending."""
+    """Bounds of a histogram's buckets, ascending."""
 
 
 def labels_of(tags: Mapping[str, str]) -> Labels:
@@ -38,8 +38,7 @@ def labels_of(tags: Mapping[str, str]) -> Labels:
 
 
 def merged(families: Iterable[Family]) -> list[Family]:
-    """One family for each name, with the values of all families of that name; a later value of the same labels
-    counts."""
+    """Merge families of the same name; of values with the same labels the latest counts."""
     found: dict[str, Family] = {}
     for family in families:
         known = found.get(family.name)

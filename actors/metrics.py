@@ -38,7 +38,7 @@ COMMON_REFUSALS: tuple[type[RaydixError], ...] = (
 )
 """Errors whose counts begin at 0: an error's first occurrence shall enter a rate."""
 HOLDS = ("loop", "lock")
-"""Of what a process's watchdog finds holds: a turn of the event loop, the interpreter's lock."""
+"""Kinds of holds that a process's watchdog finds: a turn of the event loop, the interpreter's lock."""
 DUTIES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _LATENCY_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 

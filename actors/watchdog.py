@@ -63,7 +63,7 @@ class _Mark:
     used_s: float
     """Processor time of the loop's thread when the mark was sent."""
     arrived_s: float | None = None
-    """The same when it arrived."""
+    """Processor time of the loop's thread when the mark arrived."""
     is_logged: bool = False
 
     def arrive(self) -> None:

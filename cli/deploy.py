@@ -40,7 +40,7 @@ class RunningApplication:
     """An application that runs."""
 
     versions: Mapping[str, str]
-    """Of its deployments, by name."""
+    """Versions of the application's deployments, by name."""
     config: Config | None
     """None: the application is of another version of raydix, or no raydix."""
     http: HttpSection | None = None

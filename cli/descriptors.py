@@ -37,7 +37,7 @@ def hard_limit() -> int | None:
 
 
 def connections() -> Connections:
-    """As many connections as this process's limit has room for."""
+    """Return the numbers of connections for which this process's limit has room."""
     limit = hard_limit()
     return Connections(MOST_OF_CLIENTS if limit is None else max(1, min(MOST_OF_CLIENTS, (limit - OWN) // 3)))
 

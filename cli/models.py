@@ -17,7 +17,7 @@ from raydix.engine.model.families.refused import REFUSED
 REST_GIB = 0.5
 """Memory of one step's results and of KV for some thousand tokens, about."""
 BYTES = {"bfloat16": 2.0, "int8": 1.1}
-"""Of one parameter, about: in int8 the table of embeddings stays in bfloat16."""
+"""Approximate bytes of one parameter: in int8 the table of embeddings stays in bfloat16."""
 
 
 def run(*, markdown: bool = False) -> int:

@@ -44,12 +44,12 @@ class ComparedAnswer:
     status: int = 0
     """0 without an answer."""
     at: float = 0.0
-    """Its end, in seconds since the beginning of the recording."""
+    """End of the answer, in seconds since the beginning of the recording."""
     name: str | None = None
-    """Of the request in the server's log."""
+    """Name of the request in the server's log."""
     id: str | None = None
     seed: int | None = None
-    """For a body without one."""
+    """Seed for a body without one."""
     parts: Digest | None = None
     why: str = "the recording has no answer"
     """Reason why there are no parts."""

@@ -4,7 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 SPLIT_CORES = 4
-"""From so many cores on prefill and decode get workers of their own. On two, one worker for both was the faster."""
+"""Number of cores from which on prefill and decode get workers of their own. On two, one worker for both was the
+faster."""
 SPLIT_MEMORY_GIB = 12.0
 """Least memory of two workers: each has weights and a KV pool of its own, beside the object store and Ray."""
 GPU_GIB = 6.0

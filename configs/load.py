@@ -101,8 +101,8 @@ def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, kind: type[BaseModel] = Config) -> list[str]:
-    """One sentence per problem, with the key's path in `kind` and, for an unknown key, what became of it, or the
-    nearest valid one."""
+    """Explain each problem in a sentence, with the key's path in `kind` and, for an unknown key, what became of it, or
+    the nearest valid one."""
     problems = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])

@@ -301,12 +301,12 @@ def _fixed_values(section: BaseModel, declared: type[BaseModel], kind: Deploymen
 
 
 def _worker_part(config: Config, section: WorkerSection) -> DeploymentPart:
-    """The part of the workers of one section. Serve sets the number of elastic workers even where the bounds
+    """Make the part of the workers of one section. Serve sets the number of elastic workers even where the bounds
     are equal: a host asks the manager only if it started so, and the bounds may change later."""
     part = _part(worker_arguments(config, section), worker_live(config, section), section.numbers)
     return replace(part, follows_load=isinstance(section, ElasticSection))
 
 
 def _part(arguments: BaseModel, live: BaseModel, replicas: Numbers) -> DeploymentPart:
-    """The part of these values, of the arguments those that were given (`_fixed`)."""
+    """Make a part of these values, of the arguments those that were given (`_fixed`)."""
     return DeploymentPart(arguments.model_dump(mode="json", exclude_unset=True), live.model_dump(mode="json"), replicas)

@@ -97,7 +97,7 @@ class Client:
         concurrency: int = CONCURRENCY,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> BatchSummary:
-        """As `batch`, in an event loop. After a cancellation the next call goes on."""
+        """Answer a file of requests as `batch` does, in an event loop. After a cancellation the next call goes on."""
         return await run_batch(
             BatchFiles(Path(source), Path(output)),
             partial(self._answer_line, tenant),

@@ -70,7 +70,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprobs, ...] | None
-    """One for each token, if asked for."""
+    """Log-probabilities of each token, if asked for."""
     reasoning: str | None = None
     tool_calls: tuple[CalledFunction, ...] | None = None
 
@@ -164,7 +164,7 @@ class LLM:
         return self._all("messages", each, params, show=use_tqdm, **fields)
 
     def embed(self, prompts: OnePrompt | Sequence[OnePrompt], *, normalize: bool = True) -> list[tuple[float, ...]]:
-        """One vector for each prompt, pooled from the model's hidden states; of length 1 if `normalize`."""
+        """Make a vector for each prompt, pooled from the model's hidden states; of length 1 if `normalize`."""
         each = [prompts] if _is_one(prompts) else list(prompts)
         inputs = [prompt if isinstance(prompt, str) else list(prompt) for prompt in each]  # type: ignore[arg-type]
         request = EmbedRequest(input=tuple(inputs), use_activation=normalize)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ class LLM:
     def score(
         self, query: str, items: Sequence[str], labels: Sequence[int], *, apply_softmax: bool = False
     ) -> list[list[float]]:
-        """For each item the probabilities of the label tokens behind query and item, as `/v1/score` has them."""
+        """Score each item by the probabilities of the label tokens behind query and item, as `/v1/score` has them."""
         import orjson
 
         body = {"query": query, "items": list(items), "label_token_ids": list(labels), "apply_softmax": apply_softmax}

@@ -116,7 +116,7 @@ class Dispatcher:
 
     @property
     def root(self) -> BlockHash | None:
-        """As `Dispatch.root`."""
+        """Hash under which the model's first blocks are chained (`Dispatch.root`)."""
         return self._dispatch.root
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[TokenEvent]]:

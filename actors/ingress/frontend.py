@@ -198,7 +198,7 @@ class Frontend:
 
     @contextmanager
     def all_accounted(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """As `accounted`, for several jobs."""
+        """Account for several jobs as `accounted` does for one."""
         with ExitStack() as stack:
             for job in jobs:
                 stack.enter_context(self.accounted(job))

@@ -294,7 +294,7 @@ class HeadAsGet:
                 has_answered.set()
 
         async def receive_until_answered() -> Message:
-            """As `receive`; after the head the client counts as gone, so that a stream of events ends."""
+            """Receive a message; after the head the client counts as gone, so that a stream of events ends."""
             coming, answered = asyncio.ensure_future(receive()), asyncio.ensure_future(has_answered.wait())
             try:
                 await asyncio.wait({coming, answered}, return_when=asyncio.FIRST_COMPLETED)

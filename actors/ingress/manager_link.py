@@ -73,7 +73,7 @@ class ManagerLink:
             raise _out_of_reach() from error
 
     async def _ask_once(self, call: Call[T], timeout_s: float, is_prompt: bool) -> T:
-        """As `probe`. Raises RetiredError and ActorDiedError, too."""
+        """Ask the present manager once, as `probe`. Raises RetiredError and ActorDiedError, too."""
         manager = await self.find()
         try:
             result = await answer(call(manager), timeout_s)

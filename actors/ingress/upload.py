@@ -30,7 +30,7 @@ class Form:
         self._header_name, self._header_value = bytearray(), bytearray()
         self._disposition = b""
         self._name = ""
-        """Of the arriving part."""
+        """Name of the part that is arriving."""
         self._content: list[bytes] = []
         self._is_complete = False
         callbacks = {

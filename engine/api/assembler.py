@@ -17,7 +17,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    """One per token if the request asked for log-probabilities, else empty."""
+    """Log-probabilities of each token if the request asked for them, else empty."""
     finish: FinishReason | None
     stop_reason: str | int | None = None
     """Stop string, or requested stop token, at the end of the choice."""

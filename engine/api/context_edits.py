@@ -70,7 +70,7 @@ class ContextEdits:
 
     applied: tuple[AppliedEdit, ...] = ()
     original_tokens: int | None = None
-    """Of the prompt without edits; None where none could have left anything out."""
+    """Tokens of the prompt without edits; None where none could have left anything out."""
     original: tuple[Mapping[str, Any], ...] = ()
     """The chat as the client sent it, where something was left out."""
 

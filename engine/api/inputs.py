@@ -19,7 +19,7 @@ class InputsFields(PromptFields):
     )
 
     def of_inputs(self, inputs: tuple[Prompt, ...]) -> GenerationSpec:
-        """The part of the normal form that all such requests have."""
+        """Make the normal form of a request for something about each of some inputs."""
         return GenerationSpec(
             kind="completion",
             model=self.model,

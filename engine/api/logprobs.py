@@ -205,7 +205,7 @@ class CompletionLogprobs:
         return top
 
     def _texts(self, names: TokenNames, token_id: int, at: TokenLogprobs) -> Iterator[bytes]:
-        """As `_top`, as text."""
+        """Yield the alternatives at a position as text (`_top` makes objects of them)."""
         [own], [number] = names.of_completions([token_id], names_ids=self._names_ids), _numbers([at.chosen])
         yield b"{" + own + number
         seen = {own}

@@ -131,7 +131,7 @@ class PromptLogprob(Shape):
 
 
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None] | None
-"""As vLLM's: by token id; null for the first token."""
+"""Log-probabilities in vLLM's form: by token id; null for the first token."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Seconds = Annotated[float, Field(description="Seconds.")]

@@ -79,9 +79,9 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int | None = None
-    """Of the completion; None where reasoning is not told from the text."""
+    """Tokens of reasoning in the completion; None where reasoning is not told from the text."""
     accepted_tokens: int = 0
-    """Of the completion: tokens that were in a draft."""
+    """Tokens of the completion that were in a draft."""
     rejected_tokens: int = 0
     """Draft tokens that did not become part of the completion."""
 
@@ -161,7 +161,8 @@ def response_body(head: ResponseHead, choices: Sequence[Choice], usage: Usage) -
 def response_slices(
     head: ResponseHead, num_choices: int, choice_of: Callable[[int], Choice], usage: Usage
 ) -> Iterator[bytes]:
-    """The same response in slices. `choice_of` makes a choice, and is called when its turn comes."""
+    """Yield the response of `response_body` in slices. `choice_of` makes a choice, and is called when its turn
+    comes."""
     render = _chat_choice if head.kind == "chat" else _completion_choice
     choices = array_of(lambda: map(render, map(choice_of, range(num_choices))))
     return document(_response(head, choices, choice_of(0), usage))
@@ -197,7 +198,7 @@ def message_parts(message: AnswerMessage, object_of: Callable[[Call], Json]) -> 
 
 
 def call_object(call: Call) -> Json:
-    """One of a message's `tool_calls`."""
+    """Make an element of a message's `tool_calls`."""
     if call.input is None:
         return function_call(call)
     return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": "".join(call.input)}}
@@ -233,7 +234,7 @@ def _of_prompt(choice: Choice) -> Json:
 
 
 def model_object(model: str, *, created: int, max_model_len: int) -> Json:
-    """One model, as `/v1/models/{model}` describes it; `root`, `parent` and `max_model_len` (tokens) are
+    """Describe a model as `/v1/models/{model}` does; `root`, `parent` and `max_model_len` (tokens) are
     vLLM's additions: the model is derived from no other one. From `type` on the fields are Anthropic's."""
     return {
         "id": model,

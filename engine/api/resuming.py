@@ -56,7 +56,7 @@ class Origin:
     """Everything that an answer depends on beside its request's body and the model."""
 
     name: str
-    """Of the answer: its id without the prefix of its API."""
+    """Id of the answer without the prefix of its API."""
     created: int
     """Seconds since 1970."""
     seed: int
@@ -89,7 +89,7 @@ class EventId:
     origin: Origin
     seal: bytes
     places: tuple[Place, ...]
-    """By choice."""
+    """Place of each choice, in the choices' order."""
     num_closing: int = 0
     """Events behind the last choice's end."""
 
@@ -268,7 +268,7 @@ class EventIds:
         return marked
 
     def mark_end(self, data: bytes) -> bytes:
-        """The same of the events behind all choices. Raises AnswerChangedError if the client has got more tokens than
+        """Mark the events behind all choices. Raises AnswerChangedError if the client has got more tokens than
         there are."""
         if not all(choice.is_checked for choice in self._choices):
             raise _changed()

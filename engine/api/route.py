@@ -59,7 +59,7 @@ class Route:
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    """In Starlette's form: `{name}` is a parameter, `{name:path}` one that may have slashes."""
+    """Path in Starlette's form: `{name}` is a parameter, `{name:path}` one that may have slashes."""
     name: str
     """Short name, by which `raydix.engine.api.routes.parse` finds the parser, too."""
     operation: str = ""
@@ -80,7 +80,7 @@ class Route:
     """The last event is `[DONE]`."""
     parameters: tuple[Parameter, ...] = ()
     errors: tuple[type[RaydixError], ...] = ()
-    """Besides those that any route may have."""
+    """Kinds of errors besides those that any route may have."""
     wire: WireFormat = OPENAI
     """Form of the errors."""
     is_answer: bool = False

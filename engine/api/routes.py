@@ -758,7 +758,7 @@ ROUTES: Sequence[Route] = (
     PAGE,
     PAGE_FILE,
 )
-"""In the order of OpenAPI's document."""
+"""All routes, in the order of OpenAPI's document."""
 
 _PARSERS = {route.name: route.parse for route in ROUTES if route.parse is not None}
 

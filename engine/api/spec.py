@@ -40,7 +40,7 @@ class ContinuedAnswer:
     """An assistant's message whose token ids the client names: by reference, or as they are."""
 
     index: int
-    """Of the message."""
+    """Number of the message."""
     content: str | None
     """Text that the ids stand for according to the client; None if the client gives no text."""
     reference: str | None = None
@@ -56,11 +56,11 @@ class PromptMark:
     """A place in a chat up to which the prompt's KV is to be kept longer than the rest."""
 
     index: int
-    """Of the message."""
+    """Number of the message."""
     length: int
     """Characters of the message's content before the mark."""
     ttl_s: float
-    """From the end of the request on."""
+    """Seconds from the end of the request on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class ToolUse:
     """Functions that an answer may call."""
 
     definitions: tuple[Mapping[str, Any], ...]
-    """As chat templates know them; at least one."""
+    """Definitions in the form that chat templates know; at least one."""
     may_call: bool = True
     """False: the prompt has the functions, but no part of the answer is a call."""
     is_single: bool = False
@@ -146,7 +146,7 @@ class EmbeddingUse:
 
     encoding: Literal["float", "base64"] = "float"
     is_normalized: bool = True
-    """Of length 1."""
+    """Vectors have length 1."""
     dimensions: int | None = None
     """Number of values that the client expects."""
 
@@ -182,7 +182,7 @@ class ReasoningUse:
     """False: it is part of the text."""
     is_shown: bool = True
     effort: str | None = None
-    """For the chat template; None: as the template has it."""
+    """Effort for the chat template; None: as the template has it."""
     param: str = "reasoning_effort"
     """Name of the request's field with the effort."""
     max_tokens: int | None = None
@@ -230,7 +230,7 @@ class GenerationSpec:
     """Samples per prompt, of which the `n` with the highest mean log-probability are the choices; None for `n`."""
 
     sampling: SamplingParams = DEFAULT_SAMPLING
-    """As asked for, except limit and seed: these depend on the model and the choice (`sampling_params`)."""
+    """Parameters as asked for, except limit and seed: these depend on the model and the choice (`sampling_params`)."""
     grammar_param: str | None = None
     """Name of the request's field with the grammar of `sampling`, for error messages."""
     all_logprobs: bool = False
@@ -275,13 +275,13 @@ class GenerationSpec:
     user: str | None = None
     session_id: str | None = None
     priority: int = 0
-    """Of lower numbers first."""
+    """Requests of lower numbers go first."""
     objectives: Objectives = NO_OBJECTIVES
     cache_salt: str | None = None
     cache_priority: int = 0
     cache_ttl_s: float | None = None
     marks: tuple[PromptMark, ...] = ()
-    """In the order of the prompt (chats only)."""
+    """Marks in the order of the prompt (chats only)."""
     previous_message: str | None = None
     """Id of the answer whose prompt this one is compared with; None: the client does not ask."""
     edits: tuple[Edit, ...] | None = None
@@ -403,7 +403,8 @@ def _require_possible(spec: GenerationSpec, max_tokens: int, vocab_size: int, st
 
 
 def _num_logprobs(spec: GenerationSpec, vocab_size: int) -> int | None:
-    """As `SamplingParams.logprobs`; samples are compared by their tokens' log-probabilities."""
+    """Number of alternatives to report for each token, as `SamplingParams.logprobs`; samples are compared by their
+    tokens' log-probabilities."""
     if spec.all_logprobs:
         return vocab_size
     is_compared = spec.sampling.logprobs is None and spec.num_samples > spec.n

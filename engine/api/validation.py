@@ -76,7 +76,7 @@ class StrictModel(BaseModel):
 
 
 class LenientModel(BaseModel):
-    """As `StrictModel`, but unknown fields are ignored: for objects that other servers may have made."""
+    """A model that ignores unknown fields, for objects that other servers may have made."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 

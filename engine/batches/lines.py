@@ -49,7 +49,7 @@ class LineRequest:
     custom_id: str
     url: Endpoint
     body: bytes
-    """As the file has it."""
+    """Body as the file has it."""
 
 
 class _Place(NamedTuple):
@@ -66,7 +66,7 @@ class Input:
 
     path: Path
     digest: str = ""
-    """Of the file's content."""
+    """Digest of the file's content."""
     custom_ids: list[str] = field(default_factory=list)
     urls: list[Endpoint] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
@@ -101,8 +101,8 @@ def read_input(
 
 
 async def read_beside(path: Path, endpoint: Endpoint | None, limits: LineLimits) -> Input | list[Problem]:
-    """As `read_input`, in a process beside if the file is large. Ends the process when cancelled. Raises OSError, also
-    if the process ends without an answer."""
+    """Read an input file as `read_input`, in a process beside if the file is large. Ends the process when cancelled.
+    Raises OSError, also if the process ends without an answer."""
     if (await asyncio.to_thread(path.stat)).st_size <= BESIDE_BYTES:
         return await asyncio.to_thread(read_input, path, endpoint, limits)
 

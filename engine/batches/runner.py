@@ -32,7 +32,7 @@ class Slots(Protocol):
 
 
 class FixedSlots:
-    """The same number always."""
+    """Slots whose number never changes."""
 
     def __init__(self, limit: int) -> None:
         self._num_free = limit

@@ -32,7 +32,7 @@ class ContinuedChat:
 
     text: str
     mark: str | None
-    """As `RenderedChat.mark`."""
+    """Text of the mark in the prompt (`RenderedChat.mark`)."""
     places: Sequence[tuple[int, int]] = ()
     """Character at which each of these special tokens begins, and the index of its message."""
     ignored: Sequence[str] = ()

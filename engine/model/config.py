@@ -39,7 +39,7 @@ class LayerNorms:
 
     attention: str | None = "input_layernorm"
     attention_post: str | None = None
-    """On the sum that attention adds to the residual stream."""
+    """Norm of the sum that attention adds to the residual stream."""
     mlp: str | None = "post_attention_layernorm"
     mlp_post: str | None = None
 
@@ -52,14 +52,15 @@ class ExpertsConfig:
     per_token: int
     """Experts that each token goes through."""
     intermediate_size: int
-    """Of one expert."""
+    """Size of one expert's intermediate state."""
     normalised: bool
     """A token's shares add up to one; otherwise they are its experts' shares of the softmax over all."""
     layers: tuple[int, ...]
     """Indices of the layers that have experts; the others have one MLP, of the model's `intermediate_size`."""
     router: str = "mlp.gate"
     gate: str | None = "mlp.experts.{}.gate_proj"
-    """Of each expert, whose number takes the place of the braces; None: `up` holds the gate projection, too."""
+    """Name of each expert's gate projection, with the expert's number in place of the braces; None: `up` holds the gate
+    projection, too."""
     up: str = "mlp.experts.{}.up_proj"
     """Without braces all experts are one tensor, [num_experts, rows, columns]."""
     down: str = "mlp.experts.{}.down_proj"
@@ -110,7 +111,7 @@ class ModelConfig:
     """Added to every norm weight (Gemma stores w and multiplies by 1 + w)."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what attention and MLP add to the residual stream."""
+    """Factor of the sums that attention and MLP add to the residual stream."""
     logit_scale: float = 1.0
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None

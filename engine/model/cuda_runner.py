@@ -102,13 +102,14 @@ class CudaRunner(ModelRunner):
         graphs.wait()
 
     def run(self, output: SchedulerOutput) -> RunnerOutput:
-        """As `ModelRunner.run`; returns when the device has done the step, so that its time is the step's."""
+        """Run one step as `ModelRunner.run` does; returns when the device has done the step, so that its time is the
+        step's."""
         result = super().run(output)
         self._graphs.wait()
         return result
 
     def hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """As `ModelRunner.hidden`; of a graph the result lasts until the next step."""
+        """Compute hidden states as `ModelRunner.hidden` does; of a graph the result lasts until the next step."""
         shape = smallest_fitting(self.shapes, chunks)
         if shape is None:
             return super().hidden(chunks)

@@ -34,7 +34,8 @@ class LedPlace:
     """The part of a place that lies in the answer's lead, and the job for the part that lies in the grammar."""
 
     masks: tuple[Mask, ...]
-    """Of the lead: for the first masks of the place, to be added to those of the job."""
+    """Masks of the lead for the first rows of the place; a row that the job has a mask for, too, allows the tokens of
+    both."""
     job: "MaskJob | None"
     num_consumed: int
     """Tokens of the draft that the matcher has consumed, to be rolled back when the job is done."""

@@ -369,7 +369,7 @@ class Engine:
             self.scheduler.transfers.taken_in(incoming, now, is_filled=is_filled)
 
     def _contents_of(self, incoming: IncomingBlocks, payload: Bytes) -> Bytes:
-        """The part of a segment's payload for the blocks; not copied at the beginning of the payload."""
+        """Take the bytes of some blocks out of a segment's payload; not copied at the beginning of the payload."""
         num_blocks = len(incoming.blocks)
         if incoming.indexes == tuple(range(num_blocks)):
             return payload[: num_blocks * self.store.block_bytes]

@@ -312,7 +312,8 @@ def write_tokenizer(path: Path, folder: Path, *, pre_tokenizer: str) -> None:
 
 
 def _write_weights(model: GgufModel, folder: Path, progress: Callable[[str], None]) -> None:
-    """One safetensors file, or several of about `_SHARD_BYTES` with an index, so that memory holds one at a time."""
+    """Write one safetensors file, or several of about `_SHARD_BYTES` with an index, so that memory holds one at a
+    time."""
     from safetensors.torch import save_file
 
     shards: list[list[str]] = [[]]

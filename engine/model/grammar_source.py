@@ -33,7 +33,7 @@ NO_TOKENS: Tokens = {}
 EMPTY = '""'
 """The empty text in a rule."""
 MAX_LEXER_STATES = 50_000
-"""Of one or two kilobytes each."""
+"""Most states of a grammar's lexer, of one or two kilobytes each."""
 MAX_FORCED_BYTES = 16 << 10
 """Longest text without a choice whose tokens are looked for: at one to four microseconds a byte, 16 to 65 ms in which
 llguidance holds the interpreter's lock."""

@@ -56,7 +56,7 @@ class StepMasks:
     """Tokens that the rows of a step may choose."""
 
     rows: list[int]
-    """For each row its place in `bits`, or -1 if the row chooses freely."""
+    """Place of each row in `bits`, or -1 if the row chooses freely."""
     bits: Masks
     """[num_masks, num_words]"""
     dead_ends: dict[int, str]
@@ -96,7 +96,7 @@ class Grammars:
         self._pending: set[bytes] = set()
         self._news: queue.SimpleQueue[GrammarNews] = queue.SimpleQueue()
         self._matchers: dict[str, tuple[int, Matcher]] = {}
-        """By request id, with the matcher's attempt."""
+        """Matchers by request id, each with its attempt."""
         self._compiler: ThreadPoolExecutor | None = None
         self._masker: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None

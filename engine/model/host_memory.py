@@ -11,7 +11,7 @@ MEMORY = Path("/proc/meminfo")
 
 
 class HostMemory(NamedTuple):
-    """In bytes."""
+    """Memory of the host in bytes."""
 
     total: float
     free: float

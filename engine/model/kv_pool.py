@@ -54,7 +54,8 @@ class KVPool:
         return kv_pack(self.data, block_ids).cpu().numpy()
 
     def start_export(self, block_ids: Sequence[int]) -> ByteArray | Callable[[], ByteArray]:
-        """As `export_blocks`; or, where a device copies beside the computation, a function that waits for the bytes.
+        """Return the bytes of `export_blocks`; or, where a device copies beside the computation, a function that waits
+        for the bytes.
 
         The function may be called in any thread, once. In both cases the blocks may be given to others at once.
         """

@@ -292,7 +292,7 @@ def _check_tokenizer(folder: Path, where: str) -> None:
 
 
 def _hub_reason(error: Exception) -> str:
-    """One line for an operator out of an error of the hub client."""
+    """Explain an error of the hub client to an operator in a line."""
     kinds = {
         "GatedRepoError": "access to it is restricted: accept its terms on the hub and set HF_TOKEN",
         "RepositoryNotFoundError": "there is no such repository, or it is private (set HF_TOKEN)",

@@ -20,7 +20,7 @@ class StoredTensor:
 
     file: Path
     name: str
-    """In the file."""
+    """Name of the tensor in the file."""
     dtype: str
     shape: tuple[int, ...]
     begin: int

@@ -16,7 +16,7 @@ OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"
 
 
 def num_token_ids(folder: Path) -> int | None:
-    """One more than the highest token id that has text; None if the folder has no tokenizer.
+    """Return the highest token id that has text, plus one; None if the folder has no tokenizer.
 
     Raises:
         StartupError: the tokenizer's files cannot be read.

@@ -64,7 +64,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id that has text; ids below may have none, and the model's own vocabulary may be
+        """Highest id that has text, plus one; ids below may have none, and the model's own vocabulary may be
         padded beyond."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 

@@ -21,11 +21,11 @@ from raydix.engine.serving.prompt_records import Diagnosis
 MANY_LISTED = 128
 """Log-probabilities of a position above which they are most of an answer's memory."""
 LISTED_BYTES = 8
-"""Of one log-probability in an array, with its token's id."""
+"""Bytes of one log-probability in an array, with its token's id."""
 SHOWN_BYTES = 128
-"""Of one as text, in the event or slice that is being made, at most."""
+"""Most bytes of one log-probability as text, in the event or slice that is being made."""
 SCORE_BYTES = 40
-"""Of one as Python objects."""
+"""Bytes of one log-probability as Python objects."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +40,11 @@ class Answer:
     first_token_at: float | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the generated tokens; kept for whole answers only."""
+    """Log-probabilities of the generated tokens; kept for whole answers only."""
     pieces: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
-    """As `Piece.stop_reason`."""
+    """Stop string or token at the end (`Piece.stop_reason`)."""
     chat: Chat | None = None
     """Chat that the choice answers, if there is one."""
     message_id: str | None = None
@@ -137,7 +137,7 @@ class Answer:
         )
 
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:
-        """One for each token of the prompt; complete when the first piece has come."""
+        """Log-probabilities of each token of the prompt; complete when the first piece has come."""
         return [None, *self.generation.prompt_logprobs]
 
 

@@ -107,7 +107,7 @@ class PreparationFacts:
     has_reasoning: bool = False
     """True if the model writes reasoning between tags."""
     pooling: Pooling = Pooling.MEAN
-    """Of prompts that are embedded."""
+    """Pooling of prompts that are embedded."""
 
 
 def _as_line(spec: GenerationSpec) -> GenerationSpec:
@@ -381,7 +381,7 @@ class Preparation:
         )
 
     async def _answers(self, reading: Reading, tenant: Tenant, origin: Origin, unique_id: str) -> list[Answer]:
-        """One for each choice of each prompt."""
+        """Make an answer for each choice of each prompt."""
         spec = reading.spec
         chat: Chat | None = None
         token_ids: Sequence[Sequence[int]] = reading.prompts

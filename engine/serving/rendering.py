@@ -91,7 +91,7 @@ class RenderThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     async def slices(self, parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
-        """The same text in slices, each made when the one before has been taken."""
+        """Yield the text of some parts in slices, each made when the one before has been taken."""
         while data := await self.run(lambda: _next(parts)):
             yield data
 
@@ -169,7 +169,7 @@ class Rendering:
         return (await self.responses(job))[0]
 
     async def responses(self, job: Job) -> list[GenerateResponse]:
-        """One response for each choice of a finished job; the usage is the whole job's."""
+        """Make a response for each choice of a finished job; the usage is the whole job's."""
         return await self.thread.run(partial(self._responses, job)) if is_large([job]) else self._responses(job)
 
     def _responses(self, job: Job) -> list[GenerateResponse]:

@@ -32,7 +32,7 @@ class PackedExperts:
     """A token's shares add up to one; otherwise they are its experts' shares among all."""
     activation: str
     handle: Any | None
-    """The same for the C++ kernels; None: they do not compute these products."""
+    """Weights packed for the C++ kernels; None: they do not compute these products."""
 
     def products(self) -> tuple[PackedLinear, ...]:
         return (self.router, *self.gate_up, *self.down)
@@ -80,7 +80,7 @@ def experts(x: Tensor, packed: PackedExperts) -> Tensor:
 
 
 def _expert_by_expert(x: Tensor, packed: PackedExperts) -> Tensor:
-    """One pair of products for each expert that some row has chosen."""
+    """Compute a pair of products for each expert that some row has chosen."""
     ranks = packed.per_token
     ids, shares = route_reference(linear(x, packed.router), ranks, normalised=packed.normalised)
     chosen = ids.flatten()

@@ -28,7 +28,7 @@ class PackedLinear:
 
     weight: Tensor
     scales: Tensor | None
-    """Of an int8 weight: float32, one for each output channel."""
+    """Scales of an int8 weight: float32, one for each output channel."""
     bias: Tensor | None
     in_features: int
     out_features: int

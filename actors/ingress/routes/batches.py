@@ -153,7 +153,7 @@ async def _receive(request: Request, form: Form, upload: Upload, idle_s: float) 
     try:
         async with asyncio.timeout(PROGRESS_S) as deadline:
             num_bytes = 0
-            """Since the deadline was put off."""
+            """Bytes that arrived since the deadline was put off."""
             while True:
                 async with asyncio.timeout(idle_s):
                     part = await anext(parts, None)
@@ -198,7 +198,7 @@ class Listing:
 
     @classmethod
     def of(cls, request: Request, *, most: int, usual: int) -> "Listing":
-        """The part for a request. Raises RequestError."""
+        """Read a request's query. Raises RequestError naming the parameter at fault."""
         query = request.query_params
         limit = _number(query["limit"], "limit", 1, most) if "limit" in query else usual
         order = query.get("order", "desc")

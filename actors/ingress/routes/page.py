@@ -69,7 +69,7 @@ class File:
 
 
 FILES: Mapping[str, File] = MappingProxyType({path.name: File.read(path) for path in sorted(FOLDER.iterdir())})
-"""By name. Read once: nothing that a client writes reaches a file system."""
+"""Files of the page by name. They are read once: nothing that a client writes reaches a file system."""
 
 
 async def page(request: Request) -> Response:

@@ -53,7 +53,7 @@ class MessageWriter:
     def __init__(self, context: AnswerContext) -> None:
         self._context = context
         self._index = 0
-        """Of the block that is open in the stream, or else of the next one."""
+        """Number of the block that is open in the stream, or else of the next one."""
         self._open: str | None = None
         """Type of the open block."""
 

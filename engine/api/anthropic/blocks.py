@@ -32,7 +32,7 @@ def _as_blocks(value: object) -> object:
 
 
 def _as_texts(value: object) -> object:
-    """As `_as_blocks`, of texts alone."""
+    """Read a value as blocks of text alone, as `_as_blocks` reads blocks of any kind."""
     return _blocks(value, ("text",))
 
 

@@ -56,11 +56,11 @@ class ResponseWriter:
         self._first = 0 if self._turn.compaction is None else 1
         """Index of the answer's first item, behind that of a summary."""
         self._index = self._first
-        """Of the item that is open in the stream, or else of the next one."""
+        """Number of the item that is open in the stream, or else of the next one."""
         self._open: Part | None = None
         """Text so far of the open message, or the open reasoning or call."""
         self._logprobs: list[orjson.Fragment] = []
-        """Of the open message, a text for each token."""
+        """Log-probabilities of the open message, a JSON text for each token."""
         self.wire: WireFormat = replace(OPENAI, error_event=self._error_event)
 
     def response(self, choice: Choice, usage: Usage) -> Json:
@@ -182,7 +182,7 @@ class ResponseWriter:
         return b"".join(self._closing("completed"))
 
     def _closing(self, status: str) -> Iterator[bytes]:
-        """As `_closed`, in slices."""
+        """Yield the events that close the open item, if there is one, in slices."""
         part, self._open = self._open, None
         if part is None:
             return

@@ -90,7 +90,7 @@ class StoredQuery(StrictModel):
     """Query of the routes of one stored response."""
 
     cache_salt: str | None = None
-    """That of the response's request."""
+    """Salt of the response's request."""
     include: Ignored = None
     include_obfuscation: Ignored = None
     stream: Annotated[Any, only("false")] = None

@@ -99,7 +99,7 @@ class Decision:
     uncached_s: float = 0.0
     """Predicted time of computing the whole prompt at the worker, had there been no cache."""
     saved_s: float = 0.0
-    """The part of `uncached_s` that hits are predicted to save."""
+    """Seconds of `uncached_s` that hits are predicted to save."""
 
     @property
     def regret_s(self) -> float | None:

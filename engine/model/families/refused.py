@@ -9,9 +9,9 @@ class Refused:
 
     title: str
     architectures: tuple[str, ...]
-    """As in `config.json`'s `architectures`, without the ending that says what a model is for: `DeepseekV3`."""
+    """Classes as in `config.json`'s `architectures`, without the ending that says what a model is for: `DeepseekV3`."""
     missing: str
-    """The part of these models that the decoder has not."""
+    """Feature of these models that the decoder lacks."""
 
 
 REFUSED = (

@@ -118,7 +118,7 @@ class CustomCalls:
         self._calls = calls
         self._names = names
         self._inputs: dict[int, InputText] = {}
-        """Of the calls that have begun and are custom tools', by index."""
+        """Inputs of the calls of custom tools that have begun, by index."""
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         return self._with_inputs(self._calls.push(text))
