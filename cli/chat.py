@@ -202,7 +202,7 @@ class _Screen:
             print(file=sys.stderr, flush=True)
 
     def _wrapped(self, text: str) -> str:
-        text = _printable(text)
+        text = printable(text)
         return self._wrapper.push(text, shutil.get_terminal_size().columns) if self._is_terminal else text
 
 
@@ -380,7 +380,7 @@ def read_event(data: bytes) -> Event:
             usage=_read_usage(usage) if usage else None,
         )
     except (AttributeError, LookupError, TypeError, ValueError):
-        start = _line(data[:80].decode(errors="replace"))
+        start = one_line(data[:80].decode(errors="replace"))
         raise AnswerError(f"the server sent what is no event of a chat completion: {start}") from None
 
 
@@ -402,7 +402,7 @@ def _error_message(content: dict[str, Any]) -> str:
     """The message of an error object: OpenAI's, or one of the shapes others give it."""
     error = content.get("error", content)
     message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    return _line(str(message or error))
+    return one_line(str(message or error))
 
 
 def _reason(error: Exception) -> str:
@@ -413,7 +413,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno or 0
         return os.strerror(number) if number > 0 else error.os_error.strerror or str(error)  # name look-up counts down
-    return _line(str(error)) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__
 
 
 def _note(text: str) -> None:
@@ -426,10 +426,11 @@ def _dim(text: str) -> str:
     return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
 
 
-def _line(text: str) -> str:
-    return _printable(" ".join(text.split()))
+def one_line(text: str) -> str:
+    """The text in one line, without characters that could command a terminal."""
+    return printable(" ".join(text.split()))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Remove from `text` all characters that could command a terminal."""
     return text.translate(_CONTROLS)

@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import aiohttp
+from aiohttp.http import HttpProcessingError
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from raydix.cli.chat import CONNECT_TIMEOUT_S, api_key
+from raydix.cli.chat import CONNECT_TIMEOUT_S, api_key, one_line
 from raydix.engine.core.errors import StartupError
 
 Row: TypeAlias = Mapping[str, Any]
@@ -26,6 +27,8 @@ Attempt: TypeAlias = Mapping[str, Any]
 
 LAST = "last"
 MAX_EVENT_BYTES = 4 << 20
+READ_TIMEOUT_S = 60.0
+"""Seconds without a byte after which a server counts as gone; into a quiet stream it sends a sign of life each 10 s."""
 STRIP_BLOCKS = 4
 """Lines of a strip, at most; a block of a longer prompt shares its character with others."""
 WIDE = 110
@@ -66,6 +69,7 @@ def run_why(options: argparse.Namespace) -> int:
     for choice in explained["choices"]:
         for attempt in choice["attempts"]:
             _print(*_explanation(choice["id"], attempt))
+    _print(*_beside(explained))
     return 0
 
 
@@ -79,10 +83,11 @@ def run_top(options: argparse.Namespace) -> int:
 
 
 class ObservedServer:
-    """The server that is asked. `key`: its API key, if it has tenants."""
+    """The server that is asked. `key`: its API key, if it has tenants; `read_timeout_s`: without a byte."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, *, read_timeout_s: float = READ_TIMEOUT_S) -> None:
         self._url = url.rstrip("/")
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s)
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     async def get(self, path: str) -> Any:
@@ -91,35 +96,53 @@ class ObservedServer:
             async with self._session() as session, session.get(self._url + path) as reply:
                 await self._check(reply)
                 return await reply.json()
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise self._away(error) from None
+        except ValueError as error:
+            raise self._unreadable(error) from None
 
     async def requests(self) -> AsyncGenerator[Any]:
-        """The data of the server's events about requests. Raises StartupError where it does not answer."""
+        """The data of the server's events about requests. Raises StartupError where the server does not answer, and
+        where the stream ends: no raydix ends it while it runs."""
         try:
             async with self._session() as session, session.get(f"{self._url}/v1/requests/events") as reply:
                 await self._check(reply)
                 async for line in reply.content:
                     if line.startswith(b"data:"):
-                        yield json.loads(line.removeprefix(b"data:"))
-        except aiohttp.ClientError as error:
+                        event = json.loads(line.removeprefix(b"data:"))
+                        if "error" in event:
+                            raise self._refused(event, "an error without a message")
+                        yield event
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise self._away(error) from None
+        except (ValueError, HttpProcessingError) as error:  # no JSON, or a line that is longer than the buffer
+            raise self._unreadable(error) from None
+        raise StartupError(f"{self._url} ended the stream")
 
     def _session(self) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S)
-        return aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=MAX_EVENT_BYTES)
+        return aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, read_bufsize=MAX_EVENT_BYTES)
 
     def _away(self, error: Exception) -> StartupError:
-        return StartupError(f"{self._url} cannot be reached: {error or type(error).__name__}")
+        return StartupError(f"{self._url} cannot be reached: {one_line(str(error)) or type(error).__name__}")
+
+    def _unreadable(self, error: Exception) -> StartupError:
+        return StartupError(f"{self._url} sent something else than raydix does: {one_line(str(error))}")
+
+    def _refused(self, body: Any, otherwise: str) -> StartupError:
+        try:
+            message = str(body["error"]["message"])
+        except (KeyError, TypeError):
+            message = otherwise
+        return StartupError(f"{self._url}: {one_line(message)}")
 
     async def _check(self, reply: aiohttp.ClientResponse) -> None:
         if reply.ok:
             return
         try:
-            message = (await reply.json())["error"]["message"]
-        except (ValueError, KeyError, TypeError, aiohttp.ClientError):
-            message = f"{reply.status} {reply.reason}"
-        raise StartupError(f"{self._url}: {message}")
+            body = await reply.json()
+        except (ValueError, aiohttp.ClientError):
+            body = None
+        raise self._refused(body, f"{reply.status} {reply.reason}")
 
 
 def _server(options: argparse.Namespace) -> ObservedServer:
@@ -155,7 +178,12 @@ def _print(*parts: RenderableType) -> None:
 
 
 def _counts(counts: Mapping[str, int]) -> Text:
-    return Text(" · ".join(f"{number:,} {state}" for state, number in counts.items()))
+    return _text(" · ".join(f"{number:,} {state}" for state, number in counts.items()))
+
+
+def _text(text: str, style: str = "") -> Text:
+    """A line of the server's words as it is: neither markup of `rich` nor what could command a terminal."""
+    return Text(one_line(text), style=style)
 
 
 def _table(rows: Iterable[Row]) -> Table:
@@ -166,7 +194,7 @@ def _table(rows: Iterable[Row]) -> Table:
     for name in names[:num_columns]:
         table.add_column(name, no_wrap=True, justify="left" if name in ("state", "request", "worker") else "right")
     for row in rows:
-        table.add_row(*_cells(row)[:num_columns], style="dim" if row["state"] == "ended" else None)
+        table.add_row(*map(_text, _cells(row)[:num_columns]), style="dim" if row["state"] == "ended" else None)
     return table
 
 
@@ -189,23 +217,38 @@ def _explanation(name: str, attempt: Attempt) -> list[RenderableType]:
     """What `raydix why` prints of an attempt."""
     hits = sum(run["count"] for run in attempt["blocks"] if run["hit"]) * attempt["block_size"]
     lines: list[RenderableType] = [
-        Text(f"{name}, attempt {attempt['attempt'] + 1}: {attempt['prompt_tokens']:,} prompt tokens", style="bold"),
+        _text(f"{name}, attempt {attempt['attempt'] + 1}: {attempt['prompt_tokens']:,} prompt tokens", style="bold"),
         _strip(attempt),
         _legend(attempt),
     ]
     if attempt["why"] is not None:
         place = attempt["left_cache_at"]
         begin = "not cached: " if place == 0 else f"the cached path ends at token {place:,}: "
-        lines.append(Text(begin + attempt["why"]))
+        lines.append(_text(begin + attempt["why"]))
     if attempt["note"] is not None:
-        lines.append(Text(attempt["note"]))
+        lines.append(_text(attempt["note"]))
     said = [
         f"{_share(min(hits, attempt['prompt_tokens']), attempt['prompt_tokens'])} cached",
         f"first token after {_time(attempt['actual_ttft_s'])}, expected {_time(attempt['predicted_ttft_s'])}",
         f"all of it computed: {_time(attempt['uncached_s'])}, as predicted",
         f"prefill at {attempt['prefill_worker']}, decode at {attempt['decode_worker']}",
     ]
-    return [*lines, Text("; ".join(said)), Text("")]
+    return [*lines, _text("; ".join(said)), Text("")]
+
+
+def _beside(explained: Mapping[str, Any]) -> list[RenderableType]:
+    """What `raydix why` prints of a chat as a whole: where it left the prompt before, and its fields without effect."""
+    lines: list[RenderableType] = []
+    prefix, ignored = explained.get("prefix"), explained.get("ignored")
+    if prefix and prefix["reason"] is not None:
+        place = f" in {prefix['part']}" if prefix["part"] is not None else ""
+        if prefix["token_index"] is not None:
+            place += f" at token {prefix['token_index']:,}"
+        lost = f"; {prefix['lost_tokens']:,} tokens behind it were lost" if prefix["lost_tokens"] else ""
+        lines.append(_text(f"left the prompt before{place}: {prefix['reason']}{lost}"))
+    if ignored:
+        lines.append(_text(f"fields without effect: {', '.join(ignored)}"))
+    return lines
 
 
 def _strip(attempt: Attempt) -> Text:
@@ -226,7 +269,7 @@ def _legend(attempt: Attempt) -> Text:
     legend = Text()
     for source, count in counts.items():
         legend.append("█ " if source in COLOURS else "▒ ", style=COLOURS.get(source, COMPUTED))
-        legend.append(f"{source} {count:,}   ")
+        legend.append(f"{one_line(source)} {count:,}   ")
     if attempt["unhashed_tokens"]:
         legend.append(f"and {attempt['unhashed_tokens']} tokens, shorter than a block")
     return legend

@@ -10,12 +10,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from raydix.cli.main import main
+from raydix.cli.observe import MAX_EVENT_BYTES, ObservedServer
+from raydix.engine.core.errors import StartupError
 from raydix.engine.core.manager.explain import BlockSource, Decision
 
 ROW = {
@@ -48,9 +51,12 @@ COUNTS = {"waiting": 0, "prefilling": 3, "decoding": 1}
 RUNS = ((BlockSource.LOCAL, 7), (BlockSource.EVICTED, 2), (BlockSource.NEVER_SEEN, 1))
 DECISION = Decision(0, "t", 170, 16, RUNS, "p", "d", 0.3, (), 0.25, uncached_s=1.5, saved_s=1.25)
 KEY = "rdx-k"
+CONTROL = "\x1b[2J\x07[red]x[/red]"
+PLAIN = "[2J[red]x[/red]"
+"""What is left of it: no byte that a terminal obeys, and nothing that `rich` takes for markup."""
 
 
-def routes(rows: list[Any]) -> web.Application:
+def routes(rows: list[Any], explanation: dict[str, Any]) -> web.Application:
     """The routes that the commands ask, which need the key."""
 
     @web.middleware
@@ -66,8 +72,7 @@ def routes(rows: list[Any]) -> web.Application:
     async def explain(request: web.Request) -> web.Response:
         if request.match_info["id"] != ROW["id"]:
             return web.json_response({"error": {"message": "No such request is remembered."}}, status=404)
-        choices = [{"id": "b-0", "attempts": [DECISION.as_json()]}]
-        return web.json_response({"id": ROW["id"], "object": "request.explanation", "choices": choices})
+        return web.json_response(explanation)
 
     async def events(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -90,15 +95,19 @@ def rows() -> list[Any]:
 
 
 @pytest.fixture
-def url(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Address of the server, whose key is in the environment; the screen is wide."""
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("COLUMNS", "200")
+def explanation() -> dict[str, Any]:
+    choices = [{"id": "b-0", "attempts": [DECISION.as_json()]}]
+    return {"id": ROW["id"], "object": "request.explanation", "choices": choices, "prefix": None, "ignored": None}
+
+
+@contextmanager
+def serving(application: web.Application) -> Iterator[str]:
+    """Address of an application that is served in a thread."""
     ready: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
         stop = asyncio.Event()
-        runner = web.AppRunner(routes(rows), handler_cancellation=True, shutdown_timeout=0)
+        runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -109,9 +118,40 @@ def url(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     thread = threading.Thread(target=asyncio.run, args=[serve()])
     thread.start()
     address, loop, stop = ready.result(timeout=10)
-    yield address
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+@pytest.fixture
+def url(rows: list[Any], explanation: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of the server, whose key is in the environment; the screen is wide."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("COLUMNS", "200")
+    with serving(routes(rows, explanation)) as address:
+        yield address
+
+
+def answering(status: int, body: bytes, kind: str = "application/json") -> web.Application:
+    """An application that answers each path with this body, and then ends the response."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body, content_type=kind)
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", answer)
+    return application
+
+
+def follow(url: str, *, read_timeout_s: float = 30) -> list[Any]:
+    """The events of a server until its stream fails."""
+
+    async def run() -> list[Any]:
+        return [event async for event in ObservedServer(url, None, read_timeout_s=read_timeout_s).requests()]
+
+    return asyncio.run(run())
 
 
 def test_requests_are_a_table(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +187,78 @@ def test_why_shows_the_blocks_and_the_reason(url: str, name: list[str], capsys: 
     assert legend.split("   ") == ["█ local 7", "█ evicted 2", "▒ never_seen 1", "and 10 tokens, shorter than a block"]
     assert why.startswith("the cached path ends at token 112: the blocks were computed before, and had to make room")
     assert "66% cached; first token after 250 ms, expected 300 ms; all of it computed: 1.50 s" in sums
+
+
+def test_why_says_where_the_prompt_left_the_one_before(
+    url: str, explanation: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    explanation["prefix"] = {"reason": "volatile", "part": "system", "token_index": 1812, "lost_tokens": 9216}
+    explanation["ignored"] = ["user", "store"]
+    assert main(["why", "--url", url]) == 0
+    prefix, ignored = capsys.readouterr().out.splitlines()[-2:]
+    assert prefix == "left the prompt before in system at token 1,812: volatile; 9,216 tokens behind it were lost"
+    assert ignored == "fields without effect: user, store"
+
+
+def test_texts_of_a_server_command_no_terminal(
+    url: str, rows: list[Any], explanation: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows[0] = rows[0] | {"request": CONTROL, "state": CONTROL, "prefill_workers": [CONTROL]}
+    assert main(["requests", "--url", url]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(PLAIN) == 3 and "\x1b" not in shown
+
+    attempt = DECISION.as_json() | {"why": CONTROL, "note": CONTROL, "prefill_worker": CONTROL}
+    attempt["blocks"] = [{"source": CONTROL, "hit": True, "count": 1}]
+    explanation["choices"] = [{"id": CONTROL, "attempts": [attempt]}]
+    explanation["prefix"] = {"reason": CONTROL, "part": CONTROL, "token_index": 0, "lost_tokens": 0}
+    explanation["ignored"] = [CONTROL]
+    assert main(["why", "--url", url]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(PLAIN) == 8 and "\x1b" not in shown
+
+    with serving(answering(400, json.dumps({"error": {"message": CONTROL}}).encode())) as refusing:
+        assert main(["requests", "--url", refusing]) == 2
+    complaint = capsys.readouterr().err
+    assert PLAIN in complaint and "\x1b" not in complaint
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"), [(b"<html>", "application/json"), (b"<html>", "text/html"), (b"\xff", "application/json")]
+)
+def test_an_answer_that_is_no_json(body: bytes, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(answering(200, body, kind)) as url:
+        assert main(["requests", "--url", url]) == 2
+    assert url in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"event: requests\ndata: {}\n\n", "ended the stream"),
+        (b"data: {\n\n", "sent something else"),
+        (b"data: " + b" " * (2 * MAX_EVENT_BYTES + 1), "sent something else"),
+        (b'data: {"error": {"message": "too many followers"}}\n\n', "too many followers"),
+    ],
+    ids=["ended", "no JSON", "endless line", "error"],
+)
+def test_a_stream_that_fails_is_an_error(body: bytes, complaint: str) -> None:
+    with serving(answering(200, body, "text/event-stream")) as url, pytest.raises(StartupError, match=complaint):
+        follow(url)
+
+
+def test_a_server_that_falls_silent_is_an_error() -> None:
+    async def silent(request: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", silent)
+    with serving(application) as url:
+        with pytest.raises(StartupError, match="cannot be reached"):
+            follow(url, read_timeout_s=0.05)
+        with pytest.raises(StartupError, match="cannot be reached"):
+            asyncio.run(ObservedServer(url, None, read_timeout_s=0.05).get("/v1/requests"))
 
 
 @pytest.mark.parametrize(
