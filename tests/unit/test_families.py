@@ -62,6 +62,10 @@ def test_an_unknown_family_names_the_known_ones(config: dict[str, Any]) -> None:
         ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "MLA"),
         ({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"model_type": "gemma4_text"}}, "shared"),
         ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "DeltaNet"),
+        ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "stored transposed"),
+        ({"text_config": {"model_type": "qwen3_vl_moe_text"}}, "stored transposed"),
+        ({"architectures": ["Glm4MoeLiteForCausalLM"]}, "MLA"),
+        ({"architectures": ["GlmMoeDsaForCausalLM"]}, "MLA"),
     ],
 )
 def test_a_refusal_names_what_is_missing(config: dict[str, Any], missing: str) -> None:

@@ -22,7 +22,6 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     title="Qwen 3 MoE",
     sizes={"30B-A3B": 30.5, "235B-A22B": 235.1},
-    also=("qwen3vlmoe", "Qwen3VLMoeForConditionalGeneration"),
     gguf_name="qwen3moe",
     defaults={
         **qwen2.DEFAULTS,
