@@ -350,7 +350,7 @@ class ExpertMemory {
  public:
   raydix::ExpertBuffers buffers{};
 
-  ExpertMemory(const std::vector<const raydix::Experts*>& all, int64_t rows) {
+  ExpertMemory(const std::vector<const raydix::Experts*>& all, size_t layers, int64_t rows) {
     int64_t logits = 0, ranks = 0, hidden = 0, inner = 0;
     for (const raydix::Experts* e : all) {
       logits = std::max(logits, e->router.out_features), hidden = std::max(hidden, e->router.in_features);
@@ -361,6 +361,7 @@ class ExpertMemory {
     buffers.wide = take(chosen * 2 * inner, at::kBFloat16), buffers.activated = take(chosen * inner, at::kBFloat16);
     buffers.outputs = take(chosen * hidden, at::kBFloat16), buffers.ids = (int32_t*)take(chosen, at::kInt);
     buffers.shares = (float*)take(chosen, at::kFloat), buffers.places = (int64_t*)take(chosen, at::kLong);
+    buffers.products.resize(layers);
   }
 
  private:
@@ -406,9 +407,9 @@ PyObject* experts(PyObject* const* args) {
   const Tensor out = at::empty(x.sizes(), x.options());
   const int64_t rows = x.size(0);
   if (rows == 0) return THPVariable_Wrap(out);
-  ExpertMemory memory({&e}, rows);
+  ExpertMemory memory({&e}, 1, rows);
   run(rows * e.per_token * x.size(1) * e.down[0].in_features, 1 << 20, [&](raydix::Crew& crew) {
-    raydix::experts(e, x.data_ptr(), out.data_ptr(), rows, owner->activation, memory.buffers, crew);
+    raydix::experts(e, x.data_ptr(), out.data_ptr(), rows, owner->activation, memory.buffers, 0, crew);
   });
   return THPVariable_Wrap(out);
 }
@@ -508,7 +509,7 @@ PyObject* forward(PyObject* const* args) {
   void* at[8];
   for (int i = 0; i < 8; ++i) at[i] = buffers[i].data_ptr();
   a.buffers = {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
-  ExpertMemory memory(decoder->experts, tokens);
+  ExpertMemory memory(decoder->experts, decoder->layers.size(), tokens);
   a.expert_buffers = &memory.buffers;
   const Tensor out = at::empty({a.num_out, hidden}, embedded.options());
   a.pool = pool.data_ptr(), a.out = out.data_ptr(), a.layer_stride = pool.stride(1), a.hidden = hidden;

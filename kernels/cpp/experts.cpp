@@ -44,22 +44,21 @@ void route_row(const Experts& e, const bf16* logits, int32_t* ids, float* shares
 
 // Gives each chosen (row, rank) a place, those of one expert side by side, and makes the products of experts that have
 // any.
-void group(const Experts& e, int64_t rows, bool one_row, ExpertBuffers& b) {
+void group(const Experts& e, int64_t rows, bool one_row, const ExpertBuffers& b, ExpertProducts& products) {
   const int64_t count = e.router.out_features, chosen = rows * e.per_token;
   std::vector<int64_t> start(size_t(count) + 1);
   for (int64_t i = 0; i < chosen; ++i) ++start[size_t(b.ids[i]) + 1];
   for (int64_t i = 0; i < count; ++i) start[size_t(i) + 1] += start[size_t(i)];
-  b.first.clear(), b.second.clear();
   for (int64_t i = 0; i < count; ++i) {
     const int64_t at = start[size_t(i)], size = start[size_t(i) + 1] - at;
     if (size == 0) continue;
     const Weight &up = e.gate_up[size_t(i)], &down = e.down[size_t(i)];
     const bf16* x = (const bf16*)b.gathered + (one_row ? 0 : at * up.in_features);
-    b.first.push_back({x, up.packed, up.scales, up.bias, (bf16*)b.wide + at * up.out_features, size, up.in_features,
-                       up.out_features, up.in_features, nullptr});
-    b.second.push_back({(const bf16*)b.activated + at * down.in_features, down.packed, down.scales, down.bias,
-                        (bf16*)b.outputs + at * down.out_features, size, down.in_features, down.out_features,
-                        down.in_features, nullptr});
+    products.first.push_back({x, up.packed, up.scales, up.bias, (bf16*)b.wide + at * up.out_features, size,
+                              up.in_features, up.out_features, up.in_features, nullptr});
+    products.second.push_back({(const bf16*)b.activated + at * down.in_features, down.packed, down.scales, down.bias,
+                               (bf16*)b.outputs + at * down.out_features, size, down.in_features, down.out_features,
+                               down.in_features, nullptr});
   }
   for (int64_t i = 0; i < chosen; ++i) b.places[i] = start[size_t(b.ids[i])]++;
 }
@@ -67,10 +66,11 @@ void group(const Experts& e, int64_t rows, bool one_row, ExpertBuffers& b) {
 }  // namespace
 
 void experts(const Experts& e, const void* x, void* out, int64_t rows, Activation activation, ExpertBuffers& b,
-             Crew& crew) {
+             size_t layer, Crew& crew) {
   const Weight& router = e.router;
   const int64_t hidden = router.in_features, ranks = e.per_token, inner = e.down[0].in_features;
   const bool one_row = rows == 1;  // every expert reads it where it is
+  ExpertProducts& products = b.products[layer];
   linear({x, router.packed, router.scales, router.bias, b.logits, rows, hidden, router.out_features, hidden, nullptr},
          crew);
   crew.share(rows, grain(router.out_features), [&](int64_t row) {
@@ -78,7 +78,7 @@ void experts(const Experts& e, const void* x, void* out, int64_t rows, Activatio
   });
   crew.share(1, [&](int64_t) {
     if (one_row) std::memcpy(b.gathered, x, size_t(hidden) * sizeof(bf16));
-    group(e, rows, one_row, b);
+    group(e, rows, one_row, b, products);
   });
   if (!one_row) {
     crew.share(rows * ranks, grain(hidden), [&](int64_t i) {
@@ -86,9 +86,9 @@ void experts(const Experts& e, const void* x, void* out, int64_t rows, Activatio
                   size_t(hidden) * sizeof(bf16));
     });
   }
-  linears(b.first, crew);
+  linears(products.first, crew);
   silu_and_mul(b.wide, b.activated, rows * ranks, inner, 2 * inner, activation, DType::bf16, crew);
-  linears(b.second, crew);
+  linears(products.second, crew);
   crew.share(rows, grain(hidden * ranks), [&](int64_t row) {
     const bf16* outputs = (const bf16*)b.outputs;
     const int64_t* places = b.places + row * ranks;

@@ -104,13 +104,20 @@ struct Experts {
   bool normalised;  // the shares of a token's experts add up to one; otherwise they are those among all experts
 };
 
+// The products of those experts of one layer that have rows.
+struct ExpertProducts {
+  std::vector<Linear> first, second;
+};
+
 // What the phases of `experts` hand to each other. Of one logit for each row and expert, or for each row and rank.
 struct ExpertBuffers {
   void *logits, *gathered, *wide, *activated, *outputs;
   int32_t* ids;
   float* shares;
   int64_t* places;
-  std::vector<Linear> first, second;  // products of those experts that have rows
+  // By layer of the call. A thread that is late reads the products of a layer that the others have left, so each layer
+  // has its own, which nothing changes later in the call.
+  std::vector<ExpertProducts> products;
 };
 
 struct Layer {
@@ -135,7 +142,7 @@ struct Forward {
   Attention attention;
   std::vector<std::unique_ptr<AttentionPlan>> plans;
   Buffers buffers;
-  ExpertBuffers* expert_buffers;  // null: no layer has experts
+  ExpertBuffers* expert_buffers;  // empty where no layer has experts
   const int64_t* out_rows;
   int64_t num_out, hidden;
   void *pool, *out;
@@ -160,8 +167,9 @@ bool has_linear();  // whether this build has the one below
 void linear(const Linear& a, Crew& crew);
 void linears(const std::vector<Linear>& all, Crew& crew);  // as one phase
 // out = for each row the sum of what its experts make of it, [rows, hidden] bfloat16.
+// `layer`: index among those of the call.
 void experts(const Experts& e, const void* x, void* out, int64_t rows, Activation activation, ExpertBuffers& b,
-             Crew& crew);
+             size_t layer, Crew& crew);
 void sample(const Sample& a, DType dtype, Crew& crew);
 
 }  // namespace raydix

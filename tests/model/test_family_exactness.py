@@ -1,5 +1,6 @@
 """In bfloat16 every family's tokens and log-probabilities are the same bits, whatever happened around a request."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from raydix.engine.core.worker.drafts.drafter import Drafter
 from raydix.engine.model.build import make_pool, make_runner
 from raydix.engine.model.decoder import Decoder
 from raydix.engine.model.engine import Engine
+from tests.model.logits import logits_in_chunks
 from tests.model.random_models import CASES, reference
 from tests.model.test_exactness import BLOCK_SIZE, assignment, run
 from tests.skips import NO_PRODUCT
@@ -68,3 +70,19 @@ def test_the_same_bits(case: str, tmp_path: Path) -> None:
         num_drafted += step.shape.num_draft_tokens
     assert drafted == cold["ours"], "with drafts"
     assert num_drafted > 0
+
+
+@pytest.mark.parametrize("case", ["qwen 3 moe", "gpt-oss"])
+def test_threads_that_are_late_read_the_products_of_their_own_layer(case: str, tmp_path: Path) -> None:
+    """Of more threads than processors some come to a layer's experts when the others have left it."""
+    reference(case, tmp_path)
+    decoder = Decoder.from_folder(tmp_path, torch.bfloat16, "cpu")
+    if not decoder.has_independent_rows:
+        pytest.skip(NO_PRODUCT)
+    alone = logits_in_chunks(decoder, list(PROMPT), 7)
+    torch.set_num_threads(4 * (os.cpu_count() or 1))
+    try:
+        for _ in range(50):
+            assert torch.equal(logits_in_chunks(decoder, list(PROMPT), 7), alone)
+    finally:
+        torch.set_num_threads(1)

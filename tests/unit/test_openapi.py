@@ -277,7 +277,9 @@ def test_a_route_needs_the_key_that_it_says(served: Served, method: str, path: s
     validate_reply(method, path, reply)
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES if route.access is Access.ADMINISTRATORS], ids=str)
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if route.access is Access.ADMINISTRATORS], ids=lambda route: route.name
+)
 def test_a_route_for_administrators_refuses_other_tenants(served: Served, route: Route) -> None:
     replica = Replica(tenants=Tenants([Tenant("a")], {key_hash("k"): "a"}))
     reply = served(replica, ask(route.method, route.path, authorization="Bearer k"))
