@@ -146,8 +146,9 @@ class Frontend:
         name: str | None = None,
         last_event_id: str | None = None,
     ) -> Job:
-        """The job of a request in an HTTP body; arguments and errors as `Preparation.of_body`."""
-        job = await self._preparation.of_body(
+        """The job of a request in an HTTP body; arguments and errors as `Preparation.of_body`. One that begins anew
+        (`Job.begins_anew`) is given to `begun_anew`."""
+        return await self._preparation.of_body(
             route,
             body,
             tenant,
@@ -156,8 +157,12 @@ class Frontend:
             name=name,
             last_event_id=last_event_id,
         )
-        if job.unread is None:
-            return job
+
+    async def begun_anew(
+        self, job: Job, *, session: str | None = None, objectives: Objectives = NO_OBJECTIVES, name: str | None = None
+    ) -> Job:
+        """The job to run in place of one that begins anew, which is closed. It comes when the summary has been
+        generated; errors as `prepare` and `collect`."""
         return await self._compaction.begun_anew(job, session=session, objectives=objectives, name=name)
 
     async def compacted(

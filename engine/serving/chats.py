@@ -36,7 +36,7 @@ class Chat:
     prompt: EncodedText
     private_salt: bytes
     size: int
-    """Approximate bytes of the messages."""
+    """Approximate bytes of the messages as the client sent them, which the next turn is read from."""
     is_stored: bool
     """True if the answer is to be kept under a reference."""
     may_be_resent: bool
@@ -92,17 +92,18 @@ class Chats:
         is_plain = spec.chat_end is ChatEnd.ANSWER and not (
             goes_on_by_ids or spec.continued or spec.given_prompt or spec.truncation or spec.template.source
         )
+        original = spec.messages if reading.edits is None else reading.edits.original or spec.messages
         return Chat(
             messages=spec.messages,
             template=spec.template,
             prompt=prompt,
             private_salt=private_salt,
-            size=size_of(spec),
+            size=size_of(replace(spec, messages=original)),
             is_stored=spec.store,
             may_be_resent=spec.num_samples == 1 and is_plain,
             tools=() if spec.tools is None else spec.tools.definitions,
             edits=spec.edits or (),
-            original=spec.messages if reading.edits is None else reading.edits.original or spec.messages,
+            original=original,
         )
 
     async def keep(self, chat: Chat, token_ids: Sequence[int], text: str, tenant: str) -> str | None:

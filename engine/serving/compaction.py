@@ -46,33 +46,33 @@ class Compaction:
     async def begun_anew(
         self, job: Job, *, session: str | None = None, objectives: Objectives = NO_OBJECTIVES, name: str | None = None
     ) -> Job:
-        """The job of a request whose conversation may be compacted: the same, or a new one behind a summary. The caller
-        closes it.
+        """The job of a request whose conversation begins anew: one behind a summary, or one of the conversation as it
+        is where the model has written no summary. The caller closes it.
 
         Raises:
             RequestError: there is no room for a summary.
             ServiceError: the summary failed.
         """
         unread = job.unread
-        assert unread is not None and unread.turn is not None and unread.turn.compact_threshold
-        [answer] = job.answers
-        # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.
-        if job.event_ids is not None or len(answer.generation.prompt) <= unread.turn.compact_threshold:
-            return job
-
+        assert unread is not None and unread.turn is not None
         job.close()  # The summary takes the place in the room meanwhile.
         about = await self._preparation.of_spec(
             asking(unread, leaves_question=True), job.tenant, session=session, objectives=objectives
         )
         await self._run(about)
-        text = begun_anew(unread.messages, _text(about))
-        spec = compacted(unread, text, f"cmp_{about.head.id.removeprefix('resp_')}")
+        spec = replace(unread, turn=replace(unread.turn, compact_threshold=None))
+        # A model that reasons may have no tokens left for the summary; the conversation is not given up for nothing.
+        if summary := _text(about):
+            text = begun_anew(unread.messages, summary)
+            spec = compacted(unread, text, f"cmp_{about.head.id.removeprefix('resp_')}")
         return await self._preparation.of_spec(spec, job.tenant, session=session, objectives=objectives, name=name)
 
     async def summarise(self, job: Job) -> None:
         """Run the job of a summary to its end, and have the KV of the shortened conversation computed at idle
-        priority."""
+        priority. Raises ServiceError if it fails, or if the model has written no summary."""
         await self._run(job)
+        if not _text(job):
+            raise ServiceError("the model wrote no summary: its answer has no text but reasoning")
         self._background.start(self._prepare_beginning(job))
 
     def body(self, job: Job) -> bytes:
@@ -110,6 +110,6 @@ class Compaction:
 
 
 def _text(job: Job) -> str:
-    """The text of the answer of a finished job, without reasoning."""
+    """The text of the answer of a finished job, without reasoning and white space around it."""
     [answer] = job.answers
-    return answer.text if answer.message is None else answer.message.content
+    return (answer.text if answer.message is None else answer.message.content).strip()

@@ -162,6 +162,15 @@ class Job:
     event_ids: EventIds | None = None
     """Ids of the stream's events, if the request asks for ids."""
 
+    @property
+    def begins_anew(self) -> bool:
+        """True if a summary is to take the place of the conversation before it is answered."""
+        turn = None if self.unread is None else self.unread.turn
+        # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.
+        if turn is None or turn.compact_threshold is None or self.event_ids is not None:
+            return False
+        return len(self.answers[0].generation.prompt) > turn.compact_threshold
+
     def held_bytes(self, hidden_size: int) -> int:
         """Memory that the answers may need until they are sent, where it is much: for long lists of log-probabilities,
         for those of a prompt, and for pooled hidden states of `hidden_size`."""

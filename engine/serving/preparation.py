@@ -312,21 +312,23 @@ class Preparation:
             )
             if start is not None:
                 start.give_ids(job, origin)
-            self._record(job)
+            # Nobody looks for the prompt of a line, nor of a conversation that begins anew before it is answered.
+            self._record(job, is_kept=not (is_line or job.begins_anew))
             _hand_out(permits, job.answers)
         return job
 
-    def _record(self, job: Job) -> None:
-        """Keep what later prompts are compared with, and compare this one if its request asks. Raises RequestError for
-        another tenant's message."""
+    def _record(self, job: Job, *, is_kept: bool) -> None:
+        """Keep what later prompts are compared with, and compare this one if its request asks."""
         spec, answer = job.spec, job.answers[0]
-        if spec.kind != "chat" or not self._facts.prefix_caching:
+        is_needed = is_kept or spec.previous_message is not None
+        if spec.kind != "chat" or not is_needed or not self._facts.prefix_caching:
             return
         generation = answer.generation
         record = record_of(spec, generation.prompt, generation.salt.private, self._facts.block_size)
         if spec.previous_message is not None:
             job.diagnosis = self._records.diagnosis(spec.previous_message, job.tenant, record)
-        self._records.add(job.head.id, job.tenant.name, generation.session, record, spec.ignored)
+        if is_kept:
+            self._records.add(job.head.id, job.tenant.name, generation.session, record, spec.ignored)
 
     def _check(self, spec: GenerationSpec, tenant: Tenant, start: StreamStart | None) -> None:
         """Raise RequestError for a request that this tenant, model or kind of stream cannot have."""

@@ -4,6 +4,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import orjson
@@ -11,7 +12,7 @@ import orjson
 from raydix.engine.api.responses import Json
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
 from raydix.engine.core.divergence import Divergence, Part, PartKind, PromptRecord, divergence, num_common
-from raydix.engine.core.errors import RequestError
+from raydix.engine.core.shares import Shares
 from raydix.engine.core.tenants import Tenant
 
 BUDGET_BYTES = 64 << 20
@@ -23,7 +24,9 @@ _ANTHROPIC = {
 }
 """Anthropic's reason by the part that differs."""
 MOST_LOOKED_AT = 256
-"""Records among which the prompt before another is looked for."""
+"""Records of a tenant among which the prompt before another is looked for."""
+TEXTS = ("text_before", "previous_text", "text")
+"""Fields of a divergence with pieces of prompts, which are shown to their own tenant alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,76 +83,100 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class _Kept:
+    name: str
     tenant: str
+    number: int
+    """Counts all records, so that a later one has a higher number."""
     session: str | None
     record: PromptRecord
     ignored: tuple[str, ...]
 
 
 class PromptRecords:
-    """The records of one replica, the oldest forgotten first. `text_of` writes tokens, special ones by their names."""
+    """The records of one replica, each known to its tenant by the answer's id: clients choose ids, so two tenants may
+    have the same. Where memory is short, the tenant with the most loses its oldest. `text_of` writes tokens, special
+    ones by their names."""
 
     def __init__(self, text_of: Callable[[Sequence[int]], str], budget_bytes: int = BUDGET_BYTES) -> None:
         self._text_of = text_of
         self._budget_bytes = budget_bytes
-        self._num_bytes = 0
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._num_added = 0
+        self._num_bytes = Shares()
+        self._kept: dict[str, OrderedDict[str, _Kept]] = {}
+        """By tenant and id, of each tenant the oldest first. No tenant without a record."""
 
     def add(
         self, name: str, tenant: str, session: str | None, record: PromptRecord, ignored: tuple[str, ...] = ()
     ) -> None:
         """Keep the prompt of an answer's id, and the names of the request's fields without effect."""
-        if (earlier := self._kept.pop(name, None)) is not None:
-            self._num_bytes -= earlier.record.num_bytes
-        self._kept[name] = _Kept(tenant, session, record, ignored)
-        self._num_bytes += record.num_bytes
-        while self._num_bytes > self._budget_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self._num_bytes -= oldest.record.num_bytes
+        if name in self._own(tenant):
+            self._forget(tenant, name)
+        self._num_added += 1
+        kept = _Kept(name, tenant, self._num_added, session, record, ignored)
+        self._kept.setdefault(tenant, OrderedDict())[name] = kept
+        self._num_bytes.add(tenant, record.num_bytes)
+        while self._num_bytes.total > self._budget_bytes:
+            most = self._num_bytes.first_to_give()
+            self._forget(most, next(iter(self._kept[most])))
+
+    def _forget(self, tenant: str, name: str) -> None:
+        own = self._kept[tenant]
+        self._num_bytes.add(tenant, -own.pop(name).record.num_bytes)
+        if not own:
+            del self._kept[tenant]
+
+    def _own(self, tenant: str) -> Mapping[str, _Kept]:
+        return self._kept.get(tenant) or {}
 
     def diagnosis(self, previous_id: str, tenant: Tenant, now: PromptRecord) -> Diagnosis:
-        """A prompt beside that of an earlier answer. Raises RequestError for another tenant's answer."""
-        kept = self._kept.get(previous_id)
-        if kept is not None and kept.tenant != tenant.name:
-            param = "diagnostics.previous_message_id"
-            raise RequestError(f"'{param}' names a message of another tenant: '{previous_id[:100]}'.", param=param)
+        """A prompt beside that of an earlier answer of the same tenant."""
+        kept = self._own(tenant.name).get(previous_id)
         return Diagnosis(previous_id, None if kept is None else kept.record, now, self._text_of)
 
-    def explained(self, name: str, tenant: str | None, choices: Sequence[Json]) -> Json:
-        """What is known of the prompt of an answer's id beside the manager's decisions about it. `tenant`: who asks;
-        None for an administrator."""
-        kept = self._kept.get(name)
-        if kept is None or tenant not in (None, kept.tenant):
+    def explained(self, name: str, tenant: Tenant, choices: Sequence[Json]) -> Json:
+        """What is known of the prompt of an answer's id beside the manager's decisions about it, for the tenant that
+        asks. An administrator sees other tenants' prompts without their texts."""
+        kept = self._find(name, tenant)
+        if kept is None:
             return {"prefix": None, "ignored": None}
-        found = self.before(name, tenant)
+        found = self._before(kept)
         prefix = None if found is None else found.explained(choices)
+        if prefix is not None and kept.tenant != tenant.name:
+            prefix = {field: None if field in TEXTS else value for field, value in prefix.items()}
         return {"prefix": prefix, "ignored": kept.ignored}
 
-    def before(self, name: str, tenant: str | None) -> Diagnosis | None:
-        """The prompt of an answer beside the earlier one that it shares most tokens with, of the same tenant: of equal
-        ones the one of its session, and the latest. None for an unknown id, and for a first prompt. `tenant`: who asks;
-        None for an administrator."""
-        kept = self._kept.get(name)
-        if kept is None or tenant not in (None, kept.tenant):
-            return None
-        best: tuple[int, bool, int] | None = None
-        found: tuple[str, PromptRecord] | None = None
-        names = [*self._kept]
-        earlier = names[: names.index(name)][-MOST_LOOKED_AT:]
-        for place, each in enumerate(earlier):
-            other = self._kept[each]
-            if other.tenant != kept.tenant:
+    def _find(self, name: str, tenant: Tenant) -> _Kept | None:
+        """The record of an id that a tenant may ask for: its own, or else for an administrator the latest."""
+        own = self._own(tenant.name).get(name)
+        if own is not None or not tenant.is_admin:
+            return own
+        found = [records[name] for records in self._kept.values() if name in records]
+        return max(found, key=lambda kept: kept.number, default=None)
+
+    def _before(self, kept: _Kept) -> Diagnosis | None:
+        """The prompt of an answer beside the earlier one of the same tenant that it shares most KV with: before all
+        one of the same salt, of equal ones that of its session, and the latest. None for a first prompt."""
+        best: tuple[bool, int, bool] | None = None
+        found: _Kept | None = None
+        later_first = reversed(self._kept[kept.tenant].values())
+        earlier = (each for each in later_first if each.number < kept.number)
+        for other in islice(earlier, MOST_LOOKED_AT):
+            is_same_salt = other.record.salt == kept.record.salt
+            if best is not None and best[0] > is_same_salt:
                 continue
-            is_session = kept.session is not None and other.session == kept.session
             common = num_common(other.record.token_ids, kept.record.token_ids)
+            is_session = kept.session is not None and other.session == kept.session
             is_related = is_session or common >= kept.record.block_size
-            if is_related and (best is None or (common, is_session, place) > best):
-                best, found = (common, is_session, place), (each, other.record)
-        return None if found is None else Diagnosis(*found, kept.record, self._text_of)
+            if is_related and (best is None or (is_same_salt, common, is_session) > best):
+                best, found = (is_same_salt, common, is_session), other
+        return None if found is None else Diagnosis(found.name, found.record, kept.record, self._text_of)
 
     def check_integrity(self) -> None:
         """Assert that the memory is the records' and within the budget."""
-        assert self._num_bytes == sum(kept.record.num_bytes for kept in self._kept.values()) <= self._budget_bytes
+        for tenant, own in self._kept.items():
+            assert self._num_bytes.used(tenant) == sum(kept.record.num_bytes for kept in own.values()) > 0
+            assert [kept.number for kept in own.values()] == sorted(kept.number for kept in own.values())
+        assert self._num_bytes.total == sum(map(self._num_bytes.used, self._kept)) <= self._budget_bytes
 
 
 def record_of(spec: GenerationSpec, prompt: Sequence[int], salt: bytes, block_size: int) -> PromptRecord:
@@ -169,7 +196,11 @@ def _part(message: ChatMessage) -> Part:
 
 
 def _written(value: object) -> str:
-    return orjson.dumps(value, default=_plain).decode()
+    """A value as a text, the same for equal ones."""
+    try:
+        return orjson.dumps(value, default=_plain).decode()
+    except TypeError:  # such as an integer of more than 64 bits in a schema
+        return repr(value)
 
 
 def _plain(value: object) -> object:

@@ -469,7 +469,8 @@ class Replica:
 
     async def job(self, route: Any = "completion", **fields: Any) -> Any:
         """The job of a body with these fields."""
-        return await self.frontend.prepare(route, body_of(route, **fields), EVERYONE)
+        job = await self.frontend.prepare(route, body_of(route, **fields), EVERYONE)
+        return await self.frontend.begun_anew(job) if job.begins_anew else job
 
     async def closed_job(self, route: Any = "completion", **fields: Any) -> Any:
         """As `job`, for a look at the job without running it."""

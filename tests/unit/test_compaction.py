@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST
 from raydix.engine.api.openai_responses.compaction import BEGIN, END, REQUEST, content_of, text_of, user_texts
 from raydix.engine.api.openai_responses.requests import parse_compact, parse_responses
 from raydix.engine.core.errors import RequestError
@@ -126,6 +127,49 @@ def test_a_stored_conversation_is_compacted_by_its_id(served: Served) -> None:
     compacted = served(made, post("/v1/responses/compact", input=None, previous_response_id=first["id"])).json
     assert text_of(compacted["output"][-1]["encrypted_content"]) == f"first\n\n{SUMMARY}"
     assert prompts_of(made)[-1].endswith(f"{ANSWER}{REQUEST}")
+
+
+def test_a_conversation_without_a_summary_is_answered_as_it_is(served: Served) -> None:
+    """A model that reasons may have no tokens left for the summary."""
+    made = replica()
+    made.dispatcher.answer = " \n"
+    [item] = served(made, post(input=CHAT, context_management=RULE)).json["output"]
+    assert item["type"] == "message"
+    about, answered = prompts_of(made)
+    assert about.endswith(REQUEST) and answered == f"be kindfirst{LONG}it is noonand now?"
+    reply = served(made, post("/v1/responses/compact", input=CHAT))
+    assert reply.status == 503 and "no summary" in reply.json["error"]["message"]
+    assert made.room.num_held == 0
+
+
+def test_a_client_that_leaves_ends_its_summary(served: Served) -> None:
+    made = replica()
+    made.dispatcher.hangs_after = 2
+    body = body_of("responses", input=CHAT, context_management=RULE)
+    reply = served(made, lambda: call(app, "POST", "/v1/responses", body, leaves_at=lambda _: True))
+    assert reply.status == CLIENT_CLOSED_REQUEST
+    assert len(made.dispatcher.begun) == len(made.dispatcher.ended) <= 1, "nobody waits for an answer"
+    assert made.room.num_held == 0
+
+
+def test_a_job_that_comes_in_the_moment_in_which_its_request_is_cancelled_is_closed(served: Served) -> None:
+    made = replica()
+    add = made.records.add
+
+    async def cancelled() -> None:
+        asking = asyncio.ensure_future(post(input=CHAT, context_management=RULE)())
+
+        def added(*arguments: Any, **fields: Any) -> None:
+            add(*arguments, **fields)
+            if made.dispatcher.begun:  # behind the summary: the job that answers is made in this step of the loop
+                asking.cancel()
+
+        made.records.add = added  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    served(made, cancelled)
+    assert len(made.dispatcher.begun) == 1 and made.room.num_held == 0
 
 
 def test_a_summary_is_not_summarised_as_the_users_words() -> None:

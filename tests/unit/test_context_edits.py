@@ -197,3 +197,18 @@ def test_the_prompt_that_the_next_turn_will_have_is_known_when_the_answer_ends()
     assert known == after.chat.token_ids[: len(known)]
     # All but the few tokens between the last special one and the result, which may join with it.
     assert len(known) >= len(reader()._tokenizer.encode(after.chat.text[:result])) - 10
+
+
+def test_the_next_turn_of_an_edited_chat_is_as_long_as_the_chat_that_the_client_sends(served: Served) -> None:
+    """Its size says whether it is read on the event loop."""
+    made, sizes = Replica(max_model_len=40_000), []
+
+    async def next_turn(turn: NextTurn, size: int) -> Sequence[int]:
+        sizes.append(size)
+        return ()
+
+    made.reader.next_turn = next_turn  # type: ignore[method-assign]
+    fields = {"messages": turns(5, content=LONG * 10), "context_management": MANAGED}
+    served(made, lambda: call(app, "POST", "/v1/messages", body_of("messages", **fields)))
+    [size] = sizes
+    assert size > 5 * len(LONG * 10)

@@ -1,5 +1,6 @@
 """Where and why a prompt has left an earlier one: made cases, ten of each reason, and what clients are told."""
 
+import asyncio
 import json
 import random
 from array import array
@@ -14,7 +15,6 @@ import pytest
 
 from raydix.engine.api.anthropic.requests import parse_messages
 from raydix.engine.core.divergence import Part, PartKind, PromptRecord, Reason, divergence, num_common
-from raydix.engine.core.errors import RequestError
 from raydix.engine.core.tenants import Tenant, Tenants, key_hash
 from raydix.engine.serving.prompt_records import PromptRecords, record_of
 from raydix.engine.serving.reading import Reader
@@ -312,6 +312,7 @@ def ask(served: Served, replica: Replica, key: str | None = None, **fields: Any)
     return reply if "stream" in fields else reply.json
 
 
+NOT_FOUND = {"type": "previous_message_not_found"}
 FIRST: dict[str, Any] = {"system": "be a brief one", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -343,16 +344,30 @@ def test_an_answer_says_why_an_earlier_prompt_was_not_hit(
 
 def test_a_message_that_is_not_known_is_named_so(served: Served) -> None:
     answer = ask(served, Replica(), **FIRST, diagnostics={"previous_message_id": "msg_gone"})
-    assert answer["diagnostics"] == {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    assert answer["diagnostics"] == {"cache_miss_reason": NOT_FOUND}
     assert "diagnostics" not in ask(served, Replica(), **FIRST, diagnostics={"previous_message_id": None})
 
 
-def test_a_message_of_another_tenant_is_refused_by_name(served: Served) -> None:
+def test_tenants_with_the_same_id_have_records_of_their_own(served: Served) -> None:
     made = Replica(tenants=Tenants([Tenant("a"), Tenant("b")], {key_hash(name): name for name in "ab"}))
     first = ask(served, made, key="a", **FIRST)
-    reply = ask(served, made, key="b", **FIRST, diagnostics={"previous_message_id": first["id"]})
-    assert reply["error"]["type"] == "invalid_request_error" and first["id"] in reply["error"]["message"]
+    asking = {"diagnostics": {"previous_message_id": first["id"]}}
+    assert ask(served, made, key="b", **FIRST, **asking)["diagnostics"] == {"cache_miss_reason": NOT_FOUND}
     assert made.room.num_held == 0
+    own = made.records.diagnosis(first["id"], Tenant("a"), record(FIRST)).previous
+    made.records.add(first["id"], "b", None, record(FIRST))
+    assert own and made.records.diagnosis(first["id"], Tenant("a"), record(FIRST)).previous is own
+    made.records.check_integrity()
+
+
+@pytest.mark.parametrize("value", [2**70, {"deep": [-(2**64)]}], ids=str)
+def test_a_schema_with_a_large_number_is_served(served: Served, value: Any) -> None:
+    schema = {"type": "object", "properties": {"at": {"type": "integer", "maximum": value}}}
+    tools = [{"name": "look", "input_schema": schema}]
+    made = Replica()
+    first = ask(served, made, **FIRST, tools=tools)
+    answer = ask(served, made, **FIRST, tools=tools, diagnostics={"previous_message_id": first["id"]})
+    assert answer["diagnostics"]["cache_miss_reason"]["part"] is None
 
 
 def test_explain_finds_the_earlier_prompt_by_itself() -> None:
@@ -363,14 +378,50 @@ def test_explain_finds_the_earlier_prompt_by_itself() -> None:
         records.add(name, tenant, None, record(body), ("speed",))
     blocks = [{"source": "local", "hit": True, "count": 2}, {"source": "diverged", "hit": False, "count": 9}]
     attempt = {"blocks": blocks, "prefill_worker": "w", "candidates": [{"worker": "w", "compute_s": 2.0}]}
-    known = records.explained("two", "a", [{"id": "x", "attempts": [attempt]}])
+    own, admin = Tenant("a"), Tenant("b", is_admin=True)
+    known = records.explained("two", own, [{"id": "x", "attempts": [attempt]}])
     prefix = known["prefix"]
     assert isinstance(prefix, dict) and known["ignored"] == ("speed",)
     assert (prefix["previous"], prefix["reason"]) == ("one", "volatile")
     assert prefix["lost_tokens"] > 0 and 0 < prefix["lost_s"] <= 2.0
-    assert records.explained("two", "b", []) == {"prefix": None, "ignored": None}
-    assert records.explained("two", None, [])["prefix"]
-    assert records.explained("gone", "a", []) == {"prefix": None, "ignored": None}
+    assert records.explained("two", Tenant("b"), []) == {"prefix": None, "ignored": None}
+    assert records.explained("gone", own, []) == {"prefix": None, "ignored": None}
+    # An administrator sees why, and no text of another tenant.
+    other = records.explained("two", admin, [{"id": "x", "attempts": [attempt]}])["prefix"]
+    assert isinstance(other, dict) and prefix["text_before"]
+    assert other == {**prefix, "text_before": None, "previous_text": None, "text": None}
+
+
+def test_explain_compares_with_a_prompt_of_the_same_salt() -> None:
+    """With a prompt of another salt no KV is shared, however much of it is the same."""
+    records = PromptRecords(text_of)
+    body = chat(random.Random(8))
+    records.add("own", "a", None, record({**body, "messages": body["messages"][:1]}, b"one"))
+    records.add("other", "a", None, record(body, b"two"))
+    records.add("now", "a", None, record(goes_on(random.Random(9), body), b"one"))
+    prefix = records.explained("now", Tenant("a"), [])["prefix"]
+    assert isinstance(prefix, dict) and prefix["previous"] == "own"
+
+
+class Counted(array):  # type: ignore[type-arg]
+    """Token ids that count how many of them are copied to be compared."""
+
+    num_copied = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        part = super().__getitem__(at)
+        Counted.num_copied += len(part) if isinstance(at, slice) else 1
+        return part
+
+
+@pytest.mark.parametrize(("common", "most"), [(100_000, 110_000), (10, 20_000), (50_000, 75_000)], ids=str)
+def test_a_comparison_copies_little_more_than_what_is_common(common: int, most: int) -> None:
+    """`explain` compares a prompt with many others while the event loop waits."""
+    one = Counted("I", range(100_000))
+    other = array("I", [*range(common), *[1 << 30] * (100_000 - common)])
+    Counted.num_copied = 0
+    assert num_common(one, other) == common
+    assert Counted.num_copied <= most
 
 
 def test_the_records_keep_within_their_memory() -> None:
@@ -380,6 +431,36 @@ def test_the_records_keep_within_their_memory() -> None:
         records.add(f"m{number % 30}", "a", None, PromptRecord(array("I", range(number * 10)), (part,), b"", BLOCK))
         records.check_integrity()
     now = record(FIRST)
-    with pytest.raises(RequestError, match="another tenant"):
-        records.diagnosis("m19", Tenant("b"), now)
-    assert records.diagnosis("m25", Tenant("b"), now).previous is None
+    assert records.diagnosis("m19", Tenant("a"), now).previous is not None
+    assert records.diagnosis("m25", Tenant("a"), now).previous is None
+
+
+def test_a_tenant_with_many_prompts_takes_no_memory_of_another() -> None:
+    records = PromptRecords(text_of, budget_bytes=10_000)
+    small = PromptRecord(array("I", range(10)), (), b"", BLOCK)
+    records.add("first", "quiet", None, small)
+    for number in range(50):
+        records.add(f"m{number}", "busy", None, small)
+        records.check_integrity()
+    assert records.diagnosis("first", Tenant("quiet"), small).previous is small
+    assert records.diagnosis("m1", Tenant("busy"), small).previous is None
+
+
+def test_prompts_that_nobody_looks_for_are_not_recorded() -> None:
+    """Lines of batches, and a conversation that begins anew before it is answered."""
+
+    async def run() -> None:
+        made = Replica(max_model_len=40_000)
+        line = await made.preparation.of_line("messages", body_of("messages", **FIRST), Tenant("a"), "line")
+        line.close()
+        assert made.records.explained(line.head.id, Tenant("a"), [])["ignored"] is None
+        rule = [{"type": "compaction", "compact_threshold": 1000}]
+        said = [{"role": role, "content": "a word " * 200} for role in ("user", "assistant", "user")]
+        body = body_of("responses", input=said, context_management=rule)
+        job = await made.frontend.prepare("responses", body, Tenant("a"))
+        assert job.begins_anew and made.records.explained(job.head.id, Tenant("a"), [])["ignored"] is None
+        anew = await made.frontend.begun_anew(job)
+        anew.close()
+        assert made.records.explained(anew.head.id, Tenant("a"), [])["ignored"] is not None
+
+    asyncio.run(run())

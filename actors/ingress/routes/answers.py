@@ -193,17 +193,35 @@ async def _whole(
 
 
 async def _prepare(request: Request, route: Route) -> Job:
-    """Read an HTTP body and return the job of the request in it."""
+    """Read an HTTP body and return the job of the request in it, which the caller closes."""
     here = replica(request)
-    return await here.frontend.prepare(
+    session, objectives = label_header(request, "x-session-id"), objective_headers(request)
+    name = request.headers.get("x-request-id")
+    job = await here.frontend.prepare(
         route.name,
         await here.body_of(request),
         request.state.tenant,
-        session=label_header(request, "x-session-id"),
-        objectives=objective_headers(request),
-        name=request.headers.get("x-request-id"),
+        session=session,
+        objectives=objectives,
+        name=name,
         last_event_id=request.headers.get(HEADER) or None,
     )
+    if not job.begins_anew:
+        return job
+
+    jobs = [job]
+
+    async def begin() -> None:
+        jobs.append(await here.frontend.begun_anew(job, session=session, objectives=objectives, name=name))
+
+    try:
+        await while_connected(request, begin())
+    except BaseException:
+        # The client may leave in the moment in which the new job comes back.
+        for each in jobs:
+            each.close()
+        raise
+    return jobs[-1]
 
 
 ENDPOINTS: Mapping[Route, Endpoint] = {
