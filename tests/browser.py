@@ -15,6 +15,9 @@ import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 START_S = 60
+REPLY_S = 60
+"""Seconds for a call of the protocol; a promise in the page that never resolves ends with it."""
+STOP_S = 10
 NO_CHROMIUM = "no Chromium on this machine"
 
 
@@ -33,11 +36,11 @@ class Page:
         """Uncaught errors, errors written to the console, and breaches of the content security policy."""
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the protocol and return its result."""
+        """Call a method of the protocol and return its result. Raises TimeoutError."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         while True:
-            message = await self._socket.receive_json()
+            message = await self._socket.receive_json(timeout=REPLY_S)
             if message.get("id") == number:
                 assert "error" not in message, message["error"]
                 result: dict[str, Any] = message["result"]
@@ -132,7 +135,11 @@ async def browser() -> AsyncGenerator[Page]:
                     yield page
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(timeout=STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 async def _port(file: Path) -> int:

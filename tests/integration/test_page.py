@@ -22,6 +22,22 @@ tenants:
   - {{name: alice, admin: true, key_hashes: [{key_hash("rdx-alice")}]}}
   - {{name: bob, key_hashes: [{key_hash("rdx-bob")}]}}
 """
+# What a view shows once it has been drawn with figures, and not only begun.
+DRAWN = {
+    "chat": "raydix-chat textarea",
+    "requests": ".requests tbody tr",
+    "cluster": ".card",
+    "prefixes": ".icicle .cell",
+    "savings": ".tile",
+}
+SENDS = "document.querySelector('.composer button.main').textContent === 'Send'"
+BLOCK = 16
+REFUSALS = """window.refusals = 0; window.asked = window.fetch; window.fetch = async (...all) => {
+    const reply = await asked(...all);
+    window.refusals += reply.status === 401;
+    return reply;
+}"""
+NUM_MESSAGES = "document.querySelector('raydix-chat').messages.length"
 SECRET = "The password of the vault is marzipan, and nobody else may ever read it here. "
 ANSWERED = """[...document.querySelectorAll('.assistant .facts')].map(facts => facts.textContent)
     .filter(text => text.includes('cached')).length >= """
@@ -137,6 +153,7 @@ def test_each_view_shows_what_happened_and_fits_a_telephone(local: Process) -> N
             await page.resize(360, 740, scheme=scheme)
             for view in VIEWS:
                 await show(page, view)
+                await page.until(f"document.querySelector('main {DRAWN[view]}') !== null")
                 assert await page.do("document.documentElement.scrollWidth") <= 360, view
 
     in_browser(local, "rdx-alice", steps)
@@ -167,9 +184,9 @@ def test_a_tenant_sees_nothing_of_another_one(local: Process) -> None:
         seen: list[Any] = []
         for view in VIEWS:
             await show(page, view)
-            wanted = "document.querySelector('main').textContent"
-            await page.until(f"{wanted}.length > 30")
-            seen.append(await page.do(wanted))
+            drawn = ".note" if view == "cluster" else DRAWN[view]
+            await page.until(f"document.querySelector('main {drawn}') !== null")
+            seen.append(await page.do("document.querySelector('main').textContent"))
         await show(page, "requests")
         await page.until("document.querySelectorAll('.requests tbody tr').length > 0")
         seen.append(await page.do("document.querySelector('main').innerHTML"))
@@ -180,9 +197,102 @@ def test_a_tenant_sees_nothing_of_another_one(local: Process) -> None:
 
 
 def test_texts_are_never_markup(local: Process) -> None:
+    markup = "<img src=x onerror='document.title=1'><script>document.title = 2</script>"
+
     async def steps(page: Page) -> None:
-        await ask(page, "<img src=x onerror='document.title=1'><script>document.title = 2</script>", 1)
+        await ask(page, markup + " Repeat the markup before this sentence, and write nothing else beside it.", 1)
         assert "<script>" in await page.do("document.querySelector('.user .text').textContent")
-        assert await page.do("document.querySelectorAll('.log img, .log script').length") == 0
+        read = await texts_of_blocks(page)
+        assert "<script>" in read
+        for view in VIEWS:
+            await show(page, view)
+            drawn = ".note" if view == "cluster" else DRAWN[view]
+            await page.until(f"document.querySelector('main {drawn}') !== null")
+            assert await page.do("document.querySelectorAll('raydix-app img, raydix-app script').length") == 0
+        assert await page.do("document.title") == "Savings – raydix"
 
     in_browser(local, "rdx-bob", steps)
+
+
+async def texts_of_blocks(page: Page) -> str:
+    """The text of all blocks of the last prompt, as the arrow keys show them."""
+    total = await page.do("Number(document.querySelector('.side .strip').ariaLabel.match(/of ([0-9]+) token/)[1])")
+    await page.do("document.querySelector('.side .strip').focus()")
+    texts = []
+    for block in range(total // BLOCK):
+        await page.press("ArrowRight")
+        await page.until(f"document.querySelector('.block-text b')?.textContent === 'Block {block}: '")
+        texts.append(await page.do("document.querySelector('.block-text q').textContent"))
+    return "".join(texts)
+
+
+def test_texts_of_blocks_are_those_of_the_prompt(local: Process) -> None:
+    async def steps(page: Page) -> None:
+        await ask(page, "Grüße aus Köln, Москва и 東京. " * 4, 1)
+        read = await texts_of_blocks(page)
+        assert "Grüße aus Köln" in read and "Москва" in read and "東京" in read
+
+    in_browser(local, "rdx-bob", steps)
+
+
+def test_an_answer_that_is_begun_anew_is_the_only_one(local: Process) -> None:
+    async def steps(page: Page) -> None:
+        await page.write("textarea[name=message]", "Count from one to a thousand, in words.")
+        await page.press("Enter")
+        await page.until("document.querySelectorAll('.assistant .token').length > 3")
+        await page.do("document.querySelector('.assistant').dataset.old = 'yes'")
+        await page.do("document.querySelector('.assistant .row button').click()")  # regenerate, while it comes
+        await page.until("document.querySelectorAll('.assistant:not([data-old]) .token').length > 3")
+        assert await page.do("document.querySelectorAll('.assistant').length") == 1
+        assert await page.do(f"{NUM_MESSAGES} === 1 && !({SENDS})")
+        await page.do("document.querySelector('.composer button.main').click()")
+        await page.until(SENDS)
+        assert await page.do("document.querySelector('.assistant .facts').textContent") == "stopped"
+        assert await page.do(NUM_MESSAGES) == 2
+
+    in_browser(local, "rdx-bob", steps)
+
+
+def test_an_answer_that_failed_is_no_part_of_the_conversation(local: Process) -> None:
+    async def steps(page: Page) -> None:
+        await page.do("document.querySelector('textarea[name=tools]').value = 'no list of tools'")
+        await page.write("textarea[name=message]", "What is the capital of Norway?")
+        await page.press("Enter")
+        await page.until("document.querySelector('.assistant .error') !== null")
+        await page.until(SENDS)
+        assert await page.do(NUM_MESSAGES) == 1
+        page.complaints.clear()  # about the 400
+        await page.do("document.querySelector('textarea[name=tools]').value = ''")
+        await page.do("document.querySelector('.assistant .row button').click()")
+        await page.until(f"{NUM_MESSAGES} === 2 && document.querySelector('.side .strip') !== null")
+        assert await page.do("document.querySelectorAll('.assistant').length") == 1
+
+    in_browser(local, "rdx-bob", steps)
+
+
+def test_a_key_that_is_refused_is_said_and_the_dialog_can_be_closed(local: Process) -> None:
+    async def run() -> None:
+        async with browser() as page:
+            await page.open(f"http://127.0.0.1:{local.port}/#constructor")  # no view of this name: the chat
+            await page.until("document.querySelector('dialog[open] input[name=key]') !== null")
+            assert "asks for a key" in await page.do("document.querySelector('dialog[open]').textContent")
+            assert await page.do("document.querySelector('main raydix-chat') !== null")
+            await page.write("dialog[open] input[name=key]", "schlüssel")  # which no header takes
+            await page.press("Enter")
+            assert await page.do("document.querySelector('dialog[open] input:invalid') !== null")
+            await page.do("document.querySelector('dialog[open] input').value = ''")
+            await page.write("dialog[open] input[name=key]", "rdx-nobody")
+            await page.press("Enter")
+            await page.until("document.querySelector('dialog[open]')?.textContent.includes('refused this key')")
+            await page.press("Escape")
+            await page.until("document.querySelector('dialog[open]') === null")
+            # The view asks every 2 s; after the second refusal the dialog is still closed.
+            await page.do(REFUSALS)
+            await page.do("location.hash = 'cluster'")
+            await page.until("window.refusals >= 3")
+            assert await page.do("document.querySelector('dialog[open]') === null")
+            await page.do("document.querySelector('nav a').click()")
+            await page.do("location.hash = 'savings'")
+            await page.until("document.querySelector('dialog[open]') !== null")
+
+    asyncio.run(run())

@@ -2,7 +2,8 @@
  * Requests to the server that this page came from, with the reader's key, which is kept for the tab alone.
  */
 
-const KEY = "raydix-key";
+/** Servers behind one origin are told apart by their paths. */
+const KEY = `raydix-key ${new URL(".", location.href).pathname}`;
 
 /** An answer that is an error, or none at all. */
 export class ApiError extends Error {
@@ -84,28 +85,38 @@ export async function* events(path, options = {}) {
   if (response.body === null) return;
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    text += value;
-    for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
-      const lines = text.slice(0, end).split("\n");
-      const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
-      if (data && data !== "[DONE]") yield JSON.parse(data);
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      text += value;
+      for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
+        const lines = text.slice(0, end).split("\n");
+        const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
+        if (data && data !== "[DONE]") yield JSON.parse(data);
+      }
     }
+  } finally {
+    // The server goes on sending to a reader that nobody reads from, until it is told.
+    reader.cancel().catch(() => undefined);
   }
 }
 
 /**
  * Call `look` now and then every `ms`, while the page is seen and the signal says so. A page in the background asks for
- * nothing.
+ * nothing. A look that fails, while it asks or while it draws, is told and followed by the next.
  * @param {() => Promise<void>} look
+ * @param {(message: string) => void} fail
  * @param {number} ms
  * @param {AbortSignal} signal
  */
-export async function poll(look, ms, signal) {
+export async function poll(look, fail, ms, signal) {
   while (!signal.aborted) {
-    if (!document.hidden) await look();
+    try {
+      if (!document.hidden) await look();
+    } catch (error) {
+      if (!signal.aborted) fail(/** @type {Error} */ (error).message);
+    }
     await new Promise((resolve) => setTimeout(resolve, ms));
   }
 }

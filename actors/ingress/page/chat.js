@@ -4,7 +4,7 @@
 
 import { events, get, post } from "./api.js";
 import { parting, saved, strip, sums, timeline } from "./explain.js";
-import { add, count, fill, h, percent, several, time } from "./dom.js";
+import { add, count, fill, h, note, percent, several, time, write } from "./dom.js";
 
 /** @typedef {{token: string, logprob: number, top_logprobs: {token: string, logprob: number}[]}} Scored */
 /** @typedef {{id: string, name: string, arguments: string}} Call */
@@ -12,16 +12,20 @@ import { add, count, fill, h, percent, several, time } from "./dom.js";
 
 const MAX_FILE_BYTES = 512 * 1024;
 const ALTERNATIVES = 5;
+/** Pixels from the end of the conversation within which it is followed. */
+const AT_END_PX = 40;
 
 class Chat extends HTMLElement {
   /** @type {Message[]} */
   messages = [];
   /** @type {AbortController | null} */
   running = null;
+  /** The answer whose explanation was asked for last. @type {Answer | null} */
+  explained = null;
 
   connectedCallback() {
-    if (this.isConnected && this.firstChild) return;
-    this.log = h("ol", { class: "log", "aria-label": "Conversation" });
+    if (this.firstChild) return;
+    this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation" });
     this.input = h("textarea", { name: "message", rows: 3, placeholder: "Ask the model. Enter sends, Shift + Enter begins a line.", "aria-label": "Message", onkeydown: (/** @type {KeyboardEvent} */ event) => this.key(event) });
     this.button = h("button", { class: "main", type: "submit" }, "Send");
     this.file = h("input", { type: "file", hidden: true, onchange: () => this.attach(this.file.files[0]) });
@@ -56,6 +60,7 @@ class Chat extends HTMLElement {
   clear() {
     this.running?.abort();
     this.messages = [];
+    this.explained = null;
     fill(this.log);
     fill(this.side, introduction());
     this.input.focus();
@@ -63,7 +68,7 @@ class Chat extends HTMLElement {
 
   /** @param {string} text */
   say(text) {
-    add(this.log, h("li", { class: "note error", role: "alert" }, text));
+    add(this.log, h("div", { class: "note error", role: "alert" }, text));
   }
 
   submit() {
@@ -81,7 +86,7 @@ class Chat extends HTMLElement {
   /** Put a message of the user's into the conversation. @param {Message} message */
   show(message) {
     const place = this.messages.push(message) - 1;
-    add(this.log, h("li", { class: "user", "data-place": place }, h("div", { class: "text" }, message.content),
+    add(this.log, h("div", { class: "user", "data-place": place }, h("div", { class: "text" }, message.content),
       h("div", { class: "row small" }, h("button", { type: "button", title: "Go on from here in another way", onclick: () => this.branch(place) }, "Edit"))));
   }
 
@@ -95,6 +100,7 @@ class Chat extends HTMLElement {
   /** @param {number} place The first message to forget. */
   cut(place) {
     this.running?.abort();
+    this.explained = null;
     this.messages.length = place;
     for (const item of [...this.log.children]) if (!("place" in item.dataset) || Number(item.dataset.place) >= place) item.remove();
   }
@@ -106,21 +112,27 @@ class Chat extends HTMLElement {
     const place = this.messages.length;
     const answer = new Answer(place, () => { this.cut(place); this.answer(); });
     add(this.log, answer.item);
-    this.running = new AbortController();
+    this.log.scrollTop = this.log.scrollHeight;
+    const running = (this.running = new AbortController());
     this.button.textContent = "Stop";
     const begun = performance.now();
     try {
-      for await (const chunk of events("v1/chat/completions", { json: { messages: prompt, ...options.body }, signal: this.running.signal })) {
+      for await (const chunk of events("v1/chat/completions", { json: { messages: prompt, ...options.body }, signal: running.signal })) {
+        // A reader who has scrolled up stays there.
+        const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < AT_END_PX;
         answer.take(chunk, performance.now() - begun);
-        this.log.scrollTop = this.log.scrollHeight;
+        if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
       }
     } catch (error) {
-      if (!this.running?.signal.aborted) answer.fail(/** @type {Error} */ (error).message);
-      else answer.stopped();
+      if (running.signal.aborted) answer.stopped();
+      else answer.fail(/** @type {Error} */ (error).message);
     }
+    answer.item.removeAttribute("aria-busy");
+    if (this.running !== running) return; // another answer has begun, to which the button and the place belong
     this.button.textContent = "Send";
     this.running = null;
     if (place !== this.messages.length) return; // another branch has begun
+    if (!answer.isKept) return;
     this.messages.push(answer.message);
     if (answer.id) await this.explain(answer, prompt, options.body);
   }
@@ -132,16 +144,19 @@ class Chat extends HTMLElement {
    */
   async explain(answer, prompt, body) {
     const show = async () => {
-      const explained = await explanation(answer.id, { messages: prompt, ...(body.tools ? { tools: body.tools } : {}) });
-      fill(this.side, explained.box);
-      answer.told(explained.attempt);
+      this.explained = answer;
+      let box;
+      try {
+        const explained = await explanation(answer.id, { messages: prompt, ...(body.tools ? { tools: body.tools } : {}) });
+        answer.told(explained.attempt);
+        box = explained.box;
+      } catch (error) {
+        box = note(/** @type {Error} */ (error).message, true);
+      }
+      if (this.explained === answer) fill(this.side, box);
     };
     add(answer.actions, h("button", { type: "button", onclick: show }, "Explain"));
-    try {
-      await show();
-    } catch (error) {
-      fill(this.side, h("p", { class: "note" }, /** @type {Error} */ (error).message));
-    }
+    await show();
   }
 }
 
@@ -160,6 +175,7 @@ class Answer {
     /** @type {Scored[]} Scores of tokens whose text has not come: parts of a character. */
     this.held = [];
     this.chosen = -1;
+    this.hasFailed = false;
     this.firstMs = 0;
     this.lastMs = 0;
     this.text = h("div", { class: "text", tabindex: 0, "aria-label": "Answer; the arrow keys go through its tokens", onkeydown: (/** @type {KeyboardEvent} */ event) => this.key(event),
@@ -170,7 +186,12 @@ class Answer {
     this.facts = h("p", { class: "facts", role: "status" }, "waiting for the first token");
     this.tip = h("div", { class: "tip", hidden: true, role: "tooltip" });
     this.actions = h("div", { class: "row small" }, h("button", { type: "button", onclick: again }, "Regenerate"));
-    this.item = h("li", { class: "assistant", "data-place": place }, this.thoughts, this.text, this.tip, this.calls, this.facts, this.actions);
+    this.item = h("div", { class: "assistant", "data-place": place, "aria-busy": "true" }, this.thoughts, this.text, this.tip, this.calls, this.facts, this.actions);
+  }
+
+  /** False of an answer that failed, or was stopped before it had anything: it is no part of the conversation. */
+  get isKept() {
+    return !this.hasFailed && Boolean(this.said || this.message.content || this.message.reasoning || this.message.calls?.length);
   }
 
   /**
@@ -193,7 +214,7 @@ class Answer {
     } else if (delta.content || scored.length) this.append(delta.content ?? "", scored);
     for (const call of delta.tool_calls ?? []) this.call(call);
     if (chunk.usage) this.usage(chunk.usage);
-    else if (this.firstMs) this.facts.textContent = `first token after ${time(this.firstMs / 1000)}`;
+    else if (this.firstMs) write(this.facts, `first token after ${time(this.firstMs / 1000)}`);
   }
 
   /**
@@ -260,6 +281,7 @@ class Answer {
   fail(message) {
     add(this.item, h("p", { class: "note error", role: "alert" }, message));
     this.facts.textContent = "";
+    this.hasFailed = true;
   }
 
   /** @param {HTMLElement} target */
@@ -326,17 +348,31 @@ async function explanation(id, chat) {
   const [explained, table] = await Promise.all([get(`v1/requests/${encodeURIComponent(id)}/explain`), get("v1/requests")]);
   const attempt = explained.choices[0].attempts.at(-1);
   const row = table.requests.find((/** @type {any} */ each) => each.id === id);
-  /** @type {Promise<string[]> | null} */
-  let texts = null;
-  const tokens = () => (texts ??= post("tokenize", { ...chat, return_token_strs: true }).then((/** @type {any} */ answer) => answer.token_strs.map(readable)));
-  const box = h("div", {}, h("h2", {}, "Where the prompt came from"), h("p", {}, saved(attempt)), strip(attempt, tokens), parting(explained.prefix),
+  /** @type {Promise<number[]> | null} */
+  let ids = null;
+  /** @type {Map<number, Promise<string>>} */
+  const texts = new Map();
+  // A token may be a part of a character, so the server writes a block's tokens as one text.
+  const read = async (/** @type {number} */ block) => {
+    const tokens = await (ids ??= post("tokenize", chat).then((/** @type {any} */ answer) => answer.tokens));
+    return (await post("detokenize", { tokens: tokens.slice(block * attempt.block_size, (block + 1) * attempt.block_size) })).prompt;
+  };
+  const textOf = async (/** @type {number} */ block) => {
+    const text = texts.get(block) ?? read(block);
+    texts.set(block, text);
+    try {
+      return await text;
+    } catch (error) {
+      ids = null; // asked for again with the next block
+      texts.delete(block);
+      throw error;
+    }
+  };
+  const box = h("div", {}, h("h2", {}, "Where the prompt came from"), h("p", {}, saved(attempt)), strip(attempt, textOf), parting(explained.prefix),
     row && [h("h2", {}, "Where the time went"), timeline(row, explained.choices[0].attempts[0])],
     h("h2", {}, "Why this worker"), sums(attempt), h("p", { class: "id" }, id));
   return { box, attempt };
 }
-
-/** A token's name in the vocabulary as text. @param {string} name */
-const readable = (name) => name.replaceAll("Ġ", " ").replaceAll("Ċ", "\n").replaceAll("▁", " ");
 
 const introduction = () => h("div", {}, h("h2", {}, "Where the prompt came from"),
   h("p", {}, "The beginning of a prompt that was computed before is not computed again. Ask something, then ask again or go on: this side shows for each answer which blocks of its prompt were cached, what had to be computed, and why."));

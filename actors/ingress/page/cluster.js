@@ -3,7 +3,7 @@
  */
 
 import { get, poll } from "./api.js";
-import { bar, count, fill, h, note, percent, several, size, time } from "./dom.js";
+import { bar, count, fill, h, percent, several, showNote, size, time } from "./dom.js";
 
 const LOOK_MS = 2000;
 /** For how long a worker that is gone is shown. */
@@ -16,7 +16,7 @@ class Cluster extends HTMLElement {
   connectedCallback() {
     this.ending = new AbortController();
     const { signal } = this.ending;
-    poll(() => this.look(signal), LOOK_MS, signal);
+    poll(() => this.look(signal), (message) => showNote(this, message, true), LOOK_MS, signal);
   }
 
   disconnectedCallback() {
@@ -25,14 +25,8 @@ class Cluster extends HTMLElement {
 
   /** @param {AbortSignal} signal */
   async look(signal) {
-    let cache, table;
-    try {
-      [cache, table] = await Promise.all([get("v1/cache", signal), get("v1/requests", signal)]);
-    } catch (error) {
-      if (!signal.aborted) fill(this, note(/** @type {Error} */ (error).message, true));
-      return;
-    }
-    if (!cache.workers) return fill(this, note("The cluster is for administrators. Your own requests and prefixes are in the other views."));
+    const [cache, table] = await Promise.all([get("v1/cache", signal), get("v1/requests", signal)]);
+    if (!cache.workers) return showNote(this, "The cluster is for administrators. Your own requests and prefixes are in the other views.");
     const now = Date.now();
     for (const worker of cache.workers) this.workers.set(worker.id, { worker, seen: now });
     for (const [id, { seen }] of this.workers) if (now - seen > REMEMBERED_MS) this.workers.delete(id);

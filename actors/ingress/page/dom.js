@@ -121,3 +121,24 @@ export function bar(parts, total, label) {
  * @param {boolean} [isError]
  */
 export const note = (text, isError = false) => h("p", { class: isError ? "note error" : "note", role: isError ? "alert" : "status" }, text);
+
+/**
+ * Have an element contain a note and nothing else. The same note is not put in again: a screen reader would read it again.
+ * @param {Element} element
+ * @param {string} text
+ * @param {boolean} [isError]
+ */
+export function showNote(element, text, isError = false) {
+  const shown = element.firstElementChild;
+  const wanted = note(text, isError);
+  if (element.childElementCount !== 1 || !shown?.isEqualNode(wanted)) fill(element, wanted);
+}
+
+/**
+ * Have an element contain a text, which is written where it changes only, for the same reason.
+ * @param {Element} element
+ * @param {string} text
+ */
+export function write(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}

@@ -29,15 +29,15 @@ const known = (source) => SOURCES[source] ?? { name: source, kind: "computed" };
 /**
  * The strip of a prompt's blocks, with a legend and the reason at the first block that was computed.
  * @param {Attempt} attempt
- * @param {(() => Promise<string[]>) | null} [tokens] The prompt's tokens as texts, where they are the reader's own.
+ * @param {((block: number) => Promise<string>) | null} [textOf] A block's text, where the prompt is the reader's own.
  * @returns {HTMLElement}
  */
-export function strip(attempt, tokens = null) {
+export function strip(attempt, textOf = null) {
   const size = attempt.block_size;
   /** @type {Run[]} */
   const runs = attempt.blocks;
   const total = Math.max(1, attempt.prompt_tokens / size);
-  const picture = s("svg", { class: "strip", viewBox: "0 0 1000 36", preserveAspectRatio: "none", role: "img", tabindex: tokens ? 0 : null, "aria-label": said(attempt) });
+  const picture = s("svg", { class: "strip", viewBox: "0 0 1000 36", preserveAspectRatio: "none", role: "img", tabindex: textOf ? 0 : null, "aria-label": said(attempt) });
   const box = h("div", { class: "strip-box" }, picture);
   /** @type {Map<string, {name: string, kind: string, blocks: number}>} */
   const sums = new Map();
@@ -63,7 +63,7 @@ export function strip(attempt, tokens = null) {
     attempt.unhashed_tokens > 0 && h("li", {}, h("i", { class: "unhashed" }), `rest ${several(attempt.unhashed_tokens, "token")}`)));
   if (attempt.why) add(box, h("p", { class: "why" }, h("strong", {}, left === 0 ? "Why not cached: " : `The cached path ends at block ${count(left / size)}, token ${count(left)}: `), attempt.why));
   if (attempt.note) add(box, h("p", { class: "why" }, attempt.note));
-  if (tokens) texts(box, picture, attempt, tokens);
+  if (textOf) texts(box, picture, attempt, textOf);
   return box;
 }
 
@@ -78,9 +78,9 @@ function said(attempt) {
  * @param {Element} box
  * @param {SVGElement} picture
  * @param {Attempt} attempt
- * @param {() => Promise<string[]>} tokens
+ * @param {(block: number) => Promise<string>} textOf
  */
-function texts(box, picture, attempt, tokens) {
+function texts(box, picture, attempt, textOf) {
   const shown = h("p", { class: "block-text", "aria-live": "polite" }, "Point at a block, or use the arrow keys, to read its text.");
   add(box, shown);
   const cursor = s("rect", { class: "cursor", y: 0, height: 28, width: 0 });
@@ -94,8 +94,13 @@ function texts(box, picture, attempt, tokens) {
     chosen = block;
     cursor.setAttribute("x", String((1000 * block) / total));
     cursor.setAttribute("width", String((1000 * Math.min(1, total - block)) / total));
-    const all = await tokens();
-    if (block === chosen) fill(shown, h("b", {}, `Block ${count(block)}: `), h("q", {}, all.slice(block * attempt.block_size, (block + 1) * attempt.block_size).join("")));
+    let text;
+    try {
+      text = h("q", {}, await textOf(block));
+    } catch (error) {
+      text = h("span", { class: "error" }, /** @type {Error} */ (error).message);
+    }
+    if (block === chosen) fill(shown, h("b", {}, `Block ${count(block)}: `), text);
   };
   picture.addEventListener("pointermove", (event) => {
     const area = picture.getBoundingClientRect();

@@ -4,7 +4,7 @@
 
 import { get, poll } from "./api.js";
 import { SOURCES } from "./explain.js";
-import { add, bar, count, fill, h, note, several } from "./dom.js";
+import { add, bar, count, fill, h, note, several, showNote } from "./dom.js";
 
 const LOOK_MS = 3000;
 const ROW = 34;
@@ -17,22 +17,22 @@ class Prefixes extends HTMLElement {
   connectedCallback() {
     this.ending = new AbortController();
     const { signal } = this.ending;
-    poll(() => this.look(signal), LOOK_MS, signal);
+    poll(() => this.look(signal), (message) => this.fail(message), LOOK_MS, signal);
   }
 
   disconnectedCallback() {
     this.ending?.abort();
   }
 
+  /** @param {string} message */
+  fail(message) {
+    this.shown = undefined; // the next look draws in place of the message, though nothing may have changed
+    showNote(this, message, true);
+  }
+
   /** @param {AbortSignal} signal */
   async look(signal) {
-    let cache;
-    try {
-      cache = await get("v1/cache", signal);
-    } catch (error) {
-      if (!signal.aborted) fill(this, note(/** @type {Error} */ (error).message, true));
-      return;
-    }
+    const cache = await get("v1/cache", signal);
     const state = JSON.stringify([cache.hottest_prefixes, cache.hit_blocks, cache.missed_blocks, cache.evicted_blocks]);
     if (state === this.shown) return;
     this.shown = state;

@@ -4,7 +4,7 @@
 
 import { events, get } from "./api.js";
 import { parting, saved, strip, sums, timeline } from "./explain.js";
-import { add, count, fill, h, note, percent, several, time } from "./dom.js";
+import { add, count, fill, h, note, percent, several, time, write } from "./dom.js";
 
 /** @typedef {import("./explain.js").Row} Row */
 
@@ -48,7 +48,7 @@ class Requests extends HTMLElement {
       try {
         for await (const event of events("v1/requests/events", { signal: stream.signal })) this.take(event);
       } catch (error) {
-        if (!stream.signal.aborted) this.counts.textContent = /** @type {Error} */ (error).message;
+        if (!stream.signal.aborted) write(this.counts, /** @type {Error} */ (error).message);
       }
       this.rows.clear(); // another replica, or the same one begun anew, has other numbers
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
@@ -61,7 +61,7 @@ class Requests extends HTMLElement {
     const sorted = [...this.rows.values()].sort((a, b) => b.number - a.number);
     for (const row of sorted.splice(MAX_ROWS)) this.rows.delete(row.number);
     const { waiting, prefilling, decoding } = event.counts;
-    this.counts.textContent = `${count(waiting)} waiting · ${count(prefilling)} prefilling · ${count(decoding)} decoding`;
+    write(this.counts, `${count(waiting)} waiting · ${count(prefilling)} prefilling · ${count(decoding)} decoding`);
     this.empty.hidden = sorted.length > 0;
     const focused = /** @type {HTMLElement | null} */ (document.activeElement)?.dataset.number;
     fill(this.body, sorted.map(line));
@@ -76,10 +76,13 @@ class Requests extends HTMLElement {
     const close = h("form", { method: "dialog" }, h("button", { class: "main" }, "Close"));
     fill(this.dialog, h("h2", {}, row.id), note("…"), close);
     this.dialog.showModal();
+    this.opened = row; // an answer for a row opened before is not shown in this one's place
     try {
       const explained = await get(`v1/requests/${encodeURIComponent(row.id)}/explain`);
+      if (this.opened !== row) return;
       fill(this.dialog, h("h2", {}, `${row.kind} ${row.id}`), facts(row), explained.choices.map((/** @type {any} */ choice) => explainedChoice(choice, row)), parting(explained.prefix), close);
     } catch (error) {
+      if (this.opened !== row) return;
       fill(this.dialog, h("h2", {}, row.id), facts(row), timeline(row, undefined), note(/** @type {Error} */ (error).message), close);
     }
   }

@@ -3,7 +3,7 @@
  */
 
 import { get, poll } from "./api.js";
-import { bar, count, fill, h, note, percent, several, time } from "./dom.js";
+import { bar, count, fill, h, percent, several, showNote, time } from "./dom.js";
 
 const LOOK_MS = 3000;
 const PRICE = "raydix-price";
@@ -16,7 +16,7 @@ class Savings extends HTMLElement {
     const price = h("input", { type: "number", min: 0, step: "any", value: localStorage.getItem(PRICE) ?? "", placeholder: "0.15",
       oninput: () => { localStorage.setItem(PRICE, price.value); this.show(); } });
     fill(this, this.figures, h("label", { class: "field short" }, h("span", {}, "Price of a million prompt tokens, for a sum of money (kept in this browser)"), price));
-    poll(() => this.look(signal), LOOK_MS, signal);
+    poll(() => this.look(signal), (message) => showNote(this.figures, message, true), LOOK_MS, signal);
   }
 
   disconnectedCallback() {
@@ -25,12 +25,7 @@ class Savings extends HTMLElement {
 
   /** @param {AbortSignal} signal */
   async look(signal) {
-    try {
-      this.cache = await get("v1/cache", signal);
-    } catch (error) {
-      if (!signal.aborted) fill(this.figures, note(/** @type {Error} */ (error).message, true));
-      return;
-    }
+    this.cache = await get("v1/cache", signal);
     this.show();
   }
 
@@ -39,7 +34,7 @@ class Savings extends HTMLElement {
     const tenants = Object.entries(this.cache.tenants);
     const sum = (/** @type {string} */ name) => tenants.reduce((all, [, use]) => all + /** @type {any} */ (use)[name], 0);
     const [prompt, hits] = [sum("prompt_tokens"), sum("hit_tokens")];
-    if (prompt === 0) return fill(this.figures, note("No request yet."));
+    if (prompt === 0) return showNote(this.figures, "No request yet.");
     const price = Number(localStorage.getItem(PRICE) || 0);
     const money = (/** @type {number} */ tokens) => ((tokens * price) / 1e6).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 4 });
     const tiles = [[percent(hits / prompt), "of the prompt tokens came from the cache"], [count(hits), `tokens were not computed, of ${count(prompt)}`],
