@@ -95,7 +95,7 @@ class Frontend:
         self._rendering = parts.rendering
         self._answer_room = parts.answer_room
         self._compaction = Compaction(
-            parts.preparation, parts.output, parts.accounting, parts.reader, parts.dispatcher.prepare
+            parts.preparation, parts.output, self.accounted, parts.reader, parts.dispatcher.prepare
         )
         self._renderers = parts.renderers
         self.responses = parts.responses
@@ -166,11 +166,19 @@ class Frontend:
         return await self._compaction.begun_anew(job, session=session, objectives=objectives, name=name)
 
     async def compacted(
-        self, body: bytes, tenant: Tenant, *, session: str | None = None, name: str | None = None
+        self,
+        body: bytes,
+        tenant: Tenant,
+        *,
+        session: str | None = None,
+        objectives: Objectives = NO_OBJECTIVES,
+        name: str | None = None,
     ) -> Job:
         """The finished job of a summary in an HTTP body of `/v1/responses/compact`; errors as `prepare` and
         `collect`."""
-        job = await self._preparation.of_body("compact", body, tenant, session=session, name=name)
+        job = await self._preparation.of_body(
+            "compact", body, tenant, session=session, objectives=objectives, name=name
+        )
         await self._compaction.summarise(job)
         return job
 

@@ -81,22 +81,23 @@ def edited(
     """Return the messages that the model sees, and what was left out of `messages`. `num_tokens` counts the tokens of a
     prompt, and is only asked where an edit finds something to leave out."""
     applied: list[AppliedEdit] = []
-    original = None
+    original = before = None
     now = tuple(messages)
     for edit in edits:
         found = _without_thinking(now, edit) if isinstance(edit, ClearThinking) else _without_results(now, edit)
         if found is None:
             continue
         # Each edit is judged by the prompt as the client sent it: otherwise one edit could hold back the next.
-        before = num_tokens(now)
-        original = before if original is None else original
+        if original is None or before is None:
+            original = before = num_tokens(now)
         if isinstance(edit, ClearToolUses) and edit.trigger == "input_tokens" and original <= edit.above:
             continue
         shorter, num_cleared = found
-        cleared = before - num_tokens(shorter)
+        after = num_tokens(shorter)
+        cleared = before - after
         if cleared <= 0 or (isinstance(edit, ClearToolUses) and cleared < edit.clear_at_least):
             continue
-        now = shorter
+        now, before = shorter, after
         applied.append(AppliedEdit(edit, num_cleared, cleared))
     return now, ContextEdits(tuple(applied), original, tuple(messages) if applied else ())
 
@@ -107,7 +108,9 @@ def _without_results(messages: Messages, edit: ClearToolUses) -> tuple[tuple[Map
     if edit.trigger == "tool_uses" and len(calls) <= edit.above:
         return None
     answered = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
-    old = set(answered[: max(0, len(answered) - edit.keep)])
+    border = max(0, len(answered) - edit.keep)
+    # A client may give the same id again: a call whose result stays is no old one.
+    old = set(answered[:border]) - set(answered[border:])
     old = {call_id for call_id in old if calls.get(call_id) not in edit.excluded}
     if not old:
         return None

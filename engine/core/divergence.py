@@ -46,8 +46,8 @@ class Reason(StrEnum):
     WHITE_SPACE = "white_space"
     SHORTER_THAN_A_BLOCK = "shorter_than_a_block"
     ANOTHER_SALT = "another_salt"
-    EVICTED = "evicted"
-    """The prompts agree, and the KV was not there any more."""
+    NOT_FOUND = "not_found"
+    """The prompts agree, and the KV was not found: it may be evicted or lost, or computing it was quicker."""
     TEMPLATE = "template"
     """All parts are the same, and the chat template has written them otherwise."""
 
@@ -178,7 +178,7 @@ def _of_equal(common: int, block_size: int, cached_tokens: int | None) -> Diverg
         return Divergence(Reason.SHORTER_THAN_A_BLOCK, common)
     # Of a prompt that is found as a whole the last token is computed all the same.
     if cached_tokens is not None and cached_tokens < num_full - block_size:
-        return Divergence(Reason.EVICTED, cached_tokens)
+        return Divergence(Reason.NOT_FOUND, cached_tokens)
     return None
 
 

@@ -1,6 +1,7 @@
 """Runs compactions: a conversation is summarised, and begins anew with its summary."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from raydix.engine.api.openai_responses.answers import compact_body
@@ -18,7 +19,6 @@ from raydix.engine.background import Background
 from raydix.engine.core.errors import RequestError, ServiceError
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.objectives import NO_OBJECTIVES, Objectives
-from raydix.engine.serving.accounting import Accounting
 from raydix.engine.serving.job import Job
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation
@@ -26,19 +26,20 @@ from raydix.engine.serving.reader_pool import RequestReader, size_of
 
 
 class Compaction:
-    """Summarises conversations. `prepare` has a worker compute ids at idle priority (`Dispatcher.prepare`)."""
+    """Summarises conversations. `accounted` shows a job and accounts for it (`Frontend.accounted`), `prepare` has a
+    worker compute ids at idle priority (`Dispatcher.prepare`)."""
 
     def __init__(
         self,
         preparation: Preparation,
         output: OutputProcessor,
-        accounting: Accounting,
+        accounted: Callable[[Job], AbstractContextManager[None]],
         reader: RequestReader,
         prepare: Callable[[Generation, Sequence[int]], None],
     ) -> None:
         self._preparation = preparation
         self._output = output
-        self._accounting = accounting
+        self._accounted = accounted
         self._reader = reader
         self._prepare = prepare
         self._background = Background()
@@ -83,11 +84,8 @@ class Compaction:
         return compact_body(job.head, user_texts(messages), compaction, job.usage())
 
     async def _run(self, job: Job) -> None:
-        with self._accounting.request(job):
-            try:
-                await self._output.collect(job)
-            finally:
-                job.close()
+        with self._accounted(job):
+            await self._output.collect(job)
 
     async def _prepare_beginning(self, job: Job) -> None:
         """Have the blocks of the shortened conversation computed, which the next request begins with."""

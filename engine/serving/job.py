@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from raydix.engine.api.assembler import ChoiceAssembler, Piece
 from raydix.engine.api.context_edits import ContextEdits
+from raydix.engine.api.openai_responses.compaction import is_due
 from raydix.engine.api.responses import ResponseHead, Usage, function_call, message_parts, total_usage
 from raydix.engine.api.resuming import EventIds
 from raydix.engine.api.spec import ChatMessage, GenerationSpec
@@ -165,11 +166,10 @@ class Job:
     @property
     def begins_anew(self) -> bool:
         """True if a summary is to take the place of the conversation before it is answered."""
-        turn = None if self.unread is None else self.unread.turn
         # A stream that can be gone on with needs the same prompt again, and a second summary would have other words.
-        if turn is None or turn.compact_threshold is None or self.event_ids is not None:
+        if self.unread is None or self.event_ids is not None:
             return False
-        return len(self.answers[0].generation.prompt) > turn.compact_threshold
+        return is_due(self.unread, len(self.answers[0].generation.prompt))
 
     def held_bytes(self, hidden_size: int) -> int:
         """Memory that the answers may need until they are sent, where it is much: for long lists of log-probabilities,

@@ -14,6 +14,7 @@ from raydix.actors.ingress.http import CLIENT_CLOSED_REQUEST
 from raydix.engine.api.openai_responses.compaction import BEGIN, END, REQUEST, content_of, text_of, user_texts
 from raydix.engine.api.openai_responses.requests import parse_compact, parse_responses
 from raydix.engine.core.errors import RequestError
+from raydix.engine.core.tenants import EVERYONE
 from tests.unit.ingress import ANSWER, Replica, Reply, Served, body_of, call
 from tests.unit.served_app import app
 
@@ -87,7 +88,17 @@ def test_a_stream_has_the_summary_before_the_answer(served: Served) -> None:
     assert [item["type"] for item in events[-1]["response"]["output"]] == ["compaction", "message"]
 
 
-@pytest.mark.parametrize("fields", [{"input": "short"}, {"input": CHAT, "context_management": []}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "short"},
+        {"input": CHAT, "context_management": []},
+        # No summary helps where the user or the system alone has said so much: each request would have another one.
+        {"input": [*CHAT[:3], {**CHAT[3], "output": "noon"}, CHAT[4], {"role": "user", "content": LONG}]},
+        {"input": [*CHAT[:3], {**CHAT[3], "output": "noon"}, *CHAT[4:]], "instructions": LONG},
+    ],
+    ids=str,
+)
 def test_what_is_short_or_not_to_be_compacted_is_answered_alone(served: Served, fields: dict[str, Any]) -> None:
     made = replica()
     [item] = served(made, post(**{"context_management": RULE, **fields})).json["output"]
@@ -127,6 +138,18 @@ def test_a_stored_conversation_is_compacted_by_its_id(served: Served) -> None:
     compacted = served(made, post("/v1/responses/compact", input=None, previous_response_id=first["id"])).json
     assert text_of(compacted["output"][-1]["encrypted_content"]) == f"first\n\n{SUMMARY}"
     assert prompts_of(made)[-1].endswith(f"{ANSWER}{REQUEST}")
+
+
+def test_summaries_are_in_the_table_of_requests_with_the_objectives_of_their_headers(served: Served) -> None:
+    made = replica()
+    headers = {"x-slo-ttft-ms": "250"}
+    for path in ("/v1/responses", "/v1/responses/compact"):
+        body = body_of("responses", input=CHAT, context_management=RULE)
+        assert served(made, lambda: call(app, "POST", path, body, headers=headers)).status == 200  # noqa: B023
+    assert [generation.objectives.ttft_s for generation in made.dispatcher.begun] == [0.25] * 3
+    rows = made.requests.report(EVERYONE)["requests"]
+    assert [row["outcome"] for row in rows] == ["stop"] * 3 and len(made.ledger.ended) == 3
+    assert made.room.num_held == 0
 
 
 def test_a_conversation_without_a_summary_is_answered_as_it_is(served: Served) -> None:

@@ -81,6 +81,32 @@ def test_arguments_are_left_out_where_the_client_asks() -> None:
         assert [call["arguments"] == "{}" for call in calls[:2]] == expected
 
 
+def test_the_result_of_a_last_call_stays_whose_id_an_old_one_had() -> None:
+    messages = messages_of([*turns(2), *turns(1)[1:]])
+    now, edits = edited(messages, [ClearToolUses(trigger="tool_uses", above=1, keep=1)], num_chars)
+    assert [each == CLEARED for each in results(now)] == [False, True, False]
+    assert [each.num_cleared for each in edits.applied] == [1]
+
+
+def test_a_prompt_is_counted_once_for_each_edit_and_once_before() -> None:
+    counted: list[int] = []
+
+    def num_tokens(messages: Sequence[Mapping[str, Any]]) -> int:
+        counted.append(num_chars(messages))
+        return counted[-1]
+
+    messages = messages_of([*turns(5), {"role": "user", "content": "more"}, *turns(1)[1:]])
+    _, edits = edited(messages, [ClearThinking(1), ClearToolUses(above=100)], num_tokens)
+    before, between, after = counted
+    assert [each.num_tokens for each in edits.applied] == [before - between, between - after]
+
+
+def test_a_second_edit_of_a_type_is_refused() -> None:
+    edits = {"edits": [*MANAGED["edits"], *MANAGED["edits"]]}
+    with pytest.raises(RequestError, match="one edit of a type"):
+        parse_messages(json.dumps({"max_tokens": 5, "messages": turns(1), "context_management": edits}).encode())
+
+
 def test_reasoning_of_the_last_turns_stays() -> None:
     chat = [*turns(2), {"role": "user", "content": "more"}, *turns(1)[1:], {"role": "user", "content": "end"}]
     for keep, expected in ((1, [False, False, True]), (2, [True] * 3), (None, [True] * 3)):

@@ -210,7 +210,7 @@ MADE: dict[Reason, Callable[[random.Random], Pair]] = {
     Reason.WHITE_SPACE: of_space,
     Reason.SHORTER_THAN_A_BLOCK: of_short,
     Reason.ANOTHER_SALT: of_equal,
-    Reason.EVICTED: of_equal,
+    Reason.NOT_FOUND: of_equal,
     Reason.TEMPLATE: of_template,
 }
 
@@ -243,7 +243,7 @@ def cases() -> Iterator[tuple[Reason, Any]]:
         for number in range(CASES_OF_EACH):
             before, now = made(random.Random(f"{reason}{number}"))
             salts = (b"a", b"b") if reason is Reason.ANOTHER_SALT else (b"", b"")
-            cached = 0 if reason is Reason.EVICTED else None
+            cached = 0 if reason is Reason.NOT_FOUND else None
             yield reason, divergence(record(before, salts[0]), record(now, salts[1]), text_of, cached)
 
 
@@ -322,7 +322,7 @@ FIRST: dict[str, Any] = {"system": "be a brief one", "messages": [{"role": "user
         ({"system": "be a sweet one"}, "system_changed", "system_changed"),
         ({"messages": [{"role": "user", "content": "ho, and more than that"}]}, "messages_changed", "message_edited"),
         ({"cache_salt": "s"}, "unavailable", "another_salt"),
-        ({}, "unavailable", "evicted"),  # the dispatcher of the tests finds two tokens of every prompt
+        ({}, "unavailable", "not_found"),  # the dispatcher of the tests finds two tokens of every prompt
     ],
     ids=str,
 )

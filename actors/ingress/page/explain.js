@@ -126,7 +126,7 @@ const ADVICE = {
   template: ["The same parts, written otherwise", "Keep the options of the chat template and the choice of tools."],
   another_salt: ["Another cache_salt", "Nothing is shared between salts."],
   shorter_than_a_block: ["Shorter than a block", "Nothing can be shared."],
-  evicted: ["The prompts agree, and the KV had to make room", "A larger pool, an object store or a disk keeps more."],
+  not_found: ["The prompts agree, and the KV was not found", "The sources of the blocks say why."],
 };
 
 /**

@@ -81,6 +81,7 @@ async def compact(request: Request) -> Response:
         body,
         request.state.tenant,
         session=label_header(request, "x-session-id"),
+        objectives=objective_headers(request),
         name=request.headers.get("x-request-id"),
     )
     job = await while_connected(request, work)

@@ -97,7 +97,10 @@ class ContextEdit(LenientModel):
 
 
 def _consistent(edits: list[ContextEdit]) -> list[ContextEdit]:
-    """Refuse a `keep` of the other edit's kind."""
+    """Refuse a `keep` of the other edit's kind, and a second edit of a type: each edit has the prompt counted."""
+    types = [edit.type for edit in edits if edit.type in (ClearThinking.name, ClearToolUses.name)]
+    if len(types) > len(set(types)):
+        raise problem("must have one edit of a type at most")
     for number, edit in enumerate(edits):
         wanted = {ClearThinking.name: TurnsKept, ClearToolUses.name: ToolUsesKept}.get(edit.type)
         if wanted is not None and edit.keep is not None and not isinstance(edit.keep, wanted):

@@ -25,6 +25,8 @@ MIN_THRESHOLD = 1000
 """OpenAI's lowest threshold."""
 BEGIN, END = "<conversation_summary>\n", "\n</conversation_summary>"
 """Stand around a summary in the user's message."""
+MIN_REPLACED = 0.5
+"""Part of the threshold that a summary must take the place of."""
 REQUEST = (
     "Summarise this conversation for yourself, so that you can go on with the work when nothing but the user's own "
     "messages and your summary is left. Name the task, what has been decided and done, files, commands, names and "
@@ -32,7 +34,7 @@ REQUEST = (
 )
 """The message that asks for a summary."""
 _PREFIX = "raydix.1."
-"""Begins the content of every item of this server."""
+"""Begins the content of every item that a raydix server has made."""
 
 
 class CompactionRule(LenientModel):
@@ -52,7 +54,7 @@ def content_of(text: str) -> str:
 
 
 def text_of(content: str) -> str | None:
-    """The message in an item's content; None if the item is not this server's."""
+    """The message in an item's content; None if no raydix server has made the item."""
     if not content.startswith(_PREFIX):
         return None
     try:
@@ -97,6 +99,20 @@ def asking(spec: GenerationSpec, *, leaves_question: bool = False) -> Generation
         request_id=None,
         turn=replace(spec.turn, is_stored=False, num_own=own, compact_threshold=None, shows_messages=False),
     )
+
+
+def is_due(spec: GenerationSpec, num_tokens: int) -> bool:
+    """True if a conversation whose prompt has `num_tokens` is to begin anew. What the system and the user have said
+    stays, so that a summary must take the place of enough else; otherwise each request would need one more."""
+    assert spec.turn is not None
+    threshold = spec.turn.compact_threshold
+    if threshold is None or num_tokens <= threshold:
+        return False
+    sizes = [(message["role"], sum(len(str(value)) for value in message.values())) for message in spec.messages]
+    tools = () if spec.tools is None else spec.tools.definitions
+    total = sum(size for _, size in sizes) + sum(len(str(tool)) for tool in tools)
+    replaced = sum(size for role, size in sizes if role not in ("system", "user"))
+    return num_tokens * replaced > threshold * MIN_REPLACED * total
 
 
 def asked_about(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:

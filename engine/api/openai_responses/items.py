@@ -47,7 +47,7 @@ def as_items(value: object) -> object:
             if item.get(name) is None:
                 raise problem(f"has no '{name}' in item {number}")
         if kind == "compaction" and text_of(str(item["encrypted_content"])) is None:
-            raise problem(f"has a compaction in item {number} that this server has not made")
+            raise problem(f"has a compaction in item {number} that no raydix server has made")
 
     return value
 
