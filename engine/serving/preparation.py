@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from raydix.engine.api.responses import ResponseHead, response_id, system_finger
 from raydix.engine.api.resuming import MAX_CHOICES, EventId, EventIds, Origin, seal_of
 from raydix.engine.api.spec import GenerationSpec, sampling_params
 from raydix.engine.core.answers.prompt_form import ChatEnd
+from raydix.engine.core.divergence import Part, PromptRecord
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.ingress.generation import Generation
 from raydix.engine.core.ingress.parsers import HERMES, LLAMA3, ToolFormat
@@ -35,7 +37,7 @@ from raydix.engine.core.tenants import Tenant, num_public_tokens, salt_of
 from raydix.engine.core.types import BlockHash, CacheHints, CacheMark, Pooling, Salt
 from raydix.engine.serving.chats import Chat, Chats
 from raydix.engine.serving.job import Answer, Job
-from raydix.engine.serving.prompt_records import PromptRecords, record_of
+from raydix.engine.serving.prompt_records import PromptRecords
 from raydix.engine.serving.reader_pool import RequestReader, size_of
 from raydix.engine.serving.reader_work import Conversations, Reading, Request
 from raydix.engine.serving.served_model import ServedModel
@@ -313,18 +315,20 @@ class Preparation:
             if start is not None:
                 start.give_ids(job, origin)
             # Nobody looks for the prompt of a line, nor of a conversation that begins anew before it is answered.
-            self._record(job, is_kept=not (is_line or job.begins_anew))
+            self._record(job, reading.parts, is_kept=not (is_line or job.begins_anew))
             _hand_out(permits, job.answers)
         return job
 
-    def _record(self, job: Job, *, is_kept: bool) -> None:
-        """Keep what later prompts are compared with, and compare this one if its request asks."""
+    def _record(self, job: Job, parts: tuple[Part, ...], *, is_kept: bool) -> None:
+        """Keep what later prompts are compared with, and compare this one if its request asks. `parts`: the prompt's,
+        which were made where it was read."""
         spec, answer = job.spec, job.answers[0]
         is_needed = is_kept or spec.previous_message is not None
         if spec.kind != "chat" or not is_needed or not self._facts.prefix_caching:
             return
         generation = answer.generation
-        record = record_of(spec, generation.prompt, generation.salt.private, self._facts.block_size)
+        token_ids = array("I", generation.prompt)
+        record = PromptRecord(token_ids, parts, generation.salt.private, self._facts.block_size)
         if spec.previous_message is not None:
             job.diagnosis = self._records.diagnosis(spec.previous_message, job.tenant, record)
         if is_kept:

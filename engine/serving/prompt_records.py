@@ -1,6 +1,5 @@
 """Prompts of the last chats, by the ids of their answers: what a later prompt is compared with."""
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,12 +178,10 @@ class PromptRecords:
         assert self._num_bytes.total == sum(map(self._num_bytes.used, self._kept)) <= self._budget_bytes
 
 
-def record_of(spec: GenerationSpec, prompt: Sequence[int], salt: bytes, block_size: int) -> PromptRecord:
-    """The record of a chat's prompt."""
+def parts_of(spec: GenerationSpec) -> tuple[Part, ...]:
+    """The parts of a chat's prompt."""
     tools = () if spec.tools is None else spec.tools.definitions
-    parts = [Part.of(PartKind.TOOL, _written(tool)) for tool in tools]
-    parts += map(_part, spec.messages)
-    return PromptRecord(array("I", prompt), tuple(parts), salt, block_size)
+    return (*(Part.of(PartKind.TOOL, _written(tool)) for tool in tools), *map(_part, spec.messages))
 
 
 def _part(message: ChatMessage) -> Part:

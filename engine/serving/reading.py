@@ -26,6 +26,7 @@ from raydix.engine.core.ingress.parsers.reasoning import REASONING_TAGS
 from raydix.engine.core.types import Grammar
 from raydix.engine.model.chats import encode_chat, next_turn, render_chat, tokens_before
 from raydix.engine.model.tokenizer import Tokenizer
+from raydix.engine.serving.prompt_records import parts_of
 from raydix.engine.serving.reader_work import (
     Conversations,
     GrammarQuestion,
@@ -207,6 +208,7 @@ class Reader:
             chat=chat,
             marked_tokens=self._marked_tokens(spec, chat),
             edits=edits,
+            parts=parts_of(spec),
             prediction=self._prediction(spec),
         )
 

@@ -41,7 +41,7 @@ from raydix.engine.serving.answer_rendering import renderers
 from raydix.engine.serving.chats import Chats
 from raydix.engine.serving.output import OutputProcessor
 from raydix.engine.serving.preparation import Preparation, PreparationFacts
-from raydix.engine.serving.prompt_records import PromptRecords
+from raydix.engine.serving.prompt_records import PromptRecords, parts_of
 from raydix.engine.serving.reader_pool import RequestReader
 from raydix.engine.serving.reader_work import Conversations, NextTurn, Reading, ReadingFacts, Request, TokenRequest
 from raydix.engine.serving.reading import Reader
@@ -182,6 +182,7 @@ class FakeReader(RequestReader):
             chat=chat,
             marked_tokens=tuple(starts[mark.index] + mark.length for mark in spec.marks),
             edits=edits,
+            parts=parts_of(spec),
             prediction=self._ids(spec.prediction or ""),
         )
 

@@ -15,8 +15,9 @@ import pytest
 
 from raydix.engine.api.anthropic.requests import parse_messages
 from raydix.engine.core.divergence import Part, PartKind, PromptRecord, Reason, divergence, num_common
-from raydix.engine.core.tenants import Tenant, Tenants, key_hash
-from raydix.engine.serving.prompt_records import PromptRecords, record_of
+from raydix.engine.core.tenants import EVERYONE, Tenant, Tenants, key_hash
+from raydix.engine.serving.prompt_records import PromptRecords
+from raydix.engine.serving.reader_work import Reading
 from raydix.engine.serving.reading import Reader
 from tests.unit.ingress import Replica, Served, body_of, call
 from tests.unit.served_app import app
@@ -231,7 +232,7 @@ def record(body: dict[str, Any], salt: bytes = b"") -> PromptRecord:
         spec = replace(spec, template=replace(spec.template, source=template))
     reading = template_reader().read(spec)
     assert reading.chat is not None
-    return record_of(reading.spec, reading.chat.token_ids, salt, BLOCK)
+    return PromptRecord(array("I", reading.chat.token_ids), reading.parts, salt, BLOCK)
 
 
 def text_of(token_ids: Sequence[int]) -> str:
@@ -444,6 +445,20 @@ def test_a_tenant_with_many_prompts_takes_no_memory_of_another() -> None:
         records.check_integrity()
     assert records.diagnosis("first", Tenant("quiet"), small).previous is small
     assert records.diagnosis("m1", Tenant("busy"), small).previous is None
+
+
+def test_the_digests_of_a_prompt_are_made_where_it_is_read(served: Served) -> None:
+    """Those of a long chat would hold up the event loop, and long chats are read beside it."""
+    made, part = Replica(), Part.of(PartKind.MESSAGE, "as it was read")
+    read = made.reader.read
+
+    async def with_part(*arguments: Any, **fields: Any) -> Reading:
+        return replace(await read(*arguments, **fields), parts=(part,))
+
+    made.reader.read = with_part  # type: ignore[method-assign]
+    first = ask(served, made, **FIRST)
+    previous = made.records.diagnosis(first["id"], EVERYONE, record(FIRST)).previous
+    assert previous is not None and previous.parts == (part,)
 
 
 def test_prompts_that_nobody_looks_for_are_not_recorded() -> None:
