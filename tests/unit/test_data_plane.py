@@ -341,10 +341,23 @@ def test_a_request_on_workers_that_others_kill_is_never_refused(scene: Scene, mo
 
 @pytest.mark.parametrize("leaving", [["d0"], ["p0"], ["p0", "d0"], ["d0", "d1"]], ids=" ".join)
 def test_requests_move_from_workers_that_leave(
-    scene: Scene, leaving: list[str], caplog: pytest.LogCaptureFixture
+    scene: Scene, leaving: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def make_prompts_dear(worker: Worker) -> None:
+        """Two milliseconds for each prompt token: where computing costs next to nothing, nothing is imported."""
+        compute = worker._engine.runner.run
+
+        def run(output: SchedulerOutput) -> RunnerOutput:
+            prompts = [each for each in output.chunks if each.start < each.request.assignment.num_prompt_tokens]
+            time.sleep(0.002 * sum(chunk.num_tokens for chunk in prompts))
+            return compute(output)
+
+        monkeypatch.setattr(worker._engine.runner, "run", run)
+
     async def play() -> None:
         manager, dispatcher = await scene.start()
+        for worker in scene.workers.values():
+            make_prompts_dear(worker)
         crowd = await scene.begin(dispatcher, leaving, 100)
         for worker_id in leaving:
             assert not await manager.worker_leaving(worker_id)

@@ -59,6 +59,15 @@ def test_where_chunks_are_too_long_prompts_and_answers_part() -> None:
     assert divide(3, load(1.8, 20), TIGHT) == Division(2, 1)
 
 
+def test_the_time_of_chunks_counts_where_the_fit_finds_it_in_their_pairs() -> None:
+    """Chunks that are all alike have their time in their tokens as well as in their pairs."""
+    pair_s = COSTS.prefill_token_s / 256  # a chunk of 512 tokens takes as long as by its tokens
+    by_pairs = WorkerCosts(step_s=0.01, prefill_token_s=0.0, decode_token_s=1e-3, pair_s=pair_s)
+    assert chunk_step_s(by_pairs, 0, 512, 512) == pytest.approx(chunk_step_s(COSTS, 0, 512, 512))
+    crowded = load(1.8, 20, queued_s=10.0)._replace(costs=by_pairs)
+    assert divide(3, crowded, TIGHT) == divide(3, crowded._replace(costs=COSTS), TIGHT) == Division(2, 1)
+
+
 def test_the_division_follows_the_load() -> None:
     assert divide(3, load(1.8, 20), TIGHT) == Division(2, 1)
     assert divide(3, load(0.9, 40), TIGHT, Division(2, 1)) == Division(1, 2)

@@ -136,7 +136,9 @@ def max_streams(load: PoolLoad, tpot_s: float, busy: float = 0.0) -> int:
 def chunk_step_s(costs: WorkerCosts, num_decodes: int, num_tokens: int, token_budget: int) -> float:
     """A step of decodes and as much of a prompt's `num_tokens` as the budget has room for."""
     num_prefill = min(num_tokens, max(0, token_budget - num_decodes))
-    return costs.decode_step_s(num_decodes) + num_prefill * costs.prefill_token_s
+    # Where all chunks are alike, the fit may find their time in their pairs as well as in their tokens.
+    num_pairs = num_prefill * num_prefill / 2
+    return costs.decode_step_s(num_decodes) + num_prefill * costs.prefill_token_s + num_pairs * costs.pair_s
 
 
 def _divisions(num_workers: int) -> Iterable[Division]:
