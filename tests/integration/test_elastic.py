@@ -22,7 +22,7 @@ STREAM_TOKENS = 900
 PACE_S = 0.2
 """Least time of a step while workers leave: the streams outlast that, and their objective is met."""
 NUM_ANSWERS = 16
-DUTIES = Pace(step_s=0.01, prompt_token_s=0.003, decode_s=0.015)
+DUTIES = Pace(step_s=0.01, prompt_token_s=0.003, decode_s=0.06)
 """Slower than this model on most machines. A step with a long chunk takes longer than the objective for tokens, and
 nine streams keep within it."""
 
@@ -118,7 +118,7 @@ def test_the_number_of_workers_follows_the_load(live: Live, tmp_path: Path) -> N
 
 def test_duties_follow_the_load(live: Live, tmp_path: Path) -> None:
     """Long prompts beside two answers, and then many answers: two workers prefill, and then none does only that."""
-    fixed = {**config(replicas=MOST, token_budget=1024), "slo": {"ttft_ms": 1000, "tpot_ms": 150}}
+    fixed = {**config(replicas=MOST, token_budget=1024), "slo": {"ttft_ms": 1000, "tpot_ms": 600}}
     done = live.deploy(fixed)
     assert done.returncode == 0 and "restarts: nothing" in done.stdout, done.stdout + done.stderr
     eventually(lambda: len(workers(live)) == MOST, "three workers", 180)
