@@ -23,6 +23,9 @@ from raydix.engine.api.prompts import MAX_TOKEN_ID, Label, require_unicode
 from raydix.engine.api.spec import (
     DEFAULT_SAMPLING,
     MAX_OBJECTIVE_MS,
+    AnswerForm,
+    Retention,
+    Service,
     Truncation,
 )
 from raydix.engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
@@ -191,9 +194,19 @@ class PromptFields(StrictModel):
         default=None, description="So many seconds after the request its KV is evicted before any other."
     )
 
-    def objectives(self) -> Objectives:
-        """Objectives of the request's own."""
-        return Objectives.of_ms(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_when_late)
+    def service(self, asked: Service) -> Service:
+        """Complete the part `service` of a request, of which the route has `asked`."""
+        return replace(
+            asked,
+            user=self.user or None,
+            session_id=self.session_id or asked.session_id,
+            priority=self.priority or 0,
+            objectives=Objectives.of_ms(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_when_late),
+        )
+
+    def retention(self, asked: Retention) -> Retention:
+        """Complete the part `retention` of a request, of which the route has `asked`."""
+        return replace(asked, salt=self.cache_salt, priority=self.cache_priority or 0, ttl_s=self.cache_ttl_s)
 
     def truncated_to(self) -> Truncation | None:
         """Part of the prompt to keep; None for all of the prompt."""
@@ -277,6 +290,16 @@ class SamplingFields(FormatFields, PromptFields):
         default=None, description="false: no drafts for this request; they change its pace, never the answer."
     )
     return_token_ids: bool | None = Field(default=None, description="Return token ids of prompt and answer.")
+
+    def form(self, asked: AnswerForm) -> AnswerForm:
+        """Complete the part `form` of a request, of which the route has `asked`."""
+        return replace(
+            asked,
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
+            return_token_ids=bool(self.return_token_ids),
+        )
 
     def sampling(self, logprobs: int | None, grammar: Grammar | None = None) -> SamplingParams:
         """Return the sampling parameters as asked for, with `logprobs` as the route understands that field and the

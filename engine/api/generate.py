@@ -19,11 +19,11 @@ from pydantic import (
 
 from raydix.engine.api.chat_prompts import ChatPromptFields
 from raydix.engine.api.fields import RequestId, SamplingFields
-from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import Label, Messages, OnePrompt, unicode_text
 from raydix.engine.api.reasoning import ReasoningFields
 from raydix.engine.api.responses import Usage
-from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.spec import AnswerForm, GenerationSpec, Retention, Service
 from raydix.engine.api.tools import ToolFields
 from raydix.engine.api.validation import INTEGRAL, describe, request_error
 from raydix.engine.core.answers.prompt_form import ChatEnd
@@ -85,30 +85,27 @@ class GenerateRequest(SamplingFields, ChatPromptFields, ToolFields, ReasoningFie
             raise RequestError("'suffix' is only allowed with a text as 'prompt'.", param="suffix")
 
         prompt = self.prompt if isinstance(self.prompt, str) else tuple(self.prompt or ())
-        return build_spec(
-            self,
-            kind="completion" if self.messages is None else "chat",
+        is_chat = self.messages is not None
+        asked = GenerationSpec(
+            kind="chat" if is_chat else "completion",
             model=self.model,
             prompts=(prompt,) if prompt else (),
-            messages=self.messages,
             given_prompt=None if self.messages is None else self.given_ids(self.messages),
             tools=self.tool_use(),
             reasoning=self.reasoning_use(),
             max_tokens=self.max_tokens,
-            logprobs=self.logprobs,
             best_of=self.best_of,
             suffix=self.suffix or None,
-            add_special_tokens=self.messages is not None or self.add_special_tokens is not False,
+            add_special_tokens=is_chat or self.add_special_tokens is not False,
             chat_end=ChatEnd.ANSWER if self.messages is None else self.end_of(self.messages),
-            echo=bool(self.echo),
             prediction=None if self.prediction is None else self.prediction.content,
-            stream=stream,
-            include_usage=True,
-            store=bool(self.store),
             text_if_missing=self.continue_from_missing == "text",
             template=self.template(),
-            request_id=self.request_id,
+            form=AnswerForm(stream=stream, include_usage=True, echo=bool(self.echo)),
+            service=Service(request_id=self.request_id),
+            retention=Retention(store=bool(self.store)),
         )
+        return normal_form(self, asked, messages=self.messages or (), logprobs=self.logprobs)
 
     def _refuse(self, fields: Mapping[str, tuple[object, ...]], only_with: str) -> None:
         """Raise RequestError naming the first of these fields that asks for something."""

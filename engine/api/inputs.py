@@ -4,7 +4,7 @@ from pydantic import Field
 
 from raydix.engine.api.fields import PromptFields, RequestId
 from raydix.engine.api.prompts import Label
-from raydix.engine.api.spec import GenerationSpec, Prompt
+from raydix.engine.api.spec import GenerationSpec, Prompt, Retention, Service
 
 
 class InputsFields(PromptFields):
@@ -26,12 +26,6 @@ class InputsFields(PromptFields):
             prompts=inputs,
             truncation=self.truncated_to(),
             add_special_tokens=self.add_special_tokens is not False,
-            user=self.user or None,
-            session_id=self.session_id,
-            priority=self.priority or 0,
-            objectives=self.objectives(),
-            cache_salt=self.cache_salt,
-            cache_priority=self.cache_priority or 0,
-            cache_ttl_s=self.cache_ttl_s,
-            request_id=self.request_id,
+            service=self.service(Service(request_id=self.request_id)),
+            retention=self.retention(Retention()),
         )

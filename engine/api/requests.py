@@ -5,6 +5,7 @@ silently. Beside OpenAI's fields some of vLLM's are supported, under vLLM's name
 others.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
@@ -19,10 +20,10 @@ from raydix.engine.api.known import (
     UnlessFalse,
     Unsupported,
 )
-from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import GivenPrompt, Label, Message, Prompts, few_messages, unicode_text
 from raydix.engine.api.reasoning import ReasoningFields
-from raydix.engine.api.spec import GenerationSpec
+from raydix.engine.api.spec import AnswerForm, GenerationSpec, Retention, Service
 from raydix.engine.api.tools import ToolFields
 from raydix.engine.api.validation import INTEGRAL, NO_RULES, BodyRules, StrictModel, only, parse_body
 from raydix.engine.core.answers.prompt_form import ChatEnd
@@ -72,27 +73,27 @@ class HttpFields(SamplingFields, KnownFields):
             )
         return old if new is None else new
 
-    def streams(self) -> bool:
-        """True if the answer is a stream, which as at vLLM has no place for `prompt_logprobs`."""
+    def form(self, asked: AnswerForm) -> AnswerForm:
+        """Complete the part `form` of a request. Raises RequestError for fields that contradict `stream`."""
+        # As at vLLM, a stream has no place for the prompt's log-probabilities.
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("'prompt_logprobs' is only allowed when 'stream' is false.", param="prompt_logprobs")
-        return bool(self.stream)
-
-    def usage_in_stream(self) -> bool:
-        """True if the stream ends with the usage."""
-        if self.stream_options is None:
-            return False
-        if not self.stream:
+        if self.stream_options is not None and not self.stream:
             raise RequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
-        return bool(self.stream_options.include_usage)
 
-    def usage_in_chunks(self) -> bool:
-        """True if each chunk has the usage so far, which as at vLLM needs `include_usage`, too."""
-        return (
-            self.stream_options is not None
-            and self.usage_in_stream()
-            and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options or StreamOptions()
+        return replace(
+            super().form(asked),
+            stream=bool(self.stream),
+            include_usage=bool(options.include_usage),
+            # As at vLLM, usage in each chunk needs `include_usage`, too.
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
         )
+
+    def service(self, asked: Service) -> Service:
+        """Complete the part `service` of a request."""
+        return super().service(replace(asked, session_id=self.prompt_cache_key, request_id=self.request_id))
 
 
 class CompletionRequest(HttpFields, KnownCompletionFields):
@@ -118,25 +119,18 @@ class CompletionRequest(HttpFields, KnownCompletionFields):
 
     def spec(self) -> GenerationSpec:
         """The request in normal form."""
-        return build_spec(
-            self,
+        asked = GenerationSpec(
             kind="completion",
             model=self.model,
             prompts=self.prompt,
             max_tokens=self.token_limit(),
-            logprobs=self.logprobs,
-            echo=bool(self.echo),
             suffix=self._suffix(),
             add_special_tokens=self.add_special_tokens is not False,
             n=self.n or 1,
             best_of=self.best_of,
-            stream=self.streams(),
-            include_usage=self.usage_in_stream(),
-            continuous_usage=self.usage_in_chunks(),
-            session_id=self.session_id or self.prompt_cache_key,
-            request_id=self.request_id,
-            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            form=AnswerForm(echo=bool(self.echo)),
         )
+        return normal_form(self, asked, logprobs=self.logprobs)
 
     def _suffix(self) -> str | None:
         """Text behind the answer, which needs texts before the answer. Raises RequestError."""
@@ -192,30 +186,23 @@ class ChatCompletionRequest(HttpFields, ChatPromptFields, ToolFields, ReasoningF
         if self.top_logprobs and not self.logprobs:
             raise RequestError("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
 
-        return build_spec(
-            self,
+        asked = GenerationSpec(
             kind="chat",
             model=self.model,
-            messages=self.messages,
             given_prompt=self.given_prompt(),
             tools=self.tool_use(),
             reasoning=self.reasoning_use(),
             max_tokens=self.token_limit(),
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             n=self.n or 1,
-            stream=self.streams(),
-            include_usage=self.usage_in_stream(),
-            continuous_usage=self.usage_in_chunks(),
             chat_end=self.chat_end(),
-            echo=bool(self.echo),
             template=self.template(),
             prediction=None if self.prediction is None else self.prediction.content,
-            store=bool(self.store),
             text_if_missing=self.continue_from_missing == "text",
-            session_id=self.session_id or self.prompt_cache_key,
-            request_id=self.request_id,
-            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            form=AnswerForm(echo=bool(self.echo)),
+            retention=Retention(store=bool(self.store)),
         )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return normal_form(self, asked, messages=self.messages, logprobs=logprobs)
 
 
 def parse_completion(body: bytes, rules: BodyRules = NO_RULES) -> GenerationSpec:

@@ -22,15 +22,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from raydix.engine.api.fields import REQUEST_ID_PATTERN
 from raydix.engine.api.reconnecting import BEGINNING, HEADER
-from raydix.engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
+from raydix.engine.api.spec import DEFAULT_SAMPLING, AnswerForm, GenerationSpec, Retention, Service
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE
 from raydix.engine.core.errors import AnswerChangedError, RequestError
-from raydix.engine.core.objectives import NO_OBJECTIVES
 
 MAX_CHOICES = 64
 """Choices of a stream with ids: each id has a place of every choice."""
@@ -148,7 +147,7 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
     shown = replace(
         spec,
         # The prompts' ids stand for these.
-        messages=spec.messages[-1:] if spec.echo else (),
+        messages=spec.messages[-1:] if spec.form.echo else (),
         prompts=(),
         given_prompt=None,
         continued=(),
@@ -158,18 +157,16 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
         # No part of the answer.
         sampling=replace(spec.sampling, speculation=DEFAULT_SAMPLING.speculation, allowed_token_ids=None),
         prediction=None,
-        user=None,
-        session_id=None,
-        priority=0,
-        objectives=NO_OBJECTIVES,
-        cache_salt=None,
-        cache_priority=0,
-        cache_ttl_s=None,
-        request_id=None,
         ignored=(),
         reasoning=replace(spec.reasoning, is_hint=False),
+        form=AnswerForm(),
+        service=Service(),
+        retention=Retention(),
     )
-    asked = {"tenant": tenant, "name": origin.name, "created": origin.created, "seed": origin.seed, "spec": shown}
+    retention = Retention(store=spec.retention.store, marks=spec.retention.marks)
+    # The fields of the parts stand beside the others, so that a seal does not depend on how they are grouped.
+    parts = _chosen(shown) | _chosen(spec.form) | _chosen(retention)
+    asked = {"tenant": tenant, "name": origin.name, "created": origin.created, "seed": origin.seed, "spec": parts}
     if spec.turn is not None:
         repeated = {name: spec.turn.repeated.get(name) for name in _ONLY_REPEATED if spec.turn.repeated.get(name)}
         asked |= {"previous": spec.turn.previous, "is_stored": spec.turn.is_stored, "repeated": repeated}
@@ -181,15 +178,20 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
     return bytes((_SEAL_VERSION,)) + digest.digest()
 
 
+def _chosen(value: Any) -> dict[str, object]:
+    """The fields of an object of a dataclass that differ from their defaults, by name."""
+    shown = {field.name: (getattr(value, field.name), field) for field in fields(value)}
+    return {
+        name: own
+        for name, (own, field) in shown.items()
+        if own != (field.default if field.default_factory is MISSING else field.default_factory())
+    }
+
+
 def by_name(value: object) -> object:
     """A value as JSON has it. An object of a class is its fields by name, without those that have their defaults."""
     if is_dataclass(value) and not isinstance(value, type):
-        shown = {field.name: (getattr(value, field.name), field) for field in fields(value)}
-        return {
-            name: by_name(own)
-            for name, (own, field) in shown.items()
-            if own != (field.default if field.default_factory is MISSING else field.default_factory())
-        }
+        return by_name(_chosen(value))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):

@@ -193,6 +193,56 @@ class ReasoningUse:
     """True if an effort that the chat template does not know is left without effect; false: it is refused."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """Form in which a request wants its answers."""
+
+    stream: bool = False
+    include_usage: bool = False
+    """A stream ends with the request's usage."""
+    continuous_usage: bool = False
+    """Each chunk of a stream has the usage of its choice so far."""
+    echo: bool = False
+    """A completion's text begins with the prompt's, and so do its log-probabilities; a chat's text begins with that of
+    the last message where the answer goes on with it, or is of the same role."""
+    include_stop: bool = False
+    """The stop string that ended the text stays in it."""
+    skip_special_tokens: bool = True
+    """Special tokens are left out of the text."""
+    spaces_between_special_tokens: bool = True
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens by their ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Place of a request among others, and its names."""
+
+    user: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    priority: int = 0
+    """Requests of lower numbers go first."""
+    objectives: Objectives = NO_OBJECTIVES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Demands on what is kept of a request after its end."""
+
+    salt: str | None = None
+    """Cached prefixes are shared with requests of the same salt only."""
+    priority: int = 0
+    """KV of lower numbers is evicted first, among that of one tenant."""
+    ttl_s: float | None = None
+    """Seconds from the end of the request on, after which its KV is evicted before any other; None: no such time."""
+    marks: tuple[PromptMark, ...] = ()
+    """Marks in the order of the prompt (chats only)."""
+    store: bool = False
+    """Each answer gets a reference by which a later chat can go on from its token ids."""
+
+
 DEFAULT_SAMPLING = SamplingParams(max_tokens=0)
 """Sampling parameters of a request without sampling fields; limit and seed are settled by `sampling_params`."""
 
@@ -218,8 +268,6 @@ class GenerationSpec:
     tools: ToolUse | None = None
     reasoning: ReasoningUse = ReasoningUse()
     chat_end: ChatEnd = ChatEnd.ANSWER
-    store: bool = False
-    """Each answer gets a reference by which a later chat can go on from its token ids."""
     embedding: EmbeddingUse | None = None
     """The answers are embeddings of the prompts; None: they are generated."""
     scoring: LabelScoring | None = None
@@ -247,48 +295,24 @@ class GenerationSpec:
     bad_words: tuple[str, ...] = ()
     """Texts whose tokens are never completed; the reading makes `sampling.bad_words` of them."""
     stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    """The stop string that ended the text stays in it."""
-    skip_special_tokens: bool = True
-    """Special tokens are left out of the text."""
-    spaces_between_special_tokens: bool = True
+    form: AnswerForm = AnswerForm()
 
-    stream: bool = False
-    include_usage: bool = False
-    """A stream ends with the request's usage."""
-    continuous_usage: bool = False
-    """Each chunk of a stream has the usage of its choice so far."""
-    return_token_ids: bool = False
-    tokens_as_ids: bool = False
-    """Log-probabilities name tokens by their ids."""
     add_special_tokens: bool = True
     """A text begins with the special tokens that the model wants before it (completions only)."""
-    echo: bool = False
-    """A completion's text begins with the prompt's, and so do its log-probabilities; a chat's text begins with that of
-    the last message where the answer goes on with it, or is of the same role."""
     suffix: str | None = None
     """Text behind the answer (completions only)."""
 
     prediction: str | None = None
     """Guess of the answer, for drafts (chats only)."""
 
-    user: str | None = None
-    session_id: str | None = None
-    priority: int = 0
-    """Requests of lower numbers go first."""
-    objectives: Objectives = NO_OBJECTIVES
-    cache_salt: str | None = None
-    cache_priority: int = 0
-    cache_ttl_s: float | None = None
-    marks: tuple[PromptMark, ...] = ()
-    """Marks in the order of the prompt (chats only)."""
+    service: Service = Service()
+    retention: Retention = Retention()
     previous_message: str | None = None
     """Id of the answer whose prompt this one is compared with; None: the client does not ask."""
     edits: tuple[Edit, ...] | None = None
     """Edits of the messages before their prompt is made (chats only); None: the client does not ask what was left
     out."""
     turn: Turn | None = None
-    request_id: str | None = None
     ignored: tuple[str, ...] = ()
     """Fields of the body that have no effect: hints that nothing here acts on, and unknown ones."""
 
@@ -310,7 +334,7 @@ class GenerationSpec:
 
     @property
     def echoes_prompt(self) -> bool:
-        return self.echo and self.kind == "completion"
+        return self.form.echo and self.kind == "completion"
 
     @property
     def has_inputs(self) -> bool:

@@ -88,7 +88,7 @@ class Chats:
             work = partial(self._with_answers, prompt, found)
             is_long = sum(len(token_ids) for _, token_ids in found) > MANY_IDS
             prompt = await asyncio.to_thread(work) if is_long else work()
-        goes_on_by_ids = spec.store or (spec.turn is not None and spec.turn.is_stored)
+        goes_on_by_ids = spec.retention.store or (spec.turn is not None and spec.turn.is_stored)
         is_plain = spec.chat_end is ChatEnd.ANSWER and not (
             goes_on_by_ids or spec.continued or spec.given_prompt or spec.truncation or spec.template.source
         )
@@ -99,7 +99,7 @@ class Chats:
             prompt=prompt,
             private_salt=private_salt,
             size=size_of(replace(spec, messages=original)),
-            is_stored=spec.store,
+            is_stored=spec.retention.store,
             may_be_resent=spec.num_samples == 1 and is_plain,
             tools=() if spec.tools is None else spec.tools.definitions,
             edits=spec.edits or (),

@@ -68,7 +68,7 @@ class StreamStart:
 
     def check(self, spec: GenerationSpec) -> None:
         """Raise RequestError for a request whose answer has no events, or too many choices."""
-        if not spec.stream:
+        if not spec.form.stream:
             raise RequestError(f"'{HEADER}' is for streams: set 'stream' to true, or leave it out.", param=HEADER)
         if spec.num_choices > MAX_CHOICES:
             raise RequestError(
@@ -114,22 +114,24 @@ class PreparationFacts:
 
 def _as_line(spec: GenerationSpec) -> GenerationSpec:
     """The request of a line of a batch, behind all requests of clients. Raises RequestError for what no line has."""
-    if spec.stream:
+    if spec.form.stream:
         raise RequestError("'stream' is not supported in a batch.", param="stream")
-    if spec.priority:
+    if spec.service.priority:
         raise RequestError("'priority' is not supported in a batch, which has the lowest.", param="priority")
-    return replace(spec, priority=LINE_PRIORITY)
+    return replace(spec, service=replace(spec.service, priority=LINE_PRIORITY))
 
 
 def _with_headers(spec: GenerationSpec, session: str | None, objectives: Objectives) -> GenerationSpec:
     """The request with the session and the objectives of its headers, unless its body names them."""
-    return replace(spec, session_id=spec.session_id or session, objectives=spec.objectives.over(objectives))
+    own = spec.service
+    service = replace(own, session_id=own.session_id or session, objectives=own.objectives.over(objectives))
+    return replace(spec, service=service)
 
 
 def _request_id(spec: GenerationSpec, name: str | None, unique: str) -> str:
     """The name that the request has, or else `name` if its form is valid, or else `unique`."""
     is_named = name is not None and re.fullmatch(REQUEST_ID_PATTERN, name)
-    return spec.request_id or (name if is_named else None) or unique
+    return spec.service.request_id or (name if is_named else None) or unique
 
 
 def _unique_id(spec: GenerationSpec, request_id: str, origin: Origin) -> str:
@@ -236,7 +238,7 @@ class Preparation:
             try:
                 for number, reading in enumerate(readings):
                     spec = _with_headers(reading.spec, session, objectives)
-                    tenant.require_priority(spec.priority)
+                    tenant.require_priority(spec.service.priority)
                     own = _request_id(spec, name, unique)
                     origin = self._new_origin(own)
                     unique_id = f"{own}-{number}-{secrets.token_hex(4)}"
@@ -336,7 +338,7 @@ class Preparation:
 
     def _check(self, spec: GenerationSpec, tenant: Tenant, start: StreamStart | None) -> None:
         """Raise RequestError for a request that this tenant, model or kind of stream cannot have."""
-        tenant.require_priority(spec.priority)
+        tenant.require_priority(spec.service.priority)
         if spec.embedding is not None:
             spec.embedding.check(self._facts.model.hidden_size)
         if start is not None:
@@ -371,7 +373,7 @@ class Preparation:
         origin = self._new_origin(request_id if spec.turn is None else unique)
         if start is not None:
             origin = start.origin(origin)
-            request_id = spec.request_id or origin.name
+            request_id = spec.service.request_id or origin.name
         return origin.name if spec.turn is None else request_id, origin
 
     def _new_origin(self, name: str) -> Origin:
@@ -392,7 +394,7 @@ class Preparation:
         chat: Chat | None = None
         token_ids: Sequence[Sequence[int]] = reading.prompts
         if reading.chat is not None:
-            private_salt = salt_of(tenant.name, spec.cache_salt).private
+            private_salt = salt_of(tenant.name, spec.retention.salt).private
             chat = await self._chats.begin(reading, reading.chat, private_salt, tenant.name)
             token_ids = [chat.prompt.token_ids]
 
@@ -444,20 +446,20 @@ class Preparation:
             sampling=sampling if spec.embedding is None else replace(sampling, pooling=self._facts.pooling),
             salt=self._salt(spec, tenant, request_id, prompt),
             cache=hints,
-            session=spec.session_id or spec.user,
-            priority=spec.priority,
-            objectives=spec.objectives,
+            session=spec.service.session_id or spec.service.user,
+            priority=spec.service.priority,
+            objectives=spec.service.objectives,
             prediction=prediction,
         )
 
     def _hints(self, reading: Reading, tenant: Tenant) -> CacheHints:
         """Retention of the request's KV."""
         spec, block_size = reading.spec, self._facts.block_size
-        marks = zip(spec.marks, reading.marked_tokens, strict=True)
+        marks = zip(spec.retention.marks, reading.marked_tokens, strict=True)
         return CacheHints(
             tenant.name,
-            spec.cache_priority,
-            spec.cache_ttl_s,
+            spec.retention.priority,
+            spec.retention.ttl_s,
             tuple(CacheMark(-(-num_tokens // block_size), MARKED_PRIORITY, mark.ttl_s) for mark, num_tokens in marks),
         )
 
@@ -465,7 +467,7 @@ class Preparation:
         """The sharing domain of a request's KV; without prefix caching the request's own."""
         if not self._facts.prefix_caching:
             return salt_of(tenant.name, request_id)
-        return salt_of(tenant.name, spec.cache_salt, num_public_tokens(prompt, self._facts.public_prefixes))
+        return salt_of(tenant.name, spec.retention.salt, num_public_tokens(prompt, self._facts.public_prefixes))
 
     def _answer(
         self, spec: GenerationSpec, generation: Generation, index: int, chat: Chat | None, origin: Origin
@@ -473,16 +475,16 @@ class Preparation:
         own_stops = () if spec.ignore_eos else self._facts.eos_token_ids
         parser = self._parser(spec, chat)
         assembler = ChoiceAssembler(
-            self._vocabulary.detokenizer(skip_special_tokens=spec.skip_special_tokens)
-            if parser is None or not spec.skip_special_tokens
+            self._vocabulary.detokenizer(skip_special_tokens=spec.form.skip_special_tokens)
+            if parser is None or not spec.form.skip_special_tokens
             else self._vocabulary.showing((*self._facts.tool_format.markers, *REASONING_TAGS)),
             spec.stop,
-            include_stop=spec.include_stop,
+            include_stop=spec.form.include_stop,
             min_tokens=generation.sampling.min_tokens,
             stop_token_ids=set(spec.sampling.stop_token_ids).difference(own_stops),
             parser=parser,
         )
-        echo = self._echo(spec, index, generation.prompt) if spec.echo else ""
+        echo = self._echo(spec, index, generation.prompt) if spec.form.echo else ""
         call_ids = map(self._call_id, map(partial(origin.call_id, index), count()))
         custom = () if spec.tools is None else spec.tools.inputs
         message = None if parser is None else AnswerMessage(partial(next, call_ids), echo, custom)

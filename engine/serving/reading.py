@@ -173,7 +173,7 @@ class Reader:
             spec = replace(spec, template=template, ignored=(*spec.ignored, *ignored))
         if spec.tools is not None:
             spec = self._with_calls(spec, spec.tools)
-        shows_special_tokens = not (spec.skip_special_tokens or spec.spaces_between_special_tokens)
+        shows_special_tokens = not (spec.form.skip_special_tokens or spec.form.spaces_between_special_tokens)
         if shows_special_tokens and self._tokenizer.spaces_special_tokens:
             raise RequestError(
                 "'spaces_between_special_tokens' must be true: this model's tokenizer puts spaces between them.",
@@ -184,7 +184,7 @@ class Reader:
         if spec.kind == "chat":
             return self._read_chat(spec)
         prompts = tuple(self._encode(prompt, spec) for prompt in spec.prompts)
-        shows_texts = spec.echo and spec.truncation is None
+        shows_texts = spec.form.echo and spec.truncation is None
         shown = tuple(prompt if shows_texts and isinstance(prompt, str) else () for prompt in spec.prompts)
         return Reading(replace(spec, prompts=shown), prompts)
 
@@ -339,14 +339,14 @@ class Reader:
 
     def _marked_tokens(self, spec: GenerationSpec, chat: EncodedText) -> tuple[int, ...]:
         """Tokens of a prompt before each of the request's marks."""
-        if not spec.marks:
+        if not spec.retention.marks:
             return ()
         with self._limits(spec.template):
             counts = tokens_before(
                 self._tokenizer,
                 spec.messages,
                 chat,
-                [(mark.index, mark.length) for mark in spec.marks],
+                [(mark.index, mark.length) for mark in spec.retention.marks],
                 tools=() if spec.tools is None else spec.tools.definitions,
                 template=spec.template,
                 end=spec.chat_end,

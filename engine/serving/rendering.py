@@ -184,7 +184,7 @@ class Rendering:
             token_ids=tuple(answer.token_ids),
             logprobs=_of_handle(answer.logprobs) if spec.sampling.logprobs is not None else None,
             prompt_logprobs=_prompt_logprobs(spec, answer),
-            prompt_token_ids=answer.generation.prompt if spec.return_token_ids else None,
+            prompt_token_ids=answer.generation.prompt if spec.form.return_token_ids else None,
             finish_reason=answer.finish,
             stop_reason=answer.stop_reason,
             usage=job.usage(),
@@ -240,8 +240,8 @@ class Rendering:
             text=answer.echo + answer.text,
             finish_reason=answer.finish,
             logprobs=self._logprobs(spec, answer),
-            token_ids=answer.token_ids if spec.return_token_ids else None,
-            prompt_token_ids=prompt if spec.return_token_ids else None,
+            token_ids=answer.token_ids if spec.form.return_token_ids else None,
+            prompt_token_ids=prompt if spec.form.return_token_ids else None,
             prompt_logprobs=of_prompt,
             stop_reason=answer.stop_reason,
             message_id=answer.message_id,
@@ -270,7 +270,7 @@ class Rendering:
 
     def end_of_stream(self, job: Job) -> bytes:
         """The last events of a stream whose choices are finished."""
-        return (usage_event(job.head, job.usage()) if job.spec.include_usage else b"") + DONE
+        return (usage_event(job.head, job.usage()) if job.spec.form.include_usage else b"") + DONE
 
     def chunk(self, job: Job, piece: Piece, *, is_first: bool) -> GenerateChunk:
         """A piece of the Python handle's answer."""
@@ -283,7 +283,7 @@ class Rendering:
             token_ids=piece.token_ids,
             logprobs=_of_handle(piece.logprobs) if spec.sampling.logprobs is not None else None,
             prompt_logprobs=_prompt_logprobs(spec, answer) if is_first else None,
-            prompt_token_ids=answer.generation.prompt if is_first and spec.return_token_ids else None,
+            prompt_token_ids=answer.generation.prompt if is_first and spec.form.return_token_ids else None,
             finish_reason=piece.finish,
             stop_reason=piece.stop_reason,
             usage=job.usage() if piece.finish is not None else None,
@@ -292,17 +292,17 @@ class Rendering:
 
     def _choice_events(self, job: Job, answer: Answer) -> AsyncGenerator[bytes]:
         spec = job.spec
-        writer = ChunkWriter(job.head, answer.index, include_usage=spec.include_usage)
+        writer = ChunkWriter(job.head, answer.index, include_usage=spec.form.include_usage)
         render = self.logprobs_renderer(spec)
         has_text_alone = answer.message is None and render is None
-        is_plain = has_text_alone and not (spec.return_token_ids or spec.continuous_usage)
+        is_plain = has_text_alone and not (spec.form.return_token_ids or spec.form.continuous_usage)
 
         def opening() -> bytes:
-            writer.usage = answer.usage().of_prompt if spec.continuous_usage else None
+            writer.usage = answer.usage().of_prompt if spec.form.continuous_usage else None
             return _opening(writer, spec, answer, render)
 
         def event(piece: Piece) -> bytes:
-            writer.usage = answer.usage() if spec.continuous_usage else None
+            writer.usage = answer.usage() if spec.form.continuous_usage else None
             if is_plain and piece.finish is None:
                 return writer.text(piece.text) if piece.text else b""
             return _event(writer, spec, answer, piece, render)
@@ -352,10 +352,10 @@ class Rendering:
                 chat_logprobs,
                 token_bytes=self.bytes_of,
                 num_top=num_top,
-                names_ids=spec.tokens_as_ids,
+                names_ids=spec.form.tokens_as_ids,
                 names=names,
             )
-        return CompletionLogprobs(self.bytes_of, num_top, names_ids=spec.tokens_as_ids, names=names).add
+        return CompletionLogprobs(self.bytes_of, num_top, names_ids=spec.form.tokens_as_ids, names=names).add
 
 
 def is_large(jobs: Sequence[Job]) -> bool:
@@ -367,7 +367,7 @@ def is_large(jobs: Sequence[Job]) -> bool:
             num_listed_all += num_listed(answer.logprobs) + num_listed(answer.generation.prompt_logprobs)
             if answer.generation.pooled is not None:
                 num_listed_all += len(answer.generation.pooled) // 16
-            if job.spec.return_token_ids:
+            if job.spec.form.return_token_ids:
                 num_listed_all += (len(answer.generation.prompt) + len(answer.token_ids)) // 8
             num_listed_all += len(answer.echo) // 64 + len(answer.pieces) // 16
     return num_listed_all > SMALL
@@ -403,14 +403,14 @@ async def stream_of(
 
 def _has_large_opening(spec: GenerationSpec, answer: Answer) -> bool:
     """True if the prompt, which the opening repeats, has much to be rendered."""
-    if not (spec.echo or spec.return_token_ids):
+    if not (spec.form.echo or spec.form.return_token_ids):
         return False
     return len(answer.generation.prompt) // 8 + num_listed(answer.generation.prompt_logprobs) > SMALL
 
 
 def _opening(writer: ChunkWriter, spec: GenerationSpec, answer: Answer, render: LogprobsRenderer | None) -> bytes:
     """Events before those of the first token."""
-    opening = writer.first(answer.generation.prompt if spec.return_token_ids else None)
+    opening = writer.first(answer.generation.prompt if spec.form.return_token_ids else None)
     if not (answer.echo or spec.echoes_prompt):
         return opening
     logprobs = None
@@ -423,7 +423,7 @@ def _event(
     writer: ChunkWriter, spec: GenerationSpec, answer: Answer, piece: Piece, render: LogprobsRenderer | None
 ) -> bytes:
     """Events of a piece that has more than text, or that is the last."""
-    token_ids = piece.token_ids if spec.return_token_ids else None
+    token_ids = piece.token_ids if spec.form.return_token_ids else None
     logprobs = None if render is None else render(piece.token_ids, piece.logprobs)
     text, parts = piece.text, b""
     if answer.message is not None:

@@ -134,7 +134,7 @@ class RequestTable:
             "request": job.request_id,
             "tenant": job.tenant.name,
             "kind": _kind(job),
-            "stream": job.spec.stream,
+            "stream": job.spec.form.stream,
             "state": State.ENDED if ended_at is not None else state_of(job),
             "outcome": None if ended_at is None else outcome_of(job),
             "choices": len(job.answers),

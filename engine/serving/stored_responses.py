@@ -35,7 +35,7 @@ class StoredResponses:
         """
         assert spec.turn is not None and spec.turn.previous is not None
         previous = spec.turn.previous
-        name = self._name(previous, tenant, spec.cache_salt)
+        name = self._name(previous, tenant, spec.retention.salt)
         found = await self._keeper.find_response(name, True)
         earlier = [StoredResponse.decode(data) for data in found]
         if not earlier:
@@ -63,9 +63,9 @@ class StoredResponses:
             text=answer.text,
             token_ids=tuple(shown),
         )
-        name = self._name(job.head.id, job.tenant, spec.cache_salt)
+        name = self._name(job.head.id, job.tenant, spec.retention.salt)
         previous = spec.turn.previous
-        parent = None if previous is None else self._name(previous, job.tenant, spec.cache_salt)
+        parent = None if previous is None else self._name(previous, job.tenant, spec.retention.salt)
         try:
             return await self._keeper.keep_response(name, parent, data, job.tenant.name)
         except ServiceError:

@@ -180,7 +180,7 @@ class FakeReader(RequestReader):
         return Reading(
             spec,
             chat=chat,
-            marked_tokens=tuple(starts[mark.index] + mark.length for mark in spec.marks),
+            marked_tokens=tuple(starts[mark.index] + mark.length for mark in spec.retention.marks),
             edits=edits,
             parts=parts_of(spec),
             prediction=self._ids(spec.prediction or ""),

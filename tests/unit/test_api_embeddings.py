@@ -8,7 +8,7 @@ import pytest
 
 from raydix.engine.api.embeddings import EmbedRequest, as_embed_request, parse_embeddings
 from raydix.engine.api.responses import response_id
-from raydix.engine.api.spec import EmbeddingUse, GenerationSpec, Truncation
+from raydix.engine.api.spec import EmbeddingUse, GenerationSpec, Service, Truncation
 from raydix.engine.core.errors import RequestError
 
 
@@ -53,8 +53,9 @@ def test_fields() -> None:
     )
     assert spec.embedding == EmbeddingUse("base64", is_normalized=False, dimensions=3)
     assert spec.truncation == Truncation(5, keeps_end=False)
-    assert (spec.model, spec.user, spec.session_id, spec.priority, spec.request_id) == ("m", "u", "s", -2, "r")
-    assert (spec.cache_salt, spec.cache_priority, spec.cache_ttl_s) == ("c", 1, 60)
+    assert spec.model == "m"
+    assert spec.service == Service(user="u", session_id="s", priority=-2, request_id="r")
+    assert (spec.retention.salt, spec.retention.priority, spec.retention.ttl_s) == ("c", 1, 60)
     assert not spec.add_special_tokens
     assert response_id(spec, "r") == "embd-r"
 

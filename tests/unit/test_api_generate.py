@@ -12,7 +12,7 @@ from raydix.engine.api.fields import SamplingFields
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from raydix.engine.api.responses import Usage
-from raydix.engine.api.spec import DEFAULT_SAMPLING, GenerationSpec
+from raydix.engine.api.spec import DEFAULT_SAMPLING, AnswerForm, GenerationSpec, Service
 from raydix.engine.core.answers.prompt_form import ChatTemplate
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.types import FinishReason, TokenLogprobs
@@ -25,11 +25,11 @@ def test_prompt_and_messages() -> None:
         prompts=("hi",),
         sampling=replace(DEFAULT_SAMPLING, temperature=0.5, logit_bias=((5, 1.0),)),
         stop=("x",),
-        include_usage=True,
-        request_id="r-1",
+        form=AnswerForm(include_usage=True),
+        service=Service(request_id="r-1"),
     )
     assert GenerateRequest(prompt=[1, 2]).spec(stream=True).prompts == ((1, 2),)
-    assert GenerateRequest(prompt=(1, 2)).spec(stream=True).stream
+    assert GenerateRequest(prompt=(1, 2)).spec(stream=True).form.stream
     message = {"role": "user", "content": "hi"}
     assert GenerateRequest.model_validate({"messages": [message]}).spec().messages == (message,)
 
@@ -56,7 +56,7 @@ def test_a_request_travels() -> None:
 
 def test_the_prompt_can_be_scored() -> None:
     assert GenerateRequest(prompt="x", prompt_logprobs=3, max_tokens=0).spec().sampling.prompt_logprobs == 3
-    assert GenerateRequest(prompt="x", prompt_logprobs=3).spec(stream=True).stream
+    assert GenerateRequest(prompt="x", prompt_logprobs=3).spec(stream=True).form.stream
     with pytest.raises(RequestError, match="'max_tokens' must be at least 1"):
         GenerateRequest(prompt="x", max_tokens=0).spec()
     with pytest.raises(RequestError, match="'echo' is allowed with 'messages' only"):
@@ -86,7 +86,7 @@ def test_a_field_of_chats_has_its_effect_there_and_is_refused_beside_a_prompt(na
     own = as_generate_request({**CHAT, name: value}).spec()
     assert own != as_generate_request(CHAT).spec()
     over_http = parse_chat(json.dumps({**CHAT, name: value}).encode())
-    assert replace(own, include_usage=False) == over_http
+    assert replace(own, form=replace(own.form, include_usage=False)) == over_http
     with pytest.raises(RequestError, match=f"'{name}' is allowed with 'messages' only") as caught:
         as_generate_request({"prompt": "x", name: value}).spec()
     assert caught.value.param == name
@@ -103,7 +103,8 @@ def test_fields_of_prompts_have_their_effect() -> None:
     for fields in ({"suffix": "x"}, {"add_special_tokens": False}):
         own = as_generate_request({"prompt": "hi", **fields}).spec()
         over_http = parse_completion(json.dumps({"prompt": "hi", **fields}).encode())
-        assert replace(own, include_usage=False) == over_http != parse_completion(b'{"prompt": "hi"}')
+        own = replace(own, form=replace(own.form, include_usage=False))
+        assert own == over_http != parse_completion(b'{"prompt": "hi"}')
     with pytest.raises(RequestError, match="'suffix' is only allowed with a text"):
         GenerateRequest(prompt=[1], suffix="x").spec()
 

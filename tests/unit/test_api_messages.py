@@ -41,9 +41,7 @@ def text(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_plain_chat() -> None:
-    expected = GenerationSpec(
-        kind="chat", api="messages", model="m", messages=(USER,), max_tokens=5, is_capped=True, include_usage=False
-    )
+    expected = GenerationSpec(kind="chat", api="messages", model="m", messages=(USER,), max_tokens=5, is_capped=True)
     assert spec_of() == expected
     assert spec_of(messages=[{"role": "user", "content": [text("hi", citations=None)]}]) == expected
 
@@ -60,7 +58,8 @@ def test_fields() -> None:
         seed=3,
         max_tokens=0,
     )
-    assert (spec.stop, spec.stream, spec.user, spec.cache_salt, spec.seed) == (("x", "y"), True, "u", "s", 3)
+    assert (spec.stop, spec.form.stream, spec.seed) == (("x", "y"), True, 3)
+    assert (spec.service.user, spec.retention.salt) == ("u", "s")
     assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k) == (0.5, 0.9, 7)
     assert spec.max_tokens == 0
 
@@ -102,7 +101,7 @@ def test_tools_calls_and_results() -> None:
     assert spec.tools == ToolUse(
         ({"type": "function", "function": definition},), is_single=True, schema_field="input_schema"
     )
-    assert spec.marks == (PromptMark(1, 0, 300.0), PromptMark(3, 5, 300.0))
+    assert spec.retention.marks == (PromptMark(1, 0, 300.0), PromptMark(3, 5, 300.0))
     no_call = spec_of(tools=[tool], tool_choice={"type": "none"}).tools
     assert no_call is not None and not no_call.may_call
 
@@ -187,7 +186,7 @@ def test_lines_that_change_with_each_request_are_left_out() -> None:
 
     spec = system(text("x-bill: 1;", cache_control=mark), text("You help.", cache_control=mark))
     assert spec.messages[0] == {"role": "system", "content": "You help."}
-    assert [mark.length for mark in spec.marks] == [9]
+    assert [mark.length for mark in spec.retention.marks] == [9]
     assert spec.ignored == ("system.x-bill:",)
     assert system(text("x-bill: 2\nYou help.\nx-bill is no line of its own")).messages[0]["content"] == (
         "You help.\nx-bill is no line of its own"
@@ -200,13 +199,13 @@ def test_marks() -> None:
     messages = [{"role": "user", "content": [text("ab", cache_control=mark), text("c"), text("d", cache_control=mark)]}]
     system = [text("one", cache_control={**mark, "ttl": "1h"})]
     spec = spec_of(system=system, messages=messages, cache_control={**mark, "ttl": "5m"})
-    assert spec.marks == (
+    assert spec.retention.marks == (
         PromptMark(0, 3, 3600.0),
         PromptMark(1, 2, 300.0),
         PromptMark(1, 6, 300.0),
         PromptMark(1, 6, 300.0),
     )
-    assert not spec_of(cache_control=None).marks
+    assert not spec_of(cache_control=None).retention.marks
     with pytest.raises(RequestError, match="At most 4 blocks") as caught:
         spec_of(system=[*system, text("two", cache_control=mark)], messages=messages, cache_control=mark)
     assert caught.value.param == "cache_control"

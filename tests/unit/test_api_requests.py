@@ -12,7 +12,7 @@ from raydix.engine.api import routes, validation
 from raydix.engine.api.normal_form import MAX_CHOICES
 from raydix.engine.api.prompts import MAX_PROMPTS
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from raydix.engine.api.spec import DEFAULT_SAMPLING, ContinuedAnswer, GenerationSpec
+from raydix.engine.api.spec import DEFAULT_SAMPLING, AnswerForm, ContinuedAnswer, GenerationSpec, Retention, Service
 from raydix.engine.api.validation import BodyRules
 from raydix.engine.core.answers.prompt_form import ChatEnd, ChatTemplate
 from raydix.engine.core.errors import RequestError
@@ -105,21 +105,23 @@ def test_every_field_arrives() -> None:
         max_tokens=7,
         seed=-5,
         stop=("a", "b"),
-        include_stop=True,
         ignore_eos=True,
-        stream=True,
-        include_usage=True,
-        continuous_usage=True,
-        return_token_ids=True,
-        tokens_as_ids=True,
-        request_id="r",
-        user="u",
-        session_id="s",
-        cache_salt="salt",
-        priority=-4,
-        objectives=Objectives(ttft_s=1.5, tpot_s=0.0005, when_late=WhenLate.GIVE_WAY),
-        cache_priority=-3,
-        cache_ttl_s=90.0,
+        form=AnswerForm(
+            include_stop=True,
+            stream=True,
+            include_usage=True,
+            continuous_usage=True,
+            return_token_ids=True,
+            tokens_as_ids=True,
+        ),
+        service=Service(
+            request_id="r",
+            user="u",
+            session_id="s",
+            priority=-4,
+            objectives=Objectives(ttft_s=1.5, tpot_s=0.0005, when_late=WhenLate.GIVE_WAY),
+        ),
+        retention=Retention(salt="salt", priority=-3, ttl_s=90.0),
     )
 
 
@@ -135,7 +137,7 @@ def test_exclusions_and_lists_of_tokens_arrive() -> None:
     )
     assert (spec.sampling.allowed_token_ids, spec.sampling.logprob_token_ids) == ((3, 7), (9, 4))
     assert (spec.bad_words, spec.suffix) == (("a", "b c"), "end")
-    assert not (spec.skip_special_tokens or spec.spaces_between_special_tokens)
+    assert not (spec.form.skip_special_tokens or spec.form.spaces_between_special_tokens)
     assert completion(suffix="") == completion(bad_words=[]) == completion()
     every = completion(logprobs=-1)
     assert every.all_logprobs and every.sampling.logprobs == 0
@@ -194,8 +196,8 @@ def test_max_tokens_under_both_names() -> None:
 
 
 def test_prompt_cache_key_stands_in_for_the_session() -> None:
-    assert chat(prompt_cache_key="k").session_id == "k"
-    assert chat(prompt_cache_key="k", session_id="s").session_id == "s"
+    assert chat(prompt_cache_key="k").service.session_id == "k"
+    assert chat(prompt_cache_key="k", session_id="s").service.session_id == "s"
 
 
 def test_an_integer_may_have_a_point() -> None:
@@ -323,11 +325,15 @@ def test_harmless_fields_of_completions() -> None:
 
 def test_prompts_are_echoed_and_scored() -> None:
     assert completion(echo=True, logprobs=2) == GenerationSpec(
-        kind="completion", model="m", prompts=("hi",), echo=True, sampling=replace(DEFAULT_SAMPLING, logprobs=2)
+        kind="completion",
+        model="m",
+        prompts=("hi",),
+        form=AnswerForm(echo=True),
+        sampling=replace(DEFAULT_SAMPLING, logprobs=2),
     )
     assert completion(prompt_logprobs=0).sampling.prompt_logprobs == 0
     assert chat(prompt_logprobs=20).sampling.prompt_logprobs == 20
-    assert completion(echo=True, stream=True).stream, "only prompt_logprobs have no place in a stream"
+    assert completion(echo=True, stream=True).form.stream, "only prompt_logprobs have no place in a stream"
     assert completion(max_tokens=0, echo=True).max_tokens == 0
     assert completion(max_tokens=0, prompt_logprobs=0).max_tokens == 0
     assert chat(max_tokens=0, prompt_logprobs=1).max_tokens == 0
@@ -345,7 +351,7 @@ def test_answers_that_are_named_by_their_ids() -> None:
             USER,
         ],
     )
-    assert spec.store and spec.text_if_missing
+    assert spec.retention.store and spec.text_if_missing
     assert spec.continued == (
         ContinuedAnswer(1, "x", reference="raydix-1"),
         ContinuedAnswer(2, None, token_ids=()),
@@ -353,7 +359,7 @@ def test_answers_that_are_named_by_their_ids() -> None:
     )
     assert [each.param for each in spec.continued] == ["messages[1].id", *(f"messages[{i}].token_ids" for i in (2, 3))]
     assert spec.messages[3] == {"role": "assistant", "content": ""}
-    assert not (chat().store or chat().text_if_missing or chat().continued)
+    assert not (chat().retention.store or chat().text_if_missing or chat().continued)
 
 
 def test_messages() -> None:

@@ -164,7 +164,8 @@ async def answer(request: Request) -> Response:
     request.state.jobs = [job]
     work_for(job.request_id)
     renderer = here.frontend.renderer(job)
-    if job.spec.stream:  # nothing is awaited between this return and the call of the response, which closes the job
+    if job.spec.form.stream:
+        # Nothing is awaited between this return and the call of the response, which closes the job.
         events = here.frontend.events(job, renderer)
         headers = ignored_header(job.spec.ignored) | own
         return EventStreamResponse(events, refusing(request), job.close, wire=renderer.wire, headers=headers)

@@ -155,7 +155,7 @@ class MessageWriter:
     def _usage(self, usage: Usage) -> Json:
         """Anthropic's usage object. The tokens before the last mark are written to the cache unless they were found
         there, and what is neither is input: the three add up to the prompt."""
-        marks = [*zip(self._context.spec.marks, self._context.marked_tokens, strict=True)]
+        marks = [*zip(self._context.spec.retention.marks, self._context.marked_tokens, strict=True)]
         found = usage.cached_tokens
         marked = max((count for _, count in marks), default=0)
         for_an_hour = max((count for mark, count in marks if mark.ttl_s == TTLS["1h"]), default=0)

@@ -17,9 +17,9 @@ from raydix.engine.api.fields import SamplingFields, Stops, TemplateFields
 from raydix.engine.api.formats import Constraint
 from raydix.engine.api.grammars import schema_grammar
 from raydix.engine.api.known import Ignored, KnownEngineFields, ServiceTier, UnlessEmpty, UnlessFalse, Unsupported
-from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import Label, few_messages
-from raydix.engine.api.spec import GenerationSpec, ReasoningUse
+from raydix.engine.api.spec import AnswerForm, GenerationSpec, ReasoningUse, Retention, Service
 from raydix.engine.api.validation import (
     INTEGRAL,
     MAX_IGNORED,
@@ -139,25 +139,21 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
         continues = messages[-1].role == "assistant"
         if messages[-1].tool_calls:
             raise RequestError("'messages' ends with calls, and must go on with their results.", param="messages")
-        spec = build_spec(
-            self,
+        editing = self.context_management
+        asked = GenerationSpec(
             kind="chat",
+            api="messages",
             model=self.model,
-            messages=messages,
             tools=tool_use(self.tools or (), self.tool_choice),
             template=self.template(),
-            reasoning=self._reasoning(),
-            max_tokens=None,
-            logprobs=None,
+            reasoning=self._reasoning() or ReasoningUse(),
             chat_end=ChatEnd.OPEN if continues else ChatEnd.ANSWER,
+            edits=None if editing is None else editing.normal(),
+            retention=Retention(marks=tuple(transcript.marks)),
         )
-        ignored = [*spec.ignored, *server_tools(self.tools or ()), *left_out]
-        edits = None
-        if self.context_management is not None:
-            edits = self.context_management.normal()
-            ignored += self.context_management.left_out()
-        marks = tuple(transcript.marks)
-        return replace(spec, api="messages", marks=marks, edits=edits, ignored=tuple(ignored[:MAX_IGNORED]))
+        spec = normal_form(self, asked, messages=messages)
+        unused = [*server_tools(self.tools or ()), *left_out, *(() if editing is None else editing.left_out())]
+        return replace(spec, ignored=(*spec.ignored, *unused)[:MAX_IGNORED])
 
     def _reasoning(self) -> ReasoningUse | None:
         """The wishes for reasoning in normal form."""
@@ -237,6 +233,14 @@ class MessagesRequest(ChatBody):
     prompt_logprobs: Unsupported = None
     return_token_ids: UnlessFalse = None
 
+    def form(self, asked: AnswerForm) -> AnswerForm:
+        """Complete the part `form` of a request."""
+        return replace(super().form(asked), stream=bool(self.stream))
+
+    def service(self, asked: Service) -> Service:
+        """Complete the part `service` of a request."""
+        return replace(super().service(asked), user=(self.metadata and self.metadata.user_id) or None)
+
     def spec(self, rules: BodyRules = NO_RULES) -> GenerationSpec:
         """The request in normal form."""
         return replace(
@@ -244,9 +248,7 @@ class MessagesRequest(ChatBody):
             max_tokens=self.max_tokens,
             is_capped=True,
             stop=tuple(dict.fromkeys(self.stop_sequences or ())),
-            stream=bool(self.stream),
             previous_message=None if self.diagnostics is None else self.diagnostics.previous_message_id,
-            user=(self.metadata and self.metadata.user_id) or None,
         )
 
 

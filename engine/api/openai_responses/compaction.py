@@ -93,10 +93,9 @@ def asking(spec: GenerationSpec, *, leaves_question: bool = False) -> Generation
         max_tokens=SUMMARY_TOKENS,
         is_capped=True,
         stop=(),
-        stream=False,
-        return_token_ids=False,
         all_logprobs=False,
-        request_id=None,
+        form=replace(spec.form, stream=False, return_token_ids=False),
+        service=replace(spec.service, request_id=None),
         turn=replace(spec.turn, is_stored=False, num_own=own, compact_threshold=None, shows_messages=False),
     )
 

@@ -24,14 +24,14 @@ from raydix.engine.api.known import (
     Unsupported,
     Verbosity,
 )
-from raydix.engine.api.normal_form import build_spec
+from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.openai_responses.compaction import SUMMARY_TOKENS, CompactionRule, asking
 from raydix.engine.api.openai_responses.items import Item, as_items, messages_of
 from raydix.engine.api.openai_responses.tools import Tool, ToolChoice, namespaces_of, server_tools, tool_use
 from raydix.engine.api.prompts import Label, Message
 from raydix.engine.api.reasoning import Effort
 from raydix.engine.api.responses import ID_PREFIXES, Json
-from raydix.engine.api.spec import GenerationSpec, ReasoningUse, Turn
+from raydix.engine.api.spec import AnswerForm, GenerationSpec, ReasoningUse, Service, Turn
 from raydix.engine.api.tools import few_tools
 from raydix.engine.api.validation import (
     INTEGRAL,
@@ -203,24 +203,6 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
 
         instructions = [Message(role="system", content=self.instructions)] if self.instructions else []
         own = messages_of(self.input)
-        spec = build_spec(
-            self,
-            kind="chat",
-            model=self.model,
-            messages=[*instructions, *own],
-            tools=tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls),
-            template=self.template(),
-            reasoning=ReasoningUse(
-                effort=None if self.reasoning is None else self.reasoning.effort,
-                param="reasoning.effort",
-                is_hint=True,
-            ),
-            max_tokens=self.max_output_tokens,
-            logprobs=self._logprobs(),
-            stream=bool(self.stream),
-            session_id=self.session_id or self.prompt_cache_key,
-            request_id=self.request_id,
-        )
         turn = Turn(
             previous=self.previous_response_id,
             is_stored=self.store is not False,
@@ -232,14 +214,29 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             num_instructions=len(instructions),
             compact_threshold=self._threshold(),
         )
-        return replace(
-            spec,
+        asked = GenerationSpec(
+            kind="chat",
             api="responses",
+            model=self.model,
+            tools=tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls),
+            template=self.template(),
+            reasoning=ReasoningUse(
+                effort=None if self.reasoning is None else self.reasoning.effort,
+                param="reasoning.effort",
+                is_hint=True,
+            ),
+            max_tokens=self.max_output_tokens,
             is_capped=True,
             turn=turn,
-            return_token_ids=bool(self.enable_response_messages),
-            ignored=(*spec.ignored, *self._left_out())[:MAX_IGNORED],
+            form=AnswerForm(stream=bool(self.stream)),
+            service=Service(session_id=self.prompt_cache_key, request_id=self.request_id),
         )
+        spec = normal_form(self, asked, messages=[*instructions, *own], logprobs=self._logprobs())
+        return replace(spec, ignored=(*spec.ignored, *self._left_out())[:MAX_IGNORED])
+
+    def form(self, asked: AnswerForm) -> AnswerForm:
+        """Complete the part `form` of a request."""
+        return replace(super().form(asked), return_token_ids=bool(self.enable_response_messages))
 
     def _left_out(self) -> Iterator[str]:
         """Elements of lists without effect: parts that no response has, and tools of OpenAI's servers."""
