@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from raydix.engine.core.types import Role
 
 if TYPE_CHECKING:  # the engine imports torch, which only a worker's process needs
-    from raydix.engine.model.engine import Engine
-    from raydix.engine.model.loop import LoopOutput
+    from raydix.engine.model.engine import Engine, StepResult
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -21,7 +20,7 @@ class EngineThread:
     def __init__(
         self,
         engine: "Engine",
-        on_output: "Callable[[LoopOutput], None]",
+        on_output: "Callable[[StepResult], None]",
         on_broken: Callable[[str], None],
         role: Role,
     ) -> None:
@@ -73,6 +72,6 @@ class EngineThread:
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(function, *args)
 
-    def publish(self, output: "LoopOutput") -> None:
+    def publish(self, output: "StepResult") -> None:
         """Hand an output to the event loop. Called in the engine's thread."""
         self.in_event_loop(self._on_output, output)

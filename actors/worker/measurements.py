@@ -38,19 +38,19 @@ class Measurements:
         self.num_prefill_tokens = 0
         """Tokens of prompts that were computed here."""
 
-    def step(self, step: "StepResult", step_s: float) -> None:
-        """Count a step that took `step_s`, and fit the cost model to its time."""
-        for request in step.finished:
+    def step(self, result: "StepResult") -> None:
+        """Count a step, and fit the cost model to its time."""
+        for request in result.finished:
             self._metrics.finished(request)
-        self._metrics.step(step.shape)
+        self._metrics.step(result.shape)
 
         # A step that also did something unusual would teach a wrong time of the usual work.
         if self._num_first < FIRST_STEPS:
             self._num_first += 1
-        elif step.is_typical:
-            self._costs.step(step.shape, step_s)
+        elif result.is_typical:
+            self._costs.step(result.shape, result.step_s)
             self._has_measured = True
-        self.num_prefill_tokens += step.shape.num_prefill_tokens
+        self.num_prefill_tokens += result.shape.num_prefill_tokens
 
     def imported(self, num_bytes: int, seconds: float) -> None:
         """Count a segment that was fetched and copied into the pool."""

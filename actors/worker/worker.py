@@ -46,16 +46,13 @@ from raydix.engine.core.types import (
     Attempt,
     BlockHash,
     ProcessName,
-    PromptEvent,
     Role,
     SegmentHeader,
     StreamEvent,
-    TokenEvent,
 )
 
 if TYPE_CHECKING:
-    from raydix.engine.model.engine import Engine
-    from raydix.engine.model.loop import LoopOutput
+    from raydix.engine.model.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -273,8 +270,7 @@ class Worker:
 
     def _take_on(self, engine: "Engine", assignments: Sequence[Assignment], now: float) -> None:
         """Called in the engine's thread."""
-        from raydix.engine.model.engine import error_event
-        from raydix.engine.model.loop import LoopOutput
+        from raydix.engine.model.engine import StepResult, error_event
 
         for assignment in assignments:
             try:
@@ -289,28 +285,22 @@ class Worker:
                 )
                 position = len(assignment.token_ids) - assignment.num_prompt_tokens
                 event = error_event(assignment, position, f"{type(error).__name__}: {error}")
-                self._thread.publish(LoopOutput(None, (), (), (event,)))
+                self._thread.publish(StepResult(failures=(event,)))
 
-    def _hand_out(self, output: "LoopOutput") -> None:
+    def _hand_out(self, result: "StepResult") -> None:
         """Wake up readers of tokens first, then the manager's stream; the bookkeeping waits for the next turn."""
-        step = output.step
-        events: Sequence[PromptEvent | TokenEvent] = output.failures
-        if step is not None:
-            events = (*step.scores, *step.events, *output.failures)
+        self._tokens.put((*result.scores, *result.events, *result.failures))
+        for segment in result.segments:
+            self._exports.put(segment)
+        if result.sealed or result.evicted:
+            self._exports.put(ExportItem(sealed=result.sealed, evicted=result.evicted))
+        if result.has_computed:
+            asyncio.get_running_loop().call_soon(self._measurements.step, result)
 
-        self._tokens.put(events)
-        ended = [(event.request_id, event.attempt) for event in output.failures]
-        if step is not None:
-            for segment in step.segments:
-                self._exports.put(segment)
-            ended += [(request.request_id, request.assignment.attempt) for request in step.finished]
-            asyncio.get_running_loop().call_soon(self._measurements.step, step, output.step_s)
-
-        if output.sealed or output.evicted:
-            self._exports.put(ExportItem(sealed=output.sealed, evicted=output.evicted))
-
-        for request_id, attempt in ended:
-            self._tokens.attempts.end(request_id, attempt)
+        for event in result.failures:
+            self._tokens.attempts.end(event.request_id, event.attempt)
+        for request in result.finished:
+            self._tokens.attempts.end(request.request_id, request.assignment.attempt)
 
     async def _watch_ingresses(self) -> None:
         """Abort the requests of ingress replicas that are gone."""

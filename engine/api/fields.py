@@ -23,9 +23,9 @@ from raydix.engine.api.prompts import MAX_TOKEN_ID, Label, require_unicode
 from raydix.engine.api.spec import (
     DEFAULT_SAMPLING,
     MAX_OBJECTIVE_MS,
-    AnswerForm,
-    Retention,
-    Service,
+    FormSpec,
+    RetentionSpec,
+    ServiceSpec,
     Truncation,
 )
 from raydix.engine.api.validation import INTEGRAL, StrictModel, describe, name_all, problem
@@ -194,7 +194,7 @@ class PromptFields(StrictModel):
         default=None, description="So many seconds after the request its KV is evicted before any other."
     )
 
-    def service(self, asked: Service) -> Service:
+    def service(self, asked: ServiceSpec) -> ServiceSpec:
         """Complete the part `service` of a request, of which the route has `asked`."""
         return replace(
             asked,
@@ -204,7 +204,7 @@ class PromptFields(StrictModel):
             objectives=Objectives.of_ms(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_when_late),
         )
 
-    def retention(self, asked: Retention) -> Retention:
+    def retention(self, asked: RetentionSpec) -> RetentionSpec:
         """Complete the part `retention` of a request, of which the route has `asked`."""
         return replace(asked, salt=self.cache_salt, priority=self.cache_priority or 0, ttl_s=self.cache_ttl_s)
 
@@ -291,7 +291,7 @@ class SamplingFields(FormatFields, PromptFields):
     )
     return_token_ids: bool | None = Field(default=None, description="Return token ids of prompt and answer.")
 
-    def form(self, asked: AnswerForm) -> AnswerForm:
+    def form(self, asked: FormSpec) -> FormSpec:
         """Complete the part `form` of a request, of which the route has `asked`."""
         return replace(
             asked,

@@ -23,7 +23,7 @@ from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import Label, Messages, OnePrompt, unicode_text
 from raydix.engine.api.reasoning import ReasoningFields
 from raydix.engine.api.responses import Usage
-from raydix.engine.api.spec import AnswerForm, GenerationSpec, Retention, Service
+from raydix.engine.api.spec import FormSpec, GenerationSpec, RetentionSpec, ServiceSpec
 from raydix.engine.api.tools import ToolFields
 from raydix.engine.api.validation import INTEGRAL, describe, request_error
 from raydix.engine.core.answers.prompt_form import ChatEnd
@@ -101,9 +101,9 @@ class GenerateRequest(SamplingFields, ChatPromptFields, ToolFields, ReasoningFie
             prediction=None if self.prediction is None else self.prediction.content,
             text_if_missing=self.continue_from_missing == "text",
             template=self.template(),
-            form=AnswerForm(stream=stream, include_usage=True, echo=bool(self.echo)),
-            service=Service(request_id=self.request_id),
-            retention=Retention(store=bool(self.store)),
+            form=FormSpec(stream=stream, include_usage=True, echo=bool(self.echo)),
+            service=ServiceSpec(request_id=self.request_id),
+            retention=RetentionSpec(store=bool(self.store)),
         )
         return normal_form(self, asked, messages=self.messages or (), logprobs=self.logprobs)
 

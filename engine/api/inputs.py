@@ -4,7 +4,7 @@ from pydantic import Field
 
 from raydix.engine.api.fields import PromptFields, RequestId
 from raydix.engine.api.prompts import Label
-from raydix.engine.api.spec import GenerationSpec, Prompt, Retention, Service
+from raydix.engine.api.spec import GenerationSpec, Prompt, RetentionSpec, ServiceSpec
 
 
 class InputsFields(PromptFields):
@@ -26,6 +26,6 @@ class InputsFields(PromptFields):
             prompts=inputs,
             truncation=self.truncated_to(),
             add_special_tokens=self.add_special_tokens is not False,
-            service=self.service(Service(request_id=self.request_id)),
-            retention=self.retention(Retention()),
+            service=self.service(ServiceSpec(request_id=self.request_id)),
+            retention=self.retention(RetentionSpec()),
         )

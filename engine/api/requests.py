@@ -23,7 +23,7 @@ from raydix.engine.api.known import (
 from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import GivenPrompt, Label, Message, Prompts, few_messages, unicode_text
 from raydix.engine.api.reasoning import ReasoningFields
-from raydix.engine.api.spec import AnswerForm, GenerationSpec, Retention, Service
+from raydix.engine.api.spec import FormSpec, GenerationSpec, RetentionSpec, ServiceSpec
 from raydix.engine.api.tools import ToolFields
 from raydix.engine.api.validation import INTEGRAL, NO_RULES, BodyRules, StrictModel, only, parse_body
 from raydix.engine.core.answers.prompt_form import ChatEnd
@@ -73,7 +73,7 @@ class HttpFields(SamplingFields, KnownFields):
             )
         return old if new is None else new
 
-    def form(self, asked: AnswerForm) -> AnswerForm:
+    def form(self, asked: FormSpec) -> FormSpec:
         """Complete the part `form` of a request. Raises RequestError for fields that contradict `stream`."""
         # As at vLLM, a stream has no place for the prompt's log-probabilities.
         if self.stream and self.prompt_logprobs is not None:
@@ -91,7 +91,7 @@ class HttpFields(SamplingFields, KnownFields):
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
         )
 
-    def service(self, asked: Service) -> Service:
+    def service(self, asked: ServiceSpec) -> ServiceSpec:
         """Complete the part `service` of a request."""
         return super().service(replace(asked, session_id=self.prompt_cache_key, request_id=self.request_id))
 
@@ -128,7 +128,7 @@ class CompletionRequest(HttpFields, KnownCompletionFields):
             add_special_tokens=self.add_special_tokens is not False,
             n=self.n or 1,
             best_of=self.best_of,
-            form=AnswerForm(echo=bool(self.echo)),
+            form=FormSpec(echo=bool(self.echo)),
         )
         return normal_form(self, asked, logprobs=self.logprobs)
 
@@ -198,8 +198,8 @@ class ChatCompletionRequest(HttpFields, ChatPromptFields, ToolFields, ReasoningF
             template=self.template(),
             prediction=None if self.prediction is None else self.prediction.content,
             text_if_missing=self.continue_from_missing == "text",
-            form=AnswerForm(echo=bool(self.echo)),
-            retention=Retention(store=bool(self.store)),
+            form=FormSpec(echo=bool(self.echo)),
+            retention=RetentionSpec(store=bool(self.store)),
         )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return normal_form(self, asked, messages=self.messages, logprobs=logprobs)

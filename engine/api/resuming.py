@@ -27,7 +27,7 @@ from zlib import crc32
 
 from raydix.engine.api.fields import REQUEST_ID_PATTERN
 from raydix.engine.api.reconnecting import BEGINNING, HEADER
-from raydix.engine.api.spec import DEFAULT_SAMPLING, AnswerForm, GenerationSpec, Retention, Service
+from raydix.engine.api.spec import DEFAULT_SAMPLING, FormSpec, GenerationSpec, RetentionSpec, ServiceSpec
 from raydix.engine.core.answers.prompt_form import MODEL_TEMPLATE
 from raydix.engine.core.errors import AnswerChangedError, RequestError
 
@@ -159,11 +159,11 @@ def seal_of(origin: Origin, spec: GenerationSpec, tenant: str, prompts: Iterable
         prediction=None,
         ignored=(),
         reasoning=replace(spec.reasoning, is_hint=False),
-        form=AnswerForm(),
-        service=Service(),
-        retention=Retention(),
+        form=FormSpec(),
+        service=ServiceSpec(),
+        retention=RetentionSpec(),
     )
-    retention = Retention(store=spec.retention.store, marks=spec.retention.marks)
+    retention = RetentionSpec(store=spec.retention.store, marks=spec.retention.marks)
     # The fields of the parts stand beside the others, so that a seal does not depend on how they are grouped.
     parts = _chosen(shown) | _chosen(spec.form) | _chosen(retention)
     asked = {"tenant": tenant, "name": origin.name, "created": origin.created, "seed": origin.seed, "spec": parts}

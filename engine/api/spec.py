@@ -194,7 +194,7 @@ class ReasoningUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerForm:
+class FormSpec:
     """Form in which a request wants its answers."""
 
     stream: bool = False
@@ -216,7 +216,7 @@ class AnswerForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceSpec:
     """Place of a request among others, and its names."""
 
     user: str | None = None
@@ -228,7 +228,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
+class RetentionSpec:
     """Demands on what is kept of a request after its end."""
 
     salt: str | None = None
@@ -295,7 +295,7 @@ class GenerationSpec:
     bad_words: tuple[str, ...] = ()
     """Texts whose tokens are never completed; the reading makes `sampling.bad_words` of them."""
     stop: tuple[str, ...] = ()
-    form: AnswerForm = AnswerForm()
+    form: FormSpec = FormSpec()
 
     add_special_tokens: bool = True
     """A text begins with the special tokens that the model wants before it (completions only)."""
@@ -305,8 +305,8 @@ class GenerationSpec:
     prediction: str | None = None
     """Guess of the answer, for drafts (chats only)."""
 
-    service: Service = Service()
-    retention: Retention = Retention()
+    service: ServiceSpec = ServiceSpec()
+    retention: RetentionSpec = RetentionSpec()
     previous_message: str | None = None
     """Id of the answer whose prompt this one is compared with; None: the client does not ask."""
     edits: tuple[Edit, ...] | None = None

@@ -20,6 +20,7 @@ from raydix.engine.core.tenants import Tenant
 from raydix.engine.core.types import (
     Assignment,
     BlockHash,
+    EvictionReason,
     FinishReason,
     NoteWork,
     PromptEvent,
@@ -84,19 +85,31 @@ class ExportedSegment:
         return replace(self.header, retention=replace(retention, expires_at=retention.expires_at + ahead_s))
 
 
+NOTHING_COMPUTED = StepShape(num_prefill_tokens=0, num_decodes=0, num_pairs=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Changes by a step that processes outside the engine must hear of."""
+    """Changes by a step, and since the step before, that processes outside the engine must hear of."""
 
-    scores: tuple[PromptEvent, ...]
-    events: tuple[TokenEvent, ...]
-    segments: tuple[ExportedSegment, ...]
-    finished: tuple[Request, ...]
-    shape: StepShape
+    scores: tuple[PromptEvent, ...] = ()
+    events: tuple[TokenEvent, ...] = ()
+    segments: tuple[ExportedSegment, ...] = ()
+    finished: tuple[Request, ...] = ()
+    shape: StepShape = NOTHING_COMPUTED
+    """Work in the step; nothing where only requests have failed, or the pool has changed."""
     failures: tuple[TokenEvent, ...] = ()
     """Ends of requests that the model cannot compute."""
     is_typical: bool = True
     """True if the step's time is typical of a step of its shape."""
+    step_s: float = 0.0
+    sealed: tuple[BlockHash, ...] = ()
+    """Blocks that were filled in the pool."""
+    evicted: tuple[tuple[BlockHash, EvictionReason], ...] = ()
+
+    @property
+    def has_computed(self) -> bool:
+        return self.shape is not NOTHING_COMPUTED
 
 
 @dataclass(slots=True)

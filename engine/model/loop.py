@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
-from raydix.engine.core.types import BlockHash, EvictionReason, Role, TokenEvent
+from raydix.engine.core.types import Role
 from raydix.engine.model.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
@@ -33,17 +33,6 @@ class ModelBrokenError(Exception):
     """The model computes nothing any more, and its process can only be replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoopOutput:
-    """Changes since the last output. `step` is None when only the pool changed."""
-
-    step: StepResult | None
-    sealed: tuple[BlockHash, ...]
-    evicted: tuple[tuple[BlockHash, EvictionReason], ...]
-    failures: tuple[TokenEvent, ...] = ()
-    step_s: float = 0.0
-
-
 class EngineLoop:
     """Runs an engine in a thread of its own.
 
@@ -54,7 +43,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        publish: Callable[[LoopOutput], None],
+        publish: Callable[[StepResult], None],
         on_broken: Callable[[str], None],
         role: Role = Role.MIXED,
     ) -> None:
@@ -97,36 +86,32 @@ class EngineLoop:
         while self._take_commands(wait_s):
             started = time.monotonic()
             try:
-                step, failures = self._step(started)
+                result = self._step(started)
             except ModelBrokenError as error:
                 self._on_broken(str(error))
                 return
             sealed, evicted = self._engine.pool.drain_journal()
-            if step is not None or sealed or evicted or failures:
+            if result.has_computed or sealed or evicted or result.failures:
                 took = time.monotonic() - started
-                self._publish(
-                    LoopOutput(
-                        step=step, sealed=tuple(sealed), evicted=tuple(evicted), failures=tuple(failures), step_s=took
-                    )
-                )
-            if step is None:
-                wait_s = self._idle_s()
-            else:
+                self._publish(replace(result, sealed=tuple(sealed), evicted=tuple(evicted), step_s=took))
+            if result.has_computed:
                 wait_s = 0.0
                 self._prepares_at = self._prepares_at and started + PREPARE_S
+            else:
+                wait_s = self._idle_s()
 
-    def _step(self, now: float) -> tuple[StepResult | None, list[TokenEvent]]:
-        """Run one step; its output includes the ends of requests that failed in it."""
+    def _step(self, now: float) -> StepResult:
+        """Run one step; its failures include the ends of requests whose grammars are refused, or that failed in it."""
         refusals = self._engine.hear_of_grammars(now)
         try:
-            step = self._engine.step(now)
+            result = self._engine.step(now) or StepResult()
         except Exception as error:
             logger.exception("step failed")
             if not self._engine.still_runs():
                 raise ModelBrokenError(f"{type(error).__name__}: {error}") from error
-            failed = self._engine.fail_all(error, now)  # none of their streams may stand still in silence
-            return None, [*refusals, *failed]
-        return step, refusals if step is None else [*refusals, *step.failures]
+            # No stream of a request that had a part in the step may stand still in silence.
+            result = StepResult(failures=tuple(self._engine.fail_all(error, now)))
+        return replace(result, failures=(*refusals, *result.failures)) if refusals else result
 
     def _idle_s(self) -> float | None:
         """Seconds for which nothing can happen without a command; None for ever."""

@@ -8,7 +8,7 @@ import pytest
 
 from raydix.engine.api.embeddings import EmbedRequest, as_embed_request, parse_embeddings
 from raydix.engine.api.responses import response_id
-from raydix.engine.api.spec import EmbeddingUse, GenerationSpec, Service, Truncation
+from raydix.engine.api.spec import EmbeddingUse, GenerationSpec, ServiceSpec, Truncation
 from raydix.engine.core.errors import RequestError
 
 
@@ -54,7 +54,7 @@ def test_fields() -> None:
     assert spec.embedding == EmbeddingUse("base64", is_normalized=False, dimensions=3)
     assert spec.truncation == Truncation(5, keeps_end=False)
     assert spec.model == "m"
-    assert spec.service == Service(user="u", session_id="s", priority=-2, request_id="r")
+    assert spec.service == ServiceSpec(user="u", session_id="s", priority=-2, request_id="r")
     assert (spec.retention.salt, spec.retention.priority, spec.retention.ttl_s) == ("c", 1, 60)
     assert not spec.add_special_tokens
     assert response_id(spec, "r") == "embd-r"

@@ -12,7 +12,7 @@ from raydix.engine.api.fields import SamplingFields
 from raydix.engine.api.generate import GenerateChunk, GenerateRequest, GenerateResponse, as_generate_request
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from raydix.engine.api.responses import Usage
-from raydix.engine.api.spec import DEFAULT_SAMPLING, AnswerForm, GenerationSpec, Service
+from raydix.engine.api.spec import DEFAULT_SAMPLING, FormSpec, GenerationSpec, ServiceSpec
 from raydix.engine.core.answers.prompt_form import ChatTemplate
 from raydix.engine.core.errors import RequestError
 from raydix.engine.core.types import FinishReason, TokenLogprobs
@@ -25,8 +25,8 @@ def test_prompt_and_messages() -> None:
         prompts=("hi",),
         sampling=replace(DEFAULT_SAMPLING, temperature=0.5, logit_bias=((5, 1.0),)),
         stop=("x",),
-        form=AnswerForm(include_usage=True),
-        service=Service(request_id="r-1"),
+        form=FormSpec(include_usage=True),
+        service=ServiceSpec(request_id="r-1"),
     )
     assert GenerateRequest(prompt=[1, 2]).spec(stream=True).prompts == ((1, 2),)
     assert GenerateRequest(prompt=(1, 2)).spec(stream=True).form.stream

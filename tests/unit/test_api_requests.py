@@ -12,7 +12,14 @@ from raydix.engine.api import routes, validation
 from raydix.engine.api.normal_form import MAX_CHOICES
 from raydix.engine.api.prompts import MAX_PROMPTS
 from raydix.engine.api.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from raydix.engine.api.spec import DEFAULT_SAMPLING, AnswerForm, ContinuedAnswer, GenerationSpec, Retention, Service
+from raydix.engine.api.spec import (
+    DEFAULT_SAMPLING,
+    ContinuedAnswer,
+    FormSpec,
+    GenerationSpec,
+    RetentionSpec,
+    ServiceSpec,
+)
 from raydix.engine.api.validation import BodyRules
 from raydix.engine.core.answers.prompt_form import ChatEnd, ChatTemplate
 from raydix.engine.core.errors import RequestError
@@ -106,7 +113,7 @@ def test_every_field_arrives() -> None:
         seed=-5,
         stop=("a", "b"),
         ignore_eos=True,
-        form=AnswerForm(
+        form=FormSpec(
             include_stop=True,
             stream=True,
             include_usage=True,
@@ -114,14 +121,14 @@ def test_every_field_arrives() -> None:
             return_token_ids=True,
             tokens_as_ids=True,
         ),
-        service=Service(
+        service=ServiceSpec(
             request_id="r",
             user="u",
             session_id="s",
             priority=-4,
             objectives=Objectives(ttft_s=1.5, tpot_s=0.0005, when_late=WhenLate.GIVE_WAY),
         ),
-        retention=Retention(salt="salt", priority=-3, ttl_s=90.0),
+        retention=RetentionSpec(salt="salt", priority=-3, ttl_s=90.0),
     )
 
 
@@ -328,7 +335,7 @@ def test_prompts_are_echoed_and_scored() -> None:
         kind="completion",
         model="m",
         prompts=("hi",),
-        form=AnswerForm(echo=True),
+        form=FormSpec(echo=True),
         sampling=replace(DEFAULT_SAMPLING, logprobs=2),
     )
     assert completion(prompt_logprobs=0).sampling.prompt_logprobs == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raydix.engine.api.spec import DEFAULT_SAMPLING, AnswerForm, GenerationSpec, require_token_ids, sampling_params
+from raydix.engine.api.spec import DEFAULT_SAMPLING, FormSpec, GenerationSpec, require_token_ids, sampling_params
 from raydix.engine.core.errors import ContextLengthError, RequestError
 from raydix.engine.core.types import SamplingParams
 
@@ -111,7 +111,7 @@ def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
     ],
 )
 def test_how_many_log_probabilities_of_the_prompt(echo: bool, sampling: dict[str, Any], expected: int | None) -> None:
-    assert params(completion(form=AnswerForm(echo=echo), sampling=asked(**sampling))).prompt_logprobs == expected
+    assert params(completion(form=FormSpec(echo=echo), sampling=asked(**sampling))).prompt_logprobs == expected
 
 
 def test_max_tokens_that_cannot_fit() -> None:

@@ -23,10 +23,10 @@ from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import RunnerOutput, SampledToken, SchedulerOutput
 from raydix.engine.model import grammar_source
 from raydix.engine.model import grammars as grammars_module
-from raydix.engine.model.engine import Engine
+from raydix.engine.model.engine import Engine, StepResult
 from raydix.engine.model.grammar_source import GrammarError
 from raydix.engine.model.grammars import GrammarNews, Grammars, StepMasks, forbid
-from raydix.engine.model.loop import EngineLoop, LoopOutput
+from raydix.engine.model.loop import EngineLoop
 from raydix.engine.model.matcher import Matcher
 from raydix.engine.model.time_share import TimeShare
 from tests.unit.builders import FINGERPRINT, FakeModel, chain_of
@@ -471,12 +471,12 @@ def test_an_aborted_request_leaves_nothing_behind() -> None:
 
 
 def test_news_of_a_grammar_wakes_the_loop() -> None:
-    outputs: list[LoopOutput] = []
+    outputs: list[StepResult] = []
     ended = threading.Event()
 
-    def publish(output: LoopOutput) -> None:
+    def publish(output: StepResult) -> None:
         outputs.append(output)
-        if output.failures or (output.step is not None and output.step.finished):
+        if output.failures or output.finished:
             ended.set()
 
     loop = EngineLoop(make_engine(), publish, lambda reason: None)

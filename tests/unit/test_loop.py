@@ -15,10 +15,10 @@ from raydix.engine.core.settings import SchedulerLimits
 from raydix.engine.core.types import EvictionReason, FinishReason, Role, Stage, TokenEvent
 from raydix.engine.core.worker.block_pool import BlockPool
 from raydix.engine.core.worker.step import RunnerOutput, SchedulerOutput
-from raydix.engine.model.engine import Engine
+from raydix.engine.model.engine import Engine, StepResult
 from raydix.engine.model.grammar_source import GrammarError
 from raydix.engine.model.grammars import Grammars
-from raydix.engine.model.loop import EngineLoop, LoopOutput
+from raydix.engine.model.loop import EngineLoop
 from tests.unit.builders import FINGERPRINT, FakeModel, answer_to, hashes_of, make_assignment, tokens_of
 
 LIMIT_S = 20.0
@@ -31,7 +31,7 @@ class Watched:
     """A loop whose outputs are collected, and a model that fails, or breaks for good, when told to."""
 
     def __init__(self, role: Role = Role.MIXED) -> None:
-        self.outputs: queue.SimpleQueue[LoopOutput] = queue.SimpleQueue()
+        self.outputs: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self.fails = threading.Event()
         self.is_broken = threading.Event()
         self.reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -62,7 +62,7 @@ class Watched:
         events: list[TokenEvent] = []
         while not any(event.finish for event in events):
             output = self.outputs.get(timeout=LIMIT_S)
-            events += output.step.events if output.step is not None else ()
+            events += output.events
             events += output.failures
         return events
 
@@ -85,12 +85,11 @@ def watched() -> Iterator[Watched]:
 def test_it_steps_while_there_is_work_and_tells_of_the_pool(watched: Watched) -> None:
     watched.submit(prompt=PROMPT, max_tokens=2)
     output = watched.outputs.get(timeout=LIMIT_S)
-    assert output.step is not None and output.step.shape.num_prefill_tokens == 5
+    assert output.shape.num_prefill_tokens == 5
     assert output.sealed == tuple(hashes_of(PROMPT)) and output.evicted == ()
     assert output.step_s > 0
     output = watched.outputs.get(timeout=LIMIT_S)
-    assert output.step is not None
-    assert [event.token_id for event in output.step.events] == answer_to(make_assignment(prompt=PROMPT))[1:2]
+    assert [event.token_id for event in output.events] == answer_to(make_assignment(prompt=PROMPT))[1:2]
 
 
 def test_commands_run_in_order_and_changes_of_the_pool_are_told_without_a_step(watched: Watched) -> None:
@@ -106,7 +105,9 @@ def test_commands_run_in_order_and_changes_of_the_pool_are_told_without_a_step(w
     watched.events_until_end()
     watched.ask(lambda engine: engine.pool.reset())
     output = watched.outputs.get(timeout=LIMIT_S)
-    assert output.step is None and output.evicted == tuple((gone, EvictionReason.RESET) for gone in hashes_of(PROMPT))
+    assert not output.has_computed and output.evicted == tuple(
+        (gone, EvictionReason.RESET) for gone in hashes_of(PROMPT)
+    )
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

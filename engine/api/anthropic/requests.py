@@ -19,7 +19,7 @@ from raydix.engine.api.grammars import schema_grammar
 from raydix.engine.api.known import Ignored, KnownEngineFields, ServiceTier, UnlessEmpty, UnlessFalse, Unsupported
 from raydix.engine.api.normal_form import normal_form
 from raydix.engine.api.prompts import Label, few_messages
-from raydix.engine.api.spec import AnswerForm, GenerationSpec, ReasoningUse, Retention, Service
+from raydix.engine.api.spec import FormSpec, GenerationSpec, ReasoningUse, RetentionSpec, ServiceSpec
 from raydix.engine.api.validation import (
     INTEGRAL,
     MAX_IGNORED,
@@ -149,7 +149,7 @@ class ChatBody(SamplingFields, TemplateFields, KnownEngineFields):
             reasoning=self._reasoning() or ReasoningUse(),
             chat_end=ChatEnd.OPEN if continues else ChatEnd.ANSWER,
             edits=None if editing is None else editing.normal(),
-            retention=Retention(marks=tuple(transcript.marks)),
+            retention=RetentionSpec(marks=tuple(transcript.marks)),
         )
         spec = normal_form(self, asked, messages=messages)
         unused = [*server_tools(self.tools or ()), *left_out, *(() if editing is None else editing.left_out())]
@@ -233,11 +233,11 @@ class MessagesRequest(ChatBody):
     prompt_logprobs: Unsupported = None
     return_token_ids: UnlessFalse = None
 
-    def form(self, asked: AnswerForm) -> AnswerForm:
+    def form(self, asked: FormSpec) -> FormSpec:
         """Complete the part `form` of a request."""
         return replace(super().form(asked), stream=bool(self.stream))
 
-    def service(self, asked: Service) -> Service:
+    def service(self, asked: ServiceSpec) -> ServiceSpec:
         """Complete the part `service` of a request."""
         return replace(super().service(asked), user=(self.metadata and self.metadata.user_id) or None)
 

@@ -31,7 +31,7 @@ from raydix.engine.api.openai_responses.tools import Tool, ToolChoice, namespace
 from raydix.engine.api.prompts import Label, Message
 from raydix.engine.api.reasoning import Effort
 from raydix.engine.api.responses import ID_PREFIXES, Json
-from raydix.engine.api.spec import AnswerForm, GenerationSpec, ReasoningUse, Service, Turn
+from raydix.engine.api.spec import FormSpec, GenerationSpec, ReasoningUse, ServiceSpec, Turn
 from raydix.engine.api.tools import few_tools
 from raydix.engine.api.validation import (
     INTEGRAL,
@@ -228,13 +228,13 @@ class ResponsesRequest(SamplingFields, TemplateFields, KnownEngineFields):
             max_tokens=self.max_output_tokens,
             is_capped=True,
             turn=turn,
-            form=AnswerForm(stream=bool(self.stream)),
-            service=Service(session_id=self.prompt_cache_key, request_id=self.request_id),
+            form=FormSpec(stream=bool(self.stream)),
+            service=ServiceSpec(session_id=self.prompt_cache_key, request_id=self.request_id),
         )
         spec = normal_form(self, asked, messages=[*instructions, *own], logprobs=self._logprobs())
         return replace(spec, ignored=(*spec.ignored, *self._left_out())[:MAX_IGNORED])
 
-    def form(self, asked: AnswerForm) -> AnswerForm:
+    def form(self, asked: FormSpec) -> FormSpec:
         """Complete the part `form` of a request."""
         return replace(super().form(asked), return_token_ids=bool(self.enable_response_messages))
 
