@@ -34,8 +34,8 @@ from raydix.engine.model.runner import ModelRunner
 from raydix.engine.model.weights import RandomTensors
 
 NUM_LAYERS = 32
-BATCHES = (1, 64)
-CONTEXT = 1024
+DECODES = ((1, 1024), (64, 1024), (256, 512))
+"""Sequences of a decoding step, and tokens of each."""
 PROMPT = 8192
 # Relative norm of the difference that another order of summation makes to what logits are made of, after all layers.
 LIMIT = 5e-2
@@ -45,7 +45,7 @@ def model_cases(quick: bool) -> Iterator[Case]:
     """Decoding with graphs and without, and prefill; each in the fast and in the deterministic mode."""
     config = llama(4 if quick else NUM_LAYERS)
     device = torch.device("cuda")
-    num_blocks = max(max(BATCHES) * CONTEXT, PROMPT) // BLOCK_SIZE
+    num_blocks = max(PROMPT, *(batch * context for batch, context in DECODES)) // BLOCK_SIZE
     pool = CudaKVPool(config=config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device)
     pool.data.normal_()
     for deterministic in (False, True):
@@ -131,19 +131,19 @@ def _request(index: int, num_tokens: int) -> Request:
 def _cases(decoder: Decoder, pool: CudaKVPool, mode: str) -> Iterator[Case]:
     config = decoder.config
     eager = ModelRunner(decoder, pool)
-    shapes = graph_shapes(max(BATCHES), CONTEXT, BLOCK_SIZE)
+    shapes = graph_shapes(max(batch for batch, _ in DECODES), max(context for _, context in DECODES), BLOCK_SIZE)
     runner = CudaRunner(decoder, pool, shapes, CudaGraphs(decoder.device))
 
-    for batch in BATCHES:
-        chunks = decodes(batch, CONTEXT)
+    for batch, context in DECODES:
+        chunks = decodes(batch, context)
         for name, used in (("model decode", runner), ("model decode, no graph", eager)):
             yield Case(
                 name + mode,
-                f"{batch} x 1 of {CONTEXT}, {config.num_layers} layers",
+                f"{batch} x 1 of {context}, {config.num_layers} layers",
                 partial(used.run, SchedulerOutput(chunks, ())),
                 partial(_difference, runner, [chunks], eager, [chunks]),
                 limit=0.0,
-                num_bytes=decode_bytes(config, batch, CONTEXT),
+                num_bytes=decode_bytes(config, batch, context),
                 returns_when_done=True,
             )
 

@@ -72,6 +72,48 @@ def smallest_fitting(shapes: Sequence[GraphShape], chunks: Sequence[ScheduledChu
     return next((shape for shape in shapes if shape.rows >= num_rows and shape.max_blocks >= num_blocks), None)
 
 
+class GraphInput:
+    """The input of a graph in the host's memory, `host` [rows * (FIELDS + max_blocks)] int32, at first all padding.
+
+    A block table is written only where it is not the one that the row holds from an earlier step: most steps give most
+    requests the same row and no new block.
+    """
+
+    def __init__(self, shape: GraphShape, *, pinned: bool) -> None:
+        self.host = torch.zeros(shape.size, dtype=torch.int32, pin_memory=pinned)
+        self._rows = self.host.numpy().reshape(shape.rows, FIELDS + shape.max_blocks)
+        self._rows[:, :FIELDS] = PADDING
+        self._tables: list[list[int]] = [[0] for _ in range(shape.rows)]
+
+    def fill(self, chunks: Sequence[ScheduledChunk], block_size: int) -> None:
+        """Write a step's decodes and the padding behind them. Behind a row's blocks anything may stay."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for chunk in chunks:
+            blocks = chunk.request.blocks
+            token_ids += chunk.request.token_ids[chunk.start], *chunk.draft
+            for position in range(chunk.start, chunk.start + 1 + len(chunk.draft)):
+                slot = blocks[position // block_size] * block_size + position % block_size
+                slots.append(slot if chunk.store_from <= position else -1)
+                self._set_table(len(positions), blocks)
+                positions.append(position)
+
+        count = len(positions)
+        self._rows[:count, 0] = token_ids
+        self._rows[:count, 1] = positions
+        self._rows[:count, 2] = slots
+        self._rows[:count, 3] = self._rows[:count, 1] + 1  # the context that the row sees
+        self._rows[count:, :FIELDS] = PADDING
+        for row in range(count, len(self._rows)):
+            self._set_table(row, [0])
+
+    def _set_table(self, row: int, blocks: list[int]) -> None:
+        if self._tables[row] != blocks:
+            self._rows[row, FIELDS : FIELDS + len(blocks)] = blocks
+            self._tables[row] = blocks.copy()
+
+
 class CudaRunner(ModelRunner):
     """The decoder over a paged KV pool on a GPU, with `shapes` captured at the start."""
 
@@ -87,16 +129,15 @@ class CudaRunner(ModelRunner):
         self.shapes = tuple(sorted(shapes))
         self._graphs = graphs
         self._warm_tokens = 0
+        self._inputs = {shape: GraphInput(shape, pinned=kv_pool.data.is_cuda) for shape in self.shapes}
         size = max((shape.size for shape in self.shapes), default=0)
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=kv_pool.data.is_cuda)
         self._input = torch.zeros(size, dtype=torch.int32, device=kv_pool.device)
         count = max((shape.rows for shape in self.shapes), default=0) + 1
         self._counting = torch.arange(count, dtype=torch.int64, device=kv_pool.device)
         self._counting_int32 = self._counting.int()
         self._replays: dict[GraphShape, Callable[[], Tensor]] = {}
         for shape in reversed(self.shapes):  # the largest first: the others find room in its memory
-            fill(self._host, shape, (), kv_pool.block_size)
-            self._input.copy_(self._host)
+            self._input[: shape.size].copy_(self._inputs[shape].host)
             self._replays[shape] = graphs.capture(partial(self._decode, shape))
 
         graphs.wait()
@@ -113,8 +154,9 @@ class CudaRunner(ModelRunner):
         shape = smallest_fitting(self.shapes, chunks)
         if shape is None:
             return super().hidden(chunks)
-        fill(self._host, shape, chunks, self.kv_pool.block_size)
-        self._input[: shape.size].copy_(self._host[: shape.size], non_blocking=True)
+        graph_input = self._inputs[shape]
+        graph_input.fill(chunks, self.kv_pool.block_size)
+        self._input[: shape.size].copy_(graph_input.host, non_blocking=True)
         return self._replays[shape]()[: _num_rows(chunks)]
 
     def warm_up(self, num_tokens: int) -> None:
@@ -142,24 +184,6 @@ class CudaRunner(ModelRunner):
             max_query_len=1,
         )
         return self.decoder.hidden(batch, self.kv_pool)
-
-
-def fill(host: Tensor, shape: GraphShape, chunks: Sequence[ScheduledChunk], block_size: int) -> None:
-    """Write a step's decodes and the padding to the beginning of `host`. Behind a row's blocks anything may stay."""
-    rows = host[: shape.size].numpy().reshape(shape.rows, FIELDS + shape.max_blocks)
-    left = iter(rows)
-    for chunk in chunks:
-        blocks = chunk.request.blocks
-        token_ids = (chunk.request.token_ids[chunk.start], *chunk.draft)
-        for position, token_id in enumerate(token_ids, start=chunk.start):
-            slot = blocks[position // block_size] * block_size + position % block_size
-            stored = slot if chunk.store_from <= position else -1
-            row = next(left)
-            row[:FIELDS] = token_id, position, stored, position + 1
-            row[FIELDS : FIELDS + len(blocks)] = blocks
-    padding = rows[_num_rows(chunks) :]
-    padding[:, :FIELDS] = PADDING
-    padding[:, FIELDS] = 0
 
 
 def _num_rows(chunks: Sequence[ScheduledChunk]) -> int:

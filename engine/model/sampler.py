@@ -50,6 +50,7 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         penalties=_penalties(rows, logits.device),
         bias=_bias(rows, logits.device),
         mask=_mask(rows, None, num_words(logits.shape[1]), logits.device),
+        cuts=_cuts(rows),
     )
     token_ids: list[int] = download([output.token_ids])[0].tolist()
     return token_ids
@@ -65,6 +66,7 @@ def _sample(logits: torch.Tensor, requests: Sequence[Row], masks: StepMasks | No
         bias=_bias(requests, device),
         mask=_mask(requests, masks, num_words(logits.shape[1]), device),
         num_logprobs=[_num_top(p) for p in params] if any(p.logprobs is not None for p in params) else None,
+        cuts=_cuts(requests),
     )
     if output.logprobs is None:
         return [SampledToken(token_id) for token_id in download([output.token_ids])[0].tolist()]
@@ -138,6 +140,12 @@ def _controls(requests: Sequence[Row], device: torch.device) -> Controls:
     columns["position"] = [request.num_output for request in requests]
     dtypes = zip(Controls._fields, _CONTROL_DTYPES, strict=True)
     return Controls(*(upload(columns[name], dtype, device) for name, dtype in dtypes))
+
+
+def _cuts(requests: Sequence[Row]) -> bool:
+    """Whether a request has a min-p, a top-k or a top-p."""
+    params = [request.assignment.sampling for request in requests]
+    return any(p.min_p > 0 or (p.top_k or 0) > 0 or p.top_p < 1 for p in params)
 
 
 def _as_int64(seed: int) -> int:

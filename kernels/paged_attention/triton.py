@@ -10,14 +10,14 @@ makes no difference when it happens: partial results added up by another kernel 
 
 Two modes. The fast one takes what suits the batch: sequences with few queries go to small tiles over parallel splits,
 others to large tiles, split only where they would not fill the device; a row's last bits may depend on both. The
-deterministic one uses one tile shape and one split size for everything and decides only whether splits run in parallel,
-which the bits do not show: a row's bits depend on its query, its KV, and nothing else. There a row stands anywhere in
+deterministic one uses one number of KV positions per tile and one split size for everything, and decides only what the
+bits do not show, so that a row's bits depend on its query, its KV, and nothing else: whether splits run in parallel,
+and on Hopper, whose matrix instruction takes 64 rows in tiles of any size, the rows of a tile. A row stands anywhere in
 its tile (matrix instructions treat rows alike), and tiles that hold nothing it may see add zeros. No multiplication is
 fused with an addition unless written so.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from raydix.kernels.gpu import is_hopper, multiprocessors
+
 SPLIT = 512
 DETERMINISTIC_SPLIT = 1024
 UNROLL = 8
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
+MAX_PARTIAL_BYTES = 256 * 2**20
+"""Most memory of partial results between the two kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,9 @@ class Tiles:
 FEW = {64: Tiles(16, 128, 4, 5), 128: Tiles(16, 64, 4, 5), 256: Tiles(16, 32, 4, 5)}
 MANY = {64: Tiles(128, 64, 8, 5), 128: Tiles(128, 64, 8, 5), 256: Tiles(128, 32, 8, 5)}
 FIXED = {64: Tiles(64, 64, 4, 5), 128: Tiles(64, 32, 4, 5), 256: Tiles(64, 32, 8, 5)}
+# The deterministic mode on Hopper: single queries, and chunks; both with the same number of KV positions.
+LOW = {64: Tiles(64, 128, 4, 5), 128: Tiles(64, 64, 4, 5), 256: Tiles(64, 64, 4, 2)}
+HIGH = {64: Tiles(128, 128, 8, 5), 128: Tiles(128, 64, 8, 5), 256: Tiles(128, 64, 8, 2)}
 # float32 runs without tensor cores, exactly: one shape for all.
 FLOAT32 = {64: Tiles(32, 32, 4, 3), 128: Tiles(32, 32, 8, 3), 256: Tiles(16, 16, 4, 3)}
 
@@ -620,23 +627,46 @@ class _Batch:
         block_m = max(tiles.block_m, triton.next_power_of_2(self.group))
         return Tiles(block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
 
+    def partial_bytes(self, num_rows: int, split_size: int) -> int:
+        """Memory of the partial results of so many rows: weighted values, maximum and sum, by head and split."""
+        num_splits: int = triton.cdiv(self.max_context_len, split_size)
+        return num_rows * self.query.shape[1] * num_splits * (self.query.shape[2] + 2) * 4
+
     @property
     def block_d(self) -> int:
         return max(64, int(triton.next_power_of_2(self.query.shape[2])))
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of `device`, one where it is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _run_deterministic(batch: _Batch) -> None:
-    """One tile shape, one split size; parallel splits where the tiles alone would not fill the device."""
-    tiles = batch.tiles(FIXED)
-    num_tiles = _num_tiles(batch, tiles)
+    """One split size, and tiles of which the bits show only their KV positions; parallel splits where the tiles alone
+    would not fill the device."""
+    if batch.query.dtype == torch.float32 or not is_hopper(batch.query.device):
+        _run_alike(batch, batch.tiles(FIXED), num_few=0, is_few=False)
+        return
+    has_chunks, has_more = batch.max_query_len > 1, batch.num_sequences > 1
+    if has_more or not has_chunks:
+        _run_alike(batch, batch.tiles(LOW), num_few=1, is_few=True)
+    if has_chunks:
+        _run_alike(batch, batch.tiles(HIGH), num_few=1 if has_more else 0, is_few=False)
+
+
+def _run_alike(batch: _Batch, tiles: Tiles, *, num_few: int, is_few: bool) -> None:
+    """The sequences of up to `num_few` queries (`is_few`), or those of more, with the same bits whether splits run in
+    parallel or in turn."""
+    num_tiles = batch.num_sequences if is_few else _num_tiles(batch, tiles)
+    num_rows = batch.num_sequences * num_few if is_few else batch.num_tokens
     parallel = num_tiles * batch.num_kv_heads < 2 * multiprocessors(batch.query.device)
-    _launch(batch, tiles, num_tiles, 0, DETERMINISTIC_SPLIT, is_few=False, is_parallel=parallel, is_folded=not parallel)
+    parallel = parallel and batch.partial_bytes(num_rows, DETERMINISTIC_SPLIT) <= MAX_PARTIAL_BYTES
+    _launch(
+        batch,
+        tiles,
+        num_tiles,
+        num_few,
+        DETERMINISTIC_SPLIT,
+        is_few=is_few,
+        is_parallel=parallel,
+        is_folded=not parallel,
+    )
 
 
 def _run_fast(batch: _Batch) -> None:
@@ -645,15 +675,24 @@ def _run_fast(batch: _Batch) -> None:
     num_few = min(small.block_m // batch.group, batch.max_query_len)
     if batch.num_tokens <= batch.num_sequences:
         num_few = 1  # almost certainly one query each; room for more would only cost memory
-    _launch(batch, small, batch.num_sequences, num_few, SPLIT, is_few=True, is_parallel=True, is_folded=False)
+    split_size = _bounded_split(batch, batch.num_sequences * num_few, SPLIT)
+    _launch(batch, small, batch.num_sequences, num_few, split_size, is_few=True, is_parallel=True, is_folded=False)
     if batch.max_query_len <= num_few:
         return
     num_tiles = _num_tiles(batch, large)
     programs, wanted = num_tiles * batch.num_kv_heads, 2 * multiprocessors(batch.query.device)
     # Splits as many as fill the device, of at least SPLIT positions each.
     split_size = SPLIT * triton.cdiv(batch.max_context_len, SPLIT * max(wanted // programs, 1))
+    split_size = _bounded_split(batch, batch.num_tokens, split_size)
     parallel = split_size < batch.max_context_len and batch.num_tokens > batch.num_sequences
     _launch(batch, large, num_tiles, num_few, split_size, is_few=False, is_parallel=parallel, is_folded=False)
+
+
+def _bounded_split(batch: _Batch, num_rows: int, split_size: int) -> int:
+    """`split_size`, doubled until the partial results of so many rows fit, or one split holds everything."""
+    while split_size < batch.max_context_len and batch.partial_bytes(num_rows, split_size) > MAX_PARTIAL_BYTES:
+        split_size *= 2
+    return split_size
 
 
 def _num_tiles(batch: _Batch, tiles: Tiles) -> int:

@@ -21,6 +21,7 @@ def sample(
     mask: TokenMask | None = None,
     num_logprobs: Sequence[int | None] | None = None,
     given: Tensor | None = None,
+    cuts: bool = True,
 ) -> SampleOutput:
     """Chooses one token per row of `logits` [batch, vocabulary], each row independent of the others bit for bit.
 
@@ -28,7 +29,8 @@ def sample(
     kept token with the largest sum of logit by temperature and noise (`reference.py`). `num_logprobs[b]` asks for row
     b's log-softmax (after penalties and bias, before mask and temperature) of the chosen token and of the n
     most probable ones; `None` asks for neither. With `given` [batch] int64 nothing is drawn: these tokens count as
-    chosen, whatever the mask.
+    chosen, whatever the mask. Without `cuts` the caller knows that no row has a min-p, a top-k or a top-p, and a GPU
+    does not look for their bounds.
     Raises `ValueError` on wrong shapes and `TypeError` on wrong dtypes.
     """
     batch, vocabulary = logits.shape
@@ -38,7 +40,9 @@ def sample(
     if logits.is_cuda:
         from raydix.kernels.sample.triton import sample_triton
 
-        return sample_triton(logits, controls, penalties=penalties, bias=bias, mask=mask, wanted=wanted, given=given)
+        return sample_triton(
+            logits, controls, penalties=penalties, bias=bias, mask=mask, wanted=wanted, given=given, cuts=cuts
+        )
     ops = cpu_ops()
     if ops is not None:
         counts = None if max(wanted, default=-1) < 0 else torch.tensor(wanted, dtype=torch.int64)

@@ -20,6 +20,8 @@ from raydix.kernels.sample.types import LogitBias, Penalties, SampleOutput, Toke
 
 MAX_BLOCK = 4096
 ENTRIES = 256
+# Tokens that a program draws from at once, so few that their noise stays in registers, and how often it does so.
+DRAWN, PART_BLOCKS = 1024, 8
 
 
 @triton.jit
@@ -199,53 +201,83 @@ def _last_tie(p_ptr, bound, quota, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _draw_kernel(
-    z_ptr,
+def _bound_kernel(
     p_ptr,
-    greedy_ptr,
-    temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    seed_ptr,
-    position_ptr,
-    token_ids_ptr,
+    bounds_ptr,
+    last_ties_ptr,
     vocabulary,
     BLOCK: tl.constexpr,
 ):
-    """The kept token with the largest (z - largest z) / temperature + noise, lowest id on ties.
+    """The least bits of a row's kept probabilities, and the last kept id among those with exactly these bits.
 
-    z, p: [batch, vocabulary] float32; greedy: [batch] int64, the first largest z, taken where temperature is 0 or
-    that z is not finite; temperature, top_p, min_p: [batch] float32; top_k: [batch] int32; seed, position, token_ids:
-    [batch] int64.
+    p: [batch, vocabulary] float32; top_p, min_p: [batch] float32; top_k, bounds, last_ties: [batch] int32.
 
     One program handles one row.
     """
     row = tl.program_id(0).to(tl.int64)
-    z_ptr += row * vocabulary
     p_ptr += row * vocabulary
-    temperature = tl.load(temperature_ptr + row)
-    greedy = tl.load(greedy_ptr + row)
-    origin = tl.load(z_ptr + greedy)
-    if (temperature == 0) | (tl.abs(origin) == float("inf")):
-        tl.store(token_ids_ptr + row, greedy)
-        return
-
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     bound, quota = _kept(p_ptr, top_k, top_p, min_p, vocabulary, BLOCK)
     last_tie = tl.full((), 2147483647, tl.int32)
     if quota < vocabulary:
         last_tie = _last_tie(p_ptr, bound, quota, vocabulary, BLOCK)
+    tl.store(bounds_ptr + row, bound)
+    tl.store(last_ties_ptr + row, last_tie)
 
+
+@triton.jit
+def _draw_kernel(
+    z_ptr,
+    p_ptr,
+    bounds_ptr,
+    last_ties_ptr,
+    greedy_ptr,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    scores_ptr,
+    tokens_ptr,
+    vocabulary,
+    num_parts,
+    HAS_CUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+):
+    """The largest (z - largest z) / temperature + noise of the kept tokens of a part of a row, and its lowest id.
+
+    z, p: [batch, vocabulary] float32; bounds, last_ties: [batch] int32 of `_bound_kernel`; greedy: [batch] int64, the
+    first largest z; temperature: [batch] float32; seed, position: [batch] int64; scores float32, tokens int32: [batch,
+    num_parts]. Without HAS_CUTS every token is kept, and p, bounds and last_ties are not read.
+
+    One program handles PART_BLOCKS blocks of BLOCK tokens of one row, none where the row draws nothing.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    z_ptr += row * vocabulary
+    p_ptr += row * vocabulary
+    temperature = tl.load(temperature_ptr + row)
+    origin = tl.load(z_ptr + tl.load(greedy_ptr + row))
+    if (temperature == 0) | (tl.abs(origin) == float("inf")):
+        return
+
+    if HAS_CUTS:
+        bound, last_tie = tl.load(bounds_ptr + row), tl.load(last_ties_ptr + row)
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
     best = tl.full((), float("-inf"), tl.float32)
     token = tl.full((), 2147483647, tl.int32)
     NUM_GROUPS: tl.constexpr = BLOCK // 16
-    for start in range(0, tl.cdiv(vocabulary, 256) * 16, NUM_GROUPS):
+    first = part * PART_BLOCKS * NUM_GROUPS
+    end = tl.minimum(first + PART_BLOCKS * NUM_GROUPS, tl.cdiv(vocabulary, 256) * 16)
+    for start in range(first, end, NUM_GROUPS):
         groups = start + tl.arange(0, NUM_GROUPS)
         ids = (groups // 16 * 256 + groups % 16)[:, None] + 16 * tl.arange(0, 16)[None, :]
-        bits = _load_bits(p_ptr, ids, vocabulary)
-        kept = (bits > bound) | ((bits == bound) & (ids <= last_tie))
+        kept = ids < vocabulary
+        if HAS_CUTS:
+            bits = _load_bits(p_ptr, ids, vocabulary)
+            kept = (bits > bound) | ((bits == bound) & (ids <= last_tie))
         z = tl.load(z_ptr + ids, mask=kept, other=float("-inf"))
         distances = tl.div_rn(z - origin, temperature)
         members, times = first_arrivals(seed, position, groups)
@@ -259,7 +291,40 @@ def _draw_kernel(
             better = (highest > best) | ((highest == best) & (lowest_id < token))
             best = tl.where(better, highest, best)
             token = tl.where(better, lowest_id, token)
-    tl.store(token_ids_ptr + row, token.to(tl.int64))
+    tl.store(scores_ptr + row * num_parts + part, best)
+    tl.store(tokens_ptr + row * num_parts + part, token)
+
+
+@triton.jit
+def _choose_kernel(
+    z_ptr,
+    greedy_ptr,
+    temperature_ptr,
+    scores_ptr,
+    tokens_ptr,
+    token_ids_ptr,
+    vocabulary,
+    num_parts,
+    BLOCK: tl.constexpr,
+):
+    """The token of the part with the largest score, lowest id on ties; the greedy one where temperature is 0 or its z
+    is not finite.
+
+    Tensors as in `_draw_kernel`; token_ids: [batch] int64; BLOCK: num_parts rounded up to a power of two.
+
+    One program handles one row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(greedy_ptr + row)
+    origin = tl.load(z_ptr + row * vocabulary + token)
+    if (tl.load(temperature_ptr + row) != 0) & (tl.abs(origin) != float("inf")):
+        parts = tl.arange(0, BLOCK)
+        inside = parts < num_parts
+        scores = tl.load(scores_ptr + row * num_parts + parts, mask=inside, other=float("-inf"))
+        tokens = tl.load(tokens_ptr + row * num_parts + parts, mask=inside, other=2147483647)
+        highest = tl.max(scores, axis=0)
+        token = tl.min(tl.where(scores == highest, tokens, 2147483647), axis=0).to(tl.int64)
+    tl.store(token_ids_ptr + row, token)
 
 
 @triton.jit
@@ -302,6 +367,7 @@ def sample_triton(
     mask: TokenMask | None = None,
     wanted: Sequence[int] = (),
     given: Tensor | None = None,
+    cuts: bool = True,
 ) -> SampleOutput:
     """As `sample`, on one device and without waiting for it; `wanted[b]` is `num_logprobs[b]`, or -1 for neither."""
     batch, vocabulary = logits.shape
@@ -315,19 +381,7 @@ def sample_triton(
     if batch and given is None:
         if mask is not None:
             _ban(z, mask)
-        temperature = controls.temperature
-        p = torch.softmax(z / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
-        _draw_kernel[(batch,)](
-            z,
-            p,
-            z.argmax(-1),
-            *controls,
-            tokens,
-            vocabulary,
-            BLOCK=_block(vocabulary),
-            num_warps=_warps(vocabulary),
-            enable_fp_fusion=False,
-        )
+        _draw(z, controls, tokens, cuts)
     if widest < 0:
         return SampleOutput(token_ids=tokens, logprobs=None, top_ids=None, top_logprobs=None, ranks=ranks)
     top_ids = torch.zeros((batch, widest), dtype=torch.int64, device=logits.device)
@@ -349,6 +403,65 @@ def sample_triton(
                 num_warps=_warps(vocabulary),
             )
     return SampleOutput(token_ids=tokens, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs, ranks=ranks)
+
+
+def _draw(z: Tensor, controls: Controls, tokens: Tensor, cuts: bool) -> None:
+    """Writes the token that each row of `z` draws to `tokens` [batch]; with `cuts` some rows have a top-k, top-p or
+    min-p."""
+    batch, vocabulary = z.shape
+    greedy, temperature = z.argmax(-1), controls.temperature
+    p = bounds = last_ties = z  # not read where nothing is cut
+    if cuts:
+        p = torch.softmax(z / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
+        bounds, last_ties = torch.empty((2, batch), dtype=torch.int32, device=z.device)
+        _bound_kernel[(batch,)](
+            p,
+            controls.top_k,
+            controls.top_p,
+            controls.min_p,
+            bounds,
+            last_ties,
+            vocabulary,
+            BLOCK=_block(vocabulary),
+            num_warps=_warps(vocabulary),
+        )
+
+    # Several programs a row: few rows would leave most of the GPU idle.
+    block = min(_block(vocabulary), DRAWN)
+    num_parts = triton.cdiv(vocabulary, block * PART_BLOCKS)
+    scores = torch.empty((batch, num_parts), device=z.device)
+    parts = torch.empty((batch, num_parts), dtype=torch.int32, device=z.device)
+    _draw_kernel[(batch, num_parts)](
+        z,
+        p,
+        bounds,
+        last_ties,
+        greedy,
+        temperature,
+        controls.seed,
+        controls.position,
+        scores,
+        parts,
+        vocabulary,
+        num_parts,
+        HAS_CUTS=cuts,
+        BLOCK=block,
+        PART_BLOCKS=PART_BLOCKS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    _choose_kernel[(batch,)](
+        z,
+        greedy,
+        temperature,
+        scores,
+        parts,
+        tokens,
+        vocabulary,
+        num_parts,
+        BLOCK=triton.next_power_of_2(num_parts),
+        num_warps=1,
+    )
 
 
 def _adjusted(logits: Tensor, penalties: Penalties | None, bias: LogitBias | None) -> Tensor:

@@ -128,12 +128,18 @@ def device_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     size: int = request.param
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: size)
     monkeypatch.setattr(kernels, "SPLIT", 128)
-    monkeypatch.setattr(kernels, "DETERMINISTIC_SPLIT", 64)
+    monkeypatch.setattr(kernels, "DETERMINISTIC_SPLIT", 128)
     monkeypatch.setattr(kernels, "UNROLL", 2)
     return size
 
 
-@pytest.mark.usefixtures("device_size")
+@pytest.fixture(params=[False, True], ids=["any", "hopper"])
+def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches as on any GPU, or as on one of the Hopper generation."""
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: request.param)
+
+
+@pytest.mark.usefixtures("device_size", "generation")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 100, "soft_cap": 5.0}])
 def test_matches_reference_over_many_splits(mode: dict[str, Any], options: dict[str, Any]) -> None:
@@ -141,6 +147,7 @@ def test_matches_reference_over_many_splits(mode: dict[str, Any], options: dict[
     check(case, [Chunk(0, 670, 700), Chunk(1, 64, 65), Chunk(2, 298, 300)], mode, **options)
 
 
+@pytest.mark.usefixtures("generation")
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [(torch.float32, {}), (torch.bfloat16, {}), (torch.float16, {"sliding_window": 50, "soft_cap": 5.0})],
@@ -162,6 +169,33 @@ def test_bits_do_not_depend_on_chunks_or_splits_in_deterministic_mode(
         assert torch.equal(attend(case, [Chunk(0, 0, length)], **options), whole)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_partial_results_are_bounded(mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where parallel splits would take too much memory there are fewer, or they are walked in turn."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1000)
+    monkeypatch.setattr(kernels, "SPLIT", 64)
+    monkeypatch.setattr(kernels, "DETERMINISTIC_SPLIT", 128)
+    made: list[int] = []
+
+    def remember(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        made.append(tensor.nbytes)
+        return tensor
+
+    case = case_of([700, 65])
+    chunks = [Chunk(0, 600, 700), Chunk(1, 64, 65)]
+    unbounded = attend(case, chunks, **mode)
+    monkeypatch.setattr(kernels, "MAX_PARTIAL_BYTES", 150_000)
+    empty = torch.empty
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", remember)
+        bounded = attend(case, chunks, **mode)
+    assert max(made) <= 150_000
+    assert_close(bounded, unbounded)
+    if mode.get("deterministic"):
+        assert torch.equal(bounded, unbounded)
+
+
 DRAFTED = [(1, 70), (4, 65), (9, 140), (2, 2), (6, 64), (3, 33)]
 """Queries and context of each sequence: decodes, most of them with a draft behind, some across a block's edge."""
 
@@ -178,7 +212,7 @@ def test_matches_reference_for_decodes_with_drafts(
     check(case, chunks, mode | {"max_query_len": 9}, **options)
 
 
-@pytest.mark.usefixtures("device_size")
+@pytest.mark.usefixtures("device_size", "generation")
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 50, "soft_cap": 5.0}])
 def test_a_query_of_a_draft_has_the_bits_of_a_decode(options: dict[str, Any]) -> None:
     """As a chunk of 1 + k queries, or each in a row of its own as in a graph: in deterministic mode no bit differs."""

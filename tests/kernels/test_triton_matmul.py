@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from raydix.kernels.batch_invariant_matmul import batch_invariant_matmul
+from raydix.kernels.batch_invariant_matmul import triton as kernels
 from raydix.kernels.batch_invariant_matmul.reference import batch_invariant_matmul_reference
 from raydix.kernels.batch_invariant_matmul.triton import batch_invariant_matmul_triton
 from tests.kernels.kernel_cases import assert_close
@@ -43,6 +44,27 @@ def test_bits_of_a_row_do_not_depend_on_the_rows(dtype: torch.dtype) -> None:
     for count in (1, 2, 63, 65):
         part = batch_invariant_matmul_triton(x[3 : 3 + count], weight, bias)
         assert torch.equal(part, whole[3 : 3 + count])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [3, 64, 65, 200])
+@pytest.mark.parametrize(("out_features", "in_features"), [(136, 72), (300, 96), (33, 37)])
+def test_hoppers_tiles_match_the_reference(
+    dtype: torch.dtype, rows: int, out_features: int, in_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows, rows that the copy engine reads, and rows of 37 elements, which it cannot read."""
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
+    x, weight, bias = operands(rows, out_features, in_features, dtype)
+    for b in (None, bias):
+        assert_close(batch_invariant_matmul_triton(x, weight, b), batch_invariant_matmul_reference(x, weight, b))
+
+
+def test_more_rows_take_larger_tiles_where_they_fill_the_device() -> None:
+    chosen = [kernels._large_tile(rows, 4096, 132) for rows in (65, 512, 8192)]
+    assert chosen == [kernels.LARGE[2], kernels.LARGE[1], kernels.LARGE[0]]
+    assert kernels._narrow_tile(28672, 4096) == kernels.SHALLOW
+    assert kernels._narrow_tile(4096, 14336) == kernels.DEEP
+    assert kernels._narrow_tile(6144, 4096) == kernels.NARROW
 
 
 def test_rejects_what_does_not_fit() -> None:

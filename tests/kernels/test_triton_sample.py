@@ -26,6 +26,7 @@ def draw(
     wanted: tuple[int, ...] = (),
     chosen: Tensor | None = None,
     mask: TokenMask | None = None,
+    cuts: bool = True,
 ) -> SampleOutput:
     """The kernel's answer, on the CPU."""
     result = sample_triton(
@@ -36,6 +37,7 @@ def draw(
         mask=on_device(mask) if mask else None,
         wanted=wanted,
         given=None if chosen is None else chosen.to(DEVICE),
+        cuts=cuts,
     )
     fields = (result.token_ids, result.logprobs, result.top_ids, result.top_logprobs, result.ranks)
     return SampleOutput(*(None if field is None else field.cpu() for field in fields))  # type: ignore[arg-type]
@@ -95,6 +97,19 @@ def test_matches_reference_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -
     check(10, 1001, torch.bfloat16, True, masked=True)
 
 
+def test_the_parts_of_a_row_and_the_uncut_way_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(12, 1001) * 3
+    given = controls(12, temperature=1.0)._replace(
+        seed=torch.arange(12), temperature=torch.tensor([0.0, 0.7, 1.0, 5.0]).repeat(3)
+    )
+    whole = draw(logits, given).token_ids
+    monkeypatch.setattr(kernels, "DRAWN", 256)
+    monkeypatch.setattr(kernels, "PART_BLOCKS", 1)
+    assert torch.equal(draw(logits, given).token_ids, whole)
+    assert torch.equal(draw(logits, given, cuts=False).token_ids, whole)
+    assert whole.tolist() == [specified(logits[row], row, given) for row in range(12)]
+
+
 def test_a_seed_fixes_the_tokens() -> None:
     logits = (torch.arange(300) * 37 % 101 / 20).repeat(8, 1)
     given = controls(8, temperature=0.8)._replace(
@@ -104,7 +119,7 @@ def test_a_seed_fixes_the_tokens() -> None:
 
 
 @triton.jit
-def _noise_kernel(noise_ptr: Tensor, seed_ptr: Tensor, position_ptr: Tensor, NUM_GROUPS: tl.constexpr) -> None:
+def _noise_kernel(noise_ptr, seed_ptr, position_ptr, NUM_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The noise of the tokens of all groups, [NUM_GROUPS, 16] float32."""
     groups = tl.arange(0, NUM_GROUPS)
     seed, position = tl.load(seed_ptr), tl.load(position_ptr)

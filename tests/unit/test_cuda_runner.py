@@ -1,11 +1,13 @@
 """Which graphs there are, which one a step takes, and what goes into it."""
 
+import random
+
 import pytest
 import torch
 
 from raydix.engine.core.worker.request import Request
 from raydix.engine.core.worker.step import ScheduledChunk
-from raydix.engine.model.cuda_runner import FIELDS, MAX_TOKENS, GraphShape, fill, graph_shapes, smallest_fitting
+from raydix.engine.model.cuda_runner import FIELDS, MAX_TOKENS, GraphInput, GraphShape, graph_shapes, smallest_fitting
 from tests.unit.builders import chain_of, make_assignment
 
 BLOCK_SIZE = 4
@@ -65,23 +67,47 @@ def test_only_decodes_take_graphs() -> None:
 
 def test_a_row_says_where_its_token_is_and_goes() -> None:
     shape = GraphShape(4, 3)
-    host = torch.full((100,), 7, dtype=torch.int32)
-    fill(host, shape, [decode(6, [9, 5]), decode(1, [3]), decode(4, [2], store_from=4)], BLOCK_SIZE)
-    rows = host[: shape.size].view(4, FIELDS + 3).tolist()
-    assert rows[0] == [105, 5, 5 * BLOCK_SIZE + 1, 6, 9, 5, 7]
-    assert rows[1] == [100, 0, 3 * BLOCK_SIZE, 1, 3, 7, 7]
-    assert rows[2] == [103, 3, -1, 4, 2, 7, 7], "in a shared block: computed, not stored"
-    assert rows[3] == [0, 0, -1, 1, 0, 7, 7], "padding stores nothing and sees one token of a block that there is"
-    assert (host[shape.size :] == 7).all()
+    graph_input = GraphInput(shape, pinned=False)
+    graph_input.fill([decode(6, [9, 5]), decode(1, [3]), decode(4, [2], store_from=4)], BLOCK_SIZE)
+    rows = graph_input.host.view(4, FIELDS + 3).tolist()
+    assert rows[0] == [105, 5, 5 * BLOCK_SIZE + 1, 6, 9, 5, 0]
+    assert rows[1] == [100, 0, 3 * BLOCK_SIZE, 1, 3, 0, 0]
+    assert rows[2] == [103, 3, -1, 4, 2, 0, 0], "in a shared block: computed, not stored"
+    assert rows[3] == [0, 0, -1, 1, 0, 0, 0], "padding stores nothing and sees one token of a block that there is"
 
 
 def test_each_token_of_a_draft_is_a_sequence_that_ends_there() -> None:
     shape = GraphShape(5, 3)
-    host = torch.full((40,), 7, dtype=torch.int32)
-    fill(host, shape, [decode(7, [9, 5, 4], draft=(50, 51)), decode(1, [3])], BLOCK_SIZE)
-    rows = host[: shape.size].view(5, FIELDS + 3).tolist()
+    graph_input = GraphInput(shape, pinned=False)
+    graph_input.fill([decode(7, [9, 5, 4], draft=(50, 51)), decode(1, [3])], BLOCK_SIZE)
+    rows = graph_input.host.view(5, FIELDS + 3).tolist()
     assert rows[0] == [106, 6, 5 * BLOCK_SIZE + 2, 7, 9, 5, 4]
     assert rows[1] == [50, 7, 5 * BLOCK_SIZE + 3, 8, 9, 5, 4]
     assert rows[2] == [51, 8, 4 * BLOCK_SIZE, 9, 9, 5, 4]
-    assert rows[3] == [100, 0, 3 * BLOCK_SIZE, 1, 3, 7, 7]
-    assert rows[4] == [0, 0, -1, 1, 0, 7, 7]
+    assert rows[3] == [100, 0, 3 * BLOCK_SIZE, 1, 3, 0, 0]
+    assert rows[4] == [0, 0, -1, 1, 0, 0, 0]
+
+
+def test_what_earlier_steps_left_in_a_row_does_not_show() -> None:
+    """Requests come, go, grow by blocks and change rows; only behind a row's own blocks may others stay."""
+    shape, chance = GraphShape(rows=8, max_blocks=20), random.Random(3)
+    kept = GraphInput(shape, pinned=False)
+    running: list[ScheduledChunk] = []
+    for _ in range(100):
+        if running and chance.random() < 0.3:
+            running.pop(chance.randrange(len(running)))
+        if len(running) < 4 and chance.random() < 0.5:
+            blocks = [chance.randrange(500) for _ in range(chance.randint(2, 15))]
+            running.append(decode(len(blocks) * BLOCK_SIZE - 1, blocks, draft=(7,) * chance.randint(0, 1)))
+        for chunk in running:
+            if chance.random() < 0.2 and len(chunk.request.blocks) < shape.max_blocks:
+                chunk.request.blocks.append(chance.randrange(500))
+
+        fresh = GraphInput(shape, pinned=False)
+        for graph_input in (kept, fresh):
+            graph_input.fill(running, BLOCK_SIZE)
+        counts = [len(chunk.request.blocks) for chunk in running for _ in range(chunk.num_tokens)]
+        counts += [1] * (shape.rows - len(counts))
+        given, expected = (each.host.view(shape.rows, -1) for each in (kept, fresh))
+        for row, count in enumerate(counts):
+            assert torch.equal(given[row, : FIELDS + count], expected[row, : FIELDS + count])
